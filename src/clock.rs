@@ -1,0 +1,76 @@
+//! The only file that asks the time or sleeps.
+//!
+//! It stands on Tokio's clock: under `tokio::time::pause` all of tollgate stands still, and moves when the test
+//! moves the clock. Wall time is derived from the same clock, so it moves along; a step of the system's clock while
+//! the program runs is not seen.
+
+#![expect(clippy::disallowed_methods, reason = "this is the file that asks")]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant, SystemTime};
+
+/// The monotonic time.
+#[inline]
+pub(crate) fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
+/// A pair of moments that were one: when both clocks were first asked.
+fn anchor() -> (Instant, SystemTime) {
+    static ANCHOR: OnceLock<(Instant, SystemTime)> = OnceLock::new();
+    *ANCHOR.get_or_init(|| (Instant::now(), SystemTime::now()))
+}
+
+/// The wall time at `instant`.
+pub(crate) fn wall(instant: Instant) -> SystemTime {
+    let (anchor, wall) = anchor();
+    let moment = match instant.checked_duration_since(anchor) {
+        Some(since) => wall.checked_add(since),
+        None => wall.checked_sub(anchor.duration_since(instant)),
+    };
+    moment.unwrap_or(wall)
+}
+
+/// The wall time at `instant` in whole microseconds since the Unix epoch, rounded down.
+pub(crate) fn micros(instant: Instant) -> u64 {
+    static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();
+    let &(epoch, micros) = EPOCH.get_or_init(|| {
+        let (anchor, wall) = anchor();
+        let since_epoch = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
+    });
+    match instant.checked_duration_since(epoch) {
+        Some(since) => micros.saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX / 4)),
+        None => {
+            let before = epoch.duration_since(instant).as_nanos().div_ceil(1000);
+            micros.saturating_sub(u64::try_from(before).unwrap_or(u64::MAX))
+        }
+    }
+}
+
+/// `span` after `instant`; for a span beyond all use, a moment that is far enough.
+pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
+    const FAR: Duration = Duration::from_secs(10 * 366 * 86_400);
+    instant.checked_add(span.min(FAR)).unwrap_or(instant)
+}
+
+/// A timer that any thread may set anew; it wakes the task that polled it last.
+///
+/// Needs a Tokio runtime to be made in.
+pub(crate) struct Timer(Pin<Box<tokio::time::Sleep>>);
+
+impl Timer {
+    pub(crate) fn at(instant: Instant) -> Self {
+        Timer(Box::pin(tokio::time::sleep_until(instant.into())))
+    }
+
+    pub(crate) fn set(&mut self, instant: Instant) {
+        self.0.as_mut().reset(instant.into());
+    }
+
+    pub(crate) fn poll(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<()> {
+        self.0.as_mut().poll(cx)
+    }
+}

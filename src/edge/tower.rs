@@ -1,0 +1,216 @@
+//! The Tower service and its future.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use pin_project_lite::pin_project;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::error::{BoxError, Error, Limited};
+use crate::gate::{Permit, Started, Waiter};
+use crate::key::{AsRequestInfo, RequestInfo};
+use crate::layer::RateLimitLayer;
+use crate::signal::AsResponseInfo;
+
+impl<S> Layer<S> for RateLimitLayer {
+    type Service = RateLimit<S>;
+
+    fn layer(&self, inner: S) -> RateLimit<S> {
+        RateLimit { inner, layer: self.clone() }
+    }
+}
+
+/// The service of a [`RateLimitLayer`].
+///
+/// `poll_ready` asks the service inside and nothing else; the permit is taken in `call`, because only there the request,
+/// and with it the key, is known.
+///
+/// A response future may be dropped at any time: a place in the line is given up, a slot that was not used goes to the
+/// next. Once the service inside was called, the permit counts as spent.
+#[derive(Clone, Debug)]
+pub struct RateLimit<S> {
+    inner: S,
+    layer: RateLimitLayer,
+}
+
+impl<S> RateLimit<S> {
+    /// The service inside.
+    pub fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The service inside, to be changed.
+    pub fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// Takes it out of the layer.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S, R> Service<R> for RateLimit<S>
+where
+    R: AsRequestInfo,
+    S: Service<R> + Clone,
+    S::Response: AsResponseInfo,
+    S::Error: Into<BoxError>,
+{
+    type Response = S::Response;
+    type Error = Error;
+    type Future = ResponseFuture<S, R>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        self.inner.poll_ready(cx).map_err(Error::inner)
+    }
+
+    fn call(&mut self, request: R) -> ResponseFuture<S, R> {
+        let state = match self.layer.enter(&RequestInfo::new(&request)) {
+            Started::Granted(permit) => {
+                State::Calling { permit: Some(permit), call: self.inner.call(request) }
+            }
+            slow => {
+                // The service that is ready now can neither wait with the request, where it would keep others from its
+                // resources, nor stay here, where it might keep the only one: a fresh clone takes its place.
+                let fresh = self.inner.clone();
+                let readied = std::mem::replace(&mut self.inner, fresh);
+                drop(readied);
+                match slow {
+                    Started::Waiting(waiter) => {
+                        let errand =
+                            Errand { waiter, permit: Unsent(None), inner: self.inner.clone(), request };
+                        State::Waiting { errand: Some(Box::new(errand)) }
+                    }
+                    Started::Limited(limited) => State::Refused { limited: Some(limited) },
+                    Started::Granted(_) => unreachable!("granted permits were served above"),
+                }
+            }
+        };
+        ResponseFuture { state, layer: self.layer.clone() }
+    }
+}
+
+pin_project! {
+    /// The future of a [`RateLimit`] service.
+    pub struct ResponseFuture<S, R>
+    where
+        S: Service<R>,
+    {
+        #[pin]
+        state: State<S, R>,
+        layer: RateLimitLayer,
+    }
+}
+
+pin_project! {
+    // Waiting => Calling | done(Limited) | done(Inner)     the service inside is asked only after the wait,
+    // Calling => done                                      so it holds nothing while we queue
+    // Refused => done(Limited)
+    #[project = StateProj]
+    enum State<S, R>
+    where
+        S: Service<R>,
+    {
+        Calling { permit: Option<Permit>, #[pin] call: S::Future },
+        Waiting { errand: Option<Box<Errand<S, R>>> },
+        Refused { limited: Option<Limited> },
+    }
+}
+
+/// What waits: first in line for a permit, then for the service inside. Boxed, so that the fast path stays small.
+struct Errand<S, R> {
+    waiter: Waiter,
+    permit: Unsent,
+    inner: S,
+    request: R,
+}
+
+/// A permit under which nothing was sent yet.
+struct Unsent(Option<Permit>);
+
+impl Drop for Unsent {
+    fn drop(&mut self) {
+        if let Some(permit) = self.0.take() {
+            permit.give_back();
+        }
+    }
+}
+
+impl<S, R> Errand<S, R>
+where
+    S: Service<R>,
+    S::Error: Into<BoxError>,
+{
+    // in line => readying | Err(Limited)
+    // readying => Ok | Err(Inner) | in line, in its old place, when the permit died while the service got ready
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Error>> {
+        loop {
+            if self.permit.0.is_none() {
+                self.permit.0 = Some(ready!(Pin::new(&mut self.waiter).poll(cx))?);
+            }
+            ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
+            match self.permit.0.take() {
+                Some(permit) if permit.is_alive() => return Poll::Ready(Ok(permit)),
+                Some(permit) => self.waiter.wait_again(permit),
+                None => {}
+            }
+        }
+    }
+}
+
+impl<S, R> Future for ResponseFuture<S, R>
+where
+    R: AsRequestInfo,
+    S: Service<R>,
+    S::Response: AsResponseInfo,
+    S::Error: Into<BoxError>,
+{
+    type Output = Result<S::Response, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        loop {
+            match this.state.as_mut().project() {
+                StateProj::Calling { permit, call } => {
+                    let response = ready!(call.poll(cx)).map_err(Error::inner)?;
+                    if let Some(permit) = permit.take() {
+                        this.layer.leave(permit, &response)?;
+                    }
+                    return Poll::Ready(Ok(response));
+                }
+                StateProj::Waiting { errand } => {
+                    let waiting = errand.as_mut().expect("a future is not polled after it was ready");
+                    let permit = match ready!(waiting.poll(cx)) {
+                        Ok(permit) => permit,
+                        Err(error) => {
+                            *errand = None;
+                            return Poll::Ready(Err(error));
+                        }
+                    };
+                    let Some(Errand { mut inner, request, .. }) = errand.take().map(|errand| *errand) else {
+                        unreachable!("it was just polled");
+                    };
+                    let call = inner.call(request);
+                    this.state.set(State::Calling { permit: Some(permit), call });
+                }
+                StateProj::Refused { limited } => {
+                    let limited = limited.take().expect("a future is not polled after it was ready");
+                    return Poll::Ready(Err(limited.into()));
+                }
+            }
+        }
+    }
+}
+
+impl<S, R> fmt::Debug for ResponseFuture<S, R>
+where
+    S: Service<R>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,45 @@
+//! What is told to `tracing` (feature `tracing`): waits, refusals and upstream limits. Keys appear by label only.
+
+#[cfg(feature = "tracing")]
+mod told {
+    use std::time::Duration;
+
+    use crate::error::Limited;
+
+    /// A request waits for its slot.
+    pub(crate) fn waiting(key: &str, in_line: usize) {
+        tracing::debug!(target: "tollgate", key, in_line, "waiting for a slot");
+    }
+
+    /// A request got its slot after a wait.
+    pub(crate) fn waited(key: &str, waited: Duration, turns: u32) {
+        tracing::debug!(target: "tollgate", key, ?waited, turns, "slot reached");
+    }
+
+    /// A request was not sent.
+    pub(crate) fn limited(limited: &Limited) {
+        tracing::info!(target: "tollgate", key = limited.key(), %limited, "refused");
+    }
+
+    /// The upstream answered that it was too much.
+    pub(crate) fn upstream_limited(key: &str, status: http::StatusCode, retry_after: Option<Duration>) {
+        tracing::warn!(target: "tollgate", key, %status, ?retry_after, "limited by the upstream");
+    }
+}
+
+#[cfg(not(feature = "tracing"))]
+mod told {
+    use std::time::Duration;
+
+    use crate::error::Limited;
+
+    pub(crate) fn waiting(_key: &str, _in_line: usize) {}
+
+    pub(crate) fn waited(_key: &str, _waited: Duration, _turns: u32) {}
+
+    pub(crate) fn limited(_limited: &Limited) {}
+
+    pub(crate) fn upstream_limited(_key: &str, _status: http::StatusCode, _retry_after: Option<Duration>) {}
+}
+
+pub(crate) use told::*;

@@ -1,0 +1,18 @@
+//! The gate: a key enters and a [`Permit`] comes out, at once or after a wait; the permit ends exactly once.
+//!
+//! [`Limiter`] is the gate with a quota. Each key has a *line* in this process: what is at hand, and who waits. All of
+//! a line's state is behind one lock that is never held across an `await`; a waiting future holds a number in the line
+//! and nothing else, so it can be dropped at any time.
+//!
+//! What this does not do: count. Counting is the store's.
+
+mod events;
+mod limiter;
+mod line;
+mod permit;
+mod queue;
+
+pub use limiter::{Acquire, Limiter, Peek};
+pub(crate) use limiter::{Entry, Settings, Started, Waiter};
+pub(crate) use line::LIFE;
+pub use permit::Permit;

@@ -1,0 +1,327 @@
+//! Those who wait for one key: first come, first served, one timer and one wake-up each.
+//!
+//! Waiters and the slots booked for them are two queues. The first waiter gets the first slot, so a cancelled slot
+//! moves up to the next in line by itself, and one who was late is simply first again. Every waiter's timer stands at
+//! the slot that was its own when it was booked; whoever wakes hands out all slots that are due, so nobody depends on
+//! a task that is not polled. Only the timer of the first is ever moved, to the first slot.
+//!
+//! Permits of different costs are different goods: each cost has its two queues.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use crate::clock::Timer;
+use crate::error::StoreError;
+use crate::limit::Unused;
+use crate::store::{Need, Refusal};
+
+/// Permits of one slot, as this process may use them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    /// The first moment.
+    pub(super) at: Instant,
+    /// From this moment no more.
+    pub(super) until: Instant,
+    /// The units of each permit.
+    pub(super) cost: u32,
+    /// How many permits.
+    pub(super) count: u32,
+    /// Slot and stamp in the store's time.
+    pub(super) slot: u64,
+    pub(super) stamp: u64,
+}
+
+impl Slot {
+    pub(super) fn unused(&self) -> Unused {
+        Unused { slot: self.slot, stamp: self.stamp, units: u64::from(self.cost) * u64::from(self.count) }
+    }
+}
+
+/// How the wait of one ended; kept until its future is polled.
+#[derive(Debug)]
+pub(super) enum Settled {
+    Granted(Slot),
+    Refused(Refusal),
+    Failed(StoreError),
+}
+
+/// What is to be done once the lock is released.
+#[derive(Default)]
+pub(super) struct Wakers(SmallVec<[Waker; 4]>);
+
+impl Wakers {
+    pub(super) fn wake(self) {
+        self.0.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// The number of a waiter: smaller is earlier.
+pub(super) type Number = u64;
+
+#[derive(Default)]
+pub(super) struct Queue {
+    classes: BTreeMap<u32, Class>,
+    settled: BTreeMap<Number, Settled>,
+    waiting: usize,
+    /// The latest slot of use to anyone.
+    latest: Option<Instant>,
+    /// Permits that nobody here can use; the store gets them with the next call.
+    pub(super) returns: SmallVec<[Unused; 4]>,
+}
+
+/// Waiters and slots of one cost.
+#[derive(Default)]
+struct Class {
+    waiting: BTreeMap<Number, Waiting>,
+    /// Sorted by time.
+    slots: VecDeque<Slot>,
+    /// Permits in `slots`.
+    booked: usize,
+    /// Permits that a call under way asks for.
+    asked: usize,
+}
+
+struct Waiting {
+    latest: Instant,
+    /// Where its timer stands, or will when it is first polled.
+    wake_at: Instant,
+    timer: Option<Timer>,
+    waker: Option<Waker>,
+}
+
+impl Waiting {
+    fn wake_at(&mut self, slot: Instant) {
+        let wake_at = slot.min(self.latest);
+        if wake_at != self.wake_at {
+            self.wake_at = wake_at;
+            if let Some(timer) = &mut self.timer {
+                timer.set(wake_at);
+            }
+        }
+    }
+}
+
+impl Queue {
+    /// How many wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Whether nobody waits and nothing lies here.
+    pub(super) fn is_done(&self) -> bool {
+        self.waiting == 0 && self.settled.is_empty() && !self.is_calling()
+    }
+
+    /// Whether a call is under way.
+    pub(super) fn is_calling(&self) -> bool {
+        self.classes.values().any(|class| class.asked > 0)
+    }
+
+    pub(super) fn latest(&self) -> Option<Instant> {
+        self.latest
+    }
+
+    /// One waits under its number: a new one, last in line, or one who was late and keeps its place.
+    pub(super) fn wait(&mut self, number: Number, cost: u32, latest: Instant) {
+        let waiting = Waiting { latest, wake_at: latest, timer: None, waker: None };
+        self.classes.entry(cost).or_default().waiting.insert(number, waiting);
+        self.waiting += 1;
+        self.latest = self.latest.max(Some(latest));
+    }
+
+    /// One stops waiting. Answers whether it did wait.
+    pub(super) fn leave(&mut self, number: Number, cost: u32) -> bool {
+        let left = self.classes.get_mut(&cost).is_some_and(|class| class.waiting.remove(&number).is_some());
+        self.waiting -= usize::from(left);
+        left
+    }
+
+    /// How the wait of `number` ended, if it did.
+    pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {
+        self.settled.remove(&number)
+    }
+
+    /// Adds slots that were booked for waiters of their cost.
+    pub(super) fn add(&mut self, slot: Slot) {
+        let class = self.classes.entry(slot.cost).or_default();
+        let index = class.slots.partition_point(|other| other.at <= slot.at);
+        class.slots.insert(index, slot);
+        class.booked += slot.count as usize;
+    }
+
+    /// Hands out the slots that are due, the first to the first; `me` needs no waking. Answers whether some had died
+    /// before anybody took them.
+    pub(super) fn hand_out(&mut self, now: Instant, me: Option<Number>, wakers: &mut Wakers) -> bool {
+        let mut died = false;
+        for class in self.classes.values_mut() {
+            while let Some(slot) = class.slots.front_mut()
+                && slot.at <= now
+            {
+                if slot.until <= now {
+                    died = true;
+                    class.booked -= slot.count as usize;
+                    self.returns.push(slot.unused());
+                    class.slots.pop_front();
+                    continue;
+                }
+                let Some((number, waiting)) = class.waiting.pop_first() else { break };
+                self.waiting -= 1;
+                self.settled.insert(number, Settled::Granted(Slot { count: 1, ..*slot }));
+                if Some(number) != me {
+                    wakers.0.extend(waiting.waker);
+                }
+                class.booked -= 1;
+                slot.count -= 1;
+                if slot.count == 0 {
+                    class.slots.pop_front();
+                }
+            }
+            if let Some(slot) = class.slots.front()
+                && let Some(mut first) = class.waiting.first_entry()
+                && first.get().wake_at > slot.at
+            {
+                first.get_mut().wake_at(slot.at);
+            }
+        }
+        died
+    }
+
+    /// Puts slots beyond what the waiters need among the returns, the last ones first.
+    pub(super) fn trim(&mut self) {
+        for class in self.classes.values_mut() {
+            while class.booked > class.waiting.len()
+                && let Some(last) = class.slots.back_mut()
+            {
+                let surplus =
+                    u32::try_from(class.booked - class.waiting.len()).unwrap_or(u32::MAX).min(last.count);
+                self.returns.push(Slot { count: surplus, ..*last }.unused());
+                class.booked -= surplus as usize;
+                last.count -= surplus;
+                if last.count == 0 {
+                    class.slots.pop_back();
+                }
+            }
+        }
+        self.classes.retain(|_, class| !class.waiting.is_empty() || class.asked > 0);
+        if self.waiting == 0 {
+            self.latest = None;
+        }
+    }
+
+    /// What those without a slot need, those who came first before the others.
+    pub(super) fn needs(&self) -> SmallVec<[Need; 2]> {
+        let mut needs: SmallVec<[(Number, Need); 2]> = SmallVec::new();
+        for (&cost, class) in &self.classes {
+            let missing = class.waiting.len().saturating_sub(class.booked + class.asked);
+            if let Some((&first, _)) = class.waiting.iter().next()
+                && missing > 0
+            {
+                let count = u32::try_from(missing).unwrap_or(u32::MAX);
+                needs.push((first, Need { cost, count }));
+            }
+        }
+        needs.sort_by_key(|(first, _)| *first);
+        needs.into_iter().map(|(_, need)| need).collect()
+    }
+
+    /// A call asks for `needs`.
+    pub(super) fn asking(&mut self, needs: &[Need]) {
+        for need in needs {
+            self.classes.entry(need.cost).or_default().asked = need.count as usize;
+        }
+    }
+
+    /// The call has been answered with `slots`, and `end` for those of its needs that got none.
+    pub(super) fn answered(
+        &mut self,
+        slots: impl IntoIterator<Item = Slot>,
+        end: Option<&Settled>,
+        wakers: &mut Wakers,
+    ) {
+        let mut added: SmallVec<[(u32, usize); 2]> = SmallVec::new();
+        for slot in slots {
+            match added.iter_mut().find(|(cost, _)| *cost == slot.cost) {
+                Some((_, count)) => *count += slot.count as usize,
+                None => added.push((slot.cost, slot.count as usize)),
+            }
+            self.add(slot);
+        }
+        for (cost, class) in &mut self.classes {
+            let asked = std::mem::take(&mut class.asked);
+            let granted = added.iter().find(|(other, _)| other == cost).map_or(0, |(_, count)| *count);
+            let ended = class.settle(granted, asked.saturating_sub(granted), end);
+            for (number, waker, settled) in ended {
+                self.waiting -= 1;
+                self.settled.insert(number, settled);
+                wakers.0.extend(waker);
+            }
+        }
+    }
+
+    /// Registers the task of one who waits, to be woken once: at its slot, or when it can wait no longer.
+    pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
+        let first_slot = class.slots.front().map(|slot| slot.at);
+        let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
+        if waiting.wake_at <= now {
+            waiting.wake_at(first_slot.unwrap_or(waiting.latest));
+        }
+        match &mut waiting.waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            None => waiting.waker = Some(cx.waker().clone()),
+        }
+        waiting.timer.get_or_insert_with(|| Timer::at(waiting.wake_at)).poll(cx)
+    }
+
+    /// Until when one who can wait no longer would have had to: the last slot booked for its cost.
+    pub(super) fn last_slot(&self, cost: u32) -> Option<Instant> {
+        self.classes.get(&cost)?.slots.back().map(|slot| slot.at)
+    }
+}
+
+impl Class {
+    /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
+    ///
+    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own.
+    fn settle(
+        &mut self,
+        granted: usize,
+        ended: usize,
+        end: Option<&Settled>,
+    ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
+        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
+        let without = self.waiting.len().saturating_sub(self.booked);
+        let newcomers = without.saturating_sub(ended);
+        if let Some(end) = end {
+            let ended = self.waiting.keys().rev().skip(newcomers).take(without - newcomers);
+            leaving.extend(ended.map(|&number| (number, end.again())));
+        }
+        let unneeded = self.booked.saturating_sub(self.waiting.len());
+        let moments =
+            self.slots.iter().rev().flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
+        let theirs = moments.skip(unneeded).take(granted);
+        for ((&number, waiting), slot) in self.waiting.iter_mut().rev().skip(without).zip(theirs) {
+            if slot > waiting.latest {
+                let wait = Some(slot.saturating_duration_since(crate::clock::now()));
+                leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
+            } else {
+                waiting.wake_at(slot);
+            }
+        }
+        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
+        leaving.into_iter().filter_map(take).collect()
+    }
+}
+
+impl Settled {
+    fn again(&self) -> Settled {
+        match self {
+            Settled::Granted(slot) => Settled::Granted(*slot),
+            Settled::Refused(refusal) => Settled::Refused(*refusal),
+            Settled::Failed(error) => Settled::Failed(error.clone()),
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Which counter a request belongs to.
+//!
+//! A [`Key`] names whose limit it is: one count per key. It is small, copied, and keeps no text, so an API
+//! token used as a key is in no log, no error and no `Debug` output.
+
+use std::fmt;
+use std::time::Instant;
+
+use http::{Extensions, HeaderMap, HeaderName, Method};
+use siphasher::sip128::SipHasher13;
+
+/// Names whose limit it is: requests with the same key share one count.
+///
+/// Made from any bytes; only a 128-bit hash is kept, the same in every process. `Debug` and `Display` show
+/// eight hex digits of it.
+///
+/// ```
+/// use tollgate::Key;
+///
+/// let search = Key::new("search");
+/// assert_eq!(search, Key::new(b"search"));
+///
+/// let of_customer = search.and("customer 17");
+/// assert_ne!(of_customer, search);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    high: u64,
+    low: u64,
+}
+
+impl Key {
+    /// One key for everything: what a layer uses that was given no key function.
+    pub const ALL: Key = Key { high: 0x746f_6c6c_6761_7465, low: 0x0061_6c6c };
+
+    /// The key of `name`.
+    pub fn new(name: impl AsRef<[u8]>) -> Self {
+        let hash = SipHasher13::new().hash(name.as_ref());
+        Key { high: hash.h1, low: hash.h2 }
+    }
+
+    /// The key of this and `part` together, as in host *and* token.
+    ///
+    /// `a.and("b")` differs from `Key::new("ab")`, and the order counts.
+    #[must_use]
+    pub fn and(self, part: impl AsRef<[u8]>) -> Self {
+        let hash = SipHasher13::new_with_keys(self.high, self.low).hash(part.as_ref());
+        Key { high: hash.h1, low: hash.h2 }
+    }
+
+    /// Hosts compare without regard to case and to the dot that may end them.
+    pub(crate) fn of_host(host: &str) -> Self {
+        let host = host.strip_suffix('.').unwrap_or(host);
+        if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
+            return Key::new(host.to_ascii_lowercase());
+        }
+        Key::new(host)
+    }
+
+    /// Spreads over a table that an attacker who chooses names cannot aim at: `seed` is the process's own.
+    pub(crate) fn spread(self, seed: u64) -> u64 {
+        let product = u128::from(self.high ^ seed) * u128::from(self.low | 1);
+        (product >> 64) as u64 ^ product as u64
+    }
+
+    /// What errors and events call this key: the host of `request` when that is the key, else eight hex digits.
+    pub(crate) fn label(self, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        match request.and_then(RequestInfo::host) {
+            _ if self == Key::ALL => "all".into(),
+            Some(host) if Key::of_host(host) == self => host.into(),
+            _ => self.to_string().into(),
+        }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.high >> 32)
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({self})")
+    }
+}
+
+/// How many units of the limit a request takes, put into a request's extensions. Default: 1.
+///
+/// A cost of 0 passes without a permit. A cost above the limit is refused at once
+/// ([`Reason::CostAboveLimit`](crate::Reason::CostAboveLimit)).
+///
+/// ```
+/// let mut request = http::Request::get("http://example.com/export").body(())?;
+/// request.extensions_mut().insert(tollgate::Cost(10));
+/// # Ok::<(), http::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cost(pub u32);
+
+/// The moment by which a request must have left, put into a request's extensions.
+///
+/// A request whose slot lies later is refused at once. The layer's `max_wait` holds besides.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+///
+/// let mut request = http::Request::get("http://example.com/").body(())?;
+/// request.extensions_mut().insert(tollgate::Deadline(Instant::now() + Duration::from_secs(1)));
+/// # Ok::<(), http::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deadline(pub Instant);
+
+/// What tollgate wants to know of a request.
+///
+/// Implemented for `http::Request<B>` and, with the feature `reqwest`, for `reqwest::Request`. Implement it for
+/// requests of your own; every answer has a default, and what a type cannot tell it leaves out.
+///
+/// ```
+/// struct Job {
+///     customer: String,
+/// }
+///
+/// impl tollgate::AsRequestInfo for Job {
+///     fn host(&self) -> Option<&str> {
+///         Some(&self.customer)
+///     }
+/// }
+/// ```
+pub trait AsRequestInfo {
+    /// The host the request goes to.
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
+    /// The path of its URL. Default: empty.
+    fn path(&self) -> &str {
+        ""
+    }
+
+    /// Its method. Default: GET.
+    fn method(&self) -> &Method {
+        &Method::GET
+    }
+
+    /// Its headers.
+    fn headers(&self) -> Option<&HeaderMap> {
+        None
+    }
+
+    /// Its extensions, where [`Key`], [`Cost`] and [`Deadline`] may lie.
+    fn extensions(&self) -> Option<&Extensions> {
+        None
+    }
+}
+
+impl<B> AsRequestInfo for http::Request<B> {
+    fn host(&self) -> Option<&str> {
+        if let Some(host) = self.uri().host() {
+            return Some(host);
+        }
+        let authority = http::Request::headers(self).get(http::header::HOST)?.to_str().ok()?;
+        match authority.rsplit_once(':') {
+            Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => Some(host),
+            _ => Some(authority),
+        }
+        .filter(|host| !host.is_empty())
+    }
+
+    fn path(&self) -> &str {
+        self.uri().path()
+    }
+
+    fn method(&self) -> &Method {
+        http::Request::method(self)
+    }
+
+    fn headers(&self) -> Option<&HeaderMap> {
+        Some(http::Request::headers(self))
+    }
+
+    fn extensions(&self) -> Option<&Extensions> {
+        Some(http::Request::extensions(self))
+    }
+}
+
+/// A request as key, cost and deadline functions see it.
+#[derive(Clone, Copy)]
+pub struct RequestInfo<'a> {
+    request: &'a dyn AsRequestInfo,
+    extensions: Option<&'a Extensions>,
+}
+
+impl<'a> RequestInfo<'a> {
+    /// A view of `request`.
+    pub fn new(request: &'a dyn AsRequestInfo) -> Self {
+        RequestInfo { request, extensions: request.extensions() }
+    }
+
+    /// The same request, with extensions that travel beside it (reqwest-middleware's do).
+    #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "edge/reqwest.rs is off"))]
+    pub(crate) fn with_extensions(self, extensions: &'a Extensions) -> Self {
+        RequestInfo { extensions: Some(extensions), ..self }
+    }
+
+    /// The host the request goes to.
+    pub fn host(&self) -> Option<&'a str> {
+        self.request.host()
+    }
+
+    /// The path of its URL.
+    pub fn path(&self) -> &'a str {
+        self.request.path()
+    }
+
+    /// Its method.
+    pub fn method(&self) -> &'a Method {
+        self.request.method()
+    }
+
+    /// The bytes of its header `name`: the first where there are several.
+    pub fn header(&self, name: impl http::header::AsHeaderName) -> Option<&'a [u8]> {
+        Some(self.request.headers()?.get(name)?.as_bytes())
+    }
+
+    /// Its extension of type `T`.
+    pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
+        self.extensions?.get::<T>()
+    }
+}
+
+impl fmt::Debug for RequestInfo<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The path and the headers may hold secrets.
+        f.debug_struct("RequestInfo").field("method", self.method()).field("host", &self.host()).finish()
+    }
+}
+
+/// A key function: one limit for each host. A request without a host is refused, by name, rather than counted
+/// under a key it does not share ([`Reason::NoKey`](crate::Reason::NoKey)).
+///
+/// Hosts are compared without regard to case; the port does not count.
+///
+/// ```
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// use tollgate::{by_host, Quota, RateLimitLayer};
+///
+/// let limit = RateLimitLayer::builder(Quota::per_second(50)).key(by_host).build()?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn by_host(request: &RequestInfo<'_>) -> Option<Key> {
+    request.host().map(Key::of_host)
+}
+
+/// A key function: one limit for each value of the header `name`. A request without that header is refused, by name.
+///
+/// ```
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// use http::header::AUTHORIZATION;
+/// use tollgate::{by_header, Quota, RateLimitLayer};
+///
+/// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).key(by_header(AUTHORIZATION)).build()?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn by_header(name: HeaderName) -> impl Fn(&RequestInfo<'_>) -> Option<Key> + Send + Sync + 'static {
+    move |request| request.header(&name).map(Key::new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn get(uri: &str) -> http::Request<()> {
+        http::Request::get(uri).body(()).unwrap()
+    }
+
+    fn host_key(request: &http::Request<()>) -> Option<Key> {
+        by_host(&RequestInfo::new(request))
+    }
+
+    #[test]
+    fn a_key_is_the_same_in_every_process_and_release() {
+        // SipHash-1-3 with 128 bits and a key of zeros: other languages can make the same keys.
+        assert_eq!(Key::new("search"), Key::new(b"search".to_vec()));
+        assert_eq!(Key::new("").high, SipHasher13::new().hash(b"").h1);
+        assert_eq!(Key::new("api.example.com").to_string(), "c5d1b19e");
+    }
+
+    #[test]
+    fn parts_of_a_key_neither_run_together_nor_commute() {
+        assert_ne!(Key::new("ab"), Key::new("a").and("b"));
+        assert_ne!(Key::new("a").and("b"), Key::new("b").and("a"));
+        assert_ne!(Key::new("a").and("bc"), Key::new("ab").and("c"));
+    }
+
+    #[test]
+    fn hosts_are_one_key_whatever_their_case_port_or_final_dot() {
+        let expected = host_key(&get("http://api.example.com/a"));
+        for same in ["http://API.Example.com/b", "http://api.example.com:8080/", "http://api.example.com./"] {
+            assert_eq!(host_key(&get(same)), expected, "{same}");
+        }
+        assert_ne!(host_key(&get("http://other.example.com/")), expected);
+    }
+
+    #[test]
+    fn a_relative_request_takes_its_host_from_the_header() {
+        let mut request = get("/users");
+        assert_eq!(host_key(&request), None);
+        for (value, host) in
+            [("api.example.com:443", "api.example.com"), ("[::1]:80", "[::1]"), ("a.b", "a.b")]
+        {
+            request.headers_mut().insert("host", value.parse().unwrap());
+            assert_eq!(host_key(&request), Some(Key::of_host(host)), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_label_is_the_host_only_where_the_host_is_the_key() {
+        let request = get("http://api.example.com/");
+        let info = RequestInfo::new(&request);
+        let secret = Key::new("Bearer s3cr3t");
+        assert_eq!(&*by_host(&info).unwrap().label(Some(&info)), "api.example.com");
+        assert_eq!(&*secret.label(Some(&info)), secret.to_string());
+        assert_eq!(secret.to_string().len(), 8);
+        assert_eq!(&*Key::ALL.label(None), "all");
+        assert!(!format!("{secret:?} {info:?}").contains("s3cr3t"));
+    }
+}

@@ -1,0 +1,315 @@
+//! The words a user says: the layer and its builder.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{ConfigError, Limited};
+use crate::gate::{Entry, LIFE, Limiter, Permit, Settings, Started};
+use crate::key::{Cost, Deadline, Key, RequestInfo};
+use crate::limit::Terms;
+use crate::quota::Quota;
+use crate::signal::{AsResponseInfo, Signal};
+use crate::store::{MemoryStore, Store};
+
+/// Keeps a client within a known quota. Clones share one count.
+///
+/// It is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client` (feature `reqwest`) and over
+/// services of your own requests ([`AsRequestInfo`](crate::AsRequestInfo)), and it is a `reqwest_middleware::Middleware` (feature
+/// `reqwest-middleware`). Without HTTP, take its [`limiter`](RateLimitLayer::limiter).
+///
+/// ```
+/// use http::{Request, Response};
+/// use tower::{service_fn, BoxError, Service, ServiceBuilder, ServiceExt};
+/// use tollgate::{Quota, RateLimitLayer};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new("hello")) });
+/// let mut service = ServiceBuilder::new()
+///     .layer(RateLimitLayer::new(Quota::per_second(50))?)
+///     .service(client);
+///
+/// let response = service.ready().await?.call(Request::get("http://example.com/").body(String::new())?).await?;
+/// # assert_eq!(response.status(), 200);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # What happens to a request
+///
+/// The permit is taken in `call`, because only there the request, and with it the key, is known; `poll_ready` only asks
+/// the service inside. A request that has to wait holds nothing of the service inside while it waits: it takes a clone,
+/// and asks that one when its permit is there.
+///
+/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own deadline. An outer timeout
+/// should be longer than both: when it fires first, its error is all that is left.
+#[derive(Clone, Debug)]
+pub struct RateLimitLayer {
+    limiter: Limiter,
+    reading: Arc<Reading>,
+}
+
+/// How requests and responses are read.
+struct Reading {
+    key: Option<KeyOf>,
+    cost: Option<Box<dyn Fn(&RequestInfo<'_>) -> u32 + Send + Sync>>,
+    deadline: Option<Box<dyn Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync>>,
+    error_on_upstream_limit: bool,
+}
+
+type KeyOf = Box<dyn Fn(&RequestInfo<'_>) -> Option<Key> + Send + Sync>;
+
+impl RateLimitLayer {
+    /// A layer that keeps everything that passes it, together, within `quota`. Waits up to 15 s; counts in memory.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] when the quota makes no sense; it says what to change.
+    pub fn new(quota: Quota) -> Result<Self, ConfigError> {
+        RateLimitLayer::builder(quota).build()
+    }
+
+    /// A builder, for the second day.
+    pub fn builder(quota: Quota) -> RateLimitBuilder {
+        RateLimitBuilder {
+            quota,
+            reading: Reading { key: None, cost: None, deadline: None, error_on_upstream_limit: false },
+            store: None,
+            max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
+            max_waiting: 10_000,
+            max_keys: MemoryStore::DEFAULT_MAX_KEYS,
+            transit_slack: Duration::from_millis(10),
+            boundary_slack: Duration::from_millis(100),
+        }
+    }
+
+    /// The gate behind this layer, for what is not HTTP. It shares the layer's count.
+    pub fn limiter(&self) -> Limiter {
+        self.limiter.clone()
+    }
+
+    /// A request enters the gate.
+    #[inline]
+    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Started {
+        let Some(entry) = self.reading.entry(request) else {
+            return Started::Limited(self.limiter.no_key());
+        };
+        let started = self.limiter.start(entry, || entry.key.label(Some(request)));
+        match started {
+            // Later the request is gone, and with it the host.
+            Started::Granted(permit) if self.reading.error_on_upstream_limit => {
+                Started::Granted(permit.named(entry.key.label(Some(request))))
+            }
+            started => started,
+        }
+    }
+
+    /// A response leaves the gate.
+    #[inline]
+    pub(crate) fn leave(&self, permit: Permit, response: &impl AsResponseInfo) -> Result<(), Limited> {
+        let signal = Signal::read(response);
+        let limited = permit.answered(&signal);
+        match limited {
+            Some(limited) if self.reading.error_on_upstream_limit => Err(limited),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Reading {
+    #[inline]
+    fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
+        let key = match (request.extension::<Key>(), &self.key) {
+            (Some(key), _) => *key,
+            (None, Some(key_of)) => key_of(request)?,
+            (None, None) => Key::ALL,
+        };
+        let cost = match (request.extension::<Cost>(), &self.cost) {
+            (Some(Cost(cost)), _) => *cost,
+            (None, Some(cost_of)) => cost_of(request),
+            (None, None) => 1,
+        };
+        let deadline = match (request.extension::<Deadline>(), &self.deadline) {
+            (Some(Deadline(deadline)), _) => Some(*deadline),
+            (None, Some(deadline_of)) => deadline_of(request),
+            (None, None) => None,
+        };
+        Some(Entry { key, cost, deadline })
+    }
+}
+
+impl std::fmt::Debug for Reading {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reading")
+            .field("key", &self.key.is_some())
+            .field("cost", &self.cost.is_some())
+            .field("deadline", &self.deadline.is_some())
+            .field("error_on_upstream_limit", &self.error_on_upstream_limit)
+            .finish()
+    }
+}
+
+/// Sets up a [`RateLimitLayer`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::{Key, Quota, RateLimitLayer};
+///
+/// let limit = RateLimitLayer::builder(Quota::per_second(50).burst(10))
+///     .key(|request| request.header("x-tenant").map(Key::new))
+///     .cost(|request| if request.path() == "/export" { 5 } else { 1 })
+///     .max_wait(Duration::from_secs(5))
+///     .build()?;
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+#[must_use = "a builder does nothing until build"]
+pub struct RateLimitBuilder {
+    quota: Quota,
+    reading: Reading,
+    store: Option<Arc<dyn Store>>,
+    max_wait: Duration,
+    max_waiting: usize,
+    max_keys: usize,
+    transit_slack: Duration,
+    boundary_slack: Duration,
+}
+
+impl RateLimitBuilder {
+    const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
+    const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
+    const LONGEST_SLACK: Duration = Duration::from_secs(60);
+
+    /// The key of a request: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure that returns a
+    /// [`Key`] or an `Option<Key>`. Default: one key for everything ([`Key::ALL`]).
+    ///
+    /// A request for which it returns `None` is refused ([`Reason::NoKey`](crate::Reason::NoKey)). A [`Key`] in the
+    /// request's extensions goes first.
+    pub fn key<F, K>(mut self, key: F) -> Self
+    where
+        F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,
+        K: Into<Option<Key>>,
+    {
+        self.reading.key = Some(Box::new(move |request| key(request).into()));
+        self
+    }
+
+    /// How many units a request takes. Default: 1. A [`Cost`] in the request's extensions goes first.
+    pub fn cost(mut self, cost: impl Fn(&RequestInfo<'_>) -> u32 + Send + Sync + 'static) -> Self {
+        self.reading.cost = Some(Box::new(cost));
+        self
+    }
+
+    /// The moment by which a request must leave; a slot beyond is refused at once. Default: none. A [`Deadline`] in the
+    /// request's extensions goes first; `max_wait` holds besides.
+    pub fn deadline<F>(mut self, deadline: F) -> Self
+    where
+        F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,
+    {
+        self.reading.deadline = Some(Box::new(deadline));
+        self
+    }
+
+    /// The longest a request may wait at the gate. Default: 15 s; at most a day.
+    ///
+    /// A request whose slot lies further away is refused at once, before it costs anything, and the error tells when
+    /// it could have been. `Duration::ZERO` means: never wait.
+    pub fn max_wait(mut self, max_wait: Duration) -> Self {
+        self.max_wait = max_wait;
+        self
+    }
+
+    /// How many may wait for one key in this process; the next is refused. Default: 10,000.
+    pub fn max_waiting(mut self, max_waiting: usize) -> Self {
+        self.max_waiting = max_waiting;
+        self
+    }
+
+    /// How many keys may be in use at once in this process, and in the default store. Default: 100,000; at least 1.
+    ///
+    /// Keys that are not in use cost nothing and do not count. Beyond, a request with a new key is refused.
+    pub fn max_keys(mut self, max_keys: usize) -> Self {
+        self.max_keys = max_keys;
+        self
+    }
+
+    /// Where permits are counted. Default: a [`MemoryStore`] of its own.
+    ///
+    /// Layers that share a store share the counts of equal keys.
+    pub fn store(mut self, store: Arc<dyn Store>) -> Self {
+        self.store = Some(store);
+        self
+    }
+
+    /// By how much the time that a request takes to the upstream may vary. Default: 10 ms; at most 60 s.
+    ///
+    /// Together with the life of a permit, 10 ms, it is the margin by which every window is longer than the quota says:
+    /// at 50 per second it costs 2 % of the rate, at 100 per minute 0.03 %.
+    pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
+        self.transit_slack = transit_slack;
+        self
+    }
+
+    /// How long before and after the boundary of a [fixed](Quota::fixed) window nothing is sent: the way to the upstream
+    /// and the difference of the clocks. Default: 100 ms; at most a quarter of the window.
+    pub fn boundary_slack(mut self, boundary_slack: Duration) -> Self {
+        self.boundary_slack = boundary_slack;
+        self
+    }
+
+    /// Turns a 429 of the upstream into [`Limited::Upstream`]. Default: it passes as a response.
+    ///
+    /// The body of the response is dropped then.
+    pub fn error_on_upstream_limit(mut self) -> Self {
+        self.reading.error_on_upstream_limit = true;
+        self
+    }
+
+    /// Checks everything and makes the layer.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
+    pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
+        at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
+        at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        if self.max_keys == 0 {
+            return Err(ConfigError::OutOfRange {
+                setting: "max_keys",
+                value: "0".into(),
+                allowed: "at least 1",
+            });
+        }
+        self.quota.check(LIFE + self.transit_slack, self.boundary_slack)?;
+        let store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
+        let limiter = Limiter::new(Settings {
+            terms: Arc::new(Terms::new(self.quota, self.transit_slack, self.boundary_slack)),
+            store,
+            max_wait: self.max_wait,
+            max_waiting: self.max_waiting,
+            max_keys: self.max_keys,
+        });
+        Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })
+    }
+}
+
+impl std::fmt::Debug for RateLimitBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RateLimitBuilder")
+            .field("quota", &self.quota)
+            .field("reading", &self.reading)
+            .field("max_wait", &self.max_wait)
+            .finish_non_exhaustive()
+    }
+}
+
+fn at_most(
+    setting: &'static str,
+    value: Duration,
+    most: Duration,
+    allowed: &'static str,
+) -> Result<(), ConfigError> {
+    if value <= most {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange { setting, value: format!("{value:?}"), allowed })
+}

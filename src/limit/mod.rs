@@ -1,0 +1,391 @@
+//! The arithmetic of limits: when is the next slot?
+//!
+//! One rule serves slots, leases and slack:
+//!
+//! > A permit is usable once, at any moment from its **slot** to its **deadline**. The log keeps deadlines (plus the
+//! > slack for the way to the upstream: the **stamp**). The slot of a new permit is the first moment at which at most
+//! > `limit - 1` earlier permits have a stamp younger than the window.
+//!
+//! *Why it is never over.* Take any window in which permits were used, and of those the one granted last, used at
+//! `u >= slot`. Every other one was used after `u - window`, so its stamp is later than `slot - window`: it was among
+//! the at most `limit - 1` that the rule counted. Nothing is assumed about the order of use, about who holds what, or
+//! whether a holder still lives. Stamps rounded up and merged are only later: still never over.
+//!
+//! Everything here is pure: `now` is an argument, time is whole microseconds, and the same history gives the same
+//! grants wherever it runs.
+//!
+//! What this does not do: wait, lock, or know what a request is.
+
+mod bucket;
+mod fixed;
+#[cfg(test)]
+mod laws;
+mod pool;
+mod window;
+
+use std::time::Duration;
+
+use crate::quota::{Limit, Quota};
+use bucket::Bucket;
+use fixed::Fixed;
+use pool::Pool;
+use window::Window;
+
+/// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
+pub(crate) type Micros = u64;
+
+/// A span in microseconds, rounded up.
+pub(crate) fn micros_up(span: Duration) -> Micros {
+    u64::try_from(span.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX / 4).min(u64::MAX / 4)
+}
+
+/// A span in microseconds, rounded down.
+pub(crate) fn micros_down(span: Duration) -> Micros {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX / 4).min(u64::MAX / 4)
+}
+
+/// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Terms {
+    quota: Quota,
+    transit_slack: Duration,
+    boundary_slack: Duration,
+}
+
+impl Terms {
+    /// `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
+    /// windows (`boundary_slack`).
+    pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
+        Terms { quota, transit_slack, boundary_slack }
+    }
+
+    /// What is allowed.
+    pub fn quota(&self) -> &Quota {
+        &self.quota
+    }
+
+    /// How much later than its deadline a permit may arrive at the upstream.
+    pub fn transit_slack(&self) -> Duration {
+        self.transit_slack
+    }
+
+    /// How long before and after the boundary of a fixed window nothing is sent.
+    pub fn boundary_slack(&self) -> Duration {
+        self.boundary_slack
+    }
+}
+
+/// Permits of one slot: each unit usable once, from `slot` to its deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grant {
+    /// The first moment.
+    pub(crate) slot: Micros,
+    /// How long after the slot the deadline is.
+    pub(crate) life: Micros,
+    /// What the log keeps.
+    pub(crate) stamp: Micros,
+    /// How many permits.
+    pub(crate) count: u32,
+}
+
+/// No slot up to the latest one asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TooLate {
+    /// The first slot there would have been.
+    pub(crate) slot: Micros,
+    /// The limit that was the last to allow it.
+    pub(crate) limit: Option<Limit>,
+}
+
+/// What one limit has seen.
+#[derive(Debug)]
+enum Rule {
+    Window(Window),
+    Bucket(Bucket),
+    Fixed(Fixed),
+}
+
+/// One limit of a key, and when it was last asserted.
+#[derive(Debug)]
+struct Account {
+    limit: Limit,
+    rule: Rule,
+    asserted: Micros,
+}
+
+/// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
+///
+/// Callers that assert different terms for one key all get the strictest of them: a limit holds until it was not
+/// asserted for two windows and a second.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    accounts: Vec<Account>,
+    pool: Pool,
+    transit_slack: Micros,
+    /// Time as seen here: never back.
+    now: Micros,
+}
+
+impl Ledger {
+    pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
+        let mut ledger = Ledger { accounts: Vec::new(), pool: Pool::default(), transit_slack: 0, now };
+        ledger.advance(terms, now);
+        ledger
+    }
+
+    /// Brings the ledger to `now` and under `terms`; every call starts so. Answers its time.
+    pub(crate) fn advance(&mut self, terms: &Terms, now: Micros) -> Micros {
+        self.now = self.now.max(now);
+        let now = self.now;
+        self.transit_slack = micros_up(terms.transit_slack);
+        for limit in terms.quota.limits() {
+            match self.accounts.iter_mut().find(|account| account.limit == *limit) {
+                Some(account) => account.asserted = now,
+                None => {
+                    let rule = self.rule_for(*limit, micros_up(terms.boundary_slack), now);
+                    self.accounts.push(Account { limit: *limit, rule, asserted: now });
+                }
+            }
+        }
+        if self.accounts.len() > terms.quota.limits().len() {
+            self.accounts.retain(|account| {
+                let stale = micros_up(account.limit.window()).saturating_mul(2).saturating_add(1_000_000);
+                account.asserted.saturating_add(stale) >= now
+            });
+        }
+        for account in &mut self.accounts {
+            account.rule.advance(now);
+        }
+        while let Some(unused) = self.pool.pop_before(now) {
+            self.subtract(unused);
+        }
+        now
+    }
+
+    /// A rule for a limit that is new to this key: it starts with what the others remember.
+    fn rule_for(&self, limit: Limit, boundary_slack: Micros, now: Micros) -> Rule {
+        let mut rule = Rule::new(limit, boundary_slack);
+        rule.advance(now);
+        let longest = self.accounts.iter().filter(|account| matches!(account.rule, Rule::Window(_)));
+        match longest.max_by_key(|account| account.limit.window()) {
+            Some(Account { rule: Rule::Window(window), .. }) => {
+                for chunk in window.chunks() {
+                    rule.insert(chunk.stamp, chunk.stamp, chunk.count);
+                }
+            }
+            _ => {
+                let used = self.accounts.iter().map(|account| account.rule.used(now)).max().unwrap_or(0);
+                if used > 0 {
+                    rule.insert(now, now + self.transit_slack, used.min(u64::from(limit.largest_cost())));
+                }
+            }
+        }
+        rule
+    }
+
+    /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none later than `latest`.
+    ///
+    /// Hands each grant to `granted`. Stops with [`TooLate`] at the first permit whose slot would be later; that
+    /// one, and those after it, leave no trace.
+    pub(crate) fn book(
+        &mut self,
+        latest: Micros,
+        cost: u32,
+        mut count: u32,
+        life: Micros,
+        mut granted: impl FnMut(Grant),
+    ) -> Result<(), TooLate> {
+        let largest = self.accounts.iter().map(|account| account.limit.largest_cost()).min();
+        if cost == 0 || largest.is_none_or(|largest| cost > largest) {
+            return Err(TooLate { slot: Micros::MAX, limit: None });
+        }
+        let cost = u64::from(cost);
+        while count > 0 {
+            let (slot, limit) = self.first_slot(cost, life);
+            if let Some(grant) = self.pool.take(slot.min(latest), cost, count, life, self.transit_slack) {
+                count -= grant.count;
+                granted(grant);
+                continue;
+            }
+            if slot > latest {
+                return Err(TooLate { slot, limit });
+            }
+            let room = self.accounts.iter_mut().map(|account| account.rule.room(slot)).min().unwrap_or(0);
+            let fits = u32::try_from(room / cost).unwrap_or(u32::MAX).clamp(1, count);
+            let stamp = slot + life + self.transit_slack;
+            for account in &mut self.accounts {
+                account.rule.insert(slot, stamp, cost * u64::from(fits));
+            }
+            count -= fits;
+            granted(Grant { slot, life, stamp, count: fits });
+        }
+        Ok(())
+    }
+
+    /// Takes up to `most` units of what is free now, at most a quarter of it, so that a scarce limit is never hoarded.
+    pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Grant> {
+        let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
+        if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
+            return None;
+        }
+        let stamp = self.now + life + self.transit_slack;
+        for account in &mut self.accounts {
+            account.rule.insert(self.now, stamp, u64::from(count));
+        }
+        Some(Grant { slot: self.now, life, stamp, count })
+    }
+
+    /// Takes back a permit that was not used: a slot that still lies ahead goes to the next who asks, one that has
+    /// passed leaves the logs.
+    pub(crate) fn take_back(&mut self, unused: Unused) {
+        if unused.units == 0 || unused.stamp < unused.slot {
+            return;
+        }
+        if unused.slot <= self.now {
+            self.subtract(unused);
+        } else {
+            self.pool.put(unused);
+        }
+    }
+
+    fn subtract(&mut self, unused: Unused) {
+        for account in &mut self.accounts {
+            account.rule.subtract(self.now, unused);
+        }
+    }
+
+    /// The first moment at which every limit allows `cost`, and the limit that was the last to.
+    fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
+        let mut slot = self.now;
+        let mut limit = None;
+        loop {
+            let before = slot;
+            for account in &mut self.accounts {
+                let first = account.rule.first_slot(slot, cost, life);
+                if first > slot {
+                    slot = first;
+                    limit = Some(account.limit);
+                }
+            }
+            // A slot that one limit moved must be free under the others too; each only ever moves it later.
+            if slot == before {
+                return (slot, limit);
+            }
+        }
+    }
+
+    /// How many units could go now.
+    pub(crate) fn free(&mut self) -> u64 {
+        let now = self.now;
+        self.accounts.iter_mut().map(|account| account.rule.free(now)).min().unwrap_or(0)
+    }
+
+    /// Each limit with the units used of it and those free now.
+    pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64)> {
+        let now = self.now;
+        self.accounts
+            .iter_mut()
+            .map(move |account| (account.limit, account.rule.used(now), account.rule.free(now)))
+    }
+
+    /// When one unit could go, if nothing else is booked.
+    pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
+        let slot = self.first_slot(1, life).0;
+        self.pool.first(1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
+    }
+
+    /// The first moment from which a fresh ledger would grant the same: then this one can be forgotten.
+    pub(crate) fn fresh_from(&self) -> Micros {
+        let accounts = self.accounts.iter().map(|account| account.rule.fresh_from()).max().unwrap_or(0);
+        accounts.max(self.pool.last_slot().map_or(0, |slot| slot + 1))
+    }
+}
+
+/// A permit that was surely not used, as it was granted: what a caller gives back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unused {
+    /// Its slot, in the store's time.
+    pub slot: u64,
+    /// Its stamp, in the store's time.
+    pub stamp: u64,
+    /// How many units.
+    pub units: u64,
+}
+
+impl Rule {
+    fn new(limit: Limit, boundary_slack: Micros) -> Self {
+        let window = micros_up(limit.window());
+        match limit {
+            Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
+            Limit::Bucket { capacity, count, .. } => Rule::Bucket(Bucket::new(capacity, count, window)),
+            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
+        }
+    }
+
+    /// Forgets what no longer matters at `now`.
+    fn advance(&mut self, now: Micros) {
+        match self {
+            Rule::Window(window) => window.advance(now),
+            Rule::Bucket(_) => {}
+            Rule::Fixed(fixed) => fixed.advance(now),
+        }
+    }
+
+    /// The first moment, not before `from`, at which `cost` units may go.
+    fn first_slot(&mut self, from: Micros, cost: u64, life: Micros) -> Micros {
+        match self {
+            Rule::Window(window) => window.first_slot(from, cost),
+            Rule::Bucket(bucket) => bucket.first_slot(from, cost),
+            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life),
+        }
+    }
+
+    /// How many units may go at `slot`, which is a first slot.
+    fn room(&mut self, slot: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.room(slot),
+            Rule::Bucket(bucket) => bucket.room(slot),
+            Rule::Fixed(fixed) => fixed.room(slot),
+        }
+    }
+
+    fn insert(&mut self, slot: Micros, stamp: Micros, units: u64) {
+        match self {
+            Rule::Window(window) => window.insert(stamp, units),
+            Rule::Bucket(bucket) => bucket.insert(stamp, units),
+            Rule::Fixed(fixed) => fixed.insert(slot, units),
+        }
+    }
+
+    fn subtract(&mut self, now: Micros, unused: Unused) {
+        match self {
+            Rule::Window(window) => window.subtract(now, unused.stamp, unused.units),
+            Rule::Bucket(bucket) => bucket.subtract(unused.stamp, unused.units),
+            Rule::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
+        }
+    }
+
+    fn free(&mut self, now: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.free(now),
+            Rule::Bucket(bucket) => bucket.room(now),
+            Rule::Fixed(fixed) => fixed.room(now),
+        }
+    }
+
+    fn used(&self, now: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.used(),
+            Rule::Bucket(bucket) => bucket.used(now),
+            Rule::Fixed(fixed) => fixed.used(now),
+        }
+    }
+
+    fn fresh_from(&self) -> Micros {
+        match self {
+            Rule::Window(window) => window.fresh_from(),
+            Rule::Bucket(bucket) => bucket.fresh_from(),
+            Rule::Fixed(fixed) => fixed.fresh_from(),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Slots that were booked, given back before they were due, and wait for the next who asks.
+//!
+//! They stay in the logs as they are; so the next taker needs no arithmetic, and nothing is lost when many cancel.
+
+use super::{Grant, Micros, Unused};
+
+#[derive(Debug, Default)]
+pub(super) struct Pool {
+    /// Sorted by slot.
+    slots: Vec<Unused>,
+}
+
+/// Beyond this many, a slot that comes back runs out unused.
+const MOST: usize = 64;
+
+impl Pool {
+    /// Takes a slot in, if there is room.
+    pub(super) fn put(&mut self, unused: Unused) {
+        let index =
+            self.slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
+        let same = |other: &&mut Unused| (other.slot, other.stamp) == (unused.slot, unused.stamp);
+        if let Some(other) = self.slots.get_mut(index).filter(same) {
+            other.units += unused.units;
+        } else if self.slots.len() < MOST {
+            self.slots.insert(index, unused);
+        }
+    }
+
+    fn position(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
+        let long_enough = |unused: &Unused| unused.slot + life + transit_slack <= unused.stamp;
+        self.slots.iter().position(|unused| unused.units >= units && long_enough(unused))
+    }
+
+    /// The first slot that has `units` and lives for `life`.
+    pub(super) fn first(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<Micros> {
+        self.position(units, life, transit_slack).map(|index| self.slots[index].slot)
+    }
+
+    /// Takes up to `count` permits of `cost` units from the first slot that has them, if it is no later than `latest`.
+    pub(super) fn take(
+        &mut self,
+        latest: Micros,
+        cost: u64,
+        count: u32,
+        life: Micros,
+        transit_slack: Micros,
+    ) -> Option<Grant> {
+        let index = self.position(cost, life, transit_slack)?;
+        let unused = &mut self.slots[index];
+        if unused.slot > latest {
+            return None;
+        }
+        let taken = u32::try_from(unused.units / cost).unwrap_or(u32::MAX).min(count);
+        unused.units -= u64::from(taken) * cost;
+        let grant = Grant {
+            slot: unused.slot,
+            life: unused.stamp - transit_slack - unused.slot,
+            stamp: unused.stamp,
+            count: taken,
+        };
+        if unused.units == 0 {
+            self.slots.remove(index);
+        }
+        Some(grant)
+    }
+
+    /// Takes out a slot that has passed.
+    pub(super) fn pop_before(&mut self, now: Micros) -> Option<Unused> {
+        let passed = self.slots.first()?.slot < now;
+        passed.then(|| self.slots.remove(0))
+    }
+
+    pub(super) fn last_slot(&self) -> Option<Micros> {
+        self.slots.last().map(|unused| unused.slot)
+    }
+}

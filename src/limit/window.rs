@@ -1,0 +1,209 @@
+//! A sliding window: a log of stamps.
+
+use std::collections::VecDeque;
+
+use super::Micros;
+
+/// At most `limit` units whose stamps are younger than `span`.
+///
+/// The log is sorted by stamp and bounded whatever the limit: units share a chunk of a hundredth of the limit, each
+/// under the latest of their stamps, and beyond twice the limit the oldest leave, remembered by one `floor`. Both
+/// only make stamps later: never over, and under by at most a chunk.
+#[derive(Debug)]
+pub(super) struct Window {
+    limit: u64,
+    span: Micros,
+    chunks: VecDeque<Chunk>,
+    total: u64,
+    /// The newest stamp of those that left before their time.
+    floor: Option<Micros>,
+    /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last search, from which
+    /// the next goes on.
+    cursor: Cursor,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chunk {
+    pub(super) stamp: Micros,
+    pub(super) count: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Cursor {
+    index: usize,
+    before: u64,
+}
+
+impl Window {
+    pub(super) fn new(limit: u32, span: Micros) -> Self {
+        Window {
+            limit: u64::from(limit),
+            span,
+            chunks: VecDeque::new(),
+            total: 0,
+            floor: None,
+            cursor: Cursor::default(),
+        }
+    }
+
+    pub(super) fn chunks(&self) -> impl Iterator<Item = Chunk> {
+        self.chunks.iter().copied()
+    }
+
+    /// A chunk with fewer units than this takes more.
+    fn chunk_size(&self) -> u64 {
+        self.limit.div_ceil(100)
+    }
+
+    pub(super) fn advance(&mut self, now: Micros) {
+        while let Some(oldest) = self.chunks.front()
+            && oldest.stamp.saturating_add(self.span) <= now
+        {
+            self.pop_oldest();
+        }
+        self.floor = self.floor.filter(|floor| floor.saturating_add(self.span) > now);
+    }
+
+    fn pop_oldest(&mut self) -> Option<Chunk> {
+        let oldest = self.chunks.pop_front()?;
+        self.total -= oldest.count;
+        if self.cursor.index > 0 {
+            self.cursor.index -= 1;
+            self.cursor.before -= oldest.count;
+        }
+        Some(oldest)
+    }
+
+    /// The first moment at which at most `limit - cost` units have younger stamps.
+    pub(super) fn first_slot(&mut self, from: Micros, cost: u64) -> Micros {
+        let others = self.limit.saturating_sub(cost);
+        let last_to_leave = match self.total.checked_sub(others) {
+            Some(leaving @ 1..) => Some(self.seek(leaving)),
+            _ => self.floor,
+        };
+        last_to_leave.map_or(from, |stamp| from.max(stamp.saturating_add(self.span)))
+    }
+
+    /// The stamp of the unit that is number `rank` (from 1) of the oldest. Needs `rank <= total`.
+    fn seek(&mut self, rank: u64) -> Micros {
+        let Cursor { mut index, mut before } = self.cursor;
+        while before >= rank {
+            index -= 1;
+            before -= self.chunks[index].count;
+        }
+        while before + self.chunks[index].count < rank {
+            before += self.chunks[index].count;
+            index += 1;
+        }
+        self.cursor = Cursor { index, before };
+        self.chunks[index].stamp
+    }
+
+    /// How many units may go at `slot`, which is not before the first slot of one unit.
+    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+        let Cursor { mut index, mut before } = self.cursor;
+        let left = |chunk: &Chunk| chunk.stamp.saturating_add(self.span) <= slot;
+        while index > 0 && !left(&self.chunks[index - 1]) {
+            index -= 1;
+            before -= self.chunks[index].count;
+        }
+        while let Some(chunk) = self.chunks.get(index)
+            && left(chunk)
+        {
+            before += chunk.count;
+            index += 1;
+        }
+        self.limit.saturating_sub(self.total - before)
+    }
+
+    /// How many units may go now: all chunks that are left are younger than the window.
+    pub(super) fn free(&self, now: Micros) -> u64 {
+        match self.floor {
+            Some(floor) if floor.saturating_add(self.span) > now => 0,
+            _ => self.limit.saturating_sub(self.total),
+        }
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.total
+    }
+
+    pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
+        let size = self.chunk_size();
+        let mut index = self.chunks.len();
+        while index > 0 && self.chunks[index - 1].stamp > stamp {
+            index -= 1;
+        }
+        let joins =
+            |chunk: Option<&Chunk>| chunk.is_some_and(|chunk| chunk.stamp == stamp || chunk.count < size);
+        if index > 0 && self.chunks[index - 1].stamp == stamp {
+            self.chunks[index - 1].count += units;
+            index -= 1;
+        } else if joins(self.chunks.get(index)) {
+            self.chunks[index].count += units;
+        } else if index > 0 && joins(self.chunks.get(index - 1)) {
+            index -= 1;
+            self.chunks[index].count += units;
+            self.chunks[index].stamp = stamp;
+        } else {
+            self.chunks.insert(index, Chunk { stamp, count: units });
+        }
+        self.total += units;
+        if index < self.cursor.index {
+            self.cursor = Cursor::default();
+        }
+        while let Some(oldest) = self.chunks.front()
+            && self.total - oldest.count >= 2 * self.limit
+        {
+            self.floor = self.floor.max(Some(oldest.stamp));
+            self.pop_oldest();
+        }
+    }
+
+    /// Takes `units` out again that were inserted under `stamp` and never used.
+    ///
+    /// They lie in chunks with that stamp or a later one. Taking them from the first of these keeps what the log
+    /// promises: each unit that was used has a unit of its own in the log, with a stamp that is not earlier.
+    pub(super) fn subtract(&mut self, now: Micros, stamp: Micros, mut units: u64) {
+        let gone = stamp.saturating_add(self.span) <= now || self.floor.is_some_and(|floor| stamp <= floor);
+        if gone {
+            return;
+        }
+        let mut index = self.chunks.partition_point(|chunk| chunk.stamp < stamp);
+        self.cursor = Cursor::default();
+        while units > 0 && index < self.chunks.len() {
+            let taken = units.min(self.chunks[index].count);
+            units -= taken;
+            self.total -= taken;
+            self.chunks[index].count -= taken;
+            self.join_next(&mut index);
+        }
+    }
+
+    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of crumbs.
+    fn join_next(&mut self, index: &mut usize) {
+        let count = self.chunks[*index].count;
+        let size = self.chunk_size();
+        if count == 0 {
+            self.chunks.remove(*index);
+            return;
+        }
+        match self.chunks.get_mut(*index + 1) {
+            Some(next) if count + next.count <= size => {
+                next.count += count;
+                self.chunks.remove(*index);
+            }
+            _ => *index += 1,
+        }
+    }
+
+    pub(super) fn fresh_from(&self) -> Micros {
+        let newest = self.chunks.back().map(|chunk| chunk.stamp).max(self.floor);
+        newest.map_or(0, |stamp| stamp.saturating_add(self.span))
+    }
+
+    #[cfg(test)]
+    pub(super) fn chunk_count(&self) -> usize {
+        self.chunks.len()
+    }
+}

@@ -1,0 +1,476 @@
+//! How much is allowed: a [`Quota`] is one or more [`Limit`]s on one key.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::ConfigError;
+
+/// What is allowed: one or more [`Limit`]s on one key, taken all or nothing; the wait is the longest of theirs.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::Quota;
+///
+/// Quota::per_second(50);                                          // at most 50 in any second
+/// Quota::per_second(50).burst(10);                                // and at most 10 back to back
+/// Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)); // both at once
+/// Quota::every(Duration::from_secs(2));                           // at least 2 s between two calls
+/// Quota::bucket(40).refill(2, Duration::from_secs(1));            // a token bucket of the upstream
+/// Quota::fixed(5000, Duration::from_secs(3600));                  // a count for each full hour
+///
+/// let from_config: Quota = "25/5s, 300/60s".parse()?;
+/// # assert_eq!(from_config, Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)));
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+///
+/// Nothing is checked here; [`build`](crate::RateLimitBuilder::build) checks all of it and names what is wrong.
+///
+/// **A long window spends itself in its first seconds** under load, and then refuses for the rest: 5000 per hour
+/// may go in five seconds. Where the calls should be spread, add [`burst`](Quota::burst).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Quota {
+    limits: [Limit; Quota::MOST_LIMITS],
+    len: usize,
+    /// What a constructor saw and `check` reports.
+    misuse: Option<Misuse>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Misuse {
+    TooManyLimits,
+    BurstOfBucket,
+}
+
+/// One limit of a [`Quota`].
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Limit {
+    /// At most `count` in any interval of the length `window`, wherever it starts.
+    Sliding {
+        /// How many units.
+        count: u32,
+        /// In an interval of this length.
+        window: Duration,
+    },
+    /// At most `capacity` back to back; `count` come back every `window`, evenly.
+    Bucket {
+        /// How many units may go back to back.
+        capacity: u32,
+        /// How many units come back
+        count: u32,
+        /// in this time.
+        window: Duration,
+    },
+    /// At most `count` in each window, the windows aligned to the Unix epoch.
+    Fixed {
+        /// How many units.
+        count: u32,
+        /// In each window of this length.
+        window: Duration,
+    },
+}
+
+impl Quota {
+    /// The most limits one quota may hold.
+    pub const MOST_LIMITS: usize = 8;
+
+    /// The largest count a limit may have.
+    pub const LARGEST_COUNT: u32 = 1_000_000_000;
+
+    /// The shortest window a limit may have.
+    pub const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
+
+    /// The longest window a limit may have: 366 days.
+    pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
+
+    const fn of(limit: Limit) -> Self {
+        Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, misuse: None }
+    }
+
+    /// At most `count` in any interval of the length `window`: a sliding window, which is also safe for every fixed
+    /// window of that length and count.
+    pub const fn new(count: u32, window: Duration) -> Self {
+        Quota::of(Limit::Sliding { count, window })
+    }
+
+    /// At most `count` in any second.
+    pub const fn per_second(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(1))
+    }
+
+    /// At most `count` in any minute.
+    pub const fn per_minute(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(60))
+    }
+
+    /// At most `count` in any hour.
+    pub const fn per_hour(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(3600))
+    }
+
+    /// At most `count` in any 24 hours.
+    pub const fn per_day(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(86_400))
+    }
+
+    /// At least `spacing` between two calls.
+    ///
+    /// Only sensible when `spacing` is long against the margin (life of a permit and `transit_slack`, 20 ms by
+    /// default): the margin is lost with every call. Where more than a tenth would be lost, `build` says so and
+    /// names the burst that would work.
+    pub const fn every(spacing: Duration) -> Self {
+        Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
+    }
+
+    /// A token bucket that holds `capacity`, as servers that run GCRA have it; say next how it
+    /// [`refill`](Bucket::refill)s.
+    pub const fn bucket(capacity: u32) -> Bucket {
+        Bucket { capacity }
+    }
+
+    /// At most `count` in each window, the windows aligned to the Unix epoch, as servers with a counter per window
+    /// have it.
+    ///
+    /// Nothing is sent within `boundary_slack` of a boundary. Where the windows of the upstream may be aligned
+    /// otherwise, take [`Quota::new`]: it is safe for every alignment.
+    pub const fn fixed(count: u32, window: Duration) -> Self {
+        Quota::of(Limit::Fixed { count, window })
+    }
+
+    /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
+    #[must_use]
+    pub const fn burst(mut self, burst: u32) -> Self {
+        match self.limits[self.len - 1] {
+            Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
+                self.push(Limit::Bucket { capacity: burst, count, window });
+            }
+            Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
+        }
+        self
+    }
+
+    /// Both quotas on one key: a call goes when all limits of both allow it, and is counted in all or in none.
+    #[must_use]
+    pub const fn and(mut self, other: Quota) -> Self {
+        let mut index = 0;
+        while index < other.len {
+            self.push(other.limits[index]);
+            index += 1;
+        }
+        if self.misuse.is_none() {
+            self.misuse = other.misuse;
+        }
+        self
+    }
+
+    const fn push(&mut self, limit: Limit) {
+        if self.len == Quota::MOST_LIMITS {
+            self.misuse = Some(Misuse::TooManyLimits);
+        } else {
+            self.limits[self.len] = limit;
+            self.len += 1;
+        }
+    }
+
+    /// The limits, in the order in which they were given.
+    pub fn limits(&self) -> &[Limit] {
+        &self.limits[..self.len]
+    }
+
+    /// The most units one call can cost: the smallest count, capacity or burst.
+    pub fn largest_cost(&self) -> u32 {
+        self.limits().iter().map(Limit::largest_cost).min().unwrap_or(0)
+    }
+
+    /// The shortest window of its limits.
+    pub fn shortest_window(&self) -> Duration {
+        self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
+    }
+
+    /// Checks everything at once.
+    ///
+    /// `margin` is what a permit costs over its slot (life and transit slack), `boundary_slack` what fixed windows
+    /// keep free on both sides of a boundary.
+    pub(crate) fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
+        match self.misuse {
+            Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
+            Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
+            None => {}
+        }
+        self.limits().iter().try_for_each(|limit| limit.check(margin, boundary_slack))
+    }
+}
+
+/// A token bucket that still needs its refill; made by [`Quota::bucket`].
+#[must_use = "say how it refills"]
+#[derive(Clone, Copy, Debug)]
+pub struct Bucket {
+    capacity: u32,
+}
+
+impl Bucket {
+    /// `count` units come back every `window`, evenly.
+    pub const fn refill(self, count: u32, window: Duration) -> Quota {
+        Quota::of(Limit::Bucket { capacity: self.capacity, count, window })
+    }
+}
+
+impl Limit {
+    /// The most units one call can cost under this limit.
+    pub fn largest_cost(&self) -> u32 {
+        match *self {
+            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
+            Limit::Bucket { capacity, .. } => capacity,
+        }
+    }
+
+    /// How many units the limit allows in its [`window`](Limit::window), in the long run.
+    pub fn count(&self) -> u32 {
+        match *self {
+            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } | Limit::Bucket { count, .. } => count,
+        }
+    }
+
+    /// The length of its window.
+    pub fn window(&self) -> Duration {
+        match *self {
+            Limit::Sliding { window, .. } | Limit::Fixed { window, .. } | Limit::Bucket { window, .. } => {
+                window
+            }
+        }
+    }
+
+    fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
+        let limit = *self;
+        if self.count() == 0 || self.largest_cost() == 0 {
+            return Err(ConfigError::ZeroCount { limit });
+        }
+        if self.count().max(self.largest_cost()) > Quota::LARGEST_COUNT {
+            return Err(ConfigError::CountTooLarge { limit });
+        }
+        if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
+            return Err(ConfigError::WindowOutOfRange { limit });
+        }
+        match *self {
+            Limit::Sliding { .. } => Ok(()),
+            Limit::Bucket { capacity, count, window } => {
+                check_spacing(limit, capacity, count, window, margin)
+            }
+            Limit::Fixed { window, .. } => {
+                let lost = boundary_slack.saturating_mul(2);
+                if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
+                    return Err(ConfigError::WindowTooShortForSlack { limit, boundary_slack });
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty: finer than
+/// the margin it collapses. A tenth may be lost; beyond that the smallest burst that loses nothing is named.
+fn check_spacing(
+    limit: Limit,
+    capacity: u32,
+    count: u32,
+    window: Duration,
+    margin: Duration,
+) -> Result<(), ConfigError> {
+    let (capacity, count) = (u128::from(capacity), u128::from(count));
+    let margin = margin.as_nanos() * count; // all in nanoseconds times `count`: T is then `window`
+    let period = window.as_nanos();
+    let spacing = (margin + 2 * period).saturating_sub(capacity * period).max(period);
+    if period * 10 >= spacing * 9 {
+        return Ok(());
+    }
+    let smallest_burst = margin.div_ceil(period) + 1;
+    let lost_percent = 100 - (period * 100 / spacing) as u32;
+    Err(ConfigError::TooFine {
+        limit,
+        lost_percent,
+        smallest_burst: u32::try_from(smallest_burst).unwrap_or(u32::MAX),
+    })
+}
+
+/// `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Limit::Sliding { count, window } => write!(f, "{count}/{window:?}"),
+            Limit::Bucket { capacity: 1, count: 1, window } => write!(f, "one every {window:?}"),
+            Limit::Bucket { capacity, count, window } => {
+                write!(f, "{capacity} at once, then {count}/{window:?}")
+            }
+            Limit::Fixed { count, window } => write!(f, "{count} per full {window:?}"),
+        }
+    }
+}
+
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, limit) in self.limits().iter().enumerate() {
+            let separator = if index == 0 { "" } else { ", " };
+            write!(f, "{separator}{limit}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Quota({self})")
+    }
+}
+
+/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`.
+///
+/// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals.
+impl FromStr for Quota {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let unreadable =
+            |part: &str| ConfigError::Unparsable { text: part.trim().chars().take(64).collect() };
+        let mut quota: Option<Quota> = None;
+        for part in text.split(',') {
+            let one = parse_window(part.trim()).ok_or_else(|| unreadable(part))?;
+            quota = Some(match quota {
+                None => one,
+                Some(sofar) => sofar.and(one),
+            });
+        }
+        let quota = quota.ok_or_else(|| unreadable(text))?;
+        quota.check(Duration::ZERO, Duration::ZERO)?;
+        Ok(quota)
+    }
+}
+
+fn parse_window(text: &str) -> Option<Quota> {
+    let (count, window) = text.split_once('/')?;
+    let count = count.trim().parse::<u32>().ok()?;
+    let window = window.trim();
+    let digits = window.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = window.split_at(digits);
+    let number = if number.is_empty() { 1 } else { number.parse::<u64>().ok()? };
+    let millis: u64 = match unit.trim() {
+        "ms" => 1,
+        "s" | "sec" | "secs" | "second" | "seconds" => 1000,
+        "m" | "min" | "mins" | "minute" | "minutes" => 60_000,
+        "h" | "hour" | "hours" => 3_600_000,
+        "d" | "day" | "days" => 86_400_000,
+        _ => return None,
+    };
+    Some(Quota::new(count, Duration::from_millis(number.checked_mul(millis)?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MARGIN: Duration = Duration::from_millis(20);
+    const BOUNDARY: Duration = Duration::from_millis(100);
+
+    fn check(quota: Quota) -> Result<(), ConfigError> {
+        quota.check(MARGIN, BOUNDARY)
+    }
+
+    #[test]
+    fn quotas_are_read_as_people_write_them() {
+        for (text, quota) in [
+            ("100/60s", Quota::per_minute(100)),
+            ("100/min", Quota::per_minute(100)),
+            (" 5 / second ", Quota::per_second(5)),
+            ("25/5s,300/1m", Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300))),
+            ("10/250ms", Quota::new(10, Duration::from_millis(250))),
+            ("7/2 days", Quota::new(7, Duration::from_secs(172_800))),
+        ] {
+            assert_eq!(text.parse::<Quota>().unwrap(), quota, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_unreadable_quota_is_an_error_that_shows_a_good_one() {
+        for text in [
+            "",
+            "100",
+            "100/",
+            "/60s",
+            "-1/s",
+            "1.5/s",
+            "100/60x",
+            "1/s,",
+            "99999999999/s",
+            "x/y",
+            "5/99999999999999999999s",
+        ] {
+            let error = text.parse::<Quota>().unwrap_err().to_string();
+            assert!(error.contains("100/60s"), "{text}: {error}");
+        }
+        assert!(matches!("0/s".parse::<Quota>(), Err(ConfigError::ZeroCount { .. })));
+        assert!(matches!("5/0s".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
+        assert!(matches!("5/999999999 days".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
+        assert!(matches!(
+            "5/18446744073709551615ms".parse::<Quota>(),
+            Err(ConfigError::WindowOutOfRange { .. })
+        ));
+    }
+
+    #[test]
+    fn zero_huge_and_overflowing_quotas_are_errors_never_panics() {
+        let hour = Duration::from_secs(3600);
+        for (quota, part) in [
+            (Quota::per_second(0), "0"),
+            (Quota::bucket(0).refill(1, hour), "0"),
+            (Quota::bucket(5).refill(0, hour), "0"),
+            (Quota::per_second(50).burst(0), "0"),
+            (Quota::per_second(u32::MAX), "1000000000"),
+            (Quota::bucket(u32::MAX).refill(1, hour), "1000000000"),
+            (Quota::new(1, Duration::ZERO), "1ms"),
+            (Quota::new(1, Duration::MAX), "366 days"),
+            (Quota::every(Duration::ZERO), "1ms"),
+            (Quota::every(Duration::MAX), "366 days"),
+            (Quota::fixed(1, Duration::MAX), "366 days"),
+            (Quota::fixed(10, Duration::from_millis(300)), "boundary_slack"),
+            (Quota::every(hour).burst(3), "burst"),
+        ] {
+            let error = check(quota).unwrap_err().to_string();
+            assert!(error.contains(part), "{quota}: {error}");
+        }
+        let nine = (0..8).fold(Quota::per_second(1), |quota, _| quota.and(Quota::per_second(1)));
+        assert!(check(nine).unwrap_err().to_string().contains('8'));
+        assert_eq!(check(Quota::per_day(Quota::LARGEST_COUNT)), Ok(()));
+    }
+
+    #[test]
+    fn too_fine_a_burst_is_an_error_that_names_the_smallest_that_works() {
+        for (quota, smallest) in [
+            (Quota::per_second(1000).burst(10), 21),
+            (Quota::per_second(50).burst(1), 2),
+            (Quota::every(Duration::from_millis(100)), 2),
+            (Quota::bucket(5).refill(10_000, Duration::from_secs(1)), 201),
+        ] {
+            let Err(ConfigError::TooFine { smallest_burst, limit, .. }) = check(quota) else {
+                panic!("{quota} is too fine");
+            };
+            assert_eq!(smallest_burst, smallest, "{quota}");
+            let works = Quota::bucket(smallest).refill(limit.count(), limit.window());
+            assert_eq!(check(works), Ok(()), "{works}");
+        }
+        for fine in [
+            Quota::per_second(50).burst(10),
+            Quota::every(Duration::from_millis(180)),
+            Quota::per_second(1000).burst(21),
+            Quota::new(1, Duration::from_millis(100)), // a window says what it says
+        ] {
+            assert_eq!(check(fine), Ok(()), "{fine}");
+        }
+    }
+
+    #[test]
+    fn a_cost_fits_when_it_fits_the_smallest_limit() {
+        assert_eq!(Quota::per_second(50).largest_cost(), 50);
+        assert_eq!(Quota::per_second(50).burst(10).largest_cost(), 10);
+        assert_eq!(Quota::per_second(50).and(Quota::per_minute(20)).largest_cost(), 20);
+    }
+}

@@ -1,0 +1,149 @@
+//! Counts in this process: the default store.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Answer, Ask, Lease, LimitUsage, Refusal, Segment, Store, StoreError, Usage};
+use crate::clock;
+use crate::key::Key;
+use crate::keyed::{Full, Idle, Keyed};
+use crate::limit::{Grant, Ledger, Micros, Terms, Unused, micros_down, micros_up};
+
+/// Counts permits in this process.
+///
+/// Bounded: it holds at most `max_keys` keys. Keys whose limits have forgotten all use are forgotten too; a limited one
+/// never is, so when all are in use a new key is refused ([`StoreError::Full`]).
+///
+/// Several layers may share one store, and then share the counts of equal keys.
+///
+/// ```
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// use std::sync::Arc;
+/// use tollgate::{store::MemoryStore, Quota, RateLimitLayer};
+///
+/// let store = Arc::new(MemoryStore::new(1_000_000));
+/// let limit = RateLimitLayer::builder(Quota::per_hour(5000)).store(store).build()?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct MemoryStore {
+    ledgers: Keyed<Ledger>,
+    max_keys: usize,
+    incarnation: u64,
+}
+
+impl MemoryStore {
+    /// The number of keys unless said otherwise.
+    pub const DEFAULT_MAX_KEYS: usize = 100_000;
+
+    /// A store for at most `max_keys` keys that are limited at once. Default: 100,000.
+    ///
+    /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
+    pub fn new(max_keys: usize) -> Self {
+        MemoryStore {
+            ledgers: Keyed::new(max_keys),
+            max_keys,
+            incarnation: RandomState::new().hash_one("incarnation") | 1,
+        }
+    }
+
+    fn with<R>(
+        &self,
+        key: Key,
+        terms: &Terms,
+        now: Micros,
+        with: impl FnOnce(&mut Ledger, Micros) -> R,
+    ) -> Result<R, StoreError> {
+        let make = || Ledger::new(terms, now);
+        let open = |ledger: &mut Ledger| {
+            let now = ledger.advance(terms, now);
+            with(ledger, now)
+        };
+        self.ledgers.enter(key, now, make, open).map_err(|Full| StoreError::Full { max_keys: self.max_keys })
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        MemoryStore::new(MemoryStore::DEFAULT_MAX_KEYS)
+    }
+}
+
+impl std::fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MemoryStore").field("max_keys", &self.max_keys).finish_non_exhaustive()
+    }
+}
+
+impl Idle for Ledger {
+    type Now = Micros;
+
+    fn idle_from(&self) -> Option<Micros> {
+        Some(self.fresh_from())
+    }
+}
+
+impl Store for MemoryStore {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        let now = clock::micros(clock::now());
+        Answer::Now(self.with(ask.key, ask.terms, now, |ledger, now| {
+            let mut lease = book(ledger, now, &ask);
+            lease.incarnation = self.incarnation;
+            lease
+        }))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        let now = clock::micros(clock::now());
+        self.ledgers.find(key, |ledger| {
+            ledger.advance(terms, now);
+            unused.iter().for_each(|&unused| ledger.take_back(unused));
+        });
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        let now = clock::micros(clock::now());
+        let known = self.ledgers.find(key, |ledger| {
+            let now = ledger.advance(terms, now);
+            usage(ledger, now)
+        });
+        Answer::Now(Ok(known.unwrap_or_else(|| usage(&mut Ledger::new(terms, now), now))))
+    }
+}
+
+fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
+    ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
+    let latest = now.saturating_add(micros_down(ask.latest));
+    let life = micros_up(ask.life);
+    let mut lease = Lease::default();
+    for need in ask.needs {
+        let segments = &mut lease.segments;
+        let granted = |grant: Grant| segments.push(segment(grant, need.cost, now));
+        if let Err(late) = ledger.book(latest, need.cost, need.count, life, granted) {
+            let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
+            lease.refused = Some(Refusal { wait, limit: late.limit });
+            break;
+        }
+    }
+    if lease.refused.is_none() && ask.prefetch > 0 {
+        let grant = ledger.prefetch(ask.prefetch, micros_up(ask.prefetch_life));
+        lease.prefetched = grant.map(|grant| segment(grant, 1, now));
+    }
+    lease
+}
+
+fn segment(grant: Grant, cost: u32, now: Micros) -> Segment {
+    let Grant { slot, life, stamp, count } = grant;
+    Segment { cost, count, wait: span(now, slot), life: Duration::from_micros(life), slot, stamp }
+}
+
+fn span(now: Micros, slot: Micros) -> Duration {
+    Duration::from_micros(slot.saturating_sub(now))
+}
+
+fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
+    let limits = ledger.usage().map(|(limit, used, free)| LimitUsage { limit, used, free }).collect();
+    let next_slot = span(now, ledger.next_slot(0));
+    Usage { limits, free: ledger.free(), next_slot }
+}

@@ -1,0 +1,177 @@
+//! Where permits are counted: the [`Store`] trait and the contract that every store keeps.
+//!
+//! A store keeps one state per [`Key`] and decides in one atomic step. It answers at once
+//! ([`Answer::Now`], as [`MemoryStore`] does) or when a server has answered ([`Answer::Later`]).
+//!
+//! # The contract
+//!
+//! 1. **Never over.** A permit is usable once, from its slot to its deadline. However its holder uses it within that
+//!    time, and however long it then takes to the upstream up to `transit_slack`, no limit of the quota is exceeded.
+//! 2. **One step.** [`Store::lease`] takes back what is returned, then books what is needed in order, then what may be
+//!    fetched ahead; all limits of the quota or none. Two calls at once are as one after the other.
+//! 3. **A refusal leaves no trace.** What cannot have a slot up to `latest` is not booked; the answer says when it could.
+//! 4. **In order.** Needs are served in the order given; who asks later gets no earlier slot while slots are scarce.
+//! 5. **Nothing twice.** What is given back is counted back once; a slot that lies ahead goes to the next who asks.
+//! 6. **Nothing is kept for ever.** What is neither used nor returned runs out by itself.
+//! 7. **A limited key is never forgotten** before its limits would have forgotten what it used.
+//! 8. **Keys are independent**, and [`Store::peek`] consumes nothing.
+//!
+//! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
+//!
+//! What this does not do: wait. Waiting is the gate's; a store only tells until when.
+
+#[cfg(feature = "contract")]
+#[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
+pub mod contract;
+mod memory;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+pub use crate::error::StoreError;
+use crate::key::Key;
+pub use crate::limit::{Terms, Unused};
+use crate::quota::Limit;
+pub use memory::MemoryStore;
+
+/// Counts permits. The module's documentation has the contract.
+pub trait Store: Send + Sync + 'static {
+    /// Takes back what was not used, then books what is needed.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when nothing could be booked. An unknown outcome counts as spent: the caller does not repeat it.
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease>;
+
+    /// Takes back permits of `key` early that were surely not used. Does not block and cannot fail: what is lost on
+    /// the way runs out by itself.
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]);
+
+    /// Tells the state of `key`, and consumes nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when the state could not be read.
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage>;
+}
+
+/// What a store answers: at once, or when a server has answered.
+pub enum Answer<T> {
+    /// At once.
+    Now(Result<T, StoreError>),
+    /// By this future. Dropping it leaves the outcome unknown.
+    Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
+}
+
+/// What a process asks of a store for one key.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Ask<'a> {
+    /// Whose state.
+    pub key: Key,
+    /// What is allowed.
+    pub terms: &'a Arc<Terms>,
+    /// Those who wait, in order.
+    pub needs: &'a [Need],
+    /// Up to how many units besides, if they are free now: at most a quarter of what is.
+    pub prefetch: u32,
+    /// The latest slot of use to those who wait, from now.
+    pub latest: Duration,
+    /// How long after its slot a permit must be usable.
+    pub life: Duration,
+    /// The same, for what is fetched ahead.
+    pub prefetch_life: Duration,
+    /// Permits that were surely not used.
+    pub returns: &'a [Unused],
+    /// What the process remembers of earlier answers.
+    pub memory: Memory,
+}
+
+/// Some who wait for permits of the same cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// The units each takes; at least 1.
+    pub cost: u32,
+    /// How many they are.
+    pub count: u32,
+}
+
+/// What a process remembers of the state of a key, by which a store that lost it can tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Memory {
+    /// Which life of the state it was; 0 for none. Drawn anew when the state is made.
+    pub incarnation: u64,
+    /// The version of the last hold it heard of; 0 for none.
+    pub hold_version: u64,
+}
+
+/// What a store grants.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Lease {
+    /// Permits for the needs, in their order.
+    pub segments: SmallVec<[Segment; 2]>,
+    /// Units fetched ahead: a segment of cost 1.
+    pub prefetched: Option<Segment>,
+    /// Set when not all needs were granted.
+    pub refused: Option<Refusal>,
+    /// Which life of the state it is; never 0.
+    pub incarnation: u64,
+    /// The version of the last hold; 0 for none.
+    pub hold_version: u64,
+}
+
+/// Permits of the same slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The units each permit takes.
+    pub cost: u32,
+    /// How many permits.
+    pub count: u32,
+    /// Until their slot, from the moment the answer arrives.
+    pub wait: Duration,
+    /// From their slot to their deadline, less what the call took.
+    pub life: Duration,
+    /// The slot in the store's time, for [`Unused`].
+    pub slot: u64,
+    /// The stamp in the store's time, for [`Unused`].
+    pub stamp: u64,
+}
+
+/// No slot up to the latest one asked for; nothing was booked for this need and those after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Until the first slot there would have been; `None` when there will be none.
+    pub wait: Option<Duration>,
+    /// The limit that would have been the last to allow it.
+    pub limit: Option<Limit>,
+}
+
+/// The state of a key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Usage {
+    /// Each limit, with the units used of it.
+    pub limits: Vec<LimitUsage>,
+    /// How many units could go now.
+    pub free: u64,
+    /// Until one unit could go.
+    pub next_slot: Duration,
+}
+
+/// How much of a limit is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LimitUsage {
+    /// The limit.
+    pub limit: Limit,
+    /// The units that count against it now, those booked ahead included.
+    pub used: u64,
+    /// The units it would allow now.
+    pub free: u64,
+}

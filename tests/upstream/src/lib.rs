@@ -1,0 +1,1 @@
+//! An HTTP server on loopback that enforces a limit and logs every arrival.
