@@ -1,6 +1,8 @@
 //! A token bucket: the generic cell rate algorithm, advanced from deadlines.
 
-use super::Micros;
+use std::collections::VecDeque;
+
+use super::{Micros, Unused};
 
 /// At most `capacity` units back to back; `count` come back every `window`.
 ///
@@ -19,7 +21,24 @@ pub(super) struct Bucket {
     base: u128,
     /// How far `full_at` may move back without a permit since `base` losing what it stands on.
     slack: u128,
+    /// All permits booked ahead with this slot or a later one queued: each got the slot at which the bucket had room.
+    queued_from: Micros,
+    /// The last of those booked ahead that did not queue, because another limit made them wait longer.
+    marks: VecDeque<Mark>,
 }
+
+/// `full_at` before and after a permit that did not queue, so that it can leave as it came.
+#[derive(Debug)]
+struct Mark {
+    slot: Micros,
+    units: u128,
+    before: u128,
+    after: u128,
+    queued_from: Micros,
+}
+
+/// The most marks; beyond, those booked first can leave only as far as nobody stands on them.
+const MOST_MARKS: usize = 64;
 
 impl Bucket {
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {
@@ -30,6 +49,8 @@ impl Bucket {
             full_at: 0,
             base: 0,
             slack: 0,
+            queued_from: Micros::MAX,
+            marks: VecDeque::new(),
         }
     }
 
@@ -38,9 +59,13 @@ impl Bucket {
     }
 
     pub(super) fn first_slot(&self, from: Micros, cost: u64) -> Micros {
-        let ahead = self.capacity.saturating_sub(u128::from(cost)) * self.window;
-        let slot = self.full_at.saturating_sub(ahead).div_ceil(self.count);
-        from.max(u64::try_from(slot).unwrap_or(u64::MAX))
+        from.max(self.room_for(u128::from(cost)))
+    }
+
+    /// When the bucket holds `units`.
+    fn room_for(&self, units: u128) -> Micros {
+        let ahead = self.capacity.saturating_sub(units) * self.window;
+        u64::try_from(self.full_at.saturating_sub(ahead).div_ceil(self.count)).unwrap_or(u64::MAX)
     }
 
     /// How many units may go at `slot`.
@@ -53,29 +78,70 @@ impl Bucket {
         u64::try_from(self.capacity).unwrap_or(u64::MAX).saturating_sub(self.room(now))
     }
 
-    pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
+    pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64, ahead: bool) {
         let stamp = self.scaled(stamp);
-        if stamp >= self.full_at {
+        let before = self.full_at;
+        let queued = self.room_for(u128::from(units)) == slot && stamp < before;
+        if stamp >= before {
             self.full_at = stamp;
             self.base = stamp;
             self.slack = u128::MAX;
         } else {
-            self.slack = self.slack.min(self.full_at - stamp);
+            self.slack = self.slack.min(before - stamp);
         }
-        self.full_at += u128::from(units) * self.window;
+        let units = u128::from(units) * self.window;
+        self.full_at += units;
+        if !ahead {
+            self.forget_queue();
+        } else if queued {
+            self.queued_from = self.queued_from.min(slot);
+        } else {
+            let queued_from = std::mem::replace(&mut self.queued_from, Micros::MAX);
+            self.marks.push_back(Mark { slot, units, before, after: self.full_at, queued_from });
+            if self.marks.len() > MOST_MARKS {
+                self.marks.pop_front();
+            }
+        }
     }
 
-    /// Takes units out again that were inserted under `stamp` and never used, as far as no permit granted since
-    /// stands on them.
-    pub(super) fn subtract(&mut self, stamp: Micros, units: u64) {
-        if self.scaled(stamp) < self.base {
+    fn forget_queue(&mut self) {
+        self.queued_from = Micros::MAX;
+        self.marks.clear();
+    }
+
+    /// Takes units out again that were inserted and never used.
+    ///
+    /// The last of those booked ahead leaves as it came: nobody was granted anything after it. Any other leaves as far as
+    /// no permit granted since stands on it.
+    pub(super) fn subtract(&mut self, unused: Unused) {
+        let units = u128::from(unused.units) * self.window;
+        if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {
+            self.full_at -= units;
             return;
         }
-        let back = (u128::from(units) * self.window).min(self.slack).min(self.full_at - self.base);
+        if let Some(mark) = self.marks.back_mut()
+            && (mark.slot, mark.after) == (unused.slot, self.full_at)
+            && units <= mark.units
+        {
+            mark.units -= units;
+            mark.after -= units;
+            self.full_at = mark.after;
+            if mark.units == 0 {
+                self.full_at = mark.before;
+                self.queued_from = mark.queued_from;
+                self.marks.pop_back();
+            }
+            return;
+        }
+        if self.scaled(unused.stamp) < self.base {
+            return;
+        }
+        let back = units.min(self.slack).min(self.full_at.saturating_sub(self.base));
         self.full_at -= back;
         if self.slack != u128::MAX {
             self.slack -= back;
         }
+        self.forget_queue();
     }
 
     pub(super) fn fresh_from(&self) -> Micros {

@@ -170,13 +170,18 @@ impl Ledger {
         match longest.max_by_key(|account| account.limit.window()) {
             Some(Account { rule: Rule::Window(window), .. }) => {
                 for chunk in window.chunks() {
-                    rule.insert(chunk.stamp, chunk.stamp, chunk.count);
+                    rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
                 }
             }
             _ => {
                 let used = self.accounts.iter().map(|account| account.rule.used(now)).max().unwrap_or(0);
                 if used > 0 {
-                    rule.insert(now, now + self.transit_slack, used.min(u64::from(limit.largest_cost())));
+                    rule.insert(
+                        now,
+                        now,
+                        now + self.transit_slack,
+                        used.min(u64::from(limit.largest_cost())),
+                    );
                 }
             }
         }
@@ -208,13 +213,14 @@ impl Ledger {
                 continue;
             }
             if slot > latest {
-                return Err(TooLate { slot, limit });
+                let pooled = self.pool.first(cost, life, self.transit_slack);
+                return Err(TooLate { slot: pooled.map_or(slot, |pooled| pooled.min(slot)), limit });
             }
             let room = self.accounts.iter_mut().map(|account| account.rule.room(slot)).min().unwrap_or(0);
             let fits = u32::try_from(room / cost).unwrap_or(u32::MAX).clamp(1, count);
             let stamp = slot + life + self.transit_slack;
             for account in &mut self.accounts {
-                account.rule.insert(slot, stamp, cost * u64::from(fits));
+                account.rule.insert(self.now, slot, stamp, cost * u64::from(fits));
             }
             count -= fits;
             granted(Grant { slot, life, stamp, count: fits });
@@ -230,7 +236,7 @@ impl Ledger {
         }
         let stamp = self.now + life + self.transit_slack;
         for account in &mut self.accounts {
-            account.rule.insert(self.now, stamp, u64::from(count));
+            account.rule.insert(self.now, self.now, stamp, u64::from(count));
         }
         Some(Grant { slot: self.now, life, stamp, count })
     }
@@ -243,8 +249,9 @@ impl Ledger {
         }
         if unused.slot <= self.now {
             self.subtract(unused);
-        } else {
-            self.pool.put(unused);
+        } else if let Some(last) = self.pool.put(unused) {
+            // The last of many: what was booked at the end of the logs can be booked anew.
+            self.subtract(last);
         }
     }
 
@@ -349,10 +356,10 @@ impl Rule {
         }
     }
 
-    fn insert(&mut self, slot: Micros, stamp: Micros, units: u64) {
+    fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
         match self {
             Rule::Window(window) => window.insert(stamp, units),
-            Rule::Bucket(bucket) => bucket.insert(stamp, units),
+            Rule::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
             Rule::Fixed(fixed) => fixed.insert(slot, units),
         }
     }
@@ -360,7 +367,7 @@ impl Rule {
     fn subtract(&mut self, now: Micros, unused: Unused) {
         match self {
             Rule::Window(window) => window.subtract(now, unused.stamp, unused.units),
-            Rule::Bucket(bucket) => bucket.subtract(unused.stamp, unused.units),
+            Rule::Bucket(bucket) => bucket.subtract(unused),
             Rule::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
         }
     }

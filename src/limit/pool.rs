@@ -10,20 +10,21 @@ pub(super) struct Pool {
     slots: Vec<Unused>,
 }
 
-/// Beyond this many, a slot that comes back runs out unused.
+/// The most slots that are kept apart.
 const MOST: usize = 64;
 
 impl Pool {
-    /// Takes a slot in, if there is room.
-    pub(super) fn put(&mut self, unused: Unused) {
+    /// Takes a slot in. Where there is no room, answers the last slot, for which there is none then.
+    pub(super) fn put(&mut self, unused: Unused) -> Option<Unused> {
         let index =
             self.slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
         let same = |other: &&mut Unused| (other.slot, other.stamp) == (unused.slot, unused.stamp);
         if let Some(other) = self.slots.get_mut(index).filter(same) {
             other.units += unused.units;
-        } else if self.slots.len() < MOST {
+        } else {
             self.slots.insert(index, unused);
         }
+        if self.slots.len() > MOST { self.slots.pop() } else { None }
     }
 
     fn position(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {

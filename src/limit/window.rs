@@ -6,21 +6,30 @@ use super::Micros;
 
 /// At most `limit` units whose stamps are younger than `span`.
 ///
-/// The log is sorted by stamp and bounded whatever the limit: units share a chunk of a hundredth of the limit, each
-/// under the latest of their stamps, and beyond twice the limit the oldest leave, remembered by one `floor`. Both
-/// only make stamps later: never over, and under by at most a chunk.
+/// The log is sorted by stamp and bounded whatever the limit. Units share a chunk of a hundredth of the limit, each
+/// under the latest of their stamps. Beyond the newest two limits of units, which are all that new slots depend on,
+/// chunks grow coarse, up to a limit of units each: they matter again only when a long line gives up. Beyond a number of
+/// coarse chunks the oldest leave, remembered by one `floor`. All of it only makes stamps later: never over, and under by
+/// at most a chunk.
 #[derive(Debug)]
 pub(super) struct Window {
     limit: u64,
     span: Micros,
     chunks: VecDeque<Chunk>,
     total: u64,
+    /// How many of the oldest chunks are coarse.
+    coarse: usize,
+    /// The units in the other chunks.
+    fine: u64,
     /// The newest stamp of those that left before their time.
     floor: Option<Micros>,
     /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last search, from which
     /// the next goes on.
     cursor: Cursor,
 }
+
+/// The most coarse chunks: slots booked ahead are kept apart for so many windows.
+const MOST_COARSE: usize = 64;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
@@ -41,6 +50,8 @@ impl Window {
             span,
             chunks: VecDeque::new(),
             total: 0,
+            coarse: 0,
+            fine: 0,
             floor: None,
             cursor: Cursor::default(),
         }
@@ -67,6 +78,11 @@ impl Window {
     fn pop_oldest(&mut self) -> Option<Chunk> {
         let oldest = self.chunks.pop_front()?;
         self.total -= oldest.count;
+        if self.coarse > 0 {
+            self.coarse -= 1;
+        } else {
+            self.fine -= oldest.count;
+        }
         if self.cursor.index > 0 {
             self.cursor.index -= 1;
             self.cursor.before -= oldest.count;
@@ -130,7 +146,8 @@ impl Window {
 
     pub(super) fn insert(&mut self, stamp: Micros, units: u64) {
         let size = self.chunk_size();
-        let mut index = self.chunks.len();
+        let chunks = self.chunks.len();
+        let mut index = chunks;
         while index > 0 && self.chunks[index - 1].stamp > stamp {
             index -= 1;
         }
@@ -149,14 +166,39 @@ impl Window {
             self.chunks.insert(index, Chunk { stamp, count: units });
         }
         self.total += units;
+        if index < self.coarse {
+            self.coarse += self.chunks.len() - chunks;
+        } else {
+            self.fine += units;
+        }
         if index < self.cursor.index {
             self.cursor = Cursor::default();
         }
-        while let Some(oldest) = self.chunks.front()
-            && self.total - oldest.count >= 2 * self.limit
+        self.coarsen();
+    }
+
+    /// Bounds the log: chunks behind the newest two limits of units join, and in the end leave.
+    fn coarsen(&mut self) {
+        while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse)
+            && self.fine - count >= 2 * self.limit
         {
-            self.floor = self.floor.max(Some(oldest.stamp));
-            self.pop_oldest();
+            self.fine -= count;
+            match self.coarse.checked_sub(1).map(|last| self.chunks[last].count) {
+                Some(last) if last + count <= self.limit => {
+                    self.chunks[self.coarse].count += last;
+                    self.chunks.remove(self.coarse - 1);
+                    self.cursor = match self.cursor {
+                        Cursor { index, before } if index > self.coarse => {
+                            Cursor { index: index - 1, before }
+                        }
+                        _ => Cursor::default(),
+                    };
+                }
+                _ => self.coarse += 1,
+            }
+        }
+        while self.coarse > MOST_COARSE {
+            self.floor = self.floor.max(self.pop_oldest().map(|oldest| oldest.stamp));
         }
     }
 
@@ -175,6 +217,9 @@ impl Window {
             let taken = units.min(self.chunks[index].count);
             units -= taken;
             self.total -= taken;
+            if index >= self.coarse {
+                self.fine -= taken;
+            }
             self.chunks[index].count -= taken;
             self.join_next(&mut index);
         }
@@ -184,16 +229,18 @@ impl Window {
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();
-        if count == 0 {
-            self.chunks.remove(*index);
-            return;
-        }
+        let same_kind = *index + 1 != self.coarse;
         match self.chunks.get_mut(*index + 1) {
-            Some(next) if count + next.count <= size => {
-                next.count += count;
-                self.chunks.remove(*index);
+            Some(next) if count > 0 && same_kind && count + next.count <= size => next.count += count,
+            _ if count > 0 => {
+                *index += 1;
+                return;
             }
-            _ => *index += 1,
+            _ => {}
+        }
+        self.chunks.remove(*index);
+        if *index < self.coarse {
+            self.coarse -= 1;
         }
     }
 
