@@ -302,8 +302,11 @@ impl Class {
         let unneeded = self.booked.saturating_sub(self.waiting.len());
         let moments =
             self.slots.iter().rev().flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
-        let theirs = moments.skip(unneeded).take(granted);
-        for ((&number, waiting), slot) in self.waiting.iter_mut().rev().skip(without).zip(theirs) {
+        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
+        let first = self.waiting.keys().rev().skip(without).take(theirs.len()).last().copied();
+        let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
+        // Timers of one tick fire in the order in which they were set.
+        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
             if slot > waiting.latest {
                 let wait = Some(slot.saturating_duration_since(crate::clock::now()));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));

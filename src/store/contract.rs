@@ -1,1 +1,309 @@
 //! The contract every store keeps, as a suite that any store can run.
+//!
+//! ```
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
+//! # async fn main() {
+//! use std::sync::Arc;
+//! use tollgate::store::{contract, MemoryStore};
+//!
+//! contract::check(Arc::new(MemoryStore::default())).await;
+//! # }
+//! ```
+//!
+//! It judges a store by what it answers: by the slots, lives and stamps of its own time. So it bites on a slow machine
+//! as on a fast one, and nothing in it depends on when a task wakes. It takes about two seconds; under a paused clock,
+//! if the store stands on Tokio's, none.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Answer, Ask, Lease, Memory, Need, Refusal, Segment, Store, StoreError, Terms, Unused, Usage};
+use crate::clock::{self, Timer};
+use crate::key::Key;
+use crate::quota::{Limit, Quota};
+
+/// Runs every law of the contract against `store`, each on keys of its own.
+///
+/// # Panics
+///
+/// When the store breaks one; the message says which, and what it answered.
+pub async fn check(store: Arc<dyn Store>) {
+    grants_at_once_what_is_free(&store).await;
+    is_never_over(&store).await;
+    counts_a_cost_whole(&store).await;
+    takes_all_limits_or_none(&store).await;
+    refuses_without_a_trace_and_says_when(&store).await;
+    serves_in_order(&store).await;
+    hands_a_returned_slot_to_the_next(&store).await;
+    counts_what_passed_unused_back_once(&store).await;
+    fetches_ahead_only_what_is_plenty(&store).await;
+    never_grants_what_costs_more_than_the_limit(&store).await;
+    forgets_no_sooner_and_no_later_than_the_window(&store).await;
+    keeps_keys_apart_and_peeks_without_a_trace(&store).await;
+    decides_in_one_step(&store).await;
+}
+
+// ── how the suite asks ──────────────────────────────────────────────────────────────────────────────────────────────
+
+const LIFE: Duration = Duration::from_millis(10);
+const SLACK: Duration = Duration::from_millis(10);
+const MARGIN: u64 = 20_000;
+const LONG: Duration = Duration::from_secs(3600);
+
+/// One key and its quota.
+#[derive(Clone)]
+struct Desk {
+    store: Arc<dyn Store>,
+    key: Key,
+    terms: Arc<Terms>,
+}
+
+impl Desk {
+    fn new(store: &Arc<dyn Store>, law: &str, quota: Quota) -> Self {
+        let key = Key::new(law).and(clock::micros(clock::now()).to_le_bytes()).and(store_address(store));
+        Desk {
+            store: store.clone(),
+            key,
+            terms: Arc::new(Terms::new(quota, SLACK, Duration::from_millis(20))),
+        }
+    }
+
+    async fn lease(&self, needs: &[Need], prefetch: u32, latest: Duration, returns: &[Unused]) -> Lease {
+        let ask = Ask {
+            key: self.key,
+            terms: &self.terms,
+            needs,
+            prefetch,
+            latest,
+            life: LIFE,
+            prefetch_life: LIFE,
+            returns,
+            memory: Memory::default(),
+        };
+        answer(self.store.lease(ask)).await.expect("the store answers")
+    }
+
+    /// Books `count` permits of `cost`.
+    async fn book(&self, cost: u32, count: u32, latest: Duration) -> Lease {
+        self.lease(&[Need { cost, count }], 0, latest, &[]).await
+    }
+
+    async fn peek(&self) -> Usage {
+        answer(self.store.peek(self.key, &self.terms)).await.expect("the store answers")
+    }
+}
+
+/// Two stores in one process are asked about different keys, should they share their state.
+fn store_address(store: &Arc<dyn Store>) -> [u8; 8] {
+    (Arc::as_ptr(store).cast::<()>().addr() as u64).to_le_bytes()
+}
+
+async fn answer<T>(answer: Answer<T>) -> Result<T, StoreError> {
+    match answer {
+        Answer::Now(answer) => answer,
+        Answer::Later(answer) => answer.await,
+    }
+}
+
+async fn pass(span: Duration) {
+    let mut timer = Timer::at(clock::after(clock::now(), span));
+    std::future::poll_fn(|cx| timer.poll(cx)).await;
+}
+
+fn granted(lease: &Lease) -> u32 {
+    lease.segments.iter().map(|segment| segment.count).sum()
+}
+
+fn unused(segment: &Segment, count: u32) -> Unused {
+    Unused { slot: segment.slot, stamp: segment.stamp, units: u64::from(segment.cost) * u64::from(count) }
+}
+
+/// One per permit.
+fn slots(lease: &Lease) -> Vec<u64> {
+    lease
+        .segments
+        .iter()
+        .flat_map(|segment| std::iter::repeat_n(segment.slot, segment.count as usize))
+        .collect()
+}
+
+// ── the laws ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "free", Quota::per_minute(20));
+    let lease = desk.book(1, 20, Duration::ZERO).await;
+    assert_eq!(granted(&lease), 20, "all of a fresh quota is free: {lease:?}");
+    assert!(lease.refused.is_none(), "{lease:?}");
+    assert!(lease.segments.iter().all(|segment| segment.wait.is_zero() && segment.life >= LIFE), "{lease:?}");
+    assert_ne!(lease.incarnation, 0, "0 stands for none");
+}
+
+/// Asks in many ways, uses each permit at its first or last moment, and counts every window.
+async fn is_never_over(store: &Arc<dyn Store>) {
+    const COUNT: u64 = 12;
+    const WINDOW: u64 = 200_000;
+    let desk = Desk::new(store, "over", Quota::new(12, Duration::from_micros(WINDOW)));
+    let mut arrivals: Vec<(u64, u64)> = Vec::new();
+    for round in 0u32..60 {
+        let latest = Duration::from_millis([0, 30, 150, 700][round as usize % 4]);
+        let cost = 1 + round % 3;
+        let lease = desk.book(cost, 1 + round % 5, latest).await;
+        for (index, segment) in lease.segments.iter().enumerate() {
+            let wait = u64::try_from(segment.wait.as_micros()).unwrap_or(u64::MAX);
+            assert!(Duration::from_micros(wait) <= latest, "no slot is later than asked: {lease:?}");
+            let late = (round as usize + index) % 2 == 1;
+            let at = if late { segment.stamp - 1 } else { segment.slot };
+            arrivals.extend((0..segment.count).map(|_| (at, u64::from(segment.cost))));
+        }
+        if round % 7 == 0 {
+            pass(Duration::from_millis(60)).await;
+        }
+    }
+    arrivals.sort_unstable();
+    for (index, &(from, _)) in arrivals.iter().enumerate() {
+        let inside = arrivals[index..].iter().take_while(|&&(at, _)| at - from < WINDOW);
+        let units: u64 = inside.map(|&(_, units)| units).sum();
+        assert!(units <= COUNT, "{units} units in a window that allows {COUNT}");
+    }
+    assert!(arrivals.len() > 20, "a store that grants nothing is not over, but it is no store");
+}
+
+async fn counts_a_cost_whole(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "cost", Quota::per_minute(10));
+    assert_eq!(granted(&desk.book(8, 1, Duration::ZERO).await), 1);
+    assert_eq!(granted(&desk.book(3, 1, Duration::ZERO).await), 0, "8 and 3 are more than 10");
+    assert_eq!(granted(&desk.book(2, 1, Duration::ZERO).await), 1);
+    assert_eq!(granted(&desk.book(1, 1, Duration::ZERO).await), 0, "a small one counts after a big one");
+}
+
+async fn takes_all_limits_or_none(store: &Arc<dyn Store>) {
+    let quota = Quota::new(5, Duration::from_secs(60)).and(Quota::new(7, Duration::from_secs(600)));
+    let desk = Desk::new(store, "all or none", quota);
+    let lease = desk.book(1, 9, Duration::ZERO).await;
+    assert_eq!(granted(&lease), 5, "the first limit allows five: {lease:?}");
+    assert_eq!(lease.refused.and_then(|refusal| refusal.limit), Some(quota.limits()[0]), "{lease:?}");
+    let used: Vec<u64> = desk.peek().await.limits.iter().map(|limit| limit.used).collect();
+    assert_eq!(used, [5, 5], "what one limit refused is counted in none");
+}
+
+async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "trace", Quota::new(1, Duration::from_millis(300)));
+    let first = desk.book(1, 1, Duration::ZERO).await;
+    let slot = first.segments[0].slot;
+    let mut last_wait = Duration::MAX;
+    for _ in 0..5 {
+        let lease = desk.book(1, 1, Duration::ZERO).await;
+        let Some(Refusal { wait: Some(wait), limit }) = lease.refused else {
+            panic!("a refusal says when it could have been: {lease:?}")
+        };
+        assert!(lease.segments.is_empty(), "{lease:?}");
+        assert!(wait <= last_wait, "refusals push nothing back: {wait:?} after {last_wait:?}");
+        assert_eq!(limit, Some(desk.terms.quota().limits()[0]));
+        last_wait = wait;
+    }
+    let lease = desk.book(1, 1, LONG).await;
+    assert_eq!(lease.segments[0].slot, slot + 300_000 + MARGIN, "a window and a margin after the first");
+}
+
+async fn serves_in_order(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "order", Quota::per_second(2));
+    let needs = [Need { cost: 1, count: 3 }, Need { cost: 2, count: 1 }, Need { cost: 1, count: 2 }];
+    let lease = desk.lease(&needs, 0, LONG, &[]).await;
+    let costs: Vec<u32> = lease
+        .segments
+        .iter()
+        .flat_map(|segment| std::iter::repeat_n(segment.cost, segment.count as usize))
+        .collect();
+    assert_eq!(costs, [1, 1, 1, 2, 1, 1], "needs are served in their order: {lease:?}");
+    let later = desk.book(1, 1, LONG).await;
+    assert!(
+        slots(&lease).iter().max() <= slots(&later).first(),
+        "who asks later is not served earlier: {later:?}"
+    );
+}
+
+async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "return", Quota::new(1, Duration::from_secs(30)));
+    let line = desk.book(1, 4, LONG).await;
+    let second = line.segments.iter().find(|segment| !segment.wait.is_zero()).expect("a line lies ahead");
+    let returned = [unused(second, 1)];
+    let next = desk.lease(&[Need { cost: 1, count: 1 }], 0, LONG, &returned).await;
+    assert_eq!(slots(&next), [second.slot], "the returned slot goes to the next who asks");
+    desk.store.give_back(desk.key, &desk.terms, &returned);
+    pass(Duration::from_millis(20)).await; // a store may take its time with a give-back
+    let after = desk.book(1, 2, LONG).await;
+    assert_eq!(slots(&after)[0], second.slot, "given back early, it is the next one's as well");
+    assert!(slots(&after)[1] > slots(&line)[3], "and only one's: {after:?}");
+}
+
+async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "passed", Quota::per_minute(3));
+    let lease = desk.book(1, 3, Duration::ZERO).await;
+    pass(Duration::from_millis(15)).await;
+    let back = [unused(&lease.segments[0], 1)];
+    let again = desk.lease(&[Need { cost: 1, count: 3 }], 0, Duration::ZERO, &back).await;
+    assert_eq!(granted(&again), 1, "one came back, one can go: {again:?}");
+}
+
+async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "ahead", Quota::per_minute(100));
+    let lease = desk.lease(&[Need { cost: 1, count: 20 }], 1000, Duration::ZERO, &[]).await;
+    let ahead = lease.prefetched.as_ref().map_or(0, |segment| segment.count);
+    assert!(ahead <= 20, "at most a quarter of the 80 that are free: {lease:?}");
+    assert!(lease.prefetched.as_ref().is_none_or(|segment| segment.cost == 1 && segment.wait.is_zero()));
+    let rest = desk.book(1, 100, Duration::ZERO).await;
+    assert_eq!(granted(&rest), 80 - ahead, "what is fetched ahead is counted");
+    let scarce = desk.lease(&[Need { cost: 1, count: 1 }], 1000, LONG, &[]).await;
+    assert!(scarce.prefetched.is_none(), "a scarce limit is not hoarded: {scarce:?}");
+}
+
+async fn never_grants_what_costs_more_than_the_limit(store: &Arc<dyn Store>) {
+    let window = Duration::from_secs(1);
+    for quota in [Quota::new(5, window), Quota::bucket(5).refill(9, window), Quota::fixed(5, window)] {
+        let desk = Desk::new(store, "too much", quota);
+        let lease = desk.book(6, 1, LONG).await;
+        assert!(lease.segments.is_empty(), "{quota}: {lease:?}");
+        assert!(lease.refused.is_some_and(|refusal| refusal.wait.is_none()), "no wait helps: {lease:?}");
+    }
+}
+
+async fn forgets_no_sooner_and_no_later_than_the_window(store: &Arc<dyn Store>) {
+    let window = Duration::from_millis(250);
+    let desk = Desk::new(store, "forget", Quota::new(2, window));
+    let first = desk.book(1, 2, Duration::ZERO).await;
+    let next = desk.book(1, 1, LONG).await;
+    assert_eq!(slots(&next)[0] - slots(&first)[0], 250_000 + MARGIN);
+    pass(window * 4).await;
+    let rested = desk.book(1, 3, Duration::ZERO).await;
+    assert_eq!(granted(&rested), 2, "a long rest refills the limit, and no more: {rested:?}");
+}
+
+async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn Store>) {
+    let quota = Quota::per_minute(4);
+    let (one, other) = (Desk::new(store, "one", quota), Desk::new(store, "other", quota));
+    assert_eq!(granted(&one.book(1, 4, Duration::ZERO).await), 4);
+    for _ in 0..3 {
+        let usage = one.peek().await;
+        assert_eq!((usage.free, usage.limits[0].used), (0, 4), "{usage:?}");
+        assert!(usage.next_slot > Duration::from_secs(55), "{usage:?}");
+        let usage = other.peek().await;
+        assert_eq!((usage.free, usage.limits[0].used, usage.next_slot), (4, 0, Duration::ZERO), "{usage:?}");
+        assert!(matches!(usage.limits[0].limit, Limit::Sliding { count: 4, .. }));
+    }
+    assert_eq!(granted(&other.book(1, 4, Duration::ZERO).await), 4);
+}
+
+async fn decides_in_one_step(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "step", Quota::per_minute(50));
+    let tasks: Vec<_> = (0..20)
+        .map(|_| {
+            let desk = desk.clone();
+            tokio::spawn(async move { granted(&desk.book(1, 5, Duration::ZERO).await) })
+        })
+        .collect();
+    let mut sum = 0;
+    for task in tasks {
+        sum += task.await.expect("a call ends");
+    }
+    assert_eq!(sum, 50, "calls at once are as one after the other");
+}

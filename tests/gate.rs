@@ -1,0 +1,387 @@
+//! The gate without HTTP: order, wake-ups, cancellation, bounds. Under a paused clock.
+
+#[path = "support/counted.rs"]
+mod counted;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use counted::{Counted, largest_count};
+use futures::FutureExt;
+use futures::future::join_all;
+use tokio::time::{Instant, advance, sleep};
+use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Reason};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn limiter(quota: Quota) -> Limiter {
+    RateLimitLayer::builder(quota).max_wait(HOUR).build().unwrap().limiter()
+}
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+trait Spend {
+    fn spend(self);
+}
+
+impl Spend for Permit {
+    /// A permit that is dropped counts as spent.
+    fn spend(self) {}
+}
+
+fn key() -> Key {
+    Key::new("key")
+}
+
+/// Enters the line now: a task is polled when it is spawned, so the order of calls is the order in the line.
+async fn enter(
+    limiter: &Limiter,
+    done: &Arc<Mutex<Vec<(usize, Instant)>>>,
+    number: usize,
+) -> tokio::task::JoinHandle<Permit> {
+    let (acquire, done) = (limiter.acquire(key()), done.clone());
+    let task = tokio::spawn(async move {
+        let permit = acquire.await.unwrap();
+        done.lock().unwrap().push((number, Instant::now()));
+        permit
+    });
+    tokio::task::yield_now().await;
+    task
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_thousand_waiters_go_in_order_with_one_wake_up_each() {
+    let limiter = limiter(Quota::per_second(50));
+    let start = Instant::now();
+    let mut tasks = Vec::new();
+    let mut counts = Vec::new();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    for number in 0..1050 {
+        let (acquire, polls) = Counted::new(limiter.acquire(key()));
+        let order = order.clone();
+        tasks.push(tokio::spawn(async move {
+            acquire.await.unwrap().spend();
+            order.lock().unwrap().push((number, Instant::now()));
+        }));
+        counts.push(polls);
+        tokio::task::yield_now().await;
+    }
+    join_all(tasks).await;
+
+    let order = order.lock().unwrap();
+    assert!(order.iter().map(|(number, _)| *number).eq(0..1050), "first come, first served");
+    let polls: Vec<usize> = counts.iter().map(|polls| polls.load(Ordering::Relaxed)).collect();
+    assert_eq!(polls[..50], [1; 50], "those who need not wait are polled once");
+    assert!(polls[50..].iter().all(|polls| *polls == 2), "one wake-up a waiter: {polls:?}");
+
+    let moments: Vec<Instant> = order.iter().map(|(_, at)| *at).collect();
+    assert_eq!(largest_count(&moments, Duration::from_secs(1)), 50);
+    let allowed = Duration::from_micros(20 * 1_020_000);
+    assert!(start.elapsed() <= allowed + millis(10), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_a_second_goes_once_a_second_and_a_margin() {
+    let limiter = limiter(Quota::per_second(1));
+    let done = Arc::new(Mutex::new(Vec::new()));
+    let start = Instant::now();
+    let mut tasks = Vec::new();
+    for number in 0..20 {
+        tasks.push(enter(&limiter, &done, number).await);
+    }
+    join_all(tasks).await;
+    for (number, at) in done.lock().unwrap().iter() {
+        let expected = millis(1020) * *number as u32;
+        let late = (*at - start) - expected;
+        assert!(late <= millis(2) * (1 + *number as u32), "number {number} at {:?}", *at - start);
+    }
+}
+
+/// One of six is dropped: before it was polled, after it was polled once, and when its slot was handed out to it but it
+/// had not seen that yet. Whatever its state was, the others get every slot, in order.
+#[tokio::test(start_paused = true)]
+async fn cancelled_after_any_poll_its_slot_goes_to_the_next() {
+    for victim in 0..6 {
+        for polls in 0..3 {
+            let limiter = limiter(Quota::per_second(2));
+            let start = Instant::now();
+            let done = Arc::new(Mutex::new(Vec::new()));
+            let mut tasks = Vec::new();
+            let mut cancelled = Box::pin(limiter.acquire(key()));
+            let mut spent = false;
+            for number in 0..6 {
+                if number != victim {
+                    tasks.push(enter(&limiter, &done, number).await);
+                } else if polls > 0 {
+                    spent = cancelled.as_mut().now_or_never().is_some();
+                }
+            }
+            if polls == 2 {
+                sleep(millis(1020 * (victim as u64 / 2) + 1)).await;
+            }
+            drop(cancelled);
+            join_all(tasks).await;
+            let done = done.lock().unwrap();
+            assert_eq!(done.len(), 5);
+            assert!(done.is_sorted_by_key(|(number, _)| *number), "{done:?}");
+            assert!(
+                start.elapsed() <= millis(2 * 1020 + 15),
+                "victim {victim} after {polls} polls: {:?}",
+                start.elapsed()
+            );
+            // Without it the fifth goes with the fourth; with its slot lost it would be a window later.
+            if !spent && polls < 2 {
+                assert!(done[4].1 - start <= millis(2 * 1020 + 10), "{done:?}");
+                assert!(done[3].1 - start <= millis(1020 + 10), "{done:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tenth_of_the_line_cancels_and_no_slot_is_lost() {
+    let limiter = limiter(Quota::per_second(10));
+    let done = Arc::new(Mutex::new(Vec::new()));
+    let start = Instant::now();
+    let mut tasks = Vec::new();
+    for number in 0..200 {
+        tasks.push(enter(&limiter, &done, number).await);
+    }
+    for task in tasks.iter().skip(15).step_by(10) {
+        task.abort();
+    }
+    let finished = join_all(tasks).await.into_iter().filter(Result::is_ok).count();
+    assert_eq!(finished, 181);
+    assert!(done.lock().unwrap().is_sorted_by_key(|(number, _)| *number), "the others keep their order");
+    assert!(start.elapsed() <= millis(18 * 1020 + 20), "{:?} for 181 at 10 per second", start.elapsed());
+}
+
+/// D36: abandoned waiters leave nothing behind.
+#[tokio::test(start_paused = true)]
+async fn a_hundred_thousand_abandoned_waiters_cost_no_slot_and_leave_nothing() {
+    let limiter = RateLimitLayer::builder(Quota::per_second(10))
+        .max_wait(HOUR * 12)
+        .max_waiting(200_000)
+        .build()
+        .unwrap()
+        .limiter();
+    let mut futures: Vec<_> = (0..100_000).map(|_| Box::pin(limiter.acquire(key()))).collect();
+    for future in &mut futures {
+        let _ = future.as_mut().now_or_never();
+    }
+    assert_eq!(limiter.peek(key()).await.unwrap().waiting, 99_990);
+    drop(futures);
+    let peek = limiter.peek(key()).await.unwrap();
+    assert_eq!(peek.waiting, 0);
+    let start = Instant::now();
+    limiter.acquire(key()).await.unwrap().spend();
+    assert!(start.elapsed() <= millis(1030), "{:?}", start.elapsed());
+}
+
+/// D24, T9: a permit that arrives after its life is given back, and its waiter keeps its place.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_wakes_late_keeps_its_place_and_sends_nothing_late() {
+    let limiter = limiter(Quota::per_second(1));
+    limiter.acquire(key()).await.unwrap().spend();
+    let mut late = Box::pin(limiter.acquire(key()));
+    let mut next = Box::pin(limiter.acquire(key()));
+    assert!(late.as_mut().now_or_never().is_none());
+    assert!(next.as_mut().now_or_never().is_none());
+
+    advance(millis(1500)).await; // its slot was at 1020 ms, and lived for 10 ms
+    assert!(next.as_mut().now_or_never().is_none(), "the next may not pass");
+    let permit = late.await.unwrap();
+    assert!(permit.is_alive());
+    let first = Instant::now();
+    next.await.unwrap().spend();
+    assert!(first.elapsed() >= millis(1000), "{:?}", first.elapsed());
+    assert!(first.elapsed() <= millis(1050), "and loses nothing: {:?}", first.elapsed());
+}
+
+/// D25, and a task that is not polled: nobody else depends on it.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_is_never_polled_again_holds_up_nobody() {
+    let limiter = limiter(Quota::per_second(1));
+    limiter.acquire(key()).await.unwrap().spend();
+    let mut stuck = Box::pin(limiter.acquire(key()));
+    assert!(stuck.as_mut().now_or_never().is_none());
+    let start = Instant::now();
+    limiter.acquire(key()).await.unwrap().spend();
+    // It was first, so one slot was handed to it in vain besides its own; then it was out of the way.
+    assert!(start.elapsed() <= millis(3 * 1020 + 10), "{:?}", start.elapsed());
+    limiter
+        .acquire(Key::new("other"))
+        .now_or_never()
+        .expect("other keys do not wait at all")
+        .unwrap()
+        .spend();
+    drop(stuck);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_at_once_with_the_moment_it_could_have_been() {
+    let limiter =
+        RateLimitLayer::builder(Quota::per_second(1)).max_wait(millis(1500)).build().unwrap().limiter();
+    let start = Instant::now();
+    limiter.acquire(key()).await.unwrap().spend();
+    let waiting = tokio::spawn(limiter.acquire(key()));
+    tokio::task::yield_now().await;
+
+    let refused = limiter.acquire(key()).await.unwrap_err();
+    assert_eq!(start.elapsed(), Duration::ZERO, "at once");
+    assert!(matches!(refused, Limited::Local { reason: Reason::MaxWait(_), .. }), "{refused}");
+    assert_eq!(refused.retry_after(), Some(millis(2040)));
+    assert_eq!(refused.report().turns(), 0);
+    waiting.await.unwrap().unwrap().spend();
+
+    let deadline = (Instant::now() + millis(500)).into_std();
+    let refused = limiter.acquire(key()).deadline(deadline).await.unwrap_err();
+    assert!(matches!(refused, Limited::Local { reason: Reason::Deadline, .. }), "{refused}");
+    let retry_after = refused.retry_after().unwrap();
+    sleep(retry_after).await;
+    limiter.acquire(key()).deadline(Instant::now().into_std()).await.expect("it could have been now").spend();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_line_refuses_and_says_so() {
+    let limiter = RateLimitLayer::builder(Quota::per_second(1)).max_waiting(2).build().unwrap().limiter();
+    let mut futures: Vec<_> = (0..3).map(|_| Box::pin(limiter.acquire(key()))).collect();
+    assert!(futures[0].as_mut().now_or_never().is_some());
+    assert!(futures[1].as_mut().now_or_never().is_none());
+    assert!(futures[2].as_mut().now_or_never().is_none());
+    let refused = limiter.acquire(key()).await.unwrap_err();
+    assert!(matches!(refused, Limited::Local { reason: Reason::LineFull(2), .. }), "{refused}");
+    assert!(refused.to_string().contains("max_waiting"), "{refused}");
+}
+
+/// D35: keys are bounded, idle ones make room, a limited one is never handed a fresh allowance.
+#[tokio::test(start_paused = true)]
+async fn keys_are_bounded_and_a_limited_key_is_never_forgotten() {
+    let limiter = RateLimitLayer::builder(Quota::per_minute(2))
+        .max_keys(100)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap()
+        .limiter();
+    let customer = |number: u32| Key::new(number.to_le_bytes());
+    for number in 0..100 {
+        limiter.acquire(customer(number)).cost(2).await.unwrap().spend();
+    }
+    for number in 100..1000 {
+        let refused = limiter.acquire(customer(number)).await.unwrap_err();
+        assert!(refused.to_string().contains("max_keys"), "{refused}");
+    }
+    for number in 0..100 {
+        let refused = limiter.acquire(customer(number)).await.unwrap_err();
+        assert!(refused.retry_after().is_some(), "{refused}");
+    }
+    advance(Duration::from_secs(61)).await;
+    for number in 100..200 {
+        limiter.acquire(customer(number)).await.expect("the old ones are idle now").spend();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn costs_wait_in_one_line_and_never_share_a_unit() {
+    let limiter = limiter(Quota::per_second(10));
+    let start = Instant::now();
+    let moments = Arc::new(Mutex::new(Vec::new()));
+    let costs = [8, 3, 2, 10, 1, 5, 5, 1];
+    let tasks = costs.map(|cost| {
+        let (limiter, moments) = (limiter.clone(), moments.clone());
+        async move {
+            limiter.acquire(key()).cost(cost).await.unwrap().spend();
+            moments.lock().unwrap().extend((0..cost).map(|_| Instant::now()));
+        }
+    });
+    join_all(tasks).await;
+    let moments = moments.lock().unwrap();
+    assert_eq!(moments.len(), 35);
+    assert_eq!(largest_count(&moments, Duration::from_secs(1)), 10);
+    assert!(start.elapsed() <= millis(4 * 1020 + 20), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_given_back_is_used_by_the_next_and_a_dropped_one_counts_as_spent() {
+    let limiter =
+        RateLimitLayer::builder(Quota::per_minute(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
+    limiter.acquire(key()).await.unwrap().give_back();
+    let permit = limiter.acquire(key()).await.expect("it was given back");
+    drop(permit);
+    assert!(limiter.acquire(key()).await.is_err());
+    assert_eq!(limiter.peek(key()).await.unwrap().limits[0].used, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_given_back_while_others_wait_goes_to_the_first_of_them() {
+    let limiter = limiter(Quota::per_minute(1));
+    let permit = limiter.acquire(key()).await.unwrap();
+    let mut first = Box::pin(limiter.acquire(key()));
+    let mut second = Box::pin(limiter.acquire(key()));
+    assert!(first.as_mut().now_or_never().is_none());
+    assert!(second.as_mut().now_or_never().is_none());
+    permit.give_back();
+    assert!(second.as_mut().now_or_never().is_none());
+    first.now_or_never().expect("at once").unwrap().spend();
+    let start = Instant::now();
+    second.await.unwrap().spend();
+    assert!(start.elapsed() <= Duration::from_secs(61), "one slot further up: {:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn peek_consumes_nothing() {
+    let limiter = RateLimitLayer::builder(Quota::per_hour(5000)).build().unwrap().limiter();
+    for _ in 0..3 {
+        let peek = limiter.peek(key()).await.unwrap();
+        assert_eq!((peek.free, peek.limits[0].used, peek.waiting), (5000, 0, 0));
+    }
+    limiter.acquire(key()).cost(4990).await.unwrap().spend();
+    let peek = limiter.peek(key()).await.unwrap();
+    assert_eq!((peek.free, peek.limits[0].used, peek.next_slot), (10, 4990, Duration::ZERO));
+    limiter.acquire(key()).cost(10).await.unwrap().spend();
+    let peek = limiter.peek(key()).await.unwrap();
+    assert_eq!(peek.free, 0);
+    assert_eq!(peek.next_slot, HOUR + millis(20));
+}
+
+/// D32: a limiter outlives the runtime it was first used in.
+#[test]
+fn a_limiter_goes_on_in_another_runtime() {
+    let limiter = limiter(Quota::new(1, millis(200)));
+    for _ in 0..2 {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let mut abandoned = Box::pin(limiter.acquire(key()));
+            let _ = abandoned.as_mut().now_or_never();
+            std::mem::drop(tokio::spawn(limiter.acquire(key())));
+            limiter.acquire(key()).await.unwrap().spend();
+        });
+    }
+    assert_eq!(
+        tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap()
+            .block_on(limiter.peek(key()))
+            .unwrap()
+            .waiting,
+        0
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_at_hand_costs_no_allocation() {
+    let limiter = limiter(Quota::per_second(100_000));
+    for _ in 0..1000 {
+        limiter.acquire(key()).await.unwrap().spend();
+    }
+    let spent = allocation_counter::measure(|| {
+        for _ in 0..1000 {
+            let permit = limiter.acquire(key()).now_or_never().unwrap().unwrap();
+            permit.spend();
+        }
+    });
+    assert_eq!(spent.count_total, 0, "{spent:?}");
+}

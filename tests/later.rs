@@ -1,0 +1,169 @@
+//! The gate over a store that answers later: one call at a time books for all who wait.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::join_all;
+use tokio::time::{Instant, sleep};
+use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
+
+/// A memory store at the end of a wire: what it answers takes `trip` there and back.
+struct Remote {
+    store: Arc<MemoryStore>,
+    trip: Duration,
+    away: AtomicBool,
+    calls: AtomicUsize,
+    under_way: Arc<AtomicUsize>,
+    most_under_way: AtomicUsize,
+}
+
+impl Remote {
+    fn new(trip: Duration) -> Arc<Self> {
+        Arc::new(Remote {
+            store: Arc::new(MemoryStore::default()),
+            trip,
+            away: AtomicBool::new(false),
+            calls: AtomicUsize::new(0),
+            under_way: Arc::new(AtomicUsize::new(0)),
+            most_under_way: AtomicUsize::new(0),
+        })
+    }
+
+    fn calls(&self) -> usize {
+        self.calls.load(Ordering::Relaxed)
+    }
+}
+
+impl Store for Remote {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let count = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most_under_way.fetch_max(count, Ordering::Relaxed);
+        // It decides when the call was sent: the worst case for the life of what it grants.
+        let answer = match self.store.lease(ask) {
+            _ if self.away.load(Ordering::Relaxed) => {
+                Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))))
+            }
+            Answer::Now(answer) => answer,
+            Answer::Later(_) => unreachable!("memory answers now"),
+        };
+        let (trip, under_way) = (self.trip, self.under_way.clone());
+        Answer::Later(Box::pin(async move {
+            sleep(trip).await;
+            under_way.fetch_sub(1, Ordering::Relaxed);
+            answer
+        }))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.store.peek(key, terms)
+    }
+}
+
+fn limiter(quota: Quota, store: &Arc<Remote>) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(600));
+    builder.build().unwrap().limiter()
+}
+
+fn key() -> Key {
+    Key::new("key")
+}
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_who_wait_travel_in_one_call_at_a_time_and_go_in_order() {
+    let store = Remote::new(millis(4));
+    let limiter = limiter(Quota::per_second(20), &store);
+    let start = Instant::now();
+    let done = Arc::new(Mutex::new(Vec::new()));
+    let tasks: Vec<_> = (0..100)
+        .map(|number| {
+            let (acquire, done) = (limiter.acquire(key()), done.clone());
+            tokio::spawn(async move {
+                drop(acquire.await.unwrap());
+                done.lock().unwrap().push((number, start.elapsed()));
+            })
+        })
+        .collect();
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    let done = done.lock().unwrap();
+    assert!(done.iter().map(|(number, _)| *number).eq(0..100), "{done:?}");
+    assert_eq!(store.most_under_way.load(Ordering::Relaxed), 1, "one call at a time");
+    assert!(store.calls() <= 2, "the first asks for itself, the second for all others: {}", store.calls());
+    assert!(start.elapsed() <= millis(4 * 1020 + 20), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_started_the_call_may_give_up_and_the_others_are_served() {
+    let store = Remote::new(millis(4));
+    let limiter = limiter(Quota::per_second(2), &store);
+    let mut first = Box::pin(limiter.acquire(key()));
+    assert!(first.as_mut().now_or_never().is_none());
+    let others: Vec<_> = (0..4).map(|_| tokio::spawn(limiter.acquire(key()))).collect();
+    tokio::task::yield_now().await;
+    drop(first);
+    let start = Instant::now();
+    for other in others {
+        drop(other.await.unwrap().unwrap());
+    }
+    assert!(start.elapsed() <= millis(1020 + 20), "its slot went to the next: {:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_away_is_an_error_for_each_and_its_return_needs_no_restart() {
+    let store = Remote::new(millis(4));
+    let limiter = limiter(Quota::per_second(20), &store);
+    store.away.store(true, Ordering::Relaxed);
+    for ended in join_all((0..10).map(|_| limiter.acquire(key()))).await {
+        let error = ended.unwrap_err();
+        assert!(matches!(error, Limited::Store { source: StoreError::Away(_), .. }), "{error}");
+        assert!(error.to_string().contains("no route"), "{error}");
+    }
+    store.away.store(false, Ordering::Relaxed);
+    drop(limiter.acquire(key()).await.unwrap());
+}
+
+/// Life counts from when the call was sent, so a slow store's permits arrive dead, until they are given a longer one.
+#[tokio::test(start_paused = true)]
+async fn a_store_slower_than_a_permit_lives_is_given_longer_lives() {
+    let store = Remote::new(millis(15));
+    let limiter = limiter(Quota::per_second(20), &store);
+    for _ in 0..50 {
+        let permit = limiter.acquire(key()).await.unwrap();
+        assert!(permit.is_alive(), "nothing is sent under a dead permit");
+    }
+    assert!(store.calls() <= 55, "{} calls", store.calls());
+}
+
+/// T1: the runtime that ran the call is gone.
+#[test]
+fn a_call_lost_with_its_runtime_is_an_error_and_no_hang() {
+    let store = Remote::new(millis(50));
+    let limiter = limiter(Quota::per_second(20), &store);
+    let (here, there) = (runtime(), runtime());
+    there.block_on(async {
+        let mut first = Box::pin(limiter.acquire(key()));
+        assert!(first.as_mut().now_or_never().is_none());
+        tokio::task::yield_now().await;
+    });
+    let mut waiting = Box::pin(limiter.acquire(key()));
+    here.block_on(async { assert!(waiting.as_mut().now_or_never().is_none()) });
+    drop(there);
+    let error = here.block_on(waiting).unwrap_err();
+    assert!(matches!(error, Limited::Store { source: StoreError::Lost, .. }), "{error}");
+    drop(here.block_on(limiter.acquire(key())).expect("the next call is a new one"));
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
+}
