@@ -1,1 +1,338 @@
-//! An HTTP server on loopback that enforces a limit and logs every arrival.
+//! An HTTP server on loopback that enforces a limit and logs every arrival: the oracle of tollgate's tests and examples.
+//!
+//! What a limiter says about itself proves little; what the upstream saw proves all. The server runs on a thread of its
+//! own with a runtime of its own, so that a busy or paused caller disturbs neither its clock nor its answers.
+//!
+//! ```
+//! use std::time::Duration;
+//! use upstream::{Rule, Upstream};
+//!
+//! let upstream = Upstream::start([Rule::new(25, Duration::from_secs(5)), Rule::per_second(10)]);
+//! // ... call upstream.url(): 200, or 429 with Retry-After ...
+//! assert_eq!(upstream.log().over(Rule::per_second(10), Duration::from_millis(10)), None);
+//! ```
+//!
+//! What this does not do: HTTP/2, TLS, routes.
+
+#![allow(clippy::disallowed_methods, reason = "tollgate asks its clock; its oracle must not")]
+
+mod log;
+mod rules;
+mod sent;
+
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::RETRY_AFTER;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+pub use log::{Arrival, Log, Tally};
+pub use rules::Rule;
+pub use sent::{SENT_HEADER, sent_now};
+
+use rules::Windows;
+
+/// The request header in which a caller says who it is; any text.
+pub const WHO_HEADER: &str = "x-who";
+
+/// A running server. Dropping it stops it: its port is closed and its connections are cut.
+#[derive(Debug)]
+pub struct Upstream {
+    address: SocketAddr,
+    desk: Arc<Mutex<Desk>>,
+    stop: Option<oneshot::Sender<Infallible>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Upstream {
+    /// Starts a server that enforces `rules`, all or nothing: a call that one of them refuses counts in none.
+    ///
+    /// It answers 200, or 429 with `Retry-After` in whole seconds, rounded up.
+    ///
+    /// # Panics
+    ///
+    /// When a rule has a count of 0, or the machine has no port or thread left.
+    pub fn start(rules: impl Into<Vec<Rule>>) -> Upstream {
+        let desk = Arc::new(Mutex::new(Desk::new(rules.into())));
+        let listener =
+            std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+        let address = listener.local_addr().expect("a bound socket has an address");
+        listener.set_nonblocking(true).expect("a listener can be made nonblocking");
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::Builder::new()
+            .name("upstream".into())
+            .spawn({
+                let desk = Arc::clone(&desk);
+                move || serve(listener, &desk, stopped)
+            })
+            .expect("the machine has a thread left");
+        Upstream { address, desk, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// Starts a server that never refuses.
+    pub fn open() -> Upstream {
+        Upstream::start([])
+    }
+
+    /// How long it takes to answer. Default: no time. A call is logged, and decided, when it arrives.
+    pub fn latency(self, latency: Duration) -> Self {
+        lock(&self.desk).latency = latency;
+        self
+    }
+
+    /// Answers by script: `script` is asked with the number of the call, from 0. Where it returns `None` the rules
+    /// decide; a call it answered counts in no rule.
+    ///
+    /// ```
+    /// use upstream::{Upstream, refusal};
+    ///
+    /// let twice = Upstream::open().script(|call| (call < 2).then(|| refusal(1))); // 429, 429, 200, 200, ...
+    /// ```
+    pub fn script(self, script: impl Fn(usize) -> Option<Response<String>> + Send + 'static) -> Self {
+        lock(&self.desk).script = Box::new(script);
+        self
+    }
+
+    /// `http://127.0.0.1:port/`.
+    pub fn url(&self) -> String {
+        format!("http://{}/", self.address)
+    }
+
+    /// Its address, for those who speak TCP.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// All calls that arrived up to now.
+    pub fn log(&self) -> Log {
+        Log::from(lock(&self.desk).arrivals.clone())
+    }
+
+    /// How many calls were accepted and refused up to now; cheap.
+    pub fn tally(&self) -> Tally {
+        lock(&self.desk).tally
+    }
+}
+
+impl Drop for Upstream {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // If it panicked, the panic was printed, and the test has seen its connections fail.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A 429 with `Retry-After: retry_after`, for scripts.
+pub fn refusal(retry_after: u64) -> Response<String> {
+    let mut response = Response::new("too many\n".to_owned());
+    *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+    response.headers_mut().insert(RETRY_AFTER, retry_after.into());
+    response
+}
+
+/// Where calls are decided and logged, one at a time.
+struct Desk {
+    started: Instant,
+    windows: Windows,
+    script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
+    latency: Duration,
+    arrivals: Vec<Arrival>,
+    tally: Tally,
+}
+
+impl Desk {
+    fn new(rules: Vec<Rule>) -> Self {
+        Desk {
+            started: Instant::now(),
+            windows: Windows::new(rules),
+            script: Box::new(|_| None),
+            latency: Duration::ZERO,
+            arrivals: Vec::new(),
+            tally: Tally::default(),
+        }
+    }
+
+    fn arrive<B>(&mut self, request: &Request<B>) -> Response<String> {
+        let at = Instant::now();
+        let header = |name| request.headers().get(name)?.to_str().ok();
+        let scripted = (self.script)(self.arrivals.len());
+        let response = scripted.unwrap_or_else(|| match self.windows.admit(at - self.started) {
+            Ok(()) => Response::new("welcome\n".to_owned()),
+            Err(wait) => refusal(rules::whole_seconds(wait)),
+        });
+        let accepted = response.status().is_success();
+        self.tally.add(accepted);
+        self.arrivals.push(Arrival {
+            at,
+            sent: header(SENT_HEADER).and_then(sent::read),
+            who: header(WHO_HEADER).map(str::to_owned),
+            accepted,
+        });
+        response
+    }
+}
+
+impl std::fmt::Debug for Desk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Desk")
+            .field("latency", &self.latency)
+            .field("tally", &self.tally)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A script that panics cuts its own connection; the log stays good.
+fn lock(desk: &Mutex<Desk>) -> MutexGuard<'_, Desk> {
+    desk.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Serves until `stopped`; dropping the runtime ends the connections.
+fn serve(listener: std::net::TcpListener, desk: &Arc<Mutex<Desk>>, stopped: oneshot::Receiver<Infallible>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("the machine has a poller left");
+    runtime.block_on(async {
+        let listener = TcpListener::from_std(listener).expect("a nonblocking listener on a runtime");
+        tokio::select! {
+            _ = stopped => {}
+            () = accept(listener, desk) => {}
+        }
+    });
+}
+
+async fn accept(listener: TcpListener, desk: &Arc<Mutex<Desk>>) {
+    loop {
+        let Ok((stream, _)) = listener.accept().await else {
+            // Out of file descriptors: some come back when calls end.
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            continue;
+        };
+        // Answers go out at once; where that cannot be set they are late, not wrong.
+        let _ = stream.set_nodelay(true);
+        let desk = Arc::clone(desk);
+        let service = service_fn(move |request| answer(Arc::clone(&desk), request));
+        // A caller may cut its connection at any time: nothing to report.
+        tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
+    }
+}
+
+async fn answer(
+    desk: Arc<Mutex<Desk>>,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, hyper::Error> {
+    let (response, latency) = {
+        let mut desk = lock(&desk);
+        (desk.arrive(&request), desk.latency)
+    };
+    request.into_body().collect().await?; // an unread body would end the connection
+    if !latency.is_zero() {
+        tokio::time::sleep(latency).await;
+    }
+    Ok(response.map(|body| Full::new(Bytes::from(body))))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    /// Sends one call on a connection of its own, with `headers`, and returns the whole answer in lower case.
+    fn call(upstream: &Upstream, headers: &[(&str, &str)]) -> String {
+        let mut stream = TcpStream::connect(upstream.address()).unwrap();
+        let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        write!(stream, "GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.to_lowercase()
+    }
+
+    fn statuses(upstream: &Upstream, calls: usize) -> Vec<String> {
+        (0..calls).map(|_| call(upstream, &[])["http/1.1 ".len()..][..3].to_owned()).collect()
+    }
+
+    #[test]
+    fn it_refuses_what_is_above_the_limit_and_says_when_to_come_back() {
+        let upstream = Upstream::start(Rule::new(2, Duration::from_secs(3600)));
+        assert_eq!(statuses(&upstream, 2), ["200", "200"]);
+        let refused = call(&upstream, &[]);
+        assert!(refused.starts_with("http/1.1 429"), "{refused}");
+        assert!(refused.contains("\r\nretry-after: 3600\r\n"), "{refused}");
+        assert_eq!(upstream.tally(), Tally { accepted: 2, refused: 1 });
+        let accepted: Vec<_> = upstream.log().iter().map(|arrival| arrival.accepted).collect();
+        assert_eq!(accepted, [true, true, false]);
+    }
+
+    #[test]
+    fn what_left_the_window_makes_room() {
+        let window = Duration::from_millis(200);
+        let upstream = Upstream::start(Rule::new(1, window));
+        assert_eq!(statuses(&upstream, 2), ["200", "429"]);
+        std::thread::sleep(window);
+        assert_eq!(statuses(&upstream, 1), ["200"]);
+    }
+
+    #[test]
+    fn it_logs_who_called_and_when_that_was_sent() {
+        let upstream = Upstream::open();
+        let before = Instant::now();
+        let sent = sent_now();
+        let after = Instant::now();
+        call(&upstream, &[(SENT_HEADER, sent.to_str().unwrap()), (WHO_HEADER, "task 7")]);
+        call(&upstream, &[(SENT_HEADER, "yesterday")]);
+        let log = upstream.log();
+        let logged = log[0].sent.unwrap();
+        assert!(before <= logged && logged <= after && after < log[0].at);
+        assert_eq!(log[0].who.as_deref(), Some("task 7"));
+        assert_eq!((log[1].sent, log[1].who.as_deref()), (None, None));
+    }
+
+    #[test]
+    fn a_script_answers_first_and_counts_in_no_rule() {
+        let teapot =
+            || Response::builder().status(418).header("x-pot", "short").body("stout".to_owned()).unwrap();
+        let upstream =
+            Upstream::start(Rule::new(1, Duration::from_secs(3600))).script(move |call| match call {
+                0 | 1 => Some(refusal(7)),
+                3 => Some(teapot()),
+                _ => None,
+            });
+        assert!(call(&upstream, &[]).contains("\r\nretry-after: 7\r\n"));
+        assert_eq!(statuses(&upstream, 2), ["429", "200"]);
+        let scripted = call(&upstream, &[]);
+        assert!(scripted.contains("\r\nx-pot: short\r\n") && scripted.ends_with("stout"), "{scripted}");
+        assert_eq!(statuses(&upstream, 1), ["429"]);
+    }
+
+    #[test]
+    fn latency_delays_the_answer_and_not_the_log() {
+        let latency = Duration::from_millis(80);
+        let upstream = Upstream::open().latency(latency);
+        let start = Instant::now();
+        call(&upstream, &[]);
+        assert!(start.elapsed() >= latency);
+        assert!(upstream.log()[0].at + latency <= Instant::now());
+    }
+
+    #[test]
+    fn dropping_it_closes_its_port() {
+        let upstream = Upstream::open();
+        let address = upstream.address();
+        drop(upstream);
+        assert!(TcpStream::connect(address).is_err());
+    }
+}

@@ -1,0 +1,360 @@
+//! What the server saw, and what that proves.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::time::{Duration, Instant};
+
+use crate::rules::Rule;
+
+/// One call that arrived.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// When the server had read its head.
+    pub at: Instant,
+    /// When the caller sent it: what it wrote into [`SENT_HEADER`](crate::SENT_HEADER).
+    pub sent: Option<Instant>,
+    /// Who the caller is: what it wrote into [`WHO_HEADER`](crate::WHO_HEADER).
+    pub who: Option<String>,
+    /// Whether it was answered with success.
+    pub accepted: bool,
+}
+
+/// How many calls were accepted, and how many refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Answered with success.
+    pub accepted: u64,
+    /// Answered otherwise.
+    pub refused: u64,
+}
+
+impl Tally {
+    /// All calls.
+    pub fn all(self) -> u64 {
+        self.accepted + self.refused
+    }
+
+    pub(crate) fn add(&mut self, accepted: bool) {
+        *if accepted { &mut self.accepted } else { &mut self.refused } += 1;
+    }
+}
+
+/// All calls that arrived, in the order in which they did: the oracle.
+///
+/// It is a slice of [`Arrival`]s. Its own questions count every call, the refused ones too: they cost the upstream
+/// as much, and many upstreams count them.
+#[derive(Clone, Debug, Default)]
+pub struct Log(Vec<Arrival>);
+
+impl Log {
+    /// The most calls that *arrived* in any interval of the length `window`, half open as that of a [`Rule`].
+    pub fn largest_count(&self, window: Duration) -> usize {
+        fullest(&self.arrived(), window).count
+    }
+
+    /// The most calls that were *sent* in any interval of the length `window`; calls without the header do not count.
+    pub fn largest_count_sent(&self, window: Duration) -> usize {
+        let mut sent: Vec<_> = self.iter().filter_map(|arrival| arrival.sent).collect();
+        sent.sort_unstable();
+        fullest(&sent, window).count
+    }
+
+    /// By how much the time from sending to arrival varied; zero where no call says when it was sent.
+    pub fn jitter(&self) -> Duration {
+        self.fastest_and_slowest().map_or(Duration::ZERO, |(fastest, slowest)| nanos(slowest - fastest))
+    }
+
+    /// The oracle of promise I1: says what went over `rule`, if something did.
+    ///
+    /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's window, less what
+    /// the way here jittered beyond `slack` (tollgate's `transit_slack`). So a machine that pauses between sending and
+    /// arrival fails no test, and a gate that lets one call too many through still does.
+    ///
+    /// Without sent times the jitter counts as zero. When it exceeds the window by more than `slack`, nothing can be
+    /// said, and nothing is: a test with a short window should look at [`jitter`](Log::jitter) too.
+    pub fn over(&self, rule: Rule, slack: Duration) -> Option<String> {
+        let window = rule.window.saturating_sub(self.jitter().saturating_sub(slack));
+        let arrived = self.arrived();
+        let Fullest { count, from } = fullest(&arrived, window);
+        if count <= rule.count as usize {
+            return None;
+        }
+        let since_first = arrived[from] - arrived[0];
+        let took = match self.fastest_and_slowest() {
+            Some((fastest, slowest)) => format!("took {:.3} to {:.3} ms", millis(fastest), millis(slowest)),
+            None => "is not known".into(),
+        };
+        Some(format!(
+            "{count} calls arrived within {window:.3?}, from {since_first:.3?} after the first on; allowed are {} in \
+             {:?} (the way here {took}; slack {slack:?})",
+            rule.count, rule.window,
+        ))
+    }
+
+    /// Which share of `rule` the accepted calls used: its window over the mean time in which `rule.count` of them came.
+    ///
+    /// A caller that keeps a margin between windows is measured without it by a rule with a longer window. `None`
+    /// until more than `rule.count` calls were accepted; pauses before that and after the last call are not seen.
+    pub fn used(&self, rule: Rule) -> Option<f64> {
+        let accepted: Vec<_> =
+            self.iter().filter(|arrival| arrival.accepted).map(|arrival| arrival.at).collect();
+        let later = accepted.get(rule.count as usize..)?;
+        let took: Duration = later.iter().zip(&accepted).map(|(later, at)| *later - *at).sum();
+        (!took.is_zero()).then(|| rule.window.as_secs_f64() * later.len() as f64 / took.as_secs_f64())
+    }
+
+    /// How uneven the calls came: the standard deviation of the gaps between them over their mean.
+    ///
+    /// 0 is a metronome, 1 is pure chance (a Poisson stream), and calls that come `n` at a time make about the root
+    /// of `n`. With fewer than three calls: 0.
+    pub fn unevenness(&self) -> f64 {
+        let gaps: Vec<f64> = self.windows(2).map(|pair| (pair[1].at - pair[0].at).as_secs_f64()).collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        if gaps.len() < 2 || mean == 0.0 {
+            return 0.0;
+        }
+        let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
+        variance.sqrt() / mean
+    }
+
+    /// The calls in each `interval`, from the first call to the last.
+    ///
+    /// # Panics
+    ///
+    /// When `interval` is zero.
+    pub fn per(&self, interval: Duration) -> Vec<Tally> {
+        let mut tallies = Vec::new();
+        for arrival in self.iter() {
+            let index = (arrival.at - self[0].at).as_nanos() / interval.as_nanos();
+            let index = usize::try_from(index).expect("a log shorter than the age of the universe");
+            if tallies.len() <= index {
+                tallies.resize(index + 1, Tally::default());
+            }
+            tallies[index].add(arrival.accepted);
+        }
+        tallies
+    }
+
+    /// The calls of each caller that says who it is.
+    pub fn by_who(&self) -> BTreeMap<&str, Tally> {
+        let mut callers: BTreeMap<&str, Tally> = BTreeMap::new();
+        for arrival in self.iter() {
+            if let Some(who) = &arrival.who {
+                callers.entry(who).or_default().add(arrival.accepted);
+            }
+        }
+        callers
+    }
+
+    fn arrived(&self) -> Vec<Instant> {
+        self.iter().map(|arrival| arrival.at).collect()
+    }
+
+    /// The shortest and the longest way here, in nanoseconds; below zero when the clocks of two processes differ.
+    fn fastest_and_slowest(&self) -> Option<(i64, i64)> {
+        let ways = || self.iter().filter_map(|arrival| Some(signed_nanos(arrival.sent?, arrival.at)));
+        Some((ways().min()?, ways().max()?))
+    }
+}
+
+impl Deref for Log {
+    type Target = [Arrival];
+
+    fn deref(&self) -> &[Arrival] {
+        &self.0
+    }
+}
+
+/// Sorts them by their arrival.
+impl From<Vec<Arrival>> for Log {
+    fn from(mut arrivals: Vec<Arrival>) -> Self {
+        arrivals.sort_by_key(|arrival| arrival.at);
+        Log(arrivals)
+    }
+}
+
+/// The window that holds most: how many, and the index of its first.
+struct Fullest {
+    count: usize,
+    from: usize,
+}
+
+fn fullest(sorted: &[Instant], window: Duration) -> Fullest {
+    let mut fullest = Fullest { count: 0, from: 0 };
+    let mut from = 0;
+    for (last, at) in sorted.iter().enumerate() {
+        while from <= last && at.duration_since(sorted[from]) >= window {
+            from += 1;
+        }
+        let count = last + 1 - from;
+        if count > fullest.count {
+            fullest = Fullest { count, from };
+        }
+    }
+    fullest
+}
+
+fn signed_nanos(from: Instant, to: Instant) -> i64 {
+    let whole = |span: Duration| i64::try_from(span.as_nanos()).unwrap_or(i64::MAX / 2);
+    match to.checked_duration_since(from) {
+        Some(span) => whole(span),
+        None => -whole(from - to),
+    }
+}
+
+fn nanos(nanos: i64) -> Duration {
+    Duration::from_nanos(nanos.unsigned_abs())
+}
+
+fn millis(nanos: i64) -> f64 {
+    nanos as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// A log of calls (sent, arrived) in ms.
+    fn log(calls: &[(u64, u64)]) -> Log {
+        let start = Instant::now() + ms(1000);
+        let arrival = |&(sent, at): &(u64, u64)| Arrival {
+            at: start + ms(at),
+            sent: Some(start + ms(sent)),
+            who: None,
+            accepted: true,
+        };
+        Log::from(calls.iter().map(arrival).collect::<Vec<_>>())
+    }
+
+    /// The same, all sent when they arrived.
+    fn arrivals(at: &[u64]) -> Log {
+        log(&at.iter().map(|&at| (at, at)).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn the_largest_count_is_that_of_the_fullest_half_open_window() {
+        for (at, window, count) in [
+            (&[][..], 10, 0),
+            (&[5], 10, 1),
+            (&[5], 0, 0),
+            (&[0, 10], 10, 1), // exactly a window apart: never together
+            (&[0, 9], 10, 2),
+            (&[0, 0, 0], 1, 3),
+            (&[0, 5, 10, 15, 20], 11, 3),
+            (&[0, 5, 10, 15, 20], 10, 2),
+            (&[0, 90, 95, 101, 104, 250], 100, 4), // aligned windows [0, 100), [100, 200) would see only 3
+            (&[0, 1, 2, 100, 101, 102, 103], 50, 4),
+        ] {
+            assert_eq!(arrivals(at).largest_count(ms(window)), count, "{at:?} in {window} ms");
+        }
+    }
+
+    #[test]
+    fn what_was_sent_is_counted_by_when_it_was_sent() {
+        // Sent far apart, delayed so that they arrive together, and the last overtakes.
+        let log = log(&[(0, 30), (10, 31), (20, 29)]);
+        assert_eq!(log.largest_count(ms(10)), 3);
+        assert_eq!(log.largest_count_sent(ms(10)), 1);
+        assert_eq!(log.largest_count_sent(ms(11)), 2);
+        assert_eq!(log.jitter(), ms(21)); // 30 ms the slowest, 9 ms the fastest
+    }
+
+    #[test]
+    fn calls_without_a_sent_time_count_where_they_arrive_only() {
+        let mut calls = log(&[(0, 1), (1, 2)]).to_vec();
+        calls[0].sent = None;
+        let log = Log::from(calls);
+        assert_eq!((log.largest_count(ms(5)), log.largest_count_sent(ms(5))), (2, 1));
+        assert_eq!(log.jitter(), Duration::ZERO);
+    }
+
+    #[test]
+    fn clocks_of_two_processes_that_differ_are_jitter_too() {
+        assert_eq!(log(&[(5, 3), (10, 14)]).jitter(), ms(6));
+    }
+
+    #[test]
+    fn one_call_too_many_is_over_and_jitter_within_the_slack_is_no_excuse() {
+        let rule = Rule::new(2, ms(100));
+        for (calls, slack, over) in [
+            (&[][..], 0, false),
+            (&[(0, 0), (1, 1), (100, 100)], 0, false),
+            (&[(0, 0), (1, 1), (99, 99)], 0, true),
+            (&[(0, 0), (1, 1), (99, 99)], 10, true), // the slack is for jitter; there was none
+            (&[(0, 5), (105, 105), (106, 106)], 10, false),
+            (&[(0, 8), (105, 105), (106, 106)], 10, true), // jitter 8: all within the slack
+            (&[(0, 12), (109, 109), (109, 109)], 10, true), // jitter 12: 97 apart where 98 are owed
+            (&[(0, 12), (110, 110), (110, 110)], 10, false), // a gate that keeps window and slack apart
+            (&[(0, 500), (300, 500), (600, 600), (600, 600)], 10, false), // jitter beyond the window: no verdict
+        ] {
+            // The limit is 2, so three in a window are one too many.
+            let said = log(calls).over(rule, ms(slack));
+            assert_eq!(said.is_some(), over, "{calls:?}, slack {slack} ms: {said:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_over_is_told_with_its_numbers() {
+        let said =
+            log(&[(0, 1), (50, 51), (200, 202), (210, 211), (220, 221)]).over(Rule::new(2, ms(100)), ms(10));
+        assert_eq!(
+            said.as_deref(),
+            Some(
+                "3 calls arrived within 100.000ms, from 201.000ms after the first on; allowed are 2 in 100ms (the way \
+                 here took 1.000 to 2.000 ms; slack 10ms)"
+            )
+        );
+    }
+
+    #[test]
+    fn a_metronome_is_even_and_bursts_are_not() {
+        let metronome: Vec<u64> = (0..100).map(|call| call * 20).collect();
+        let bursts: Vec<u64> = (0..100).map(|call| call / 25 * 500).collect();
+        assert!(arrivals(&metronome).unevenness() < 1e-9);
+        let uneven = arrivals(&bursts).unevenness();
+        assert!((5.0..6.0).contains(&uneven), "{uneven}"); // 3 gaps of 500 among 99: root of 99/3 - 1
+        for few in [&[][..], &[1], &[1, 2], &[7, 7, 7]] {
+            assert_eq!(arrivals(few).unevenness(), 0.0, "{few:?}");
+        }
+    }
+
+    #[test]
+    fn what_was_used_of_a_rule_is_seen_whatever_the_shape_of_the_calls() {
+        let rule = Rule::new(4, ms(100));
+        let metronome: Vec<u64> = (0..40).map(|call| call * 25).collect();
+        let bursts: Vec<u64> = (0..40).map(|call| call / 4 * 100).collect();
+        let slow: Vec<u64> = (0..40).map(|call| call / 4 * 125).collect();
+        for (calls, used) in [(&metronome, Some(1.0)), (&bursts, Some(1.0)), (&slow, Some(0.8))] {
+            assert_eq!(arrivals(calls).used(rule), used, "{calls:?}");
+        }
+        for few in [&[][..], &[0, 1, 2, 3], &[5, 5, 5, 5, 5]] {
+            assert_eq!(arrivals(few).used(rule), None, "{few:?}");
+        }
+        let mut refused = arrivals(&bursts).to_vec();
+        refused.iter_mut().skip(20).for_each(|call| call.accepted = false);
+        refused.push(Arrival { at: refused[0].at + ms(1000), ..refused[0].clone() });
+        // 16 calls come 100 ms after the fourth before them; the last comes 600 ms after.
+        let used = Log::from(refused).used(rule).unwrap();
+        assert!((used - 17.0 * 100.0 / 2200.0).abs() < 1e-9, "{used}");
+    }
+
+    #[test]
+    fn calls_are_told_per_interval_and_per_caller() {
+        let mut calls = arrivals(&[0, 99, 100, 350]).to_vec();
+        for (call, (who, accepted)) in
+            calls.iter_mut().zip([(Some("a"), true), (Some("b"), false), (Some("a"), false), (None, true)])
+        {
+            call.who = who.map(String::from);
+            call.accepted = accepted;
+        }
+        let log = Log::from(calls);
+        let tally = |accepted, refused| Tally { accepted, refused };
+        assert_eq!(log.per(ms(100)), [tally(1, 1), tally(0, 1), tally(0, 0), tally(1, 0)]);
+        assert_eq!(log.by_who(), BTreeMap::from([("a", tally(1, 1)), ("b", tally(0, 1))]));
+        assert_eq!(Log::default().per(ms(100)), []);
+    }
+}

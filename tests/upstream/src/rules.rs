@@ -1,0 +1,155 @@
+//! What the server enforces: exact sliding windows.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// At most `count` calls in any interval of the length `window`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// How many calls.
+    pub count: u32,
+    /// In an interval of this length, half open: two calls exactly `window` apart do not share one.
+    pub window: Duration,
+}
+
+impl Rule {
+    /// At most `count` calls in any interval of the length `window`.
+    pub const fn new(count: u32, window: Duration) -> Self {
+        Rule { count, window }
+    }
+
+    /// At most `count` calls in any second.
+    pub const fn per_second(count: u32) -> Self {
+        Rule::new(count, Duration::from_secs(1))
+    }
+}
+
+/// One rule is a list of rules, so that `Upstream::start(Rule::per_second(50))` reads as it should.
+impl From<Rule> for Vec<Rule> {
+    fn from(rule: Rule) -> Self {
+        vec![rule]
+    }
+}
+
+/// The calls that were accepted, and the rules about them.
+///
+/// All rules look at one list, so a call counts in all of them or in none.
+pub(crate) struct Windows {
+    rules: Vec<Rule>,
+    /// The latest calls, oldest first: as many as the largest count.
+    accepted: VecDeque<Duration>,
+}
+
+impl Windows {
+    pub(crate) fn new(rules: Vec<Rule>) -> Self {
+        assert!(rules.iter().all(|rule| rule.count > 0), "a rule with a count of 0 would refuse everything");
+        Windows { rules, accepted: VecDeque::new() }
+    }
+
+    /// Accepts a call at `now`, or tells how long it should have waited; a refused call leaves no trace.
+    pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
+        let wait = self.rules.iter().map(|rule| self.wait(*rule, now)).max().unwrap_or_default();
+        if !wait.is_zero() {
+            return Err(wait);
+        }
+        let most = self.rules.iter().map(|rule| rule.count as usize).max().unwrap_or(0);
+        self.accepted.push_back(now);
+        if self.accepted.len() > most {
+            self.accepted.pop_front();
+        }
+        Ok(())
+    }
+
+    /// A call may come once the `count`-th before it has left the window.
+    fn wait(&self, rule: Rule, now: Duration) -> Duration {
+        let leaves = self
+            .accepted
+            .len()
+            .checked_sub(rule.count as usize)
+            .and_then(|index| self.accepted.get(index))
+            .map_or(Duration::ZERO, |at| at.saturating_add(rule.window));
+        leaves.saturating_sub(now)
+    }
+}
+
+/// The value of `Retry-After`: whole seconds, rounded up, at least 1.
+pub(crate) fn whole_seconds(wait: Duration) -> u64 {
+    wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// Calls at (ms), each with the wait (ms) it is told; 0 is accepted.
+    fn replay(rules: &[Rule], calls: &[(u64, u64)]) {
+        let mut windows = Windows::new(rules.to_vec());
+        for (index, &(at, wait)) in calls.iter().enumerate() {
+            let told = windows.admit(ms(at)).err().unwrap_or_default();
+            assert_eq!(told, ms(wait), "call {index}, at {at} ms");
+        }
+    }
+
+    #[test]
+    fn a_window_slides_and_is_half_open() {
+        replay(
+            &[Rule::new(2, ms(100))],
+            &[
+                (0, 0),
+                (60, 0),
+                (60, 40),
+                (99, 1),
+                (100, 0),
+                (100, 60),
+                (159, 1),
+                (160, 0),
+                (160, 40),
+                (500, 0),
+            ],
+        );
+    }
+
+    #[test]
+    fn a_call_that_one_rule_refuses_counts_in_none() {
+        let rules = [Rule::new(1, ms(10)), Rule::new(3, ms(1000))];
+        replay(
+            &rules,
+            &[
+                (0, 0),
+                (1, 9),
+                (2, 8),
+                (10, 0),
+                (11, 9),
+                (20, 0), // the third of the long window; the refused ones took nothing of it
+                (30, 970),
+                (999, 1),
+                (1000, 0),
+                (1009, 1), // the short window has the longer wait again, or the same
+                (1010, 0),
+            ],
+        );
+        replay(&[rules[1], rules[0]], &[(0, 0), (1, 9), (10, 0), (20, 0), (25, 975)]);
+    }
+
+    #[test]
+    fn without_a_rule_everything_goes() {
+        replay(&[], &[(0, 0), (0, 0), (0, 0)]);
+    }
+
+    #[test]
+    fn retry_after_is_rounded_up_and_never_0() {
+        for (wait, seconds) in [(0, 1), (1, 1), (999, 1), (1000, 1), (1001, 2), (59_000, 59), (59_001, 60)] {
+            assert_eq!(whole_seconds(ms(wait)), seconds, "{wait} ms");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a count of 0")]
+    fn a_rule_that_allows_nothing_is_a_mistake_of_the_test() {
+        Windows::new(vec![Rule::per_second(0)]);
+    }
+}
