@@ -309,6 +309,13 @@ pub enum StoreError {
     },
     /// It could not be reached, or it failed.
     Away(Arc<dyn StdError + Send + Sync>),
+    /// It answers so slowly that what it grants has run out when it arrives.
+    TooSlow {
+        /// How long the call took.
+        took: Duration,
+        /// The longest that a permit of this quota may live.
+        longest: Duration,
+    },
     /// It was asked, and the answer was lost: what it may have granted counts as spent.
     Lost,
 }
@@ -323,6 +330,11 @@ impl fmt::Display for StoreError {
                 )
             }
             StoreError::Away(source) => write!(f, "the store is away: {source}"),
+            StoreError::TooSlow { took, longest } => write!(
+                f,
+                "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
+                 bring the store nearer, or use a longer window"
+            ),
             StoreError::Lost => write!(f, "the answer of the store was lost"),
         }
     }
@@ -332,7 +344,7 @@ impl StdError for StoreError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             StoreError::Away(source) => Some(source.as_ref()),
-            StoreError::Full { .. } | StoreError::Lost => None,
+            StoreError::Full { .. } | StoreError::TooSlow { .. } | StoreError::Lost => None,
         }
     }
 }

@@ -68,7 +68,7 @@ impl Store for Remote {
 }
 
 fn limiter(quota: Quota, store: &Arc<Remote>) -> Limiter {
-    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(600));
+    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(60));
     builder.build().unwrap().limiter()
 }
 
@@ -145,10 +145,20 @@ async fn a_store_slower_than_a_permit_lives_is_given_longer_lives() {
     assert!(store.calls() <= 55, "{} calls", store.calls());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_store_slower_than_any_permit_may_live_is_an_error_with_a_name_and_not_a_loop() {
+    let store = Remote::new(millis(80));
+    let limiter = limiter(Quota::per_second(20), &store);
+    let error = limiter.acquire(key()).await.unwrap_err();
+    assert!(matches!(error, Limited::Store { source: StoreError::TooSlow { .. }, .. }), "{error}");
+    assert!(error.to_string().contains("80.0ms"), "{error}");
+    assert!(store.calls() <= 3, "{} calls", store.calls());
+}
+
 /// T1: the runtime that ran the call is gone.
 #[test]
 fn a_call_lost_with_its_runtime_is_an_error_and_no_hang() {
-    let store = Remote::new(millis(50));
+    let store = Remote::new(millis(15));
     let limiter = limiter(Quota::per_second(20), &store);
     let (here, there) = (runtime(), runtime());
     there.block_on(async {

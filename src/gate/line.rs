@@ -33,6 +33,9 @@ pub(crate) const LIFE: Duration = Duration::from_millis(10);
 /// The longest life, for windows that are not longer than twenty times that.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
+/// How late a task may wake.
+const WAKE_UP: Duration = Duration::from_millis(5);
+
 pub(super) struct Line {
     stock: Stock,
     /// Only while somebody waits.
@@ -299,6 +302,12 @@ impl Line {
         sent: Instant,
         wakers: &mut Wakers,
     ) -> Option<Call> {
+        // A permit's life counts from when the call was sent: one that took longer brought only dead ones.
+        let took = desk.now.saturating_duration_since(sent);
+        let longest = longest_life(desk.terms);
+        let too_slow = took >= self.life && self.life >= longest;
+        self.life = self.life.max(took.saturating_mul(2).saturating_add(WAKE_UP)).min(longest);
+        let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
         self.answered(answer, sent, desk.now, wakers);
         let call = self.step(desk, None, wakers);
         self.close();
@@ -374,8 +383,7 @@ impl Line {
 
     /// A permit died before its holder woke: the next ones live longer.
     fn lengthen_life(&mut self, desk: &Desk<'_>) {
-        let longest = LONGEST_LIFE.max(desk.terms.quota().shortest_window() / 20);
-        self.life = (self.life * 2).min(longest);
+        self.life = (self.life * 2).min(longest_life(desk.terms));
     }
 
     fn collect(&mut self, number: Number) -> Option<Settled> {
@@ -451,6 +459,10 @@ fn slot(segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
 /// At most a fiftieth of the smallest limit is fetched ahead.
 fn most_ahead(terms: &Terms) -> u32 {
     terms.quota().limits().iter().map(|limit| limit.count().min(limit.largest_cost()) / 50).min().unwrap_or(0)
+}
+
+fn longest_life(terms: &Terms) -> Duration {
+    LONGEST_LIFE.max(terms.quota().shortest_window() / 20)
 }
 
 /// What is fetched ahead may live for a two-hundredth of the window.
