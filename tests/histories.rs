@@ -1,0 +1,130 @@
+//! Random histories through the whole gate, against a count of every window by brute force.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::{Key, Limit, Limiter, Quota, RateLimitLayer};
+
+/// One caller.
+#[derive(Clone, Debug)]
+struct Caller {
+    /// Comes this long after the one before.
+    after: u64,
+    cost: u32,
+    /// Gives up after so long.
+    patience: Option<u64>,
+    /// What it does with its permit: uses it so much later, or gives it back.
+    uses_after: Option<u64>,
+}
+
+fn caller() -> impl Strategy<Value = Caller> {
+    (
+        prop_oneof![6 => Just(0u64), 2 => 1u64..50, 1 => 200u64..3000],
+        prop_oneof![5 => Just(1u32), 1 => 2u32..5],
+        prop_oneof![4 => Just(None), 1 => (0u64..3000).prop_map(Some)],
+        prop_oneof![6 => Just(Some(0u64)), 2 => (1u64..9).prop_map(Some), 1 => Just(None)],
+    )
+        .prop_map(|(after, cost, patience, uses_after)| Caller { after, cost, patience, uses_after })
+}
+
+fn quota() -> impl Strategy<Value = Quota> {
+    let millis = Duration::from_millis;
+    prop_oneof![
+        (5u32..30).prop_map(Quota::per_second),
+        (5u32..20).prop_map(|count| Quota::per_second(count).burst(5)),
+        (5u32..10).prop_map(move |count| Quota::new(count, millis(500)).and(Quota::new(count * 3, millis(4000)))),
+        (5u32..12, 3u32..30).prop_map(move |(capacity, count)| Quota::bucket(capacity).refill(count, millis(1000))),
+        (120u32..400).prop_map(Quota::per_second),
+    ]
+}
+
+type Uses = Arc<Mutex<Vec<(Instant, u32)>>>;
+
+async fn call(limiter: Limiter, caller: Caller, uses: Uses) {
+    let acquire = limiter.acquire(Key::new("key")).cost(caller.cost);
+    let permit = match caller.patience {
+        Some(patience) => match timeout(Duration::from_millis(patience), acquire).await {
+            Ok(permit) => permit.unwrap(),
+            Err(_) => return,
+        },
+        None => acquire.await.unwrap(),
+    };
+    match caller.uses_after {
+        None => permit.give_back(),
+        Some(after) => {
+            sleep(Duration::from_millis(after)).await;
+            if permit.is_alive() {
+                uses.lock().unwrap().push((Instant::now(), caller.cost));
+            } else {
+                permit.give_back();
+            }
+        }
+    }
+}
+
+fn over(quota: &Quota, uses: &[(Instant, u32)]) -> Option<String> {
+    quota.limits().iter().find_map(|limit| match *limit {
+        Limit::Sliding { count, window } => uses.iter().enumerate().find_map(|(index, (from, _))| {
+            let inside = uses[index..].iter().take_while(|(at, _)| *at - *from < window);
+            let units: u32 = inside.map(|(_, units)| units).sum();
+            (units > count).then(|| format!("{units} > {count} per {window:?}"))
+        }),
+        Limit::Bucket { capacity, count, window } => {
+            let rate = f64::from(count) / window.as_secs_f64();
+            let mut tokens = f64::from(capacity);
+            let mut last = uses.first()?.0;
+            uses.iter().find_map(|(at, units)| {
+                tokens = (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity)) - f64::from(*units);
+                last = *at;
+                (tokens < -1e-6).then(|| format!("bucket of {capacity} at {tokens}"))
+            })
+        }
+        _ => None,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_history_is_over_nobody_waits_for_ever_and_nothing_is_left_behind(
+        quota in quota(),
+        callers in prop::collection::vec(caller(), 1..250),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let (uses, waiting, end) = runtime.block_on(async {
+            let layer = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(80_000)).build().unwrap();
+            let uses = Uses::default();
+            let mut tasks = Vec::new();
+            for caller in &callers {
+                sleep(Duration::from_millis(caller.after)).await;
+                tasks.push(tokio::spawn(call(layer.limiter(), caller.clone(), uses.clone())));
+            }
+            for task in tasks {
+                task.await.unwrap();
+            }
+            let end = Instant::now();
+            let waiting = layer.limiter().peek(Key::new("key")).await.unwrap().waiting;
+            // Nothing that was cancelled or given back is still counted once a window has passed.
+            sleep(Duration::from_secs(60)).await;
+            let largest = quota.largest_cost();
+            let permit = timeout(Duration::ZERO, layer.limiter().acquire(Key::new("key")).cost(largest)).await;
+            assert!(permit.is_ok(), "all of a rested quota is free");
+            (uses.lock().unwrap().clone(), waiting, end)
+        });
+        prop_assert_eq!(waiting, 0);
+        prop_assert_eq!(over(&quota, &uses), None);
+        // Never idle: if work was done for longer than twice what the limit needs for it, somebody slept on a slot.
+        let arrived: u64 = callers.iter().map(|caller| caller.after).sum();
+        let units: u32 = callers.iter().map(|caller| caller.cost).sum();
+        let slowest = quota.limits().iter().map(|limit| {
+            let largest_waste = 5; // a cost of 5 may leave up to 4 units of a window
+            let windows = units.div_ceil(limit.count().saturating_sub(largest_waste - 1).max(1)) + 1;
+            (limit.window() + Duration::from_millis(30)) * windows
+        }).max().unwrap();
+        let start = uses.first().map_or(end, |first| first.0);
+        prop_assert!(end - start <= slowest + Duration::from_millis(arrived) + Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,116 @@
+//! Real HTTP, judged by the upstream's own log.
+
+use std::time::Duration;
+
+use tollgate::{Limit, Quota, RateLimitLayer};
+use tower::{Service, ServiceBuilder, ServiceExt};
+use upstream::{Log, Rule, SENT_HEADER, Upstream};
+
+const SLACK: Duration = Duration::from_millis(10);
+
+fn rules(quota: &Quota) -> Vec<Rule> {
+    let sliding = quota.limits().iter().filter(|limit| matches!(limit, Limit::Sliding { .. }));
+    sliding.map(|limit| Rule::new(limit.count(), limit.window())).collect()
+}
+
+/// So many callers, each in a closed loop for so long, behind one layer.
+async fn run(quota: Quota, callers: usize, span: Duration) -> (Log, usize) {
+    let upstream = Upstream::start(rules(&quota));
+    let layer = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(600)).build().unwrap();
+    let service = ServiceBuilder::new()
+        .layer(layer)
+        .map_request(|mut request: reqwest::Request| {
+            request.headers_mut().insert(SENT_HEADER, upstream::sent_now());
+            request
+        })
+        .service(reqwest::Client::new());
+    let url = reqwest::Url::parse(&upstream.url()).unwrap();
+    let end = tokio::time::Instant::now() + span;
+    let tasks: Vec<_> = (0..callers)
+        .map(|_| {
+            let (mut service, url) = (service.clone(), url.clone());
+            tokio::spawn(tokio::time::timeout_at(end, async move {
+                loop {
+                    let request = reqwest::Request::new(reqwest::Method::GET, url.clone());
+                    let response = service.ready().await.unwrap().call(request).await.unwrap();
+                    response.bytes().await.unwrap();
+                }
+            }))
+        })
+        .collect();
+    for task in tasks {
+        let _: Result<(), _> = task.await.unwrap();
+    }
+    let log = upstream.log();
+    let refused = log.iter().filter(|arrival| !arrival.accepted).count();
+    (log, refused)
+}
+
+/// Never over as the upstream counts, and at nearly all of the limit.
+async fn check(quota: Quota, callers: usize, span: Duration) {
+    let _turn = TURN.lock().await;
+    let (log, refused) = run(quota, callers, span).await;
+    for rule in rules(&quota) {
+        assert_eq!(log.over(rule, SLACK), None, "{quota}");
+    }
+    // The server has no slack: it refuses a call only when the way to it jittered by more than ours.
+    assert!(refused == 0 || log.jitter() > SLACK, "{quota}: {refused} refused at a jitter of {:?}", log.jitter());
+    let allowed = allowed(&quota, span);
+    println!(
+        "{quota}: {} calls, {:.1} % of what limit and margin allow; {refused} refused, jitter {:.1?}",
+        log.len(),
+        100.0 * log.len() as f64 / allowed as f64,
+        log.jitter()
+    );
+    // A machine that stalls loses slots: the figure is printed, and only an idle gate is an error.
+    assert!(log.len() * 2 >= allowed, "{quota}: {} of {allowed}", log.len());
+}
+
+/// How many can go in `span` when each leaves as soon as all limits, a margin longer, allow it.
+fn allowed(quota: &Quota, span: Duration) -> usize {
+    let margin = Duration::from_millis(20);
+    let mut moments: Vec<Duration> = Vec::new();
+    loop {
+        let free = quota.limits().iter().filter_map(|limit| match *limit {
+            Limit::Sliding { count, window } => {
+                let last = moments.len().checked_sub(count as usize)?;
+                Some(moments[last] + window + margin)
+            }
+            _ => None,
+        });
+        let next = free.max().unwrap_or(Duration::ZERO).max(moments.last().copied().unwrap_or_default());
+        if next >= span {
+            return moments.len();
+        }
+        moments.push(next);
+    }
+}
+
+/// One at a time: they measure the machine, too.
+static TURN: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_a_second_with_many_callers() {
+    check(Quota::per_second(1), 50, Duration::from_millis(6500)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn twenty_five_per_5_s_and_300_per_60_s_at_once() {
+    let quota = "25/5s, 300/60s".parse().unwrap();
+    check(quota, 40, Duration::from_millis(10_500)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_limits_of_which_now_one_binds_and_now_the_other() {
+    check("10/1s, 24/4s".parse().unwrap(), 40, Duration::from_millis(8500)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_a_second_spread_by_a_burst() {
+    check(Quota::per_second(1000).burst(50), 200, Duration::from_secs(4)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_a_second_back_to_back() {
+    check(Quota::per_second(1000), 200, Duration::from_secs(4)).await;
+}
