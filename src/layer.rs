@@ -51,13 +51,14 @@ pub struct RateLimitLayer {
 
 /// How requests and responses are read.
 struct Reading {
-    key: Option<KeyOf>,
-    cost: Option<Box<dyn Fn(&RequestInfo<'_>) -> u32 + Send + Sync>>,
-    deadline: Option<Box<dyn Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync>>,
+    key: Option<Of<Option<Key>>>,
+    cost: Option<Of<u32>>,
+    deadline: Option<Of<Option<Instant>>>,
     error_on_upstream_limit: bool,
 }
 
-type KeyOf = Box<dyn Fn(&RequestInfo<'_>) -> Option<Key> + Send + Sync>;
+/// What a closure finds in a request.
+type Of<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
 
 impl RateLimitLayer {
     /// A layer that keeps everything that passes it, together, within `quota`. Waits up to 15 s; counts in memory.

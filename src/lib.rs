@@ -155,6 +155,7 @@
 //! runtime with timers.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+#![warn(clippy::disallowed_methods, clippy::unwrap_used)]
 
 mod clock;
 mod edge;

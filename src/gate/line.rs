@@ -235,7 +235,7 @@ impl Line {
         // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
         // needed: what a store grants is alive.
         for _ in 0..3 {
-            let Some(queue) = self.queue.as_mut() else { return None };
+            let queue = self.queue.as_mut()?;
             let died = queue.hand_out(desk.now, me, wakers);
             queue.trim();
             let needs = queue.needs();

@@ -303,7 +303,8 @@ impl Class {
         let moments =
             self.slots.iter().rev().flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
         let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
-        let first = self.waiting.keys().rev().skip(without).take(theirs.len()).last().copied();
+        let back = theirs.len().checked_sub(1).map(|others| without + others);
+        let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
         for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
