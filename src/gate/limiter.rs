@@ -1,19 +1,17 @@
 //! The gate with a quota.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::acquire::{Acquire, Patience, Waiter};
 use super::events;
-use super::line::{Call, Desk, Entered, Line, Place};
-use super::permit::{Permit, Wait};
-use super::queue::{Settled, Slot, Wakers};
+use super::line::{Call, Desk, Entered, Line};
+use super::permit::Permit;
+use super::queue::{Slot, Wakers};
 use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::key::Key;
-use crate::keyed::Keyed;
+use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;
 use crate::store::{Answer, Lease, LimitUsage, Refusal, Store, Usage};
 
@@ -104,7 +102,7 @@ impl Limiter {
     ///
     /// When it has to wait and is polled outside of a Tokio runtime with timers.
     pub fn acquire(&self, key: Key) -> Acquire {
-        Acquire(Step::New(self.clone(), Entry { key, cost: 1, deadline: None }))
+        Acquire::new(self.clone(), Entry { key, cost: 1, deadline: None })
     }
 
     /// The state of `key`: limits, used, free, waiting. Consumes nothing.
@@ -157,24 +155,13 @@ impl Limiter {
         if patience.latest < now {
             return refused(Reason::Deadline, NOTHING, label());
         }
-        let mut wakers = Wakers::default();
-        let desk = self.desk(entry.key, now);
-        let entered = self.0.lines.enter(
-            entry.key,
-            now,
-            || Line::new(now),
-            |line| {
-                let (entered, call) = line.enter(&desk, entry.cost, patience.latest, &mut wakers);
-                (entered, call, line.waiting())
-            },
-        );
-        wakers.wake();
-        let Ok((entered, call, in_line)) = entered else {
+        let entered = self.open_line(entry.key, now, |line, desk, wakers| {
+            let (entered, call) = line.enter(desk, entry.cost, patience.latest, wakers);
+            ((entered, line.waiting()), call)
+        });
+        let Ok((entered, in_line)) = entered else {
             return refused(Reason::TooManyKeys(settings.max_keys), NOTHING, label());
         };
-        if let Some(call) = call {
-            self.run(entry.key, call);
-        }
         match entered {
             Entered::Granted(slot) => Started::Granted(Permit::new(self.clone(), entry.key, Some(slot))),
             Entered::Refused(refusal) => refused(patience.reason(settings.max_wait), refusal, label()),
@@ -186,16 +173,7 @@ impl Limiter {
             Entered::Waiting(number) => {
                 let label = label();
                 events::waiting(&label, in_line);
-                let place = Place { number, cost: entry.cost, latest: patience.latest, turns: 1 };
-                Started::Waiting(Waiter {
-                    limiter: self.clone(),
-                    key: entry.key,
-                    place,
-                    waits: true,
-                    patience,
-                    since: now,
-                    label,
-                })
+                Started::Waiting(Waiter::new(self.clone(), entry, number, patience, now, label))
             }
         }
     }
@@ -205,8 +183,39 @@ impl Limiter {
         Desk { key, store, terms, now, max_waiting: *max_waiting }
     }
 
+    /// Does something at the line of `key`, if there is one, and then what that left to be done without its lock.
+    pub(super) fn at_line<R>(
+        &self,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Call>),
+    ) -> Option<R> {
+        let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
+        let (done, call) = self.0.lines.find(key, |line| act(line, &desk, &mut wakers))?;
+        self.finish(key, call, wakers);
+        Some(done)
+    }
+
+    /// The same at a line that is opened where there is none.
+    pub(super) fn open_line<R>(
+        &self,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Call>),
+    ) -> Result<R, Full> {
+        let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
+        let open = || Line::new(now);
+        let (done, call) = self.0.lines.enter(key, now, open, |line| act(line, &desk, &mut wakers))?;
+        self.finish(key, call, wakers);
+        Ok(done)
+    }
+
+    pub(super) fn max_wait(&self) -> Duration {
+        self.0.settings.max_wait
+    }
+
     /// Where a quota has one limit, that is the one which refused.
-    fn which(&self, refusal: Refusal) -> Refusal {
+    pub(super) fn which(&self, refusal: Refusal) -> Refusal {
         match self.0.settings.terms.quota().limits() {
             [only] => Refusal { limit: Some(*only), ..refusal },
             _ => refusal,
@@ -222,12 +231,10 @@ impl Limiter {
 
     pub(super) fn give_back(&self, key: Key, slot: Slot) {
         let now = clock::now();
-        let desk = self.desk(key, now);
-        let mut wakers = Wakers::default();
-        let found = self.0.lines.find(key, |line| line.give_back(&desk, slot, &mut wakers));
-        match found {
-            Some(call) => self.finish(key, call, wakers),
-            None => desk.store.give_back(key, desk.terms, &[slot.unused()]),
+        let found = self.at_line(key, now, |line, desk, wakers| ((), line.give_back(desk, slot, wakers)));
+        if found.is_none() {
+            let Settings { store, terms, .. } = &self.0.settings;
+            store.give_back(key, terms, &[slot.unused()]);
         }
     }
 
@@ -275,15 +282,9 @@ struct PendingCall {
 impl PendingCall {
     fn end(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
-        let desk = self.limiter.desk(self.key, clock::now());
-        let mut wakers = Wakers::default();
-        let call = self
-            .limiter
-            .0
-            .lines
-            .find(self.key, |line| line.call_answered(&desk, answer, self.sent, &mut wakers))
-            .flatten();
-        self.limiter.finish(self.key, call, wakers);
+        self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
+            ((), line.call_answered(desk, answer, self.sent, wakers))
+        });
     }
 }
 
@@ -295,184 +296,16 @@ impl Drop for PendingCall {
     }
 }
 
-/// How long one waits, and which bound that is.
-#[derive(Clone, Copy, Debug)]
-struct Patience {
-    latest: Instant,
-    by_deadline: bool,
-}
-
-impl Patience {
-    fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let latest = clock::after(now, max_wait);
-        match deadline {
-            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
-            _ => Patience { latest, by_deadline: false },
-        }
-    }
-
-    fn reason(&self, max_wait: Duration) -> Reason {
-        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
-    }
-}
-
 /// A refusal that no wait would end.
-const NOTHING: Refusal = Refusal { wait: None, limit: None };
+pub(super) const NOTHING: Refusal = Refusal { wait: None, limit: None };
 
-fn report(key: Box<str>, refusal: Refusal, since: Instant, now: Instant, turns: u32) -> Report {
+pub(super) fn report(key: Box<str>, refusal: Refusal, since: Instant, now: Instant, turns: u32) -> Report {
     let Refusal { wait, limit } = refusal;
     let waited = now.saturating_duration_since(since);
     Report::new(Facts { key, limit, retry_after: wait, at: clock::wall(now), waited, turns })
 }
 
-fn told(limited: Limited) -> Limited {
+pub(super) fn told(limited: Limited) -> Limited {
     events::limited(&limited);
     limited
-}
-
-/// A place in the line. Dropping it gives it up.
-#[derive(Debug)]
-pub(crate) struct Waiter {
-    limiter: Limiter,
-    key: Key,
-    place: Place,
-    /// Whether it is in the line now.
-    waits: bool,
-    patience: Patience,
-    since: Instant,
-    label: Box<str>,
-}
-
-impl Waiter {
-    /// Its permit died before it could be used: it waits in its old place.
-    pub(crate) fn wait_again(&mut self, permit: Permit) {
-        let Some(slot) = permit.into_slot() else { return };
-        self.waits = true;
-        let mut wakers = Wakers::default();
-        let now = clock::now();
-        let desk = self.limiter.desk(self.key, now);
-        let place = &mut self.place;
-        let entered = self.limiter.0.lines.enter(
-            self.key,
-            now,
-            || Line::new(now),
-            |line| line.return_late(&desk, place, slot, &mut wakers),
-        );
-        // Without room for the line, the next poll finds none and ends the wait.
-        self.limiter.finish(self.key, entered.ok().flatten(), wakers);
-    }
-
-    fn settled(&mut self, settled: Settled, now: Instant) -> Result<Permit, Limited> {
-        self.waits = false;
-        let turns = self.place.turns;
-        let label = self.label.clone();
-        match settled {
-            Settled::Granted(slot) => {
-                let waited = now.saturating_duration_since(self.since);
-                events::waited(&label, waited, turns);
-                let permit = Permit::new(self.limiter.clone(), self.key, Some(slot));
-                Ok(permit.after(Wait { label, waited, turns }))
-            }
-            Settled::Refused(refusal) => {
-                let reason = self.patience.reason(self.limiter.0.settings.max_wait);
-                let report = report(label, self.limiter.which(refusal), self.since, now, turns);
-                Err(told(Limited::Local { reason, report }))
-            }
-            Settled::Failed(source) => {
-                let report = report(label, NOTHING, self.since, now, turns);
-                Err(told(Limited::Store { source, report }))
-            }
-        }
-    }
-}
-
-impl Future for Waiter {
-    type Output = Result<Permit, Limited>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let now = clock::now();
-        let waiter = &mut *self;
-        let desk = waiter.limiter.desk(waiter.key, now);
-        let mut wakers = Wakers::default();
-        let place = &mut waiter.place;
-        let found = waiter.limiter.0.lines.find(waiter.key, |line| line.poll(&desk, place, cx, &mut wakers));
-        let (polled, call) = found.unwrap_or((Poll::Ready(Settled::Refused(NOTHING)), None));
-        waiter.limiter.finish(waiter.key, call, wakers);
-        polled.map(|settled| waiter.settled(settled, now))
-    }
-}
-
-impl Drop for Waiter {
-    fn drop(&mut self) {
-        if self.waits {
-            let place = &self.place;
-            let desk = self.limiter.desk(self.key, clock::now());
-            let mut wakers = Wakers::default();
-            let call =
-                self.limiter.0.lines.find(self.key, |line| line.leave(&desk, place, &mut wakers)).flatten();
-            self.limiter.finish(self.key, call, wakers);
-        }
-    }
-}
-
-/// The future of a [`Permit`]; made by [`Limiter::acquire`], which tells its errors and cancel safety.
-#[must_use = "futures do nothing unless polled"]
-#[derive(Debug)]
-pub struct Acquire(Step);
-
-// New => Waiting | done
-// Waiting => done
-#[derive(Debug)]
-enum Step {
-    New(Limiter, Entry),
-    Waiting(Waiter),
-    Done,
-}
-
-impl Acquire {
-    /// The units it takes. Default: 1. A cost of 0 passes at once.
-    ///
-    /// Has no effect once the future was polled; nor has [`deadline`](Acquire::deadline).
-    pub fn cost(mut self, cost: u32) -> Self {
-        if let Step::New(_, entry) = &mut self.0 {
-            entry.cost = cost;
-        }
-        self
-    }
-
-    /// The moment by which the request must leave; `max_wait` holds besides. Default: none.
-    pub fn deadline(mut self, deadline: Instant) -> Self {
-        if let Step::New(_, entry) = &mut self.0 {
-            entry.deadline = Some(deadline);
-        }
-        self
-    }
-}
-
-impl Future for Acquire {
-    type Output = Result<Permit, Limited>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        loop {
-            match &mut self.0 {
-                Step::New(limiter, entry) => {
-                    let started = limiter.start(*entry, || entry.key.label(None));
-                    self.0 = Step::Done;
-                    match started {
-                        Started::Granted(permit) => return Poll::Ready(Ok(permit)),
-                        Started::Limited(limited) => return Poll::Ready(Err(limited)),
-                        Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),
-                    }
-                }
-                Step::Waiting(waiter) => {
-                    let polled = Pin::new(waiter).poll(cx);
-                    if polled.is_ready() {
-                        self.0 = Step::Done;
-                    }
-                    return polled;
-                }
-                Step::Done => panic!("an Acquire future was polled after it was ready"),
-            }
-        }
-    }
 }

@@ -10,6 +10,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::queue::{Number, Queue, Settled, Slot, Wakers};
+use super::stock::Stock;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -46,20 +47,6 @@ pub(super) struct Line {
     next: Number,
 }
 
-/// Units fetched ahead, all of one slot that is due.
-struct Stock {
-    units: u32,
-    until: Instant,
-    slot: u64,
-    stamp: u64,
-    /// How many there were.
-    fetched: u32,
-    /// Who asks the store again before this moment is in a hurry.
-    soon: Instant,
-    /// How many to fetch next time.
-    next: u32,
-}
-
 /// A store's answer that is still to come.
 pub(super) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
 
@@ -76,14 +63,13 @@ impl Idle for Line {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.queue.is_none().then_some(self.stock.until)
+        self.queue.is_none().then(|| self.stock.until())
     }
 }
 
 impl Line {
     pub(super) fn new(now: Instant) -> Self {
-        let stock = Stock { units: 0, until: now, slot: 0, stamp: 0, fetched: 0, soon: now, next: 0 };
-        Line { stock, queue: None, life: LIFE, memory: Memory::default(), next: 0 }
+        Line { stock: Stock::new(now), queue: None, life: LIFE, memory: Memory::default(), next: 0 }
     }
 
     /// How many wait.
@@ -93,18 +79,13 @@ impl Line {
 
     /// Units at hand.
     pub(super) fn at_hand(&self, now: Instant) -> u32 {
-        if now < self.stock.until { self.stock.units } else { 0 }
+        self.stock.units(now)
     }
 
     /// A permit at hand, if nobody waits for one.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        let stock = &mut self.stock;
-        if self.queue.is_some() || stock.units < cost || stock.until <= now {
-            return None;
-        }
-        stock.units -= cost;
-        Some(Slot { at: now, until: stock.until, cost, count: 1, slot: stock.slot, stamp: stock.stamp })
+        if self.queue.is_some() { None } else { self.stock.take(cost, now) }
     }
 
     /// One enters: it gets a permit, a place in the line, or a refusal.
@@ -140,9 +121,10 @@ impl Line {
         if let Some(slot) = self.take(cost, desk.now) {
             return (Entered::Granted(slot), None);
         }
-        let left = self.restock(desk);
+        let prefetch = self.stock.order(desk.terms, self.stock_life(desk), desk.now);
+        let left = self.stock.clear();
         let need = Need { cost, count: 1 };
-        let ask = self.ask(desk, std::slice::from_ref(&need), latest, left.as_slice());
+        let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, latest, left.as_slice());
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
@@ -178,27 +160,11 @@ impl Line {
         }
     }
 
-    /// Takes what is left of the stock, and decides how much to fetch next: twice as much when it was used up before
-    /// half its life, half as much when more than half is left.
-    fn restock(&mut self, desk: &Desk<'_>) -> Option<Unused> {
-        let stock = &mut self.stock;
-        let left = Unused { slot: stock.slot, stamp: stock.stamp, units: u64::from(stock.units) };
-        if stock.units > stock.fetched / 2 {
-            stock.next /= 2;
-        } else if desk.now < stock.soon {
-            stock.next = stock.next.saturating_mul(2).clamp(1, most_ahead(desk.terms).max(1));
-        }
-        stock.next = stock.next.min(most_ahead(desk.terms));
-        stock.units = 0;
-        stock.fetched = 0;
-        stock.soon = clock::after(desk.now, self.life.max(window_share(desk.terms)) / 2);
-        (left.units > 0).then_some(left)
-    }
-
     fn ask<'a>(
         &self,
         desk: &'a Desk<'_>,
         needs: &'a [Need],
+        prefetch: u32,
         latest: Instant,
         returns: &'a [Unused],
     ) -> Ask<'a> {
@@ -206,10 +172,10 @@ impl Line {
             key: desk.key,
             terms: desk.terms,
             needs,
-            prefetch: if self.queue.is_none() { self.stock.next } else { 0 },
+            prefetch,
             latest: latest.saturating_duration_since(desk.now),
             life: self.life,
-            prefetch_life: self.life.max(window_share(desk.terms)),
+            prefetch_life: self.stock_life(desk),
             returns,
             memory: self.memory,
         }
@@ -219,14 +185,13 @@ impl Line {
     fn remember(&mut self, lease: &Lease, sent: Instant) {
         self.memory = Memory { incarnation: lease.incarnation, hold_version: lease.hold_version };
         if let Some(segment) = &lease.prefetched {
-            let slot = slot(segment, sent, sent);
-            let stock = &mut self.stock;
-            stock.units = segment.count;
-            stock.fetched = segment.count;
-            stock.until = slot.until;
-            stock.slot = slot.slot;
-            stock.stamp = slot.stamp;
+            self.stock.fill(&slot(segment, sent, sent));
         }
+    }
+
+    /// What is fetched ahead may live for a two-hundredth of the window.
+    fn stock_life(&self, desk: &Desk<'_>) -> Duration {
+        self.life.max(desk.terms.quota().shortest_window() / 200)
     }
 
     /// Brings the line up to date: slots that are due go out, slots nobody needs go back, the store is asked for those
@@ -242,12 +207,13 @@ impl Line {
             if needs.is_empty() || queue.is_calling() {
                 break;
             }
-            let returns = std::mem::take(&mut queue.returns);
+            let mut returns = std::mem::take(&mut queue.returns);
+            returns.extend(self.stock.clear());
             let latest = queue.latest().unwrap_or(desk.now);
             if died {
                 self.lengthen_life(desk);
             }
-            match desk.store.lease(self.ask(desk, &needs, latest, &returns)) {
+            match desk.store.lease(self.ask(desk, &needs, 0, latest, &returns)) {
                 Answer::Now(answer) => {
                     self.mark_asked(&needs);
                     self.answered(answer, desk.now, desk.now, wakers);
@@ -405,10 +371,7 @@ impl Line {
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
     pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Call> {
         let Some(queue) = &mut self.queue else {
-            let stock = &mut self.stock;
-            if (stock.slot, stock.stamp) == (slot.slot, slot.stamp) && desk.now < stock.until {
-                stock.units += slot.cost;
-            } else {
+            if !self.stock.put(&slot, desk.now) {
                 desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
             }
             return None;
@@ -456,16 +419,6 @@ fn slot(segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
     }
 }
 
-/// At most a fiftieth of the smallest limit is fetched ahead.
-fn most_ahead(terms: &Terms) -> u32 {
-    terms.quota().limits().iter().map(|limit| limit.count().min(limit.largest_cost()) / 50).min().unwrap_or(0)
-}
-
 fn longest_life(terms: &Terms) -> Duration {
     LONGEST_LIFE.max(terms.quota().shortest_window() / 20)
-}
-
-/// What is fetched ahead may live for a two-hundredth of the window.
-fn window_share(terms: &Terms) -> Duration {
-    terms.quota().shortest_window() / 200
 }

@@ -6,13 +6,17 @@
 //!
 //! What this does not do: count. Counting is the store's.
 
+mod acquire;
 mod events;
 mod limiter;
 mod line;
 mod permit;
 mod queue;
+mod stock;
 
-pub use limiter::{Acquire, Limiter, Peek};
-pub(crate) use limiter::{Entry, Settings, Started, Waiter};
+pub use acquire::Acquire;
+pub(crate) use acquire::Waiter;
+pub(crate) use limiter::{Entry, Settings, Started};
+pub use limiter::{Limiter, Peek};
 pub(crate) use line::LIFE;
 pub use permit::Permit;
