@@ -34,8 +34,10 @@ fn quota() -> impl Strategy<Value = Quota> {
     prop_oneof![
         (5u32..30).prop_map(Quota::per_second),
         (5u32..20).prop_map(|count| Quota::per_second(count).burst(5)),
-        (5u32..10).prop_map(move |count| Quota::new(count, millis(500)).and(Quota::new(count * 3, millis(4000)))),
-        (5u32..12, 3u32..30).prop_map(move |(capacity, count)| Quota::bucket(capacity).refill(count, millis(1000))),
+        (5u32..10)
+            .prop_map(move |count| Quota::new(count, millis(500)).and(Quota::new(count * 3, millis(4000)))),
+        (5u32..12, 3u32..30)
+            .prop_map(move |(capacity, count)| Quota::bucket(capacity).refill(count, millis(1000))),
         (120u32..400).prop_map(Quota::per_second),
     ]
 }
@@ -76,7 +78,8 @@ fn over(quota: &Quota, uses: &[(Instant, u32)]) -> Option<String> {
             let mut tokens = f64::from(capacity);
             let mut last = uses.first()?.0;
             uses.iter().find_map(|(at, units)| {
-                tokens = (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity)) - f64::from(*units);
+                tokens =
+                    (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity)) - f64::from(*units);
                 last = *at;
                 (tokens < -1e-6).then(|| format!("bucket of {capacity} at {tokens}"))
             })

@@ -54,7 +54,11 @@ async fn check(quota: Quota, callers: usize, span: Duration) {
         assert_eq!(log.over(rule, SLACK), None, "{quota}");
     }
     // The server has no slack: it refuses a call only when the way to it jittered by more than ours.
-    assert!(refused == 0 || log.jitter() > SLACK, "{quota}: {refused} refused at a jitter of {:?}", log.jitter());
+    assert!(
+        refused == 0 || log.jitter() > SLACK,
+        "{quota}: {refused} refused at a jitter of {:?}",
+        log.jitter()
+    );
     let allowed = allowed(&quota, span);
     println!(
         "{quota}: {} calls, {:.1} % of what limit and margin allow; {refused} refused, jitter {:.1?}",

@@ -1,0 +1,212 @@
+//! Real bugs of other limiters, each as what must hold here. Under a paused clock.
+//!
+//! Those about one room are tested there; these need the whole gate.
+
+#[path = "support/counted.rs"]
+mod counted;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use counted::{Counted, largest_count};
+use futures::FutureExt;
+use futures::future::join_all;
+use tokio::time::{Instant, advance, sleep, sleep_until};
+use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn limiter(quota: Quota) -> Limiter {
+    RateLimitLayer::builder(quota).max_wait(HOUR * 10).max_waiting(100_000).build().unwrap().limiter()
+}
+
+fn key() -> Key {
+    Key::new("key")
+}
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+/// So many tasks, each acquiring so often; the moments at which they went.
+async fn moments(limiter: &Limiter, tasks: usize, each: usize) -> Vec<Instant> {
+    let moments = Arc::new(Mutex::new(Vec::new()));
+    let tasks = (0..tasks).map(|_| {
+        let (limiter, moments) = (limiter.clone(), moments.clone());
+        tokio::spawn(async move {
+            for _ in 0..each {
+                drop(limiter.acquire(key()).await.unwrap());
+                moments.lock().unwrap().push(Instant::now());
+            }
+        })
+    });
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    let moments = moments.lock().unwrap();
+    moments.clone()
+}
+
+/// D1 (bucket4j#501): requests for one key in one batch are counted one by one.
+#[tokio::test(start_paused = true)]
+async fn a_batch_takes_no_more_than_the_capacity() {
+    let quota = Quota::bucket(4).refill(1, HOUR);
+    let limiter = RateLimitLayer::builder(quota).max_wait(Duration::ZERO).build().unwrap().limiter();
+    let granted =
+        join_all((0..20).map(|_| limiter.acquire(key()))).await.into_iter().filter(Result::is_ok).count();
+    assert_eq!(granted, 4 - 1, "all but what the margin may cost of a bucket");
+}
+
+/// D4 (redisson#2072, celery#4954): the first calls after the start are counted like all others.
+#[tokio::test(start_paused = true)]
+async fn the_first_acquires_of_a_new_limiter_are_counted() {
+    let moments = moments(&limiter(Quota::per_second(3)), 30, 1).await;
+    assert_eq!(largest_count(&moments, Duration::from_secs(1)), 3);
+}
+
+/// D10 (cadence#6030): cancelling the last reservation moves nobody closer to the one before.
+#[tokio::test(start_paused = true)]
+async fn cancelling_the_last_in_line_brings_the_next_no_closer_than_the_interval() {
+    let limiter = limiter(Quota::every(Duration::from_secs(1)));
+    drop(limiter.acquire(key()).await.unwrap());
+    let mut pending = Box::pin(limiter.acquire(key()));
+    let mut last = Box::pin(limiter.acquire(key()));
+    assert!(pending.as_mut().now_or_never().is_none());
+    assert!(last.as_mut().now_or_never().is_none());
+    drop(last);
+    let mut next = Box::pin(limiter.acquire(key()));
+    assert!(next.as_mut().now_or_never().is_none());
+    drop(pending.await.unwrap());
+    let went = Instant::now();
+    drop(next.await.unwrap());
+    assert!(went.elapsed() >= Duration::from_secs(1), "{:?}", went.elapsed());
+    assert!(went.elapsed() <= millis(1025), "{:?}", went.elapsed());
+}
+
+/// D15 (redisson#7329): what comes back after it has expired is not counted back twice.
+#[tokio::test(start_paused = true)]
+async fn giving_back_never_raises_what_is_free_above_the_limit() {
+    for quota in [Quota::per_second(5), Quota::bucket(5).refill(5, Duration::from_secs(1))] {
+        let limiter = limiter(quota);
+        let mut permits = Vec::new();
+        for _ in 0..4 {
+            permits.push(limiter.acquire(key()).await.unwrap());
+        }
+        advance(Duration::from_secs(10)).await; // what they took has long come back
+        for _ in 0..5 {
+            assert!(limiter.peek(key()).await.unwrap().free <= 5);
+            permits.pop().map(tollgate::Permit::give_back);
+        }
+        assert_eq!(limiter.peek(key()).await.unwrap().free, 5, "{quota}");
+    }
+}
+
+/// D18 (smithy-rs#4632): many ask at once while there is little; a refused ask takes nothing, nobody is told to sleep
+/// for long, and the rate is there again when the rush is over.
+#[tokio::test(start_paused = true)]
+async fn a_rush_of_refused_asks_costs_nothing() {
+    let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(Duration::ZERO).build().unwrap();
+    let limiter = layer.limiter();
+    for _ in 0..20 {
+        let ended = join_all((0..60).map(|_| limiter.acquire(key()))).await;
+        for refused in ended.iter().filter_map(|ended| ended.as_ref().err()) {
+            assert!(refused.retry_after().unwrap() <= millis(1020), "{refused}");
+        }
+        sleep(millis(100)).await;
+    }
+    sleep(millis(1020)).await;
+    assert_eq!(limiter.peek(key()).await.unwrap().free, 2);
+}
+
+/// D21 (redisson#3804): six hours of load lose nothing of the rate.
+#[tokio::test(start_paused = true)]
+async fn the_rate_does_not_drift_in_six_hours() {
+    let limiter = limiter(Quota::per_second(10).burst(5));
+    let start = Instant::now();
+    let end = start + 6 * HOUR;
+    // Seven callers in closed loops, one of which gives up now and then.
+    let counted = Arc::new(Mutex::new((0u32, 0u32)));
+    let tasks = (0..7u64).map(|caller| {
+        let (limiter, counted) = (limiter.clone(), counted.clone());
+        tokio::spawn(async move {
+            for turn in 0.. {
+                if Instant::now() >= end {
+                    break;
+                }
+                let acquire = limiter.acquire(key());
+                if caller == 0 && turn % 3 == 0 {
+                    if tokio::time::timeout(millis(50), acquire).await.is_err() {
+                        continue;
+                    }
+                } else {
+                    drop(acquire.await.unwrap());
+                }
+                let mut counted = counted.lock().unwrap();
+                counted.0 += 1;
+                counted.1 += u32::from(Instant::now() >= end - HOUR);
+            }
+        })
+    });
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    let (calls, in_last_hour) = *counted.lock().unwrap();
+    let an_hour = 10.0 * 3600.0 / 1.02;
+    assert!(f64::from(calls) >= 0.99 * 6.0 * an_hour, "{calls} of {}", 6.0 * an_hour);
+    assert!(f64::from(in_last_hour) >= 0.99 * an_hour, "{in_last_hour} of {an_hour} in the last hour");
+}
+
+/// D37 (limits#268): a day's limit of 70,000 costs as little as a small one.
+#[tokio::test(start_paused = true)]
+async fn a_large_limit_over_a_day_costs_no_more_than_a_small_one() {
+    let limiter = limiter(Quota::per_day(70_000));
+    let (mut allocated, mut bytes) = (0, 0);
+    for _ in 0..70_000 {
+        let spent =
+            allocation_counter::measure(|| drop(limiter.acquire(key()).now_or_never().unwrap().unwrap()));
+        allocated += spent.count_total;
+        bytes += spent.bytes_current;
+        advance(millis(1)).await;
+    }
+    assert_eq!(limiter.peek(key()).await.unwrap().free, 0);
+    assert!(bytes <= 8192 && allocated < 50, "{bytes} bytes kept in {allocated} allocations");
+}
+
+/// D50 (rolling-rate-limiter#15): many who wait for the same moment are no herd when it comes.
+#[tokio::test(start_paused = true)]
+async fn two_hundred_who_wait_for_the_same_window_are_no_herd() {
+    let limiter = limiter(Quota::per_second(20).burst(5));
+    drop(limiter.acquire(key()).cost(5).await.unwrap());
+    let moments = moments(&limiter, 200, 1).await;
+    assert_eq!(largest_count(&moments, millis(40)), 5, "the burst, and not more");
+    assert_eq!(largest_count(&moments, Duration::from_secs(1)), 20);
+}
+
+/// T10: 100 per window as the upstream counts, whatever the phase of its windows and however late a permit is used.
+#[tokio::test(start_paused = true)]
+async fn permits_that_age_before_they_are_used_put_no_window_over() {
+    let limiter = limiter(Quota::per_second(100));
+    let moments = Arc::new(Mutex::new(Vec::new()));
+    let tasks = (0..1000u64).map(|number| {
+        let (limiter, moments) = (limiter.clone(), moments.clone());
+        tokio::spawn(async move {
+            let permit = limiter.acquire(key()).await.unwrap();
+            // Some use it at once, some at its end, and the way takes up to 10 ms more.
+            let late = if number % 2 == 0 { permit.deadline().map(Instant::from_std) } else { None };
+            sleep_until(late.unwrap_or(Instant::now()) - millis(u64::from(number % 2 == 0))).await;
+            sleep(millis(number * 7 % 9)).await;
+            moments.lock().unwrap().push(Instant::now());
+        })
+    });
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    assert_eq!(largest_count(&moments.lock().unwrap(), Duration::from_secs(1)), 100);
+}
+
+/// 495 wake-ups a grant at 1000 waiters, measured at a peer: here one, for all of them, at any rate.
+#[tokio::test(start_paused = true)]
+async fn a_line_at_a_high_rate_wakes_each_once() {
+    let limiter = limiter(Quota::per_second(1000).burst(50));
+    let (futures, polls): (Vec<_>, Vec<_>) = (0..5000).map(|_| Counted::new(limiter.acquire(key()))).unzip();
+    let tasks: Vec<_> =
+        futures.into_iter().map(|future| tokio::spawn(async { drop(future.await.unwrap()) })).collect();
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    let most = polls.iter().map(|polls| polls.load(Ordering::Relaxed)).max();
+    assert_eq!(most, Some(2));
+}
