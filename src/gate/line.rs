@@ -104,7 +104,7 @@ impl Line {
             return (Entered::LineFull, None);
         }
         let number = next_number(&mut self.next);
-        queue.wait(number, cost, latest);
+        queue.wait(number, cost, latest, desk.now);
         let call = self.step(desk, Some(number), wakers);
         let entered = match self.collect(number) {
             Some(Settled::Granted(slot)) => Entered::Granted(slot),
@@ -143,8 +143,8 @@ impl Line {
                 }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number(&mut self.next);
-                queue.wait(number, cost, latest);
-                queue.answered([slot], None, &mut Wakers::default());
+                queue.wait(number, cost, latest, desk.now);
+                queue.answered([slot], None, Duration::ZERO, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
@@ -153,7 +153,7 @@ impl Line {
                 }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number(&mut self.next);
-                queue.wait(number, cost, latest);
+                queue.wait(number, cost, latest, desk.now);
                 queue.asking(&[need]);
                 (Entered::Waiting(number), Some(call))
             }
@@ -249,14 +249,15 @@ impl Line {
             self.remember(lease, sent);
         }
         let Some(queue) = &mut self.queue else { return };
+        let trip = now.saturating_duration_since(sent);
         match answer {
             Ok(lease) => {
                 let slots = lease.segments.iter().map(|segment| slot(segment, sent, now));
                 let nothing = Refusal { wait: None, limit: None };
                 let end = Settled::Refused(lease.refused.unwrap_or(nothing));
-                queue.answered(slots, Some(&end), wakers);
+                queue.answered(slots, Some(&end), trip, wakers);
             }
-            Err(error) => queue.answered([], Some(&Settled::Failed(error)), wakers),
+            Err(error) => queue.answered([], Some(&Settled::Failed(error)), trip, wakers),
         }
     }
 
@@ -300,7 +301,7 @@ impl Line {
                 return (Poll::Ready(settled), call);
             }
             let Some(queue) = &mut self.queue else { break };
-            if waiter.latest <= desk.now {
+            if queue.is_over(waiter.number, waiter.cost, desk.now) {
                 let slot = queue.last_slot(waiter.cost);
                 let wait = slot.map(|slot| slot.saturating_duration_since(desk.now));
                 call = call.or(self.leave(desk, waiter, wakers));
@@ -332,7 +333,7 @@ impl Line {
         self.lengthen_life(desk);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
-        queue.wait(waiter.number, waiter.cost, waiter.latest);
+        queue.wait(waiter.number, waiter.cost, waiter.latest, desk.now);
     }
 
     /// One who had its permit could not use it in time: it waits in its old place.

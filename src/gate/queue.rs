@@ -9,11 +9,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use crate::clock::Timer;
+use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::limit::Unused;
 use crate::store::{Need, Refusal};
@@ -58,6 +58,9 @@ impl Wakers {
     }
 }
 
+/// How long one waits for the store's answer who cannot wait so long for a slot.
+const ANSWER: Duration = Duration::from_secs(1);
+
 /// The number of a waiter: smaller is earlier.
 pub(super) type Number = u64;
 
@@ -85,7 +88,10 @@ struct Class {
 }
 
 struct Waiting {
+    /// The latest slot it can use.
     latest: Instant,
+    /// Whether the store has answered for it.
+    heard: bool,
     /// Where its timer stands, or will when it is first polled.
     wake_at: Instant,
     timer: Option<Timer>,
@@ -94,7 +100,7 @@ struct Waiting {
 
 impl Waiting {
     fn wake_at(&mut self, slot: Instant) {
-        let wake_at = slot.min(self.latest);
+        let wake_at = if self.heard { slot.min(self.latest) } else { slot };
         if wake_at != self.wake_at {
             self.wake_at = wake_at;
             if let Some(timer) = &mut self.timer {
@@ -125,8 +131,9 @@ impl Queue {
     }
 
     /// One waits under its number: a new one, last in line, or one who was late and keeps its place.
-    pub(super) fn wait(&mut self, number: Number, cost: u32, latest: Instant) {
-        let waiting = Waiting { latest, wake_at: latest, timer: None, waker: None };
+    pub(super) fn wait(&mut self, number: Number, cost: u32, latest: Instant, now: Instant) {
+        let wake_at = latest.max(clock::after(now, ANSWER));
+        let waiting = Waiting { latest, heard: false, wake_at, timer: None, waker: None };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -234,11 +241,19 @@ impl Queue {
         }
     }
 
-    /// The call has been answered with `slots`, and `end` for those of its needs that got none.
+    /// Whether one can wait no longer.
+    pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
+        let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
+        waiting
+            .is_some_and(|waiting| if waiting.heard { waiting.latest <= now } else { waiting.wake_at <= now })
+    }
+
+    /// The call has been answered, after a trip of so long, with `slots`, and `end` for those of its needs that got none.
     pub(super) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Slot>,
         end: Option<&Settled>,
+        trip: Duration,
         wakers: &mut Wakers,
     ) {
         let mut added: SmallVec<[(u32, usize); 2]> = SmallVec::new();
@@ -252,7 +267,7 @@ impl Queue {
         for (cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let granted = added.iter().find(|(other, _)| other == cost).map_or(0, |(_, count)| *count);
-            let ended = class.settle(granted, asked.saturating_sub(granted), end);
+            let ended = class.settle(granted, asked.saturating_sub(granted), end, trip);
             for (number, waker, settled) in ended {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
@@ -291,6 +306,7 @@ impl Class {
         granted: usize,
         ended: usize,
         end: Option<&Settled>,
+        trip: Duration,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
         let without = self.waiting.len().saturating_sub(self.booked);
@@ -308,10 +324,13 @@ impl Class {
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
         for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
-            if slot > waiting.latest {
-                let wait = Some(slot.saturating_duration_since(crate::clock::now()));
+            // The store counted its wait from when it was asked, we count from its answer.
+            if slot > clock::after(waiting.latest, trip) {
+                let wait = Some(slot.saturating_duration_since(clock::now()));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
+                waiting.heard = true;
+                waiting.latest = waiting.latest.max(slot);
                 waiting.wake_at(slot);
             }
         }

@@ -28,11 +28,12 @@ impl Pool {
     }
 
     fn position(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
-        let long_enough = |unused: &Unused| unused.slot + life + transit_slack <= unused.stamp;
+        // A process whose trips grew asks for longer lives than it gave back: half is better than lost.
+        let long_enough = |unused: &Unused| unused.slot + life / 2 + transit_slack <= unused.stamp;
         self.slots.iter().position(|unused| unused.units >= units && long_enough(unused))
     }
 
-    /// The first slot that has `units` and lives for `life`.
+    /// The first slot that has `units` and lives for half of `life` at least.
     pub(super) fn first(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<Micros> {
         self.position(units, life, transit_slack).map(|index| self.slots[index].slot)
     }

@@ -14,7 +14,8 @@
 //! 5. **Nothing twice.** What is given back is counted back once; a slot that lies ahead goes to the next who asks.
 //! 6. **Nothing is kept for ever.** What is neither used nor returned runs out by itself.
 //! 7. **A limited key is never forgotten** before its limits would have forgotten what it used.
-//! 8. **Keys are independent**, and [`Store::peek`] consumes nothing.
+//! 8. **An answer comes.** One that comes later comes within a second, if only to say that the store is away.
+//! 9. **Keys are independent**, and [`Store::peek`] consumes nothing.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
@@ -81,7 +82,7 @@ pub struct Ask<'a> {
     pub prefetch: u32,
     /// The latest slot of use to those who wait, from now.
     pub latest: Duration,
-    /// How long after its slot a permit must be usable.
+    /// How long after its slot a permit must be usable; half as long will do for a slot that was returned.
     pub life: Duration,
     /// The same, for what is fetched ahead.
     pub prefetch_life: Duration,
