@@ -1,0 +1,310 @@
+//! reqwest: its client as a service under the layer, and the layer as a middleware of reqwest-middleware.
+#![cfg(all(feature = "reqwest", feature = "reqwest-middleware"))]
+
+mod support;
+
+use std::future::{Ready, ready};
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Extensions;
+use reqwest::{Client, Request, Response, StatusCode};
+use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Middleware, Next};
+use reqwest_retry::RetryTransientMiddleware;
+use reqwest_retry::policies::ExponentialBackoff;
+use tollgate::{
+    Cost, Deadline, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, by_host,
+};
+use tower::retry::Policy;
+use tower::{Layer, ServiceBuilder, ServiceExt};
+use upstream::Upstream as Server;
+
+use support::{
+    Failing, SECOND, Upstream, get, limited, ms, now, pass, settle, soon, used, waiting, who_said_no,
+};
+
+/// Few enough that nothing is fetched ahead, long enough that nothing leaves the window.
+fn plenty() -> RateLimitBuilder {
+    RateLimitLayer::builder(Quota::per_hour(40)).max_wait(ms(0))
+}
+
+fn client() -> Client {
+    Client::builder().no_proxy().build().unwrap()
+}
+
+fn with(layer: RateLimitLayer) -> ClientWithMiddleware {
+    ClientBuilder::new(client()).with(layer).build()
+}
+
+/// A real one, which says no to the first `refusals` calls.
+fn server(refusals: usize) -> Server {
+    Server::open().script(move |call| (call < refusals).then(|| upstream::refusal(7)))
+}
+
+fn request(server: &Server) -> Request {
+    client().get(server.url()).build().unwrap()
+}
+
+fn reason(error: &(dyn std::error::Error + 'static)) -> Option<Reason> {
+    match Limited::find(error)? {
+        Limited::Local { reason, .. } => Some(*reason),
+        _ => None,
+    }
+}
+
+/// A short policy: at most two more attempts, at once.
+fn retry() -> RetryTransientMiddleware<ExponentialBackoff> {
+    let bounds = Duration::from_millis(1);
+    let policy = ExponentialBackoff::builder().retry_bounds(bounds, bounds).build_with_max_retries(2);
+    RetryTransientMiddleware::new_with_policy(policy)
+}
+
+#[tokio::test]
+async fn a_reqwest_client_is_a_service_under_the_layer() {
+    let server = server(0);
+    let limit = RateLimitLayer::builder(Quota::per_hour(1)).key(by_host).max_wait(ms(0)).build().unwrap();
+    let service = ServiceBuilder::new().layer(limit.clone()).service(client());
+    let response = service.clone().oneshot(request(&server)).await.unwrap();
+    assert_eq!((response.status(), response.text().await.unwrap().is_empty()), (StatusCode::OK, false));
+
+    let error = service.oneshot(request(&server)).await.unwrap_err();
+    let Error::Limited(refused @ Limited::Local { .. }) = &error else { panic!("{error}") };
+    assert_eq!(refused.key(), "127.0.0.1");
+    assert_eq!(server.tally().all(), 1);
+    let boxed = ServiceBuilder::new().boxed_clone_sync().layer(limit).service(client());
+    assert_eq!(who_said_no(&boxed.oneshot(request(&server)).await.unwrap_err()), "local");
+}
+
+#[tokio::test]
+async fn a_client_with_middleware_is_a_service_under_the_layer() {
+    let server = server(0);
+    let (outer, inner) = (plenty().build().unwrap(), RateLimitLayer::builder(Quota::per_hour(1)));
+    let inner = inner.max_wait(ms(0)).build().unwrap();
+    let service = outer.layer(with(inner));
+    service.clone().oneshot(request(&server)).await.unwrap();
+    let error = service.oneshot(request(&server)).await.unwrap_err();
+    assert_eq!(who_said_no(&error), "local", "the inner layer's no is found through both");
+    assert_eq!(server.tally().all(), 1);
+}
+
+#[tokio::test]
+async fn one_layer_value_fits_both_sockets_and_shares_one_count() {
+    let server = server(0);
+    let limit = plenty().build().unwrap();
+    let middleware = with(limit.clone());
+    let arc = ClientBuilder::new(client()).with_arc(Arc::new(limit.clone())).build();
+    let service = ServiceBuilder::new().layer(limit.clone()).service(client());
+    middleware.get(server.url()).send().await.unwrap();
+    arc.execute(request(&server)).await.unwrap();
+    service.oneshot(request(&server)).await.unwrap();
+    drop(limit.limiter().acquire(Key::ALL).await.unwrap());
+    assert_eq!((used(&limit).await, server.tally().all()), (4, 3));
+}
+
+#[tokio::test]
+async fn a_request_carries_its_key_cost_and_deadline_beside_it() {
+    let server = server(0);
+    let limit = RateLimitLayer::builder(Quota::per_hour(5)).key(by_host).max_wait(ms(0)).build().unwrap();
+    let client = with(limit.clone());
+    let get = || client.get(server.url());
+    let units = async |key| support::peek(&limit, key).await.limits[0].used;
+
+    get().with_extension(Key::new("batch")).with_extension(Cost(3)).send().await.unwrap();
+    assert_eq!((units(Key::new("batch")).await, units(Key::new("127.0.0.1")).await), (3, 0));
+    get().with_extension(Cost(0)).send().await.unwrap();
+    assert_eq!(units(Key::new("127.0.0.1")).await, 0);
+    let too_dear = get().with_extension(Cost(6)).send().await.unwrap_err();
+    assert_eq!(reason(&too_dear), Some(Reason::CostAboveLimit { cost: 6, largest: 5 }));
+    let too_late = get().with_extension(Deadline(support::long_ago())).send().await.unwrap_err();
+    assert_eq!(reason(&too_late), Some(Reason::Deadline));
+    get().with_extension(Deadline(now() + ms(60_000))).send().await.unwrap();
+    assert_eq!((units(Key::new("127.0.0.1")).await, server.tally().all()), (1, 3));
+}
+
+#[tokio::test]
+async fn a_retry_outside_takes_a_permit_for_each_attempt() {
+    let server = server(2);
+    let limit = plenty().build().unwrap();
+    let client = ClientBuilder::new(client()).with(retry()).with(limit.clone()).build();
+    assert_eq!(client.get(server.url()).send().await.unwrap().status(), 200);
+    assert_eq!((server.tally().all(), used(&limit).await), (3, 3));
+}
+
+#[tokio::test]
+async fn a_retry_that_finds_no_permit_ends_with_our_no() {
+    let server = server(3);
+    let limit = RateLimitLayer::builder(Quota::per_hour(2)).max_wait(ms(0)).build().unwrap();
+    let client = ClientBuilder::new(client()).with(retry()).with(limit).build();
+    let error = client.get(server.url()).send().await.unwrap_err();
+    assert_eq!((who_said_no(&error), server.tally().all()), ("local", 2));
+    assert!(Limited::find(&error).unwrap().retry_after().unwrap() > Duration::from_secs(3500));
+}
+
+/// Retries what the upstream limited, at once.
+#[derive(Clone)]
+struct RetryLimited(u32);
+
+impl<E> Policy<Request, Response, E> for RetryLimited {
+    type Future = Ready<()>;
+
+    fn retry(&mut self, _: &mut Request, result: &mut Result<Response, E>) -> Option<Ready<()>> {
+        result.as_ref().ok().filter(|response| response.status() == StatusCode::TOO_MANY_REQUESTS)?;
+        self.0 = self.0.checked_sub(1)?;
+        Some(ready(()))
+    }
+
+    fn clone_request(&mut self, request: &Request) -> Option<Request> {
+        request.try_clone()
+    }
+}
+
+#[tokio::test]
+async fn a_tower_retry_around_a_reqwest_client_takes_a_permit_for_each_attempt() {
+    let server = server(2);
+    let limit = plenty().build().unwrap();
+    let service = ServiceBuilder::new()
+        .timeout(Duration::from_secs(60))
+        .retry(RetryLimited(3))
+        .layer(limit.clone())
+        .timeout(Duration::from_secs(30))
+        .service(client());
+    assert_eq!(service.oneshot(request(&server)).await.unwrap().status(), 200);
+    assert_eq!((server.tally().all(), used(&limit).await), (3, 3));
+}
+
+#[tokio::test]
+async fn a_429_passes_as_a_response_unless_an_error_was_asked_for() {
+    let server = server(4);
+    let passes = plenty().build().unwrap();
+    let fails = plenty().key(by_host).error_on_upstream_limit().build().unwrap();
+
+    assert_eq!(with(passes.clone()).get(server.url()).send().await.unwrap().status(), 429);
+    assert_eq!(passes.layer(client()).oneshot(request(&server)).await.unwrap().status(), 429);
+    let one = with(fails.clone()).get(server.url()).send().await.unwrap_err();
+    let other = fails.layer(client()).oneshot(request(&server)).await.unwrap_err();
+    for found in [Limited::find(&one).unwrap(), Limited::find(&other).unwrap()] {
+        let Limited::Upstream { status, report, .. } = found else { panic!("{found}") };
+        assert_eq!((status.as_u16(), report.key()), (429, "127.0.0.1"));
+        assert_eq!(report.retry_after(), Some(Duration::from_secs(7)));
+    }
+    assert_eq!(server.tally().all(), 4);
+}
+
+#[tokio::test]
+async fn one_function_tells_local_upstream_store_and_inner_apart_in_both_ecosystems() {
+    let full = plenty().key(|_| None::<Key>);
+    let upstream = plenty().error_on_upstream_limit();
+    let store = plenty().store(Arc::new(Failing::away(false)));
+    let unreachable = "http://127.0.0.1:1/";
+    for (builder, url, expected) in [
+        (full, None, "local"),
+        (upstream, None, "upstream"),
+        (store, None, "store"),
+        (plenty(), Some(unreachable), "inner"),
+    ] {
+        let limit = builder.build().unwrap();
+        let server = server(3);
+        let url = url.map_or_else(|| server.url(), str::to_owned);
+        let service = limit.layer(client());
+        let by_tower = service.oneshot(client().get(&url).build().unwrap()).await.unwrap_err();
+        let by_middleware = with(limit.clone()).get(&url).send().await.unwrap_err();
+        let by_retry = ClientBuilder::new(client()).with(retry()).with(limit).build();
+        let by_retry = by_retry.get(&url).send().await.unwrap_err();
+        assert_eq!(who_said_no(&by_tower), expected);
+        assert_eq!(who_said_no(&by_middleware), expected);
+        assert_eq!(who_said_no(&by_retry), expected);
+    }
+}
+
+#[tokio::test]
+async fn errors_of_the_client_stay_what_they_were() {
+    let limit = plenty().build().unwrap();
+    let get = || client().get("http://127.0.0.1:1/");
+    let error = limit.layer(client()).oneshot(get().build().unwrap()).await.unwrap_err();
+    let Error::Inner(inner) = error else { panic!("{error}") };
+    assert!(inner.downcast::<reqwest::Error>().unwrap().is_connect());
+    let error = with(limit.clone()).execute(get().build().unwrap()).await.unwrap_err();
+    assert!(matches!(error, reqwest_middleware::Error::Reqwest(error) if error.is_connect()));
+    assert_eq!(used(&limit).await, 2, "nobody knows what arrived, so both count");
+}
+
+/// Answers without a network, so that the clock can stand still.
+struct Canned(Upstream);
+
+#[async_trait::async_trait]
+impl Middleware for Canned {
+    async fn handle(
+        &self,
+        request: Request,
+        _: &mut Extensions,
+        _: Next<'_>,
+    ) -> reqwest_middleware::Result<Response> {
+        let answer = self.0.clone().oneshot(get(request.url().as_str())).await;
+        answer
+            .map(Response::from)
+            .map_err(|error| reqwest_middleware::Error::middleware(std::io::Error::other(error)))
+    }
+}
+
+fn canned(limit: &RateLimitLayer, upstream: &Upstream) -> ClientWithMiddleware {
+    ClientBuilder::new(client()).with(limit.clone()).with(Canned(upstream.clone())).build()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_middleware_waits_in_the_line_and_leaves_it_when_dropped() {
+    let (upstream, limit) = (Upstream::new(), RateLimitLayer::new(Quota::per_second(1)).unwrap());
+    let client = canned(&limit, &upstream);
+    let call = |path: &str| tokio::spawn(client.get(format!("http://a{path}")).send());
+    let calls = [call("/1"), call("/2"), call("/dropped"), call("/3")];
+    settle().await;
+    assert_eq!(waiting(&limit).await, 3);
+    let [first, second, dropped, third] = calls;
+    dropped.abort();
+    for call in [first, second, third] {
+        soon(call).await.unwrap().unwrap();
+    }
+    assert_eq!(upstream.log(), [("/1".into(), 0), ("/2".into(), SECOND), ("/3".into(), 2 * SECOND)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_middleware_s_call_that_was_dropped_or_failed_counts_as_sent() {
+    let limit = RateLimitLayer::builder(Quota::per_second(2)).max_wait(ms(0)).build().unwrap();
+    let slow = canned(&limit, &Upstream::taking(ms(60_000)));
+    let dropped = tokio::spawn(slow.get("http://a/").send());
+    settle().await;
+    dropped.abort();
+    let fails = canned(&limit, &Upstream::answering([support::other_error()]));
+    assert_eq!(who_said_no(&fails.get("http://a/").send().await.unwrap_err()), "inner");
+    assert_eq!(used(&limit).await, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_by_a_middleware_tells_how_long_to_wait() {
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
+    let client = canned(&limit, &Upstream::new());
+    client.get("http://a/").send().await.unwrap();
+    let error = client.get("http://a/").send().await.unwrap_err();
+    let wait = Limited::find(&error).unwrap().retry_after().unwrap();
+    pass(wait).await;
+    client.get("http://a/").send().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_with_us_inside_needs_no_delay_of_its_own() {
+    let upstream = Upstream::answering([limited("1"), limited("1")]);
+    let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
+    let client =
+        ClientBuilder::new(client()).with(retry()).with(limit).with(Canned(upstream.clone())).build();
+    assert_eq!(soon(client.get("http://a/").send()).await.unwrap().status(), 200);
+    assert_eq!(upstream.arrivals(), [0, SECOND, 2 * SECOND]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_upstream_error_is_fatal_to_the_default_retry_strategy() {
+    let upstream = Upstream::answering([limited("1"), limited("1")]);
+    let limit = plenty().error_on_upstream_limit().build().unwrap();
+    let client =
+        ClientBuilder::new(client()).with(retry()).with(limit).with(Canned(upstream.clone())).build();
+    let error = client.get("http://a/").send().await.unwrap_err();
+    assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1), "so that a 429 passes by default");
+}

@@ -1,0 +1,384 @@
+//! The service inside: it is asked only for a request that has its permit, it is pinned by nobody who waits, and
+//! whatever becomes of it, no permit is lost and none is used after its time.
+
+mod support;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use http::{Request, Response};
+use tokio::sync::Notify;
+use tollgate::store::{MemoryStore, Store};
+use tollgate::{Error, Limited, Quota, RateLimitLayer, Reason, by_host};
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
+
+use support::{Distant, SECOND, Upstream, get, ms, other_error, pass, settle, soon, used, waiting};
+
+fn one_a_second() -> RateLimitLayer {
+    RateLimitLayer::new(Quota::per_second(1)).unwrap()
+}
+
+fn one_a_second_by_host() -> RateLimitLayer {
+    RateLimitLayer::builder(Quota::per_second(1)).key(by_host).build().unwrap()
+}
+
+/// An upstream behind a door: not ready while it is closed. Clones are at the same door; it opens to all at once, to
+/// those who came first first.
+struct Door {
+    upstream: Upstream,
+    state: Arc<Mutex<State>>,
+    moved: Arc<Notify>,
+    opening: Option<Opening>,
+    asked: Arc<AtomicUsize>,
+}
+
+type Opening = Pin<Box<dyn Future<Output = Result<(), BoxError>> + Send>>;
+
+#[derive(Clone, Copy)]
+enum State {
+    Open,
+    Closed,
+    Broken,
+}
+
+impl Door {
+    fn open(upstream: Upstream) -> Self {
+        let state = Arc::new(Mutex::new(State::Open));
+        Door { upstream, state, moved: Arc::default(), opening: None, asked: Arc::default() }
+    }
+
+    fn becomes(&self, state: State) {
+        *self.state.lock().unwrap() = state;
+        self.moved.notify_waiters();
+    }
+}
+
+impl Clone for Door {
+    fn clone(&self) -> Self {
+        Door {
+            upstream: self.upstream.clone(),
+            state: self.state.clone(),
+            moved: self.moved.clone(),
+            opening: None,
+            asked: self.asked.clone(),
+        }
+    }
+}
+
+impl Service<Request<String>> for Door {
+    type Response = Response<String>;
+    type Error = BoxError;
+    type Future = <Upstream as Service<Request<String>>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        let (state, moved) = (self.state.clone(), self.moved.clone());
+        let opening = self.opening.get_or_insert_with(|| {
+            Box::pin(async move {
+                loop {
+                    let moved = moved.notified();
+                    let state = *state.lock().unwrap();
+                    match state {
+                        State::Open => return Ok(()),
+                        State::Broken => return Err("the door is broken".into()),
+                        State::Closed => moved.await,
+                    }
+                }
+            })
+        });
+        let polled = opening.as_mut().poll(cx);
+        if polled.is_ready() {
+            self.opening = None;
+        }
+        polled
+    }
+
+    fn call(&mut self, request: Request<String>) -> Self::Future {
+        self.upstream.call(request)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn readiness_is_the_service_s_own_and_costs_nothing() {
+    let limit = one_a_second();
+    let door = Door::open(Upstream::new());
+    door.becomes(State::Closed);
+    let mut service = limit.layer(door.clone());
+    assert!(futures::poll!(service.ready()).is_pending());
+    door.becomes(State::Open);
+    for _ in 0..10 {
+        service.ready().await.unwrap();
+        service.clone().ready().await.unwrap();
+    }
+    assert_eq!(used(&limit).await, 0);
+
+    let mut also = limit.layer(service.get_ref().clone());
+    also.ready().await.unwrap();
+    drop(also);
+    soon(service.oneshot(get("/"))).await.unwrap();
+    assert_eq!(used(&limit).await, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn readiness_is_forwarded_even_when_the_line_is_long() {
+    let limit = one_a_second();
+    let mut service = limit.layer(Upstream::new());
+    let line: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    settle().await;
+    assert_eq!(waiting(&limit).await, 4);
+    assert!(futures::poll!(service.ready()).is_ready());
+    line.iter().for_each(|task| task.abort());
+    settle().await;
+    assert_eq!(waiting(&limit).await, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_of_readiness_is_an_inner_error() {
+    let door = Door::open(Upstream::new());
+    door.becomes(State::Broken);
+    let error = one_a_second().layer(door).ready().await.map(|_| ()).unwrap_err();
+    assert!(matches!(error, Error::Inner(_)), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_holds_nothing_that_another_key_needs() {
+    let upstream = Upstream::new();
+    let mut service =
+        ServiceBuilder::new().layer(one_a_second_by_host()).concurrency_limit(1).service(upstream.clone());
+    soon(service.ready()).await.unwrap().call(get("http://a/1")).await.unwrap();
+    let waits = tokio::spawn(soon(service.ready()).await.unwrap().call(get("http://a/2")));
+    settle().await;
+    soon(service.clone().oneshot(get("http://b/3"))).await.unwrap();
+    soon(soon(service.ready()).await.unwrap().call(get("http://c/4"))).await.unwrap();
+    soon(waits).await.unwrap().unwrap();
+    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 0), ("/4".into(), 0), ("/2".into(), SECOND)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_is_not_kept_out_by_the_service_value_it_left_behind() {
+    let upstream = Upstream::new();
+    let mut service =
+        ServiceBuilder::new().layer(one_a_second()).concurrency_limit(1).service(upstream.clone());
+    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap();
+    // Nobody touches `service` again: were it still ready, it would hold the only place inside for ever.
+    soon(soon(service.ready()).await.unwrap().call(get("/"))).await.unwrap();
+    assert_eq!(upstream.arrivals(), [0, SECOND]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_request_leaves_the_service_value_unready() {
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
+    let mut service = ServiceBuilder::new().layer(limit).concurrency_limit(1).service(Upstream::new());
+    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap();
+    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap_err();
+    let other = service.clone();
+    pass(ms(SECOND)).await;
+    soon(other.oneshot(get("/"))).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_that_dies_before_the_service_is_ready_is_given_back_and_the_next_slot_taken() {
+    let (upstream, limit) = (Upstream::new(), one_a_second());
+    let door = Door::open(upstream.clone());
+    let mut service = limit.layer(door.clone());
+    service.ready().await.unwrap().call(get("/1")).await.unwrap();
+    let late = service.ready().await.unwrap().call(get("/2"));
+    door.becomes(State::Closed);
+    let late = tokio::spawn(late);
+    pass(ms(5000)).await; // its slot was at 1020, and long gone
+    assert_eq!(upstream.count(), 1);
+    door.becomes(State::Open);
+    soon(late).await.unwrap().unwrap();
+    assert_eq!(upstream.arrivals(), [0, 5000], "the slot of 1020 was given back: there is one at once");
+    soon(service.oneshot(get("/3"))).await.unwrap();
+    upstream.was_never_over(1, ms(1000));
+    assert!(upstream.arrivals()[2] < 6100, "nothing was lost: {:?}", upstream.arrivals());
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_who_missed_their_slots_go_in_their_old_order_and_never_over() {
+    let upstream = Upstream::new();
+    let limit = RateLimitLayer::builder(Quota::per_second(2)).max_wait(ms(60_000)).build().unwrap();
+    let door = Door::open(upstream.clone());
+    let mut service = limit.layer(door.clone());
+    let mut calls = Vec::new();
+    for number in 0..8 {
+        let call = service.ready().await.unwrap().call(get(&format!("/{number}")));
+        calls.push(tokio::spawn(call));
+        settle().await;
+    }
+    door.becomes(State::Closed);
+    pass(ms(10_500)).await;
+    door.becomes(State::Open);
+    for call in calls {
+        soon(call).await.unwrap().unwrap();
+    }
+    let paths: Vec<_> = (0..8).map(|number| format!("/{number}")).collect();
+    assert_eq!(upstream.paths(), paths);
+    upstream.was_never_over(2, ms(1000));
+    assert!(upstream.arrivals()[7] < 10_500 + 3 * SECOND, "nothing was lost: {:?}", upstream.arrivals());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_missed_its_slot_goes_before_those_who_came_later() {
+    let (upstream, limit) = (Upstream::new(), one_a_second());
+    let door = Door::open(upstream.clone());
+    let mut blocked = limit.layer(door.clone());
+    let free = limit.layer(upstream.clone());
+    free.clone().oneshot(get("/1")).await.unwrap();
+    let late = tokio::spawn(blocked.ready().await.unwrap().call(get("/late")));
+    door.becomes(State::Closed);
+    settle().await;
+    let others: Vec<_> =
+        (0..4).map(|number| tokio::spawn(free.clone().oneshot(get(&format!("/{number}"))))).collect();
+    pass(ms(3500)).await; // /0 and /1 have gone at 2040 and 3060
+    door.becomes(State::Open);
+    soon(late).await.unwrap().unwrap();
+    for other in others {
+        soon(other).await.unwrap().unwrap();
+    }
+    assert_eq!(upstream.paths(), ["/1", "/0", "/1", "/late", "/2", "/3"]);
+    upstream.was_never_over(1, ms(1000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_missed_its_slot_still_waits_no_longer_than_max_wait() {
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(2000)).build().unwrap();
+    let door = Door::open(Upstream::new());
+    let mut service = limit.layer(door.clone());
+    service.ready().await.unwrap().call(get("/")).await.unwrap();
+    let late = tokio::spawn(service.ready().await.unwrap().call(get("/")));
+    door.becomes(State::Closed);
+    pass(ms(3000)).await;
+    door.becomes(State::Open);
+    let error = soon(late).await.unwrap().unwrap_err();
+    let Error::Limited(Limited::Local { reason, report, .. }) = error else { panic!("{error}") };
+    assert_eq!(reason, Reason::MaxWait(ms(2000)));
+    assert_eq!(report.waited(), ms(3000));
+    assert!(report.turns() > 1);
+    assert_eq!(used(&limit).await, 0, "it left no trace");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_of_readiness_after_the_wait_gives_the_permit_back() {
+    let (upstream, limit) = (Upstream::new(), one_a_second());
+    let door = Door::open(upstream.clone());
+    let mut breaks = limit.layer(door.clone());
+    let works = limit.layer(upstream.clone());
+    works.clone().oneshot(get("/1")).await.unwrap();
+    let failing = tokio::spawn(breaks.ready().await.unwrap().call(get("/2")));
+    door.becomes(State::Closed);
+    settle().await;
+    let behind = tokio::spawn(works.oneshot(get("/3")));
+    pass(ms(1025)).await;
+    door.becomes(State::Broken);
+    let error = soon(failing).await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::Inner(_)), "{error}");
+    soon(behind).await.unwrap().unwrap();
+    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1025)], "it went to the next in line");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_counts_from_when_it_was_sent_and_not_from_its_answer() {
+    let upstream = Upstream::taking(ms(60_000));
+    let limit = RateLimitLayer::new(Quota::per_second(2)).unwrap();
+    let service = limit.layer(upstream.clone());
+    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    for call in calls {
+        soon(call).await.unwrap().unwrap();
+    }
+    assert_eq!(upstream.arrivals(), [0, 0, SECOND, SECOND, 2 * SECOND]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_failed_or_was_dropped_counts_as_sent() {
+    let upstream = Upstream::answering([other_error()]);
+    let limit = RateLimitLayer::new(Quota::per_second(2)).unwrap();
+    let service = limit.layer(upstream.clone());
+    service.clone().oneshot(get("/fails")).await.unwrap_err();
+    let mut ready = service.clone();
+    drop(ready.ready().await.unwrap().call(get("/dropped")));
+    assert_eq!(used(&limit).await, 2);
+    soon(service.oneshot(get("/third"))).await.unwrap();
+    assert_eq!(upstream.arrivals(), [0, 0, SECOND]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_dropped_after_any_number_of_polls_loses_nothing_and_exceeds_nothing() {
+    for polls in 0..16 {
+        drop_after(polls, MemoryStore::default()).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_dropped_after_any_number_of_polls_loses_nothing_where_the_store_takes_a_trip() {
+    for polls in 0..16 {
+        drop_after(polls, Distant::new(ms(3))).await;
+    }
+}
+
+/// One request goes, the next is dropped after so many polls; nothing but what it sent delays the third.
+async fn drop_after(polls: u64, store: impl Store) {
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store)).build().unwrap();
+    let upstream = Upstream::taking(ms(400));
+    let door = Door::open(upstream.clone());
+    let (mut service, free) = (limit.layer(door.clone()), limit.layer(upstream.clone()));
+    let first = tokio::spawn(free.clone().oneshot(get("/first")));
+    pass(ms(5)).await;
+    let mut dropped = Box::pin(service.ready().await.unwrap().call(get("/dropped")));
+    door.becomes(State::Closed);
+    for poll in 0..polls {
+        if futures::poll!(dropped.as_mut()).is_ready() {
+            break;
+        }
+        if poll == 6 {
+            door.becomes(State::Open);
+        }
+        pass(ms(255)).await; // its slot is at the fifth
+    }
+    drop(dropped);
+    assert_eq!(waiting(&limit).await, 0, "after {polls} polls");
+    let due = (5 + polls * 255).max(upstream.arrivals().last().unwrap() + SECOND);
+    soon(free.oneshot(get("/next"))).await.unwrap();
+    soon(first).await.unwrap().unwrap();
+    upstream.was_never_over(1, ms(1000));
+    let next = *upstream.arrivals().last().unwrap();
+    assert!(next <= due + 60, "after {polls} polls: {next} instead of {due}; {:?}", upstream.log());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_service_inside_is_asked_only_once_the_wait_is_over() {
+    let limit = one_a_second();
+    let door = Door::open(Upstream::new());
+    let asked = door.asked.clone();
+    let mut service = limit.layer(door.clone());
+    service.ready().await.unwrap().call(get("/")).await.unwrap();
+    let waits = tokio::spawn(service.ready().await.unwrap().call(get("/")));
+    let before = asked.load(Ordering::SeqCst);
+    pass(ms(1000)).await;
+    assert_eq!(asked.load(Ordering::SeqCst), before);
+    soon(waits).await.unwrap().unwrap();
+    assert_eq!(asked.load(Ordering::SeqCst), before + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_wrapper_that_drops_a_waiting_request_gives_up_its_place() {
+    let (upstream, limit) = (Upstream::new(), one_a_second());
+    let service = limit.layer(upstream.clone());
+    let wrapped = ServiceBuilder::new().buffer(4).load_shed().boxed_clone_sync().service(service.clone());
+    service.oneshot(get("/")).await.unwrap();
+    let mut waits = Box::pin(wrapped.clone().oneshot(get("/")));
+    for _ in 0..8 {
+        assert!(futures::poll!(waits.as_mut()).is_pending());
+        settle().await;
+    }
+    assert_eq!(waiting(&limit).await, 1);
+    drop(waits);
+    settle().await;
+    assert_eq!(waiting(&limit).await, 0);
+    soon(wrapped.oneshot(get("/next"))).await.unwrap();
+    assert_eq!(upstream.arrivals(), [0, SECOND], "and its slot");
+}
