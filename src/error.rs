@@ -138,6 +138,14 @@ impl Limited {
         }
     }
 
+    /// Why it was refused here; `None` where it was not us who refused.
+    pub fn reason(&self) -> Option<Reason> {
+        match self {
+            Limited::Local { reason, .. } => Some(*reason),
+            Limited::Upstream { .. } | Limited::Store { .. } => None,
+        }
+    }
+
     /// How long to wait before the next try, where that is known. See [`Report::retry_after`].
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
@@ -214,8 +222,10 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Reason::MaxWait(Duration::ZERO) => write!(f, "it would have to wait, and max_wait is 0"),
             Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait, {max_wait:?}"),
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
+            Reason::LineFull(0) => write!(f, "it would have to wait, and max_waiting is 0"),
             Reason::LineFull(most) => write!(f, "{most} wait already, the most that max_waiting allows"),
             Reason::TooManyKeys(most) => write!(f, "{most} keys are in use, the most that max_keys allows"),
             Reason::CostAboveLimit { cost, largest } => {
@@ -227,7 +237,8 @@ impl fmt::Display for Reason {
             Reason::NoKey => {
                 write!(
                     f,
-                    "the request has no key: give it an absolute URL or the header, or use another key function"
+                    "the key function found no key: by_host needs an absolute URL or a Host header, by_header its \
+                     header, a closure has to return one"
                 )
             }
         }
@@ -239,7 +250,7 @@ impl fmt::Display for Reason {
 pub struct Report(Box<Facts>);
 
 /// What a [`Report`] tells; boxed, so that errors stay small.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Facts {
     pub(crate) key: Box<str>,
     pub(crate) limit: Option<Limit>,
@@ -294,7 +305,15 @@ impl Report {
 
 impl fmt::Debug for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        let Facts { key, limit, retry_after, at, waited, turns } = &*self.0;
+        f.debug_struct("Report")
+            .field("key", key)
+            .field("limit", limit)
+            .field("retry_after", retry_after)
+            .field("at", at)
+            .field("waited", waited)
+            .field("turns", turns)
+            .finish()
     }
 }
 
@@ -419,8 +438,8 @@ impl fmt::Display for ConfigError {
             ConfigError::TooFine { limit, lost_percent, smallest_burst } => write!(
                 f,
                 "quota {limit}: spacing this fine would lose {lost_percent} % of the rate to the margin of each \
-                 permit; allow a burst of {smallest_burst} or lower transit_slack, or ask for Quota::new({}, {:?}) \
-                 if every call must keep its distance",
+                 permit; a burst of {smallest_burst} loses nothing: .burst({smallest_burst}) after a window, else \
+                 Quota::bucket({smallest_burst}).refill({}, {:?})",
                 limit.count(),
                 limit.window(),
             ),
@@ -434,7 +453,8 @@ impl fmt::Display for ConfigError {
             }
             ConfigError::BurstOfBucket => write!(
                 f,
-                "burst() shapes a window; a bucket has its capacity: Quota::bucket(burst).refill(count, window)"
+                "burst() shapes a window; a spacing or a bucket has it as its capacity: for every(d) write \
+                 Quota::bucket(burst).refill(1, d)"
             ),
             ConfigError::Unparsable { text } => write!(
                 f,

@@ -128,6 +128,12 @@ pub struct Deadline(pub Instant);
 ///     }
 /// }
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "tollgate cannot read `{Self}` as a request",
+    label = "this request is unknown to tollgate",
+    note = "for `reqwest::Request`, switch on tollgate's feature `reqwest`",
+    note = "for a request of your own, write `impl tollgate::AsRequestInfo for {Self}`"
+)]
 pub trait AsRequestInfo {
     /// The host the request goes to.
     fn host(&self) -> Option<&str> {

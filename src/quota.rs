@@ -125,6 +125,9 @@ impl Quota {
 
     /// A token bucket that holds `capacity`, as servers that run GCRA have it; say next how it
     /// [`refill`](Bucket::refill)s.
+    ///
+    /// A full bucket gives a little less than `capacity` at once, one by one: what comes back within the margin of a
+    /// permit (20 ms by default), and at least one, is kept, because the upstream may see the first permit late.
     pub const fn bucket(capacity: u32) -> Bucket {
         Bucket { capacity }
     }
@@ -139,6 +142,12 @@ impl Quota {
     }
 
     /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
+    ///
+    /// Like a [`bucket`](Quota::bucket), it gives a little less than `burst` at once. Take it for large counts: a
+    /// thousand calls sent in one go keep each other waiting on the way, and what they wait there is jitter that
+    /// `transit_slack` does not cover. `per_second(1000).burst(50)` sends the same number, one every millisecond.
+    ///
+    /// It shapes the last limit only; in `a.and(b)` that is `b`.
     #[must_use]
     pub const fn burst(mut self, burst: u32) -> Self {
         match self.limits[self.len - 1] {
@@ -334,7 +343,8 @@ impl FromStr for Quota {
             |part: &str| ConfigError::Unparsable { text: part.trim().chars().take(64).collect() };
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
-            let one = parse_window(part.trim()).ok_or_else(|| unreadable(part))?;
+            let shown = if part.trim().is_empty() { text } else { part };
+            let one = parse_window(part.trim()).ok_or_else(|| unreadable(shown))?;
             quota = Some(match quota {
                 None => one,
                 Some(sofar) => sofar.and(one),

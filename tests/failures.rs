@@ -94,7 +94,9 @@ async fn giving_back_never_raises_what_is_free_above_the_limit() {
         advance(Duration::from_secs(10)).await; // what they took has long come back
         for _ in 0..5 {
             assert!(limiter.peek(key()).await.unwrap().free <= 5);
-            permits.pop().map(tollgate::Permit::give_back);
+            if let Some(permit) = permits.pop() {
+                permit.give_back();
+            }
         }
         assert_eq!(limiter.peek(key()).await.unwrap().free, 5, "{quota}");
     }

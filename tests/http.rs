@@ -95,7 +95,7 @@ static TURN: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_a_second_with_many_callers() {
-    check(Quota::per_second(1), 50, Duration::from_millis(6500)).await;
+    check(Quota::per_second(1), 50, Duration::from_millis(4500)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -111,10 +111,10 @@ async fn two_limits_of_which_now_one_binds_and_now_the_other() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_a_second_spread_by_a_burst() {
-    check(Quota::per_second(1000).burst(50), 200, Duration::from_secs(4)).await;
+    check(Quota::per_second(1000).burst(50), 200, Duration::from_secs(3)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_a_second_back_to_back() {
-    check(Quota::per_second(1000), 200, Duration::from_secs(4)).await;
+    check(Quota::per_second(1000), 200, Duration::from_secs(3)).await;
 }

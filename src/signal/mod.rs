@@ -20,6 +20,12 @@ use http::{HeaderMap, StatusCode};
 ///
 /// impl tollgate::AsResponseInfo for Done {}
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "tollgate cannot read `{Self}` as a response",
+    label = "this response is unknown to tollgate",
+    note = "for `reqwest::Response`, switch on tollgate's feature `reqwest`",
+    note = "for a response of your own, write `impl tollgate::AsResponseInfo for {Self}`"
+)]
 pub trait AsResponseInfo {
     /// Its status.
     fn status(&self) -> Option<StatusCode> {
