@@ -108,6 +108,9 @@ pub enum Limited {
 impl Limited {
     /// Finds a [`Limited`] in `error` or in what lies beneath it, through wrappers of any kind.
     ///
+    /// Some wrappers show their source and not what they hold, `io::Error` for one. Wrap an [`Error`] in those, whose
+    /// source is the `Limited`: `io::Error::other(tollgate::Error::from(limited))`.
+    ///
     /// ```
     /// use tollgate::Limited;
     ///
@@ -178,13 +181,18 @@ impl fmt::Display for Limited {
             Limited::Store { source, .. } => write!(f, "not sent ({}): {source}", report.key())?,
         }
         if let Some(retry_after) = report.retry_after() {
-            write!(f, "; try again in {retry_after:.1?}")?;
+            write!(f, "; try again in {:?}", whole_millis(retry_after))?;
         }
         if !report.waited().is_zero() {
-            write!(f, "; waited {:.1?}", report.waited())?;
+            write!(f, "; waited {:?}", whole_millis(report.waited()))?;
         }
         Ok(())
     }
+}
+
+/// Rounded up: who comes back when the message says is not too early.
+fn whole_millis(span: Duration) -> Duration {
+    Duration::from_millis(u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX))
 }
 
 impl StdError for Limited {
@@ -225,7 +233,6 @@ impl fmt::Display for Reason {
             Reason::MaxWait(Duration::ZERO) => write!(f, "it would have to wait, and max_wait is 0"),
             Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait, {max_wait:?}"),
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
-            Reason::LineFull(0) => write!(f, "it would have to wait, and max_waiting is 0"),
             Reason::LineFull(most) => write!(f, "{most} wait already, the most that max_waiting allows"),
             Reason::TooManyKeys(most) => write!(f, "{most} keys are in use, the most that max_keys allows"),
             Reason::CostAboveLimit { cost, largest } => {
@@ -493,7 +500,7 @@ mod tests {
         assert_eq!(
             limited.to_string(),
             "refused here (api.example.com): its slot lies beyond its deadline; the limit is 50/1s; \
-             try again in 320.0ms; waited 15.0s"
+             try again in 320ms; waited 15s"
         );
         assert_eq!(limited.report().since(), SystemTime::UNIX_EPOCH + Duration::from_secs(85));
         assert_eq!(

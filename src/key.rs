@@ -48,8 +48,10 @@ impl Key {
         Key { high: hash.h1, low: hash.h2 }
     }
 
+    /// The key that [`by_host`] gives the requests to `host`, to look at with [`peek`](crate::Limiter::peek).
+    ///
     /// Hosts compare without regard to case and to the dot that may end them.
-    pub(crate) fn of_host(host: &str) -> Self {
+    pub fn host(host: &str) -> Self {
         let host = host.strip_suffix('.').unwrap_or(host);
         if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
             return Key::new(host.to_ascii_lowercase());
@@ -67,7 +69,7 @@ impl Key {
     pub(crate) fn label(self, request: Option<&RequestInfo<'_>>) -> Box<str> {
         match request.and_then(RequestInfo::host) {
             _ if self == Key::ALL => "all".into(),
-            Some(host) if Key::of_host(host) == self => host.into(),
+            Some(host) if Key::host(host) == self => host.into(),
             _ => self.to_string().into(),
         }
     }
@@ -257,7 +259,7 @@ impl fmt::Debug for RequestInfo<'_> {
 /// # }
 /// ```
 pub fn by_host(request: &RequestInfo<'_>) -> Option<Key> {
-    request.host().map(Key::of_host)
+    request.host().map(Key::host)
 }
 
 /// A key function: one limit for each value of the header `name`. A request without that header is refused, by name.
@@ -319,7 +321,7 @@ mod tests {
             [("api.example.com:443", "api.example.com"), ("[::1]:80", "[::1]"), ("a.b", "a.b")]
         {
             request.headers_mut().insert("host", value.parse().unwrap());
-            assert_eq!(host_key(&request), Some(Key::of_host(host)), "{value}");
+            assert_eq!(host_key(&request), Some(Key::host(host)), "{value}");
         }
     }
 

@@ -219,7 +219,7 @@ impl RateLimitBuilder {
         self
     }
 
-    /// How many may wait for one key in this process; the next is refused. Default: 10,000.
+    /// How many may wait for one key in this process; the next is refused. Default: 10,000; at least 1.
     pub fn max_waiting(mut self, max_waiting: usize) -> Self {
         self.max_waiting = max_waiting;
         self
@@ -277,6 +277,10 @@ impl RateLimitBuilder {
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
         at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
         at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        if self.max_waiting == 0 {
+            let allowed = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
+            return Err(ConfigError::OutOfRange { setting: "max_waiting", value: "0".into(), allowed });
+        }
         if self.max_keys == 0 {
             return Err(ConfigError::OutOfRange {
                 setting: "max_keys",

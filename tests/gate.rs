@@ -385,3 +385,22 @@ async fn a_permit_at_hand_costs_no_allocation() {
     });
     assert_eq!(spent.count_total, 0, "{spent:?}");
 }
+
+#[test]
+fn settings_that_make_no_sense_are_errors_that_say_what_to_change() {
+    let builder = || RateLimitLayer::builder(Quota::per_second(1));
+    for (built, part) in [
+        (builder().max_waiting(0).build(), "max_wait to zero"),
+        (builder().max_keys(0).build(), "at least 1"),
+        (builder().max_wait(Duration::MAX).build(), "at most a day"),
+        (builder().transit_slack(HOUR).build(), "at most 60 s"),
+        (
+            RateLimitLayer::builder(Quota::fixed(5, HOUR)).boundary_slack(Duration::MAX).build(),
+            "lower boundary_slack",
+        ),
+        (RateLimitLayer::new(Quota::every(millis(50))), "burst of 2"),
+    ] {
+        let error = built.unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}

@@ -75,7 +75,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
         (behind_another(builder().max_waiting(1), secret()).await, "max_waiting"),
         (behind_another(builder().max_keys(1), another_key).await, "max_keys"),
         (second(builder(), with(Cost(9))).await, "split it or raise the limit"),
-        (first(builder(), keyless).await, "use another key function"),
+        (first(builder(), keyless).await, "by_host needs an absolute URL"),
         (first(builder().error_on_upstream_limit(), secret()).await, "try again in 7"),
         (first(failing(StoreError::Full { max_keys: 3 }), secret()).await, "raise max_keys"),
         (first(failing(StoreError::Lost), secret()).await, "store"),

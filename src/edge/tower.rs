@@ -30,6 +30,9 @@ impl<S> Layer<S> for RateLimitLayer {
 ///
 /// A response future may be dropped at any time: a place in the line is given up, a slot that was not used goes to the
 /// next. Once the service inside was called, the permit counts as spent.
+///
+/// Poll a response future as soon as you have it: where it need not wait, the service inside has been called, but most
+/// services send when they are first polled, and a request that is sent long after its permit may be one too many.
 #[derive(Clone, Debug)]
 pub struct RateLimit<S> {
     inner: S,

@@ -3,37 +3,16 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::events;
 use super::limiter::{Entry, Limiter, NOTHING, Started, report, told};
 use super::line::Place;
 use super::permit::{Permit, Wait};
-use super::queue::{Number, Settled};
+use super::queue::{Number, Patience, Settled};
 use crate::clock;
-use crate::error::{Limited, Reason};
+use crate::error::Limited;
 use crate::key::Key;
-
-/// How long one waits, and which bound that is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    pub(super) latest: Instant,
-    by_deadline: bool,
-}
-
-impl Patience {
-    pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let latest = clock::after(now, max_wait);
-        match deadline {
-            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
-            _ => Patience { latest, by_deadline: false },
-        }
-    }
-
-    pub(super) fn reason(&self, max_wait: Duration) -> Reason {
-        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
-    }
-}
 
 /// A place in the line. Dropping it gives it up.
 #[derive(Debug)]
@@ -43,7 +22,6 @@ pub(crate) struct Waiter {
     place: Place,
     /// Whether it is in the line now.
     waits: bool,
-    patience: Patience,
     since: Instant,
     label: Box<str>,
 }
@@ -57,8 +35,8 @@ impl Waiter {
         since: Instant,
         label: Box<str>,
     ) -> Self {
-        let place = Place { number, cost, latest: patience.latest, turns: 1 };
-        Waiter { limiter, key, place, waits: true, patience, since, label }
+        let place = Place { number, cost, patience, turns: 1 };
+        Waiter { limiter, key, place, waits: true, since, label }
     }
 
     /// Its permit died before it could be used: it waits in its old place.
@@ -84,7 +62,7 @@ impl Waiter {
                 Ok(permit.after(Wait { label, waited, turns }))
             }
             Settled::Refused(refusal) => {
-                let reason = self.patience.reason(self.limiter.max_wait());
+                let reason = self.place.patience.reason(self.limiter.max_wait());
                 let report = report(label, self.limiter.which(refusal), self.since, now, turns);
                 Err(told(Limited::Local { reason, report }))
             }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::acquire::{Acquire, Patience, Waiter};
+use super::acquire::{Acquire, Waiter};
 use super::events;
 use super::line::{Call, Desk, Entered, Line};
 use super::permit::Permit;
-use super::queue::{Slot, Wakers};
+use super::queue::{Patience, Slot, Wakers};
 use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::key::Key;
@@ -156,7 +156,7 @@ impl Limiter {
             return refused(Reason::Deadline, NOTHING, label());
         }
         let entered = self.open_line(entry.key, now, |line, desk, wakers| {
-            let (entered, call) = line.enter(desk, entry.cost, patience.latest, wakers);
+            let (entered, call) = line.enter(desk, entry.cost, patience, wakers);
             ((entered, line.waiting()), call)
         });
         let Ok((entered, in_line)) = entered else {
@@ -166,6 +166,10 @@ impl Limiter {
             Entered::Granted(slot) => Started::Granted(Permit::new(self.clone(), entry.key, Some(slot))),
             Entered::Refused(refusal) => refused(patience.reason(settings.max_wait), refusal, label()),
             Entered::LineFull => refused(Reason::LineFull(settings.max_waiting), NOTHING, label()),
+            // The embedded store is not away when it is full.
+            Entered::Failed(StoreError::Full { max_keys }) => {
+                refused(Reason::TooManyKeys(max_keys), NOTHING, label())
+            }
             Entered::Failed(source) => {
                 let report = report(label(), NOTHING, now, now, 0);
                 Started::Limited(told(Limited::Store { source, report }))
@@ -217,7 +221,7 @@ impl Limiter {
     /// Where a quota has one limit, that is the one which refused.
     pub(super) fn which(&self, refusal: Refusal) -> Refusal {
         match self.0.settings.terms.quota().limits() {
-            [only] => Refusal { limit: Some(*only), ..refusal },
+            [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
             _ => refusal,
         }
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::queue::{Number, Queue, Settled, Slot, Wakers};
+use super::queue::{Number, Patience, Queue, Settled, Slot, Wakers};
 use super::stock::Stock;
 use crate::clock;
 use crate::error::StoreError;
@@ -93,18 +93,18 @@ impl Line {
         &mut self,
         desk: &Desk<'_>,
         cost: u32,
-        latest: Instant,
+        patience: Patience,
         wakers: &mut Wakers,
     ) -> (Entered, Option<Call>) {
         if self.queue.is_none() {
-            return self.enter_empty(desk, cost, latest);
+            return self.enter_empty(desk, cost, patience);
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= desk.max_waiting {
             return (Entered::LineFull, None);
         }
         let number = next_number(&mut self.next);
-        queue.wait(number, cost, latest, desk.now);
+        queue.wait(number, cost, patience, desk.now);
         let call = self.step(desk, Some(number), wakers);
         let entered = match self.collect(number) {
             Some(Settled::Granted(slot)) => Entered::Granted(slot),
@@ -117,14 +117,14 @@ impl Line {
     }
 
     /// Nobody waits: the store is asked for this one alone, and for what may be fetched ahead.
-    fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, latest: Instant) -> (Entered, Option<Call>) {
+    fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, patience: Patience) -> (Entered, Option<Call>) {
         if let Some(slot) = self.take(cost, desk.now) {
             return (Entered::Granted(slot), None);
         }
         let prefetch = self.stock.order(desk.terms, self.stock_life(desk), desk.now);
         let left = self.stock.clear();
         let need = Need { cost, count: 1 };
-        let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, latest, left.as_slice());
+        let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, patience.latest, left.as_slice());
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
@@ -137,23 +137,16 @@ impl Line {
                 if slot.at <= desk.now {
                     return (Entered::Granted(slot), None);
                 }
-                if desk.max_waiting == 0 {
-                    desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
-                    return (Entered::LineFull, None);
-                }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number(&mut self.next);
-                queue.wait(number, cost, latest, desk.now);
+                queue.wait(number, cost, patience, desk.now);
                 queue.answered([slot], None, Duration::ZERO, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
-                if desk.max_waiting == 0 {
-                    return (Entered::LineFull, None);
-                }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number(&mut self.next);
-                queue.wait(number, cost, latest, desk.now);
+                queue.wait(number, cost, patience, desk.now);
                 queue.asking(&[need]);
                 (Entered::Waiting(number), Some(call))
             }
@@ -333,7 +326,7 @@ impl Line {
         self.lengthen_life(desk);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
-        queue.wait(waiter.number, waiter.cost, waiter.latest, desk.now);
+        queue.wait(waiter.number, waiter.cost, waiter.patience, desk.now);
     }
 
     /// One who had its permit could not use it in time: it waits in its old place.
@@ -401,7 +394,7 @@ fn next_number(next: &mut Number) -> Number {
 pub(super) struct Place {
     pub(super) number: Number,
     pub(super) cost: u32,
-    pub(super) latest: Instant,
+    pub(super) patience: Patience,
     /// How often it was its turn, this time included.
     pub(super) turns: u32,
 }

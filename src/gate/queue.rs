@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::clock::{self, Timer};
-use crate::error::StoreError;
+use crate::error::{Reason, StoreError};
 use crate::limit::Unused;
 use crate::store::{Need, Refusal};
 
@@ -37,6 +37,27 @@ pub(super) struct Slot {
 impl Slot {
     pub(super) fn unused(&self) -> Unused {
         Unused { slot: self.slot, stamp: self.stamp, units: u64::from(self.cost) * u64::from(self.count) }
+    }
+}
+
+/// How long one waits, and which bound that is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    pub(super) latest: Instant,
+    pub(super) by_deadline: bool,
+}
+
+impl Patience {
+    pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
+        let latest = clock::after(now, max_wait);
+        match deadline {
+            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
+            _ => Patience { latest, by_deadline: false },
+        }
+    }
+
+    pub(super) fn reason(&self, max_wait: Duration) -> Reason {
+        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
     }
 }
 
@@ -88,8 +109,7 @@ struct Class {
 }
 
 struct Waiting {
-    /// The latest slot it can use.
-    latest: Instant,
+    patience: Patience,
     /// Whether the store has answered for it.
     heard: bool,
     /// Where its timer stands, or will when it is first polled.
@@ -100,7 +120,7 @@ struct Waiting {
 
 impl Waiting {
     fn wake_at(&mut self, slot: Instant) {
-        let wake_at = if self.heard { slot.min(self.latest) } else { slot };
+        let wake_at = if self.heard { slot.min(self.patience.latest) } else { slot };
         if wake_at != self.wake_at {
             self.wake_at = wake_at;
             if let Some(timer) = &mut self.timer {
@@ -131,9 +151,10 @@ impl Queue {
     }
 
     /// One waits under its number: a new one, last in line, or one who was late and keeps its place.
-    pub(super) fn wait(&mut self, number: Number, cost: u32, latest: Instant, now: Instant) {
-        let wake_at = latest.max(clock::after(now, ANSWER));
-        let waiting = Waiting { latest, heard: false, wake_at, timer: None, waker: None };
+    pub(super) fn wait(&mut self, number: Number, cost: u32, patience: Patience, now: Instant) {
+        let Patience { latest, by_deadline } = patience;
+        let wake_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
+        let waiting = Waiting { patience, heard: false, wake_at, timer: None, waker: None };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -244,8 +265,9 @@ impl Queue {
     /// Whether one can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
-        waiting
-            .is_some_and(|waiting| if waiting.heard { waiting.latest <= now } else { waiting.wake_at <= now })
+        waiting.is_some_and(|waiting| {
+            if waiting.heard { waiting.patience.latest <= now } else { waiting.wake_at <= now }
+        })
     }
 
     /// The call has been answered, after a trip of so long, with `slots`, and `end` for those of its needs that got none.
@@ -282,7 +304,7 @@ impl Queue {
         let first_slot = class.slots.front().map(|slot| slot.at);
         let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
         if waiting.wake_at <= now {
-            waiting.wake_at(first_slot.unwrap_or(waiting.latest));
+            waiting.wake_at(first_slot.unwrap_or(waiting.patience.latest));
         }
         match &mut waiting.waker {
             Some(waker) => waker.clone_from(cx.waker()),
@@ -324,13 +346,16 @@ impl Class {
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
         for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
-            // The store counted its wait from when it was asked, we count from its answer.
-            if slot > clock::after(waiting.latest, trip) {
+            // The store counted its wait from when it was asked, we count from its answer; a deadline is a deadline.
+            let patience = &mut waiting.patience;
+            if !patience.by_deadline {
+                patience.latest = clock::after(patience.latest, trip);
+            }
+            if slot > patience.latest {
                 let wait = Some(slot.saturating_duration_since(clock::now()));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
                 waiting.heard = true;
-                waiting.latest = waiting.latest.max(slot);
                 waiting.wake_at(slot);
             }
         }
