@@ -234,7 +234,9 @@ impl fmt::Display for Reason {
             Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait, {max_wait:?}"),
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
             Reason::LineFull(most) => write!(f, "{most} wait already, the most that max_waiting allows"),
-            Reason::TooManyKeys(most) => write!(f, "{most} keys are in use, the most that max_keys allows"),
+            Reason::TooManyKeys(most) => {
+                write!(f, "{most} keys are in use: raise max_keys or use fewer keys")
+            }
             Reason::CostAboveLimit { cost, largest } => {
                 write!(
                     f,

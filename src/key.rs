@@ -60,6 +60,7 @@ impl Key {
     }
 
     /// Spreads over a table that an attacker who chooses names cannot aim at: `seed` is the process's own.
+    #[inline]
     pub(crate) fn spread(self, seed: u64) -> u64 {
         let product = u128::from(self.high ^ seed) * u128::from(self.low | 1);
         (product >> 64) as u64 ^ product as u64
@@ -165,8 +166,11 @@ pub trait AsRequestInfo {
 
 impl<B> AsRequestInfo for http::Request<B> {
     fn host(&self) -> Option<&str> {
-        if let Some(host) = self.uri().host() {
-            return Some(host);
+        if let Some(authority) = self.uri().authority() {
+            // Most have neither port nor user: then `host()` need not take it apart.
+            let authority = authority.as_str();
+            let is_host = !authority.bytes().any(|byte| matches!(byte, b':' | b'@' | b'['));
+            return if is_host { Some(authority) } else { self.uri().host() };
         }
         let authority = http::Request::headers(self).get(http::header::HOST)?.to_str().ok()?;
         match authority.rsplit_once(':') {

@@ -57,6 +57,7 @@ impl<T: Idle> Keyed<T> {
         }
     }
 
+    #[inline]
     fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<T>> {
         // The table takes its tags from the top bits and its buckets from the low ones; these lie between.
         lock(&self.shards[(hash >> 32) as usize % SHARDS])
@@ -92,6 +93,7 @@ impl<T: Idle> Keyed<T> {
     }
 
     /// Calls `with` with the state of `key`, if there is any.
+    #[inline]
     pub(crate) fn find<R>(&self, key: Key, with: impl FnOnce(&mut T) -> R) -> Option<R> {
         let hash = key.spread(self.seed);
         let mut shard = self.shard(hash);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{ConfigError, Limited};
-use crate::gate::{Entry, LIFE, Limiter, Permit, Settings, Started};
+use crate::gate::{Entry, LIFE, Limiter, Sent, Settings, Started, Waiter};
 use crate::key::{Cost, Deadline, Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
@@ -54,7 +54,14 @@ struct Reading {
     key: Option<Of<Option<Key>>>,
     cost: Option<Of<u32>>,
     deadline: Option<Of<Option<Instant>>>,
-    error_on_upstream_limit: bool,
+    upstream_limit: UpstreamLimit,
+}
+
+/// What becomes of a refusal by the upstream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UpstreamLimit {
+    Passes,
+    IsError,
 }
 
 /// What a closure finds in a request.
@@ -74,7 +81,7 @@ impl RateLimitLayer {
     pub fn builder(quota: Quota) -> RateLimitBuilder {
         RateLimitBuilder {
             quota,
-            reading: Reading { key: None, cost: None, deadline: None, error_on_upstream_limit: false },
+            reading: Reading { key: None, cost: None, deadline: None, upstream_limit: UpstreamLimit::Passes },
             store: None,
             max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
             max_waiting: 10_000,
@@ -91,29 +98,50 @@ impl RateLimitLayer {
 
     /// A request enters the gate.
     #[inline]
-    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Started {
+    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Entered {
         let Some(entry) = self.reading.entry(request) else {
-            return Started::Limited(self.limiter.no_key());
+            return Entered::Limited(self.limiter.no_key());
         };
-        let started = self.limiter.start(entry, || entry.key.label(Some(request)));
+        let label = || entry.key.label(Some(request));
+        let started = match self.limiter.send_at_once(&entry) {
+            Ok(()) => return Entered::Sent(self.sent(&entry, label)),
+            Err(now) => self.limiter.start_slow(&entry, now, label),
+        };
         match started {
-            // Later the request is gone, and with it the host.
-            Started::Granted(permit) if self.reading.error_on_upstream_limit => {
-                Started::Granted(permit.named(entry.key.label(Some(request))))
-            }
-            started => started,
+            Started::Granted(_) => Entered::Sent(self.sent(&entry, label)),
+            Started::Waiting(waiter) => Entered::Waiting(waiter),
+            Started::Limited(limited) => Entered::Limited(limited),
         }
     }
 
-    /// A response leaves the gate.
+    /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
     #[inline]
-    pub(crate) fn leave(&self, permit: Permit, response: &impl AsResponseInfo) -> Result<(), Limited> {
-        let signal = Signal::read(response);
-        let limited = permit.answered(&signal);
-        match limited {
-            Some(limited) if self.reading.error_on_upstream_limit => Err(limited),
-            _ => Ok(()),
+    fn sent(&self, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Sent {
+        match self.reading.upstream_limit {
+            UpstreamLimit::Passes => Sent::at_once(entry.key),
+            UpstreamLimit::IsError => Sent::named(entry.key, label()),
         }
+    }
+
+    /// What becomes of a refusal by the upstream.
+    pub(crate) fn upstream_limit(&self) -> UpstreamLimit {
+        self.reading.upstream_limit
+    }
+}
+
+/// What came of a request at the gate; one that may leave is taken to leave now.
+pub(crate) enum Entered {
+    Sent(Sent),
+    Waiting(Box<Waiter>),
+    Limited(Limited),
+}
+
+/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors.
+#[inline]
+pub(crate) fn leave(sent: Sent, response: &impl AsResponseInfo, limit: UpstreamLimit) -> Result<(), Limited> {
+    match sent.answered(&Signal::read(response)) {
+        Some(limited) if limit == UpstreamLimit::IsError => Err(limited),
+        _ => Ok(()),
     }
 }
 
@@ -145,7 +173,7 @@ impl std::fmt::Debug for Reading {
             .field("key", &self.key.is_some())
             .field("cost", &self.cost.is_some())
             .field("deadline", &self.deadline.is_some())
-            .field("error_on_upstream_limit", &self.error_on_upstream_limit)
+            .field("upstream_limit", &self.upstream_limit)
             .finish()
     }
 }
@@ -265,7 +293,7 @@ impl RateLimitBuilder {
     ///
     /// The body of the response is dropped then.
     pub fn error_on_upstream_limit(mut self) -> Self {
-        self.reading.error_on_upstream_limit = true;
+        self.reading.upstream_limit = UpstreamLimit::IsError;
         self
     }
 

@@ -109,7 +109,8 @@ async fn no_error_shows_a_key_and_each_says_what_to_do() {
             Reason::LineFull(1),
             Reason::TooManyKeys(1),
             Reason::CostAboveLimit { cost: 9, largest: 1 },
-            Reason::NoKey
+            Reason::NoKey,
+            Reason::TooManyKeys(3),
         ]
     ));
 }

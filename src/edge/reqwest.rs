@@ -40,9 +40,8 @@ mod middleware {
     use reqwest_middleware::{Error as MiddlewareError, Middleware, Next, Result};
 
     use crate::error::Error;
-    use crate::gate::Started;
     use crate::key::RequestInfo;
-    use crate::layer::RateLimitLayer;
+    use crate::layer::{Entered, RateLimitLayer, leave};
 
     /// A limit is a [`MiddlewareError::Middleware`] in which [`Limited::find`](crate::Limited::find) finds it; errors
     /// of the client inside stay as they are.
@@ -60,14 +59,14 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            let started = self.enter(&RequestInfo::new(&request).with_extensions(extensions));
-            let permit = match started {
-                Started::Granted(permit) => permit,
-                Started::Waiting(waiter) => waiter.await.map_err(Error::from)?,
-                Started::Limited(limited) => return Err(Error::from(limited).into()),
+            let entered = self.enter(&RequestInfo::new(&request).with_extensions(extensions));
+            let sent = match entered {
+                Entered::Sent(sent) => sent,
+                Entered::Waiting(waiter) => waiter.await.map_err(Error::from)?.sent(),
+                Entered::Limited(limited) => return Err(Error::from(limited).into()),
             };
             let response = next.run(request, extensions).await?;
-            self.leave(permit, &response).map_err(Error::from)?;
+            leave(sent, &response, self.upstream_limit()).map_err(Error::from)?;
             Ok(response)
         }
     }

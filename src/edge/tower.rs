@@ -10,9 +10,9 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::error::{BoxError, Error, Limited};
-use crate::gate::{Permit, Started, Waiter};
+use crate::gate::{Permit, Sent, Waiter};
 use crate::key::{AsRequestInfo, RequestInfo};
-use crate::layer::RateLimitLayer;
+use crate::layer::{Entered, RateLimitLayer, UpstreamLimit, leave};
 use crate::signal::AsResponseInfo;
 
 impl<S> Layer<S> for RateLimitLayer {
@@ -73,9 +73,7 @@ where
 
     fn call(&mut self, request: R) -> ResponseFuture<S, R> {
         let state = match self.layer.enter(&RequestInfo::new(&request)) {
-            Started::Granted(permit) => {
-                State::Calling { permit: Some(permit), call: self.inner.call(request) }
-            }
+            Entered::Sent(sent) => State::Calling { sent: Some(sent), call: self.inner.call(request) },
             slow => {
                 // The service that is ready now can neither wait with the request, where it would keep others from its
                 // resources, nor stay here, where it might keep the only one: a fresh clone takes its place.
@@ -83,17 +81,17 @@ where
                 let readied = std::mem::replace(&mut self.inner, fresh);
                 drop(readied);
                 match slow {
-                    Started::Waiting(waiter) => {
+                    Entered::Waiting(waiter) => {
                         let errand =
                             Errand { waiter, permit: Unsent(None), inner: self.inner.clone(), request };
                         State::Waiting { errand: Some(Box::new(errand)) }
                     }
-                    Started::Limited(limited) => State::Refused { limited: Some(limited) },
-                    Started::Granted(_) => unreachable!("granted permits were served above"),
+                    Entered::Limited(limited) => State::Refused { limited: Some(limited) },
+                    Entered::Sent(_) => unreachable!("what may leave has left above"),
                 }
             }
         };
-        ResponseFuture { state, layer: self.layer.clone() }
+        ResponseFuture { state, upstream_limit: self.layer.upstream_limit() }
     }
 }
 
@@ -105,7 +103,7 @@ pin_project! {
     {
         #[pin]
         state: State<S, R>,
-        layer: RateLimitLayer,
+        upstream_limit: UpstreamLimit,
     }
 }
 
@@ -118,7 +116,7 @@ pin_project! {
     where
         S: Service<R>,
     {
-        Calling { permit: Option<Permit>, #[pin] call: S::Future },
+        Calling { sent: Option<Sent>, #[pin] call: S::Future },
         Waiting { errand: Option<Box<Errand<S, R>>> },
         Refused { limited: Option<Limited> },
     }
@@ -126,7 +124,7 @@ pin_project! {
 
 /// What waits: first in line for a permit, then for the service inside. Boxed, so that the fast path stays small.
 struct Errand<S, R> {
-    waiter: Waiter,
+    waiter: Box<Waiter>,
     permit: Unsent,
     inner: S,
     request: R,
@@ -153,7 +151,7 @@ where
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Error>> {
         loop {
             if self.permit.0.is_none() {
-                self.permit.0 = Some(ready!(Pin::new(&mut self.waiter).poll(cx))?);
+                self.permit.0 = Some(ready!(Pin::new(&mut *self.waiter).poll(cx))?);
             }
             ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
             match self.permit.0.take() {
@@ -178,10 +176,10 @@ where
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                StateProj::Calling { permit, call } => {
+                StateProj::Calling { sent, call } => {
                     let response = ready!(call.poll(cx)).map_err(Error::inner)?;
-                    if let Some(permit) = permit.take() {
-                        this.layer.leave(permit, &response)?;
+                    if let Some(sent) = sent.take() {
+                        leave(sent, &response, *this.upstream_limit)?;
                     }
                     return Poll::Ready(Ok(response));
                 }
@@ -198,7 +196,7 @@ where
                         unreachable!("it was just polled");
                     };
                     let call = inner.call(request);
-                    this.state.set(State::Calling { permit: Some(permit), call });
+                    this.state.set(State::Calling { sent: Some(permit.sent()), call });
                 }
                 StateProj::Refused { limited } => {
                     let limited = limited.take().expect("a future is not polled after it was ready");

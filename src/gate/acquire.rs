@@ -29,7 +29,7 @@ pub(crate) struct Waiter {
 impl Waiter {
     pub(super) fn new(
         limiter: Limiter,
-        Entry { key, cost, .. }: Entry,
+        &Entry { key, cost, .. }: &Entry,
         number: Number,
         patience: Patience,
         since: Instant,
@@ -108,7 +108,7 @@ pub struct Acquire(Step);
 #[derive(Debug)]
 enum Step {
     New(Limiter, Entry),
-    Waiting(Waiter),
+    Waiting(Box<Waiter>),
     Done,
 }
 
@@ -143,16 +143,20 @@ impl Future for Acquire {
         loop {
             match &mut self.0 {
                 Step::New(limiter, entry) => {
-                    let started = limiter.start(*entry, || entry.key.label(None));
-                    self.0 = Step::Done;
+                    let started = limiter.start(entry, || entry.key.label(None));
+                    let Step::New(limiter, entry) = std::mem::replace(&mut self.0, Step::Done) else {
+                        continue;
+                    };
                     match started {
-                        Started::Granted(permit) => return Poll::Ready(Ok(permit)),
+                        Started::Granted(slot) => {
+                            return Poll::Ready(Ok(Permit::new(limiter, entry.key, slot)));
+                        }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
                         Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),
                     }
                 }
                 Step::Waiting(waiter) => {
-                    let polled = Pin::new(waiter).poll(cx);
+                    let polled = Pin::new(&mut **waiter).poll(cx);
                     if polled.is_ready() {
                         self.0 = Step::Done;
                     }

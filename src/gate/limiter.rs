@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use super::acquire::{Acquire, Waiter};
 use super::events;
 use super::line::{Call, Desk, Entered, Line};
-use super::permit::Permit;
 use super::queue::{Patience, Slot, Wakers};
 use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
@@ -61,8 +60,9 @@ pub(crate) struct Entry {
 
 /// What came of entering.
 pub(crate) enum Started {
-    Granted(Permit),
-    Waiting(Waiter),
+    /// With a slot that is due, or none for what costs nothing.
+    Granted(Option<Slot>),
+    Waiting(Box<Waiter>),
     Limited(Limited),
 }
 
@@ -124,24 +124,46 @@ impl Limiter {
         Ok(Peek { limits, free, next_slot, waiting })
     }
 
+    /// Enters the gate if a permit is at hand, which `pick` takes; else answers when that was.
+    #[inline]
+    fn take<R>(
+        &self,
+        entry: &Entry,
+        pick: impl FnOnce(&mut Line, u32, Instant) -> Option<R>,
+    ) -> Result<Option<R>, Instant> {
+        let now = clock::now();
+        if entry.cost == 0 {
+            return Ok(None);
+        }
+        if entry.deadline.is_some_and(|deadline| deadline < now) {
+            return Err(now);
+        }
+        let taken = self.0.lines.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
+        taken.map(Some).ok_or(now)
+    }
+
+    /// Sends a request if a permit is at hand; else answers when that was, for [`start_slow`](Limiter::start_slow).
+    #[inline]
+    pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<(), Instant> {
+        self.take(entry, |line, cost, now| line.spend(cost, now).then_some(())).map(|_| ())
+    }
+
     /// Enters the gate. `label` names the key in errors; it is asked for on the slow path only.
     #[inline]
-    pub(crate) fn start(&self, entry: Entry, label: impl FnOnce() -> Box<str>) -> Started {
-        if entry.cost == 0 {
-            return Started::Granted(Permit::new(self.clone(), entry.key, None));
+    pub(crate) fn start(&self, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
+        match self.take(entry, Line::take) {
+            Ok(slot) => Started::Granted(slot),
+            Err(now) => self.start_slow(entry, now, label),
         }
-        let now = clock::now();
-        let lines = &self.0.lines;
-        if entry.deadline.is_none_or(|deadline| now <= deadline)
-            && let Some(Some(slot)) = lines.find(entry.key, |line| line.take(entry.cost, now))
-        {
-            return Started::Granted(Permit::new(self.clone(), entry.key, Some(slot)));
-        }
-        self.start_slow(entry, now, label)
     }
 
     #[cold]
-    fn start_slow(&self, entry: Entry, now: Instant, label: impl FnOnce() -> Box<str>) -> Started {
+    pub(crate) fn start_slow(
+        &self,
+        entry: &Entry,
+        now: Instant,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Started {
         let settings = &self.0.settings;
         let patience = Patience::new(entry.deadline, now, settings.max_wait);
         let refused = |reason, refusal: Refusal, label: Box<str>| {
@@ -163,7 +185,7 @@ impl Limiter {
             return refused(Reason::TooManyKeys(settings.max_keys), NOTHING, label());
         };
         match entered {
-            Entered::Granted(slot) => Started::Granted(Permit::new(self.clone(), entry.key, Some(slot))),
+            Entered::Granted(slot) => Started::Granted(Some(slot)),
             Entered::Refused(refusal) => refused(patience.reason(settings.max_wait), refusal, label()),
             Entered::LineFull => refused(Reason::LineFull(settings.max_waiting), NOTHING, label()),
             // The embedded store is not away when it is full.
@@ -177,7 +199,7 @@ impl Limiter {
             Entered::Waiting(number) => {
                 let label = label();
                 events::waiting(&label, in_line);
-                Started::Waiting(Waiter::new(self.clone(), entry, number, patience, now, label))
+                Started::Waiting(Box::new(Waiter::new(self.clone(), entry, number, patience, now, label)))
             }
         }
     }

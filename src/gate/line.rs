@@ -88,6 +88,12 @@ impl Line {
         if self.queue.is_some() { None } else { self.stock.take(cost, now) }
     }
 
+    /// The same, for a request that leaves at once.
+    #[inline]
+    pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
+        self.queue.is_none() && self.stock.spend(cost, now)
+    }
+
     /// One enters: it gets a permit, a place in the line, or a refusal.
     pub(super) fn enter(
         &mut self,

@@ -20,3 +20,4 @@ pub(crate) use limiter::{Entry, Settings, Started};
 pub use limiter::{Limiter, Peek};
 pub(crate) use line::LIFE;
 pub use permit::Permit;
+pub(crate) use permit::Sent;

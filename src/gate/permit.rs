@@ -44,11 +44,6 @@ impl Permit {
         Permit { wait: Some(Box::new(wait)), ..self }
     }
 
-    /// The same permit, with a better name for its key.
-    pub(crate) fn named(self, label: Box<str>) -> Self {
-        self.after(Wait { label, waited: Duration::ZERO, turns: 0 })
-    }
-
     /// The key it is for.
     pub fn key(&self) -> Key {
         self.key
@@ -75,11 +70,48 @@ impl Permit {
     /// that want one.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
-        signal.limited().map(|status| self.upstream_limited(status, signal))
+        self.sent().answered(signal)
+    }
+
+    /// The request leaves now.
+    pub(crate) fn sent(self) -> Sent {
+        Sent { key: self.key, wait: self.wait }
     }
 
     pub(super) fn into_slot(self) -> Option<Slot> {
         self.slot
+    }
+
+    /// The request was surely not sent: the next in line gets the slot, or the store.
+    pub fn give_back(self) {
+        if let Some(slot) = self.slot {
+            self.limiter.give_back(self.key, slot);
+        }
+    }
+}
+
+/// A request on its way: its permit is spent, its answer is to come.
+pub(crate) struct Sent {
+    key: Key,
+    wait: Option<Box<Wait>>,
+}
+
+impl Sent {
+    /// One that got its permit at once.
+    #[inline]
+    pub(crate) fn at_once(key: Key) -> Self {
+        Sent { key, wait: None }
+    }
+
+    /// One that got its permit at once and keeps the name of its key.
+    pub(crate) fn named(key: Key, label: Box<str>) -> Self {
+        Sent { key, wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })) }
+    }
+
+    /// See [`Permit::answered`].
+    #[inline]
+    pub(crate) fn answered(self, signal: &Signal) -> Option<Limited> {
+        signal.limited().map(|status| self.upstream_limited(status, signal))
     }
 
     #[cold]
@@ -93,13 +125,6 @@ impl Permit {
         let at = clock::wall(clock::now());
         let report = Report::new(Facts { key: label, limit: None, retry_after, at, waited, turns });
         Limited::Upstream { status, report }
-    }
-
-    /// The request was surely not sent: the next in line gets the slot, or the store.
-    pub fn give_back(self) {
-        if let Some(slot) = self.slot {
-            self.limiter.give_back(self.key, slot);
-        }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::store::{Need, Refusal};
 
 /// Permits of one slot, as this process may use them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
+pub(crate) struct Slot {
     /// The first moment.
     pub(super) at: Instant,
     /// From this moment no more.

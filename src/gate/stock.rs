@@ -40,11 +40,18 @@ impl Stock {
 
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        if self.units < cost || self.until <= now {
-            return None;
+        let slot = Slot { at: now, until: self.until, cost, count: 1, slot: self.slot, stamp: self.stamp };
+        self.spend(cost, now).then_some(slot)
+    }
+
+    /// The same, for a request that leaves at once.
+    #[inline]
+    pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
+        let enough = cost <= self.units && now < self.until;
+        if enough {
+            self.units -= cost;
         }
-        self.units -= cost;
-        Some(Slot { at: now, until: self.until, cost, count: 1, slot: self.slot, stamp: self.stamp })
+        enough
     }
 
     /// Takes back a permit of this stock. Answers whether it was one, and of use.
