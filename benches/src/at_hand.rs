@@ -1,0 +1,132 @@
+//! What a permit at hand costs: a call through a limiter that lets it pass at once, less the same call without one.
+//!
+//! What this does not do: wait.
+
+use std::sync::Arc;
+
+use crate::inner::Inner;
+use crate::measure::{Contender, Measured, Plan, quantile, run};
+use crate::peers::tollgate::{Counted, Tollgate};
+use crate::peers::{governor, leaky_bucket, throttle_net, tollgate, tower};
+
+/// Measures, and prints what came of it.
+pub(crate) fn report() {
+    println!("# A permit at hand\n");
+    println!(
+        "Nanoseconds a call spends in the limiter: `poll_ready`, `call` and one poll of the future, less the same \
+         without a limiter; medians over rounds in which everybody has a turn.\n"
+    );
+    println!("{}\n", machine());
+
+    let hosts = |hosts| {
+        let title = format!("by host, {hosts}");
+        Group::of_services(title, hosts, tollgate::hosts(hosts))
+            .with(governor::hosts(hosts))
+            .with(governor::hashed_hosts(hosts))
+    };
+    let constant = || {
+        Group::of_services("one key", 1, tollgate::constant())
+            .with(governor::constant())
+            .with(leaky_bucket::constant())
+            .with(throttle_net::constant())
+    };
+    let raw = || {
+        Group::raw("without Tower", tollgate::raw())
+            .with(governor::raw())
+            .with(governor::raw_keyed())
+            .with(leaky_bucket::raw())
+            .with(throttle_net::raw())
+            .with(throttle_net::raw_keyed())
+    };
+
+    println!("## One thread\n");
+    let groups = [constant().with(tower::constant()), hosts(1), hosts(1_000), hosts(100_000), raw()];
+    compare(&groups, Plan { threads: 1, rounds: 2_000, calls: 1_000 });
+
+    println!("## Two threads that share the limiter\n");
+    compare(&[constant(), hosts(1_000), raw()], Plan { threads: 2, rounds: 60, calls: 50_000 });
+}
+
+/// Contenders that do the same.
+struct Group {
+    title: String,
+    /// The call without a limiter, where there is one.
+    bare: Option<Contender>,
+    /// tollgate first.
+    contenders: Vec<Contender>,
+    store: Arc<Counted>,
+}
+
+impl Group {
+    fn of_services(title: impl Into<String>, hosts: usize, tollgate: Tollgate) -> Self {
+        let bare = Contender::service("the call without a limiter", hosts, || Inner);
+        Group { bare: Some(bare), ..Group::raw(title, tollgate) }
+    }
+
+    fn raw(title: impl Into<String>, tollgate: Tollgate) -> Self {
+        let Tollgate { contender, store } = tollgate;
+        Group { title: title.into(), bare: None, contenders: vec![contender], store }
+    }
+
+    fn with(mut self, contender: Contender) -> Self {
+        self.contenders.push(contender);
+        self
+    }
+}
+
+fn compare(groups: &[Group], plan: Plan) {
+    let contenders: Vec<_> =
+        groups.iter().flat_map(|group| group.bare.iter().chain(&group.contenders)).collect();
+    let warm = || groups.iter().for_each(|group| _ = group.store.take());
+    let measured = run(&contenders, plan, warm);
+
+    println!("| keys | limiter | ns | 10 % to 90 % | to tollgate | allocations |");
+    println!("|---|---|--:|--:|--:|--:|");
+    let mut measured = measured.iter();
+    for group in groups {
+        rows(group, &mut measured);
+    }
+    println!();
+
+    println!("| keys | tollgate's store calls a call |");
+    println!("|---|--:|");
+    // A tenth is made before each batch, to get warm again.
+    let calls = plan.threads * plan.rounds * (plan.calls + plan.calls / 10);
+    for group in groups {
+        println!("| {} | {:.6} |", group.title, group.store.take() as f64 / calls as f64);
+    }
+    println!();
+}
+
+/// The rows of a group, whose members come next in `measured`.
+fn rows<'a>(group: &Group, measured: &mut impl Iterator<Item = &'a Measured>) {
+    let bare = group.bare.as_ref().and_then(|contender| {
+        let bare = measured.next()?;
+        row(&group.title, &contender.name, &bare.nanos, None, bare.allocations);
+        Some(&bare.nanos)
+    });
+    let mut tollgate = None;
+    for (contender, measured) in group.contenders.iter().zip(measured) {
+        let above: Vec<f64> = match bare {
+            Some(bare) => measured.nanos.iter().zip(bare).map(|(mine, bare)| mine - bare).collect(),
+            None => measured.nanos.clone(),
+        };
+        let first = *tollgate.get_or_insert_with(|| quantile(&above, 0.5));
+        row(&group.title, &contender.name, &above, Some(first), measured.allocations);
+    }
+}
+
+fn row(keys: &str, name: &str, nanos: &[f64], tollgate: Option<f64>, allocations: f64) {
+    let [low, median, high] = [0.1, 0.5, 0.9].map(|share| quantile(nanos, share));
+    let ratio = tollgate.map_or("".into(), |tollgate| format!("{:.2}", median / tollgate));
+    println!("| {keys} | {name} | {median:.1} | {low:.1} to {high:.1} | {ratio} | {allocations} |");
+}
+
+/// What it runs on.
+fn machine() -> String {
+    let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let model = model.map_or("a machine of unknown make", |(_, model)| model);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("On {model}, {cores} cores, with `cargo run --release -p tollgate-benches`.")
+}

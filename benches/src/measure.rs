@@ -1,0 +1,174 @@
+//! Takes time: everybody in turn, many times over, so that what disturbs the machine disturbs them all.
+
+use std::future::Future;
+use std::hint::black_box;
+use std::pin::pin;
+use std::sync::Barrier;
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Instant;
+
+use http::{Request, Response};
+use tower::Service;
+
+use crate::inner::{last_request, requests};
+
+/// One of those compared.
+pub(crate) struct Contender {
+    pub(crate) name: String,
+    /// Makes it, for the thread of that number, and gets it warm.
+    make: Box<dyn Fn(usize) -> Batch + Sync>,
+}
+
+/// Makes so many calls.
+type Batch = Box<dyn FnMut(usize)>;
+
+/// So many calls before any time is taken,
+const WARM_UP: usize = 20_000;
+
+/// and at least so many in a row for each key: enough for a stock of permits that lasts.
+const WARM_UP_OF_A_KEY: usize = 192;
+
+impl Contender {
+    /// A service, called with requests to `hosts` hosts in turn. Each thread gets one that `make` made.
+    pub(crate) fn service<S>(
+        name: impl Into<String>,
+        hosts: usize,
+        make: impl Fn() -> S + Sync + 'static,
+    ) -> Self
+    where
+        S: Service<Request<()>, Response = Response<()>> + 'static,
+    {
+        let make = move |thread| {
+            let mut service = make();
+            let mut requests: Vec<_> = requests(hosts).into_iter().map(Some).collect();
+            // Threads are busy with different hosts, if there are several.
+            requests.rotate_left(thread * hosts / 2);
+            let calls = WARM_UP_OF_A_KEY.max(WARM_UP / hosts);
+            for request in &mut requests {
+                (0..calls).for_each(|_| call(&mut service, request));
+            }
+            let mut next = 0;
+            Box::new(move |calls: usize| {
+                for _ in 0..calls {
+                    call(&mut service, &mut requests[next]);
+                    next = if next + 1 < requests.len() { next + 1 } else { 0 };
+                }
+            }) as Batch
+        };
+        Contender { name: name.into(), make: Box::new(make) }
+    }
+
+    /// Something that is no service.
+    pub(crate) fn raw<C: FnMut() + 'static>(
+        name: impl Into<String>,
+        make: impl Fn() -> C + Sync + 'static,
+    ) -> Self {
+        let make = move |_| {
+            let mut call = make();
+            (0..WARM_UP).for_each(|_| call());
+            Box::new(move |calls| (0..calls).for_each(|_: usize| call())) as Batch
+        };
+        Contender { name: name.into(), make: Box::new(make) }
+    }
+}
+
+/// The future is polled once, by hand: a permit that is not at hand ends the run.
+#[inline(always)]
+fn call<S>(service: &mut S, request: &mut Option<Request<()>>)
+where
+    S: Service<Request<()>, Response = Response<()>>,
+{
+    let cx = &mut Context::from_waker(Waker::noop());
+    let sent = request.take().expect("it was put back");
+    assert!(matches!(service.poll_ready(cx), Poll::Ready(Ok(()))), "not ready");
+    match pin!(service.call(sent)).poll(cx) {
+        Poll::Ready(Ok(response)) => drop(black_box(response)),
+        _ => panic!("no permit was at hand"),
+    }
+    *request = last_request();
+}
+
+/// What is done how often.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    pub(crate) threads: usize,
+    pub(crate) rounds: usize,
+    /// How many calls are timed together.
+    pub(crate) calls: usize,
+}
+
+/// What came of one contender.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Measured {
+    /// Nanoseconds a call, of each round on each thread.
+    pub(crate) nanos: Vec<f64>,
+    pub(crate) allocations: f64,
+}
+
+/// Runs all in turn on all threads. `warm` is called once all are warm, before any time is taken.
+pub(crate) fn run(contenders: &[&Contender], plan: Plan, warm: impl Fn() + Sync) -> Vec<Measured> {
+    let barrier = Barrier::new(plan.threads);
+    let mut sum = vec![Measured::default(); contenders.len()];
+    let runtime = &tokio::runtime::Handle::current();
+    thread::scope(|scope| {
+        let (barrier, warm) = (&barrier, &warm);
+        let start = |thread| {
+            scope.spawn(move || {
+                let _guard = runtime.enter();
+                run_thread(contenders, plan, thread, barrier, warm)
+            })
+        };
+        let threads: Vec<_> = (0..plan.threads).map(start).collect();
+        for thread in threads {
+            let measured = thread.join().expect("no thread panics");
+            for (sum, measured) in sum.iter_mut().zip(measured) {
+                sum.nanos.extend(measured.nanos);
+                sum.allocations += measured.allocations / plan.threads as f64;
+            }
+        }
+    });
+    sum
+}
+
+#[expect(clippy::disallowed_methods, reason = "time is what this measures")]
+fn run_thread(
+    contenders: &[&Contender],
+    plan: Plan,
+    thread: usize,
+    barrier: &Barrier,
+    warm: &impl Fn(),
+) -> Vec<Measured> {
+    let mut batches: Vec<Batch> = contenders.iter().map(|contender| (contender.make)(thread)).collect();
+    let mut measured = vec![Measured::default(); contenders.len()];
+    for (batch, measured) in batches.iter_mut().zip(&mut measured) {
+        let counted = allocation_counter::measure(|| batch(plan.calls)).count_total;
+        measured.allocations = counted as f64 / plan.calls as f64;
+    }
+    if barrier.wait().is_leader() {
+        warm();
+    }
+    for round in 0..plan.rounds {
+        for turn in 0..contenders.len() {
+            // Everybody comes first once.
+            let index = (round + turn) % contenders.len();
+            let batch = &mut batches[index];
+            barrier.wait();
+            allocation_counter::opt_out(|| {
+                batch(plan.calls / 10);
+                let start = Instant::now();
+                batch(plan.calls);
+                let nanos = start.elapsed().as_nanos();
+                measured[index].nanos.push(nanos as f64 / plan.calls as f64);
+            });
+        }
+    }
+    measured
+}
+
+/// The value below which `share` of `values` lie.
+pub(crate) fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}

@@ -1,0 +1,130 @@
+//! governor: it has no Tower layer for clients, so the smallest service that asks it before each call. It refuses and
+//! never waits.
+
+use std::hash::{BuildHasher, RandomState};
+use std::hint::black_box;
+use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use governor::{DefaultDirectRateLimiter, DefaultKeyedRateLimiter, Quota, RateLimiter};
+use http::Request;
+use pin_project_lite::pin_project;
+use tower::{BoxError, Service};
+
+use super::PLENTY;
+use crate::inner::Inner;
+use crate::measure::Contender;
+
+/// One limit for everything.
+pub(crate) fn constant() -> Contender {
+    let limiter = direct();
+    Contender::service("governor, `check`", 1, move || {
+        let limiter = limiter.clone();
+        Checked { check: move |_: &Request<()>| limiter.check().is_ok(), inner: Inner }
+    })
+}
+
+/// One limit for each host: keys are strings, as its documentation has them.
+pub(crate) fn hosts(hosts: usize) -> Contender {
+    let limiter: Arc<DefaultKeyedRateLimiter<String>> = Arc::new(RateLimiter::keyed(plenty()));
+    Contender::service("governor, `check_key(&String)`", hosts, move || {
+        let limiter = limiter.clone();
+        let check = move |request: &Request<()>| {
+            request.uri().host().is_some_and(|host| limiter.check_key(&host.to_owned()).is_ok())
+        };
+        Checked { check, inner: Inner }
+    })
+}
+
+/// One limit for each host: keys are hashes of it, to do without the allocation.
+pub(crate) fn hashed_hosts(hosts: usize) -> Contender {
+    let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
+    let seed = RandomState::new();
+    Contender::service("governor, `check_key(&hash)`", hosts, move || {
+        let (limiter, seed) = (limiter.clone(), seed.clone());
+        let check = move |request: &Request<()>| {
+            request.uri().host().is_some_and(|host| limiter.check_key(&seed.hash_one(host)).is_ok())
+        };
+        Checked { check, inner: Inner }
+    })
+}
+
+/// `check` alone.
+pub(crate) fn raw() -> Contender {
+    let limiter = direct();
+    Contender::raw("governor `check`", move || {
+        let limiter = limiter.clone();
+        move || assert!(black_box(limiter.check()).is_ok())
+    })
+}
+
+/// `check_key` alone.
+pub(crate) fn raw_keyed() -> Contender {
+    let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
+    Contender::raw("governor `check_key(&u64)`, one key", move || {
+        let limiter = limiter.clone();
+        move || assert!(black_box(limiter.check_key(black_box(&17))).is_ok())
+    })
+}
+
+fn direct() -> Arc<DefaultDirectRateLimiter> {
+    Arc::new(RateLimiter::direct(plenty()))
+}
+
+fn plenty() -> Quota {
+    Quota::per_second(NonZeroU32::new(PLENTY).expect("it is not zero"))
+}
+
+/// A service that is called if the check allows it.
+#[derive(Clone)]
+struct Checked<C, S> {
+    check: C,
+    inner: S,
+}
+
+impl<C, S, R> Service<R> for Checked<C, S>
+where
+    C: Fn(&R) -> bool,
+    S: Service<R>,
+    S::Error: Into<BoxError>,
+{
+    type Response = S::Response;
+    type Error = BoxError;
+    type Future = CheckedFuture<S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.inner.poll_ready(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, request: R) -> Self::Future {
+        match (self.check)(&request) {
+            true => CheckedFuture::Calling { call: self.inner.call(request) },
+            false => CheckedFuture::Refused,
+        }
+    }
+}
+
+pin_project! {
+    #[project = Projected]
+    enum CheckedFuture<F> {
+        Calling { #[pin] call: F },
+        Refused,
+    }
+}
+
+impl<F, T, E> Future for CheckedFuture<F>
+where
+    F: Future<Output = Result<T, E>>,
+    E: Into<BoxError>,
+{
+    type Output = Result<T, BoxError>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project() {
+            Projected::Calling { call } => Poll::Ready(ready!(call.poll(cx)).map_err(Into::into)),
+            Projected::Refused => Poll::Ready(Err("refused".into())),
+        }
+    }
+}

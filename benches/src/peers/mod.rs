@@ -1,0 +1,10 @@
+//! Those compared: one file each, and each under a limit that it never reaches.
+
+pub(crate) mod governor;
+pub(crate) mod leaky_bucket;
+pub(crate) mod throttle_net;
+pub(crate) mod tollgate;
+pub(crate) mod tower;
+
+/// The units a second.
+pub(crate) const PLENTY: u32 = 1_000_000_000;

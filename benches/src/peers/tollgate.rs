@@ -1,0 +1,87 @@
+//! tollgate: its Tower layer, and its limiter without HTTP.
+
+use std::future::Future;
+use std::hint::black_box;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Waker};
+
+use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, Terms, Unused, Usage};
+use tollgate::{Key, Quota, RateLimitBuilder, RateLimitLayer, by_host};
+use tower::Layer;
+
+use super::PLENTY;
+use crate::inner::Inner;
+use crate::measure::Contender;
+
+/// tollgate, and how often it went to its store.
+pub(crate) struct Tollgate {
+    pub(crate) contender: Contender,
+    pub(crate) store: Arc<Counted>,
+}
+
+/// One limit for everything.
+pub(crate) fn constant() -> Tollgate {
+    layer("tollgate", 1, |builder| builder)
+}
+
+/// One limit for each host.
+pub(crate) fn hosts(hosts: usize) -> Tollgate {
+    layer("tollgate, `by_host`", hosts, |builder| builder.key(by_host))
+}
+
+/// The gate alone.
+pub(crate) fn raw() -> Tollgate {
+    let (limit, store) = build(|builder| builder);
+    let make = move || {
+        let limiter = limit.limiter();
+        move || {
+            let cx = &mut Context::from_waker(Waker::noop());
+            assert!(black_box(pin!(limiter.acquire(Key::ALL)).poll(cx)).is_ready());
+        }
+    };
+    Tollgate { contender: Contender::raw("tollgate `acquire`, polled once", make), store }
+}
+
+fn layer(name: &str, hosts: usize, with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> Tollgate {
+    let (limit, store) = build(with);
+    Tollgate { contender: Contender::service(name, hosts, move || limit.layer(Inner)), store }
+}
+
+fn build(with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> (RateLimitLayer, Arc<Counted>) {
+    const KEYS: usize = 200_000;
+    let store = Arc::new(Counted { store: MemoryStore::new(KEYS), calls: AtomicU64::new(0) });
+    // In a day rather than a second: what is fetched ahead then lives long enough for each of many hosts to have its
+    // turns.
+    let builder = RateLimitLayer::builder(Quota::per_day(PLENTY)).max_keys(KEYS).store(store.clone());
+    (with(builder).build().expect("the settings make sense"), store)
+}
+
+/// The memory store, counting the calls that book.
+pub(crate) struct Counted {
+    store: MemoryStore,
+    calls: AtomicU64,
+}
+
+impl Counted {
+    /// The calls since this was last asked.
+    pub(crate) fn take(&self) -> u64 {
+        self.calls.swap(0, Ordering::Relaxed)
+    }
+}
+
+impl Store for Counted {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.store.lease(ask)
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.store.peek(key, terms)
+    }
+}
