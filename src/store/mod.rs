@@ -116,7 +116,7 @@ pub struct Memory {
 #[non_exhaustive]
 pub struct Lease {
     /// Permits for the needs, in their order.
-    pub segments: SmallVec<[Segment; 2]>,
+    pub segments: Segments,
     /// Units fetched ahead: a segment of cost 1.
     pub prefetched: Option<Segment>,
     /// Set when not all needs were granted.
@@ -125,6 +125,31 @@ pub struct Lease {
     pub incarnation: u64,
     /// The version of the last hold; 0 for none.
     pub hold_version: u64,
+}
+
+/// The segments of a lease, in order. Two fit without allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Segments(SmallVec<[Segment; 2]>);
+
+impl Segments {
+    /// Adds one at the end.
+    pub fn push(&mut self, segment: Segment) {
+        self.0.push(segment);
+    }
+}
+
+impl std::ops::Deref for Segments {
+    type Target = [Segment];
+
+    fn deref(&self) -> &[Segment] {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Segments {
+    fn deref_mut(&mut self) -> &mut [Segment] {
+        &mut self.0
+    }
 }
 
 /// Permits of the same slot.
