@@ -408,7 +408,7 @@ pub(super) struct Place {
 /// When this process may use a segment: never before its slot, wherever the answer was on its way, and never after its
 /// deadline, whenever the call was counted. A microsecond is for the store's time being cut to whole ones.
 fn slot(segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
-    let lasts = (segment.wait + segment.life).saturating_sub(Duration::from_micros(1));
+    let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
     Slot {
         at: clock::after(arrived, segment.wait),
         until: clock::after(sent, lasts),

@@ -58,14 +58,14 @@ impl Stock {
     pub(super) fn put(&mut self, slot: &Slot, now: Instant) -> bool {
         let ours = (self.slot, self.stamp) == (slot.slot, slot.stamp) && now < self.until;
         if ours {
-            self.units += slot.cost;
+            self.units = self.units.saturating_add(slot.cost);
         }
         ours
     }
 
     /// Puts what was fetched on the shelf.
     pub(super) fn fill(&mut self, slot: &Slot) {
-        let units = slot.cost * slot.count;
+        let units = slot.cost.saturating_mul(slot.count);
         (self.units, self.fetched) = (units, units);
         (self.until, self.slot, self.stamp) = (slot.until, slot.slot, slot.stamp);
     }
