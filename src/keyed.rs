@@ -27,8 +27,16 @@ pub(crate) struct Keyed<T: Idle> {
     max: usize,
     /// How many keys all shards hold, those about to be made included.
     len: AtomicUsize,
-    /// While full: before this moment a sweep frees nothing.
-    full_until: Mutex<Option<T::Now>>,
+    /// What the last sweep found that made no room.
+    full: Mutex<Option<FullSince<T::Now>>>,
+}
+
+/// A sweep that made no room need not be done again at once.
+struct FullSince<Now> {
+    /// When the next key becomes idle, as far as that was known.
+    next_idle: Option<Now>,
+    /// How many keys were refused without another sweep.
+    refused: usize,
 }
 
 struct Shard<T: Idle> {
@@ -53,7 +61,7 @@ impl<T: Idle> Keyed<T> {
             seed: RandomState::new().hash_one("tollgate"),
             max,
             len: AtomicUsize::new(0),
-            full_until: Mutex::new(None),
+            full: Mutex::new(None),
         }
     }
 
@@ -105,21 +113,25 @@ impl<T: Idle> Keyed<T> {
         if self.len.fetch_add(1, Ordering::Relaxed) < self.max {
             return Ok(());
         }
-        let full = || {
+        let refuse = || {
             self.len.fetch_sub(1, Ordering::Relaxed);
             Err(Full)
         };
-        let mut full_until = lock(&self.full_until);
-        if full_until.is_some_and(|until| now < until) {
-            return full();
+        let mut full = lock(&self.full);
+        if let Some(since) = full.as_mut()
+            && since.next_idle.is_none_or(|next| now < next)
+            && since.refused < self.max / 64
+        {
+            since.refused += 1;
+            return refuse();
         }
         let next_idle = self.shards.iter().filter_map(|shard| self.sweep(&mut lock(shard), now)).min();
         if self.len.load(Ordering::Relaxed) <= self.max {
-            *full_until = None;
+            *full = None;
             return Ok(());
         }
-        *full_until = next_idle;
-        full()
+        *full = Some(FullSince { next_idle, refused: 0 });
+        refuse()
     }
 
     /// Forgets what is idle. Answers when the next of those that stay will be.

@@ -44,10 +44,13 @@ impl Waiter {
         let Some(slot) = permit.into_slot() else { return };
         self.waits = true;
         let place = &mut self.place;
-        // Without room for the line, the next poll finds none and ends the wait.
-        let _ = self.limiter.open_line(self.key, clock::now(), |line, desk, wakers| {
+        // Without room for the line, the next poll finds no place and ends the wait.
+        let opened = self.limiter.open_line(self.key, clock::now(), |line, desk, wakers| {
             ((), line.return_late(desk, place, slot, wakers))
         });
+        if opened.is_err() {
+            self.limiter.give_back(self.key, slot);
+        }
     }
 
     fn settled(&mut self, settled: Settled, now: Instant) -> Result<Permit, Limited> {

@@ -218,7 +218,7 @@ impl Limiter {
     ) -> Option<R> {
         let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
         let (done, call) = self.0.lines.find(key, |line| act(line, &desk, &mut wakers))?;
-        self.finish(key, call, wakers);
+        self.finish(key, now, call, wakers);
         Some(done)
     }
 
@@ -232,7 +232,7 @@ impl Limiter {
         let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
         let open = || Line::new(now);
         let (done, call) = self.0.lines.enter(key, now, open, |line| act(line, &desk, &mut wakers))?;
-        self.finish(key, call, wakers);
+        self.finish(key, now, call, wakers);
         Ok(done)
     }
 
@@ -265,16 +265,16 @@ impl Limiter {
     }
 
     /// Does what a line left to be done without its lock.
-    fn finish(&self, key: Key, call: Option<Call>, wakers: Wakers) {
+    fn finish(&self, key: Key, sent: Instant, call: Option<Call>, wakers: Wakers) {
         wakers.wake();
         if let Some(call) = call {
-            self.run(key, call);
+            self.run(key, sent, call);
         }
     }
 
     /// Runs a store call to its end, whoever of those who wait for it gives up meanwhile.
-    fn run(&self, key: Key, call: Call) {
-        let mut pending = PendingCall { limiter: self.clone(), key, sent: clock::now(), open: true };
+    fn run(&self, key: Key, sent: Instant, call: Call) {
+        let mut pending = PendingCall { limiter: self.clone(), key, sent, open: true };
         // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {

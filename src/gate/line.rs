@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -43,8 +44,6 @@ pub(super) struct Line {
     queue: Option<Box<Queue>>,
     life: Duration,
     memory: Memory,
-    /// The number of the next to wait.
-    next: Number,
 }
 
 /// A store's answer that is still to come.
@@ -69,7 +68,7 @@ impl Idle for Line {
 
 impl Line {
     pub(super) fn new(now: Instant) -> Self {
-        Line { stock: Stock::new(now), queue: None, life: LIFE, memory: Memory::default(), next: 0 }
+        Line { stock: Stock::new(now), queue: None, life: LIFE, memory: Memory::default() }
     }
 
     /// How many wait.
@@ -109,7 +108,7 @@ impl Line {
         if queue.waiting() >= desk.max_waiting {
             return (Entered::LineFull, None);
         }
-        let number = next_number(&mut self.next);
+        let number = next_number();
         queue.wait(number, cost, patience, desk.now);
         let call = self.step(desk, Some(number), wakers);
         let entered = match self.collect(number) {
@@ -139,19 +138,19 @@ impl Line {
                     let refusal = lease.refused.unwrap_or(Refusal { wait: None, limit: None });
                     return (Entered::Refused(refusal), None);
                 };
-                let slot = slot(segment, desk.now, desk.now);
-                if slot.at <= desk.now {
+                let slot = slot(segment, desk.now, clock::now());
+                if segment.wait.is_zero() {
                     return (Entered::Granted(slot), None);
                 }
                 let queue = self.queue.get_or_insert_default();
-                let number = next_number(&mut self.next);
+                let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
                 queue.answered([slot], None, Duration::ZERO, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
                 let queue = self.queue.get_or_insert_default();
-                let number = next_number(&mut self.next);
+                let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
                 queue.asking(&[need]);
                 (Entered::Waiting(number), Some(call))
@@ -198,9 +197,10 @@ impl Line {
     fn step(&mut self, desk: &Desk<'_>, me: Option<Number>, wakers: &mut Wakers) -> Option<Call> {
         // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
         // needed: what a store grants is alive.
+        let mut now = desk.now;
         for _ in 0..3 {
             let queue = self.queue.as_mut()?;
-            let died = queue.hand_out(desk.now, me, wakers);
+            let died = queue.hand_out(now, me, wakers);
             queue.trim();
             let needs = queue.needs();
             if needs.is_empty() || queue.is_calling() {
@@ -214,8 +214,10 @@ impl Line {
             }
             match desk.store.lease(self.ask(desk, &needs, 0, latest, &returns)) {
                 Answer::Now(answer) => {
+                    // The store asked the time after we did.
+                    now = clock::now();
                     self.mark_asked(&needs);
-                    self.answered(answer, desk.now, desk.now, wakers);
+                    self.answered(answer, desk.now, now, wakers);
                 }
                 Answer::Later(call) => {
                     self.mark_asked(&needs);
@@ -299,7 +301,13 @@ impl Line {
                 self.close();
                 return (Poll::Ready(settled), call);
             }
-            let Some(queue) = &mut self.queue else { break };
+            // Without a place there is nothing to wait for: the line could not be opened when it was to wait again.
+            let nothing = Settled::Refused(Refusal { wait: None, limit: None });
+            let Some(queue) =
+                self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
+            else {
+                return (Poll::Ready(nothing), call);
+            };
             if queue.is_over(waiter.number, waiter.cost, desk.now) {
                 let slot = queue.last_slot(waiter.cost);
                 let wait = slot.map(|slot| slot.saturating_duration_since(desk.now));
@@ -389,10 +397,10 @@ impl Line {
     }
 }
 
-fn next_number(next: &mut Number) -> Number {
-    let number = *next;
-    *next += 1;
-    number
+/// One count for the process: a line may be forgotten and opened anew while somebody means to come back to its place.
+fn next_number() -> Number {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// The place of one who waits.

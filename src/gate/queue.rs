@@ -262,6 +262,11 @@ impl Queue {
         }
     }
 
+    /// Whether one has a place here.
+    pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
+        self.classes.get(&cost).is_some_and(|class| class.waiting.contains_key(&number))
+    }
+
     /// Whether one can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
