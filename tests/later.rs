@@ -177,3 +177,31 @@ fn a_call_lost_with_its_runtime_is_an_error_and_no_hang() {
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
 }
+
+/// A store that answers at once, but is kept from asking the time for a while.
+struct Stalling(MemoryStore);
+
+impl Store for Stalling {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        std::thread::sleep(millis(80));
+        self.0.lease(ask)
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.0.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.0.peek(key, terms)
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_always_stalls_longer_than_a_permit_lives_is_no_endless_wait() {
+    let store = Arc::new(Stalling(MemoryStore::default()));
+    let builder = RateLimitLayer::builder(Quota::new(1, millis(200))).store(store);
+    let limiter = builder.max_wait(millis(500)).build().unwrap().limiter();
+    drop(limiter.acquire(key()).await.unwrap());
+    let ended = tokio::time::timeout(Duration::from_secs(60), limiter.acquire(key())).await;
+    assert!(ended.is_ok(), "max_wait holds");
+}

@@ -72,26 +72,36 @@ where
     }
 
     fn call(&mut self, request: R) -> ResponseFuture<S, R> {
-        let state = match self.layer.enter(&RequestInfo::new(&request)) {
-            Entered::Sent(sent) => State::Calling { sent: Some(sent), call: self.inner.call(request) },
-            slow => {
-                // The service that is ready now can neither wait with the request, where it would keep others from its
-                // resources, nor stay here, where it might keep the only one: a fresh clone takes its place.
-                let fresh = self.inner.clone();
-                let readied = std::mem::replace(&mut self.inner, fresh);
-                drop(readied);
-                match slow {
-                    Entered::Waiting(waiter) => {
-                        let errand =
-                            Errand { waiter, permit: Unsent(None), inner: self.inner.clone(), request };
-                        State::Waiting { errand: Some(Box::new(errand)) }
-                    }
-                    Entered::Limited(limited) => State::Refused { limited: Some(limited) },
-                    Entered::Sent(_) => unreachable!("what may leave has left above"),
-                }
+        match self.layer.enter(&RequestInfo::new(&request)) {
+            Entered::Sent(sent) => {
+                let state = State::Calling { call: self.inner.call(request) };
+                ResponseFuture { state, sent: Some(sent), upstream_limit: self.layer.upstream_limit() }
             }
+            Entered::Waiting(waiter) => self.call_later(Ok(waiter), request),
+            Entered::Limited(limited) => self.call_later(Err(limited), request),
+        }
+    }
+}
+
+impl<S: Clone> RateLimit<S> {
+    /// The service that is ready now can neither wait with the request, where it would keep others from its resources,
+    /// nor stay here, where it might keep the only one: a fresh clone takes its place.
+    #[cold]
+    fn call_later<R>(&mut self, waiter: Result<Box<Waiter>, Limited>, request: R) -> ResponseFuture<S, R>
+    where
+        S: Service<R>,
+    {
+        let fresh = self.inner.clone();
+        let readied = std::mem::replace(&mut self.inner, fresh);
+        drop(readied);
+        let state = match waiter {
+            Ok(waiter) => {
+                let errand = Errand { waiter, permit: Unsent(None), inner: self.inner.clone(), request };
+                State::Waiting { errand: Some(Box::new(errand)) }
+            }
+            Err(limited) => State::Refused { limited: Some(limited) },
         };
-        ResponseFuture { state, upstream_limit: self.layer.upstream_limit() }
+        ResponseFuture { state, sent: None, upstream_limit: self.layer.upstream_limit() }
     }
 }
 
@@ -103,6 +113,7 @@ pin_project! {
     {
         #[pin]
         state: State<S, R>,
+        sent: Option<Sent>,
         upstream_limit: UpstreamLimit,
     }
 }
@@ -116,7 +127,7 @@ pin_project! {
     where
         S: Service<R>,
     {
-        Calling { sent: Option<Sent>, #[pin] call: S::Future },
+        Calling { #[pin] call: S::Future },
         Waiting { errand: Option<Box<Errand<S, R>>> },
         Refused { limited: Option<Limited> },
     }
@@ -176,9 +187,9 @@ where
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                StateProj::Calling { sent, call } => {
+                StateProj::Calling { call } => {
                     let response = ready!(call.poll(cx)).map_err(Error::inner)?;
-                    if let Some(sent) = sent.take() {
+                    if let Some(sent) = this.sent.take() {
                         leave(sent, &response, *this.upstream_limit)?;
                     }
                     return Poll::Ready(Ok(response));
@@ -196,7 +207,8 @@ where
                         unreachable!("it was just polled");
                     };
                     let call = inner.call(request);
-                    this.state.set(State::Calling { sent: Some(permit.sent()), call });
+                    *this.sent = Some(permit.sent());
+                    this.state.set(State::Calling { call });
                 }
                 StateProj::Refused { limited } => {
                     let limited = limited.take().expect("a future is not polled after it was ready");

@@ -353,7 +353,7 @@ impl Class {
         for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
             // The store counted its wait from when it was asked, we count from its answer; a deadline is a deadline.
             let patience = &mut waiting.patience;
-            if !patience.by_deadline {
+            if !patience.by_deadline && !waiting.heard {
                 patience.latest = clock::after(patience.latest, trip);
             }
             if slot > patience.latest {
