@@ -6,13 +6,14 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::events;
-use super::limiter::{Entry, Limiter, NOTHING, Started, report, told};
+use super::limiter::{Entry, Limiter, Started, report, told};
 use super::line::Place;
 use super::permit::{Permit, Wait};
 use super::queue::{Number, Patience, Settled};
 use crate::clock;
 use crate::error::Limited;
 use crate::key::Key;
+use crate::store::Refusal;
 
 /// A place in the line. Dropping it gives it up.
 #[derive(Debug)]
@@ -70,7 +71,7 @@ impl Waiter {
                 Err(told(Limited::Local { reason, report }))
             }
             Settled::Failed(source) => {
-                let report = report(label, NOTHING, self.since, now, turns);
+                let report = report(label, Refusal::NEVER, self.since, now, turns);
                 Err(told(Limited::Store { source, report }))
             }
         }
@@ -86,7 +87,7 @@ impl Future for Waiter {
         let place = &mut waiter.place;
         let polled =
             waiter.limiter.at_line(waiter.key, now, |line, desk, wakers| line.poll(desk, place, cx, wakers));
-        let polled = polled.unwrap_or(Poll::Ready(Settled::Refused(NOTHING)));
+        let polled = polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)));
         polled.map(|settled| waiter.settled(settled, now))
     }
 }

@@ -172,28 +172,28 @@ impl Limiter {
         };
         let largest = settings.terms.quota().largest_cost();
         if entry.cost > largest {
-            return refused(Reason::CostAboveLimit { cost: entry.cost, largest }, NOTHING, label());
+            return refused(Reason::CostAboveLimit { cost: entry.cost, largest }, Refusal::NEVER, label());
         }
         if patience.latest < now {
-            return refused(Reason::Deadline, NOTHING, label());
+            return refused(Reason::Deadline, Refusal::NEVER, label());
         }
         let entered = self.open_line(entry.key, now, |line, desk, wakers| {
             let (entered, call) = line.enter(desk, entry.cost, patience, wakers);
             ((entered, line.waiting()), call)
         });
         let Ok((entered, in_line)) = entered else {
-            return refused(Reason::TooManyKeys(settings.max_keys), NOTHING, label());
+            return refused(Reason::TooManyKeys(settings.max_keys), Refusal::NEVER, label());
         };
         match entered {
             Entered::Granted(slot) => Started::Granted(Some(slot)),
             Entered::Refused(refusal) => refused(patience.reason(settings.max_wait), refusal, label()),
-            Entered::LineFull => refused(Reason::LineFull(settings.max_waiting), NOTHING, label()),
+            Entered::LineFull => refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER, label()),
             // The embedded store is not away when it is full.
             Entered::Failed(StoreError::Full { max_keys }) => {
-                refused(Reason::TooManyKeys(max_keys), NOTHING, label())
+                refused(Reason::TooManyKeys(max_keys), Refusal::NEVER, label())
             }
             Entered::Failed(source) => {
-                let report = report(label(), NOTHING, now, now, 0);
+                let report = report(label(), Refusal::NEVER, now, now, 0);
                 Started::Limited(told(Limited::Store { source, report }))
             }
             Entered::Waiting(number) => {
@@ -252,7 +252,10 @@ impl Limiter {
     #[cold]
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        told(Limited::Local { reason: Reason::NoKey, report: report("none".into(), NOTHING, now, now, 0) })
+        told(Limited::Local {
+            reason: Reason::NoKey,
+            report: report("none".into(), Refusal::NEVER, now, now, 0),
+        })
     }
 
     pub(super) fn give_back(&self, key: Key, slot: Slot) {
@@ -321,9 +324,6 @@ impl Drop for PendingCall {
         }
     }
 }
-
-/// A refusal that no wait would end.
-pub(super) const NOTHING: Refusal = Refusal { wait: None, limit: None };
 
 pub(super) fn report(key: Box<str>, refusal: Refusal, since: Instant, now: Instant, turns: u32) -> Report {
     let Refusal { wait, limit } = refusal;

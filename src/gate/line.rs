@@ -135,7 +135,7 @@ impl Line {
             Answer::Now(Ok(lease)) => {
                 self.remember(&lease, desk.now);
                 let Some(segment) = lease.segments.first() else {
-                    let refusal = lease.refused.unwrap_or(Refusal { wait: None, limit: None });
+                    let refusal = lease.refused.unwrap_or(Refusal::NEVER);
                     return (Entered::Refused(refusal), None);
                 };
                 let slot = slot(segment, desk.now, clock::now());
@@ -254,8 +254,7 @@ impl Line {
         match answer {
             Ok(lease) => {
                 let slots = lease.segments.iter().map(|segment| slot(segment, sent, now));
-                let nothing = Refusal { wait: None, limit: None };
-                let end = Settled::Refused(lease.refused.unwrap_or(nothing));
+                let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
                 queue.answered(slots, Some(&end), trip, wakers);
             }
             Err(error) => queue.answered([], Some(&Settled::Failed(error)), trip, wakers),
@@ -302,11 +301,10 @@ impl Line {
                 return (Poll::Ready(settled), call);
             }
             // Without a place there is nothing to wait for: the line could not be opened when it was to wait again.
-            let nothing = Settled::Refused(Refusal { wait: None, limit: None });
             let Some(queue) =
                 self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
             else {
-                return (Poll::Ready(nothing), call);
+                return (Poll::Ready(Settled::Refused(Refusal::NEVER)), call);
             };
             if queue.is_over(waiter.number, waiter.cost, desk.now) {
                 let slot = queue.last_slot(waiter.cost);

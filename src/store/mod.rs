@@ -178,6 +178,11 @@ pub struct Refusal {
     pub limit: Option<Limit>,
 }
 
+impl Refusal {
+    /// One that no wait would end.
+    pub(crate) const NEVER: Refusal = Refusal { wait: None, limit: None };
+}
+
 /// The state of a key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
