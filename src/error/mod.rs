@@ -1,12 +1,18 @@
 //! Everything that can go wrong: while building ([`ConfigError`]), in a store ([`StoreError`]), and with a call
 //! ([`Error`], with [`Limited`] in it when somebody said no).
 
+mod config;
+mod report;
+mod store;
+
 use std::error::Error as StdError;
 use std::fmt;
-use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use crate::quota::{Limit, Quota};
+pub use config::ConfigError;
+pub(crate) use report::Facts;
+pub use report::Report;
+pub use store::StoreError;
 
 /// An error of any type.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -254,233 +260,12 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Whose limit it was, how long the request waited, when to come back.
-#[derive(Clone)]
-pub struct Report(Box<Facts>);
-
-/// What a [`Report`] tells; boxed, so that errors stay small.
-#[derive(Clone)]
-pub(crate) struct Facts {
-    pub(crate) key: Box<str>,
-    pub(crate) limit: Option<Limit>,
-    pub(crate) retry_after: Option<Duration>,
-    pub(crate) at: SystemTime,
-    pub(crate) waited: Duration,
-    pub(crate) turns: u32,
-}
-
-impl Report {
-    pub(crate) fn new(facts: Facts) -> Self {
-        Report(Box::new(facts))
-    }
-
-    /// The label of the key: the host for `by_host`, `all` without a key function, else eight hex digits.
-    pub fn key(&self) -> &str {
-        &self.0.key
-    }
-
-    /// The limit that refused, where it was one of ours.
-    pub fn limit(&self) -> Option<Limit> {
-        self.0.limit
-    }
-
-    /// How long after the refusal a slot would have been free, or how long the upstream asked to wait.
-    ///
-    /// `None` where that is not known, or where no wait helps.
-    pub fn retry_after(&self) -> Option<Duration> {
-        self.0.retry_after
-    }
-
-    /// The same as a moment: when to run the job again.
-    pub fn retry_at(&self) -> Option<SystemTime> {
-        self.0.at.checked_add(self.0.retry_after?)
-    }
-
-    /// Since when the request was waiting.
-    pub fn since(&self) -> SystemTime {
-        self.0.at.checked_sub(self.0.waited).unwrap_or(self.0.at)
-    }
-
-    /// How long it waited.
-    pub fn waited(&self) -> Duration {
-        self.0.waited
-    }
-
-    /// How often it waited: 0 when it was refused at once, more than 1 when it missed its slot.
-    pub fn turns(&self) -> u32 {
-        self.0.turns
-    }
-}
-
-impl fmt::Debug for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Facts { key, limit, retry_after, at, waited, turns } = &*self.0;
-        f.debug_struct("Report")
-            .field("key", key)
-            .field("limit", limit)
-            .field("retry_after", retry_after)
-            .field("at", at)
-            .field("waited", waited)
-            .field("turns", turns)
-            .finish()
-    }
-}
-
-/// What a store could not do.
-#[non_exhaustive]
-#[derive(Clone, Debug)]
-pub enum StoreError {
-    /// It holds as many keys as it may, and all of them are in use.
-    Full {
-        /// The most keys it may hold.
-        max_keys: usize,
-    },
-    /// It could not be reached, or it failed.
-    Away(Arc<dyn StdError + Send + Sync>),
-    /// It answers so slowly that what it grants has run out when it arrives.
-    TooSlow {
-        /// How long the call took.
-        took: Duration,
-        /// The longest that a permit of this quota may live.
-        longest: Duration,
-    },
-    /// It was asked, and the answer was lost: what it may have granted counts as spent.
-    Lost,
-}
-
-impl fmt::Display for StoreError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            StoreError::Full { max_keys } => {
-                write!(
-                    f,
-                    "the store holds {max_keys} keys and all are in use: raise max_keys or use fewer keys"
-                )
-            }
-            StoreError::Away(source) => write!(f, "the store is away: {source}"),
-            StoreError::TooSlow { took, longest } => write!(
-                f,
-                "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
-                 bring the store nearer, or use a longer window"
-            ),
-            StoreError::Lost => write!(f, "the answer of the store was lost"),
-        }
-    }
-}
-
-impl StdError for StoreError {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match self {
-            StoreError::Away(source) => Some(source.as_ref()),
-            StoreError::Full { .. } | StoreError::TooSlow { .. } | StoreError::Lost => None,
-        }
-    }
-}
-
-/// What is wrong with the settings, and what to change.
-#[non_exhaustive]
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ConfigError {
-    /// A count, capacity or burst of zero would allow nothing.
-    ZeroCount {
-        /// The limit.
-        limit: Limit,
-    },
-    /// A count above [`Quota::LARGEST_COUNT`].
-    CountTooLarge {
-        /// The limit.
-        limit: Limit,
-    },
-    /// A window shorter than [`Quota::SHORTEST_WINDOW`] or longer than [`Quota::LONGEST_WINDOW`].
-    WindowOutOfRange {
-        /// The limit.
-        limit: Limit,
-    },
-    /// A burst or spacing so fine that the margin of each permit would eat more than a tenth of the rate.
-    TooFine {
-        /// The limit.
-        limit: Limit,
-        /// How much of the rate would be lost.
-        lost_percent: u32,
-        /// The smallest burst that loses nothing.
-        smallest_burst: u32,
-    },
-    /// The guards on both sides of the boundaries leave too little of a fixed window.
-    WindowTooShortForSlack {
-        /// The limit.
-        limit: Limit,
-        /// The guard.
-        boundary_slack: Duration,
-    },
-    /// More than [`Quota::MOST_LIMITS`] limits on one key.
-    TooManyLimits,
-    /// `burst` was called on a bucket, which has its capacity, or on `every`, which has none.
-    BurstOfBucket,
-    /// A text that is no quota.
-    Unparsable {
-        /// The text.
-        text: String,
-    },
-    /// A setting that must lie in a range does not.
-    OutOfRange {
-        /// Its name.
-        setting: &'static str,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        allowed: &'static str,
-    },
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ConfigError::ZeroCount { limit } => {
-                write!(f, "quota {limit}: a count of 0 allows nothing; the least is 1")
-            }
-            ConfigError::CountTooLarge { limit } => {
-                write!(f, "quota {limit}: the largest count is {}", Quota::LARGEST_COUNT)
-            }
-            ConfigError::WindowOutOfRange { limit } => {
-                write!(f, "quota {limit}: a window lasts from {:?} to 366 days", Quota::SHORTEST_WINDOW)
-            }
-            ConfigError::TooFine { limit, lost_percent, smallest_burst } => write!(
-                f,
-                "quota {limit}: spacing this fine would lose {lost_percent} % of the rate to the margin of each \
-                 permit; a burst of {smallest_burst} loses nothing: .burst({smallest_burst}) after a window, else \
-                 Quota::bucket({smallest_burst}).refill({}, {:?})",
-                limit.count(),
-                limit.window(),
-            ),
-            ConfigError::WindowTooShortForSlack { limit, boundary_slack } => write!(
-                f,
-                "quota {limit}: a boundary_slack of {boundary_slack:?} on both sides leaves less than half of the \
-                 window; lower boundary_slack, or use a sliding window, which needs none"
-            ),
-            ConfigError::TooManyLimits => {
-                write!(f, "a quota holds at most {} limits, bursts included", Quota::MOST_LIMITS)
-            }
-            ConfigError::BurstOfBucket => write!(
-                f,
-                "burst() shapes a window; a spacing or a bucket has it as its capacity: for every(d) write \
-                 Quota::bucket(burst).refill(1, d)"
-            ),
-            ConfigError::Unparsable { text } => write!(
-                f,
-                "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s"
-            ),
-            ConfigError::OutOfRange { setting, value, allowed } => {
-                write!(f, "{setting} is {value}, but must be {allowed}")
-            }
-        }
-    }
-}
-
-impl StdError for ConfigError {}
-
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use super::*;
+    use crate::quota::Limit;
 
     fn limited() -> Limited {
         Limited::Local {

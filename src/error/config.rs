@@ -1,0 +1,108 @@
+//! What can be wrong with the settings.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use crate::quota::{Limit, Quota};
+
+/// What is wrong with the settings, and what to change.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConfigError {
+    /// A count, capacity or burst of zero would allow nothing.
+    ZeroCount {
+        /// The limit.
+        limit: Limit,
+    },
+    /// A count above [`Quota::LARGEST_COUNT`].
+    CountTooLarge {
+        /// The limit.
+        limit: Limit,
+    },
+    /// A window shorter than [`Quota::SHORTEST_WINDOW`] or longer than [`Quota::LONGEST_WINDOW`].
+    WindowOutOfRange {
+        /// The limit.
+        limit: Limit,
+    },
+    /// A burst or spacing so fine that the margin of each permit would eat more than a tenth of the rate.
+    TooFine {
+        /// The limit.
+        limit: Limit,
+        /// How much of the rate would be lost.
+        lost_percent: u32,
+        /// The smallest burst that loses nothing.
+        smallest_burst: u32,
+    },
+    /// The guards on both sides of the boundaries leave too little of a fixed window.
+    WindowTooShortForSlack {
+        /// The limit.
+        limit: Limit,
+        /// The guard.
+        boundary_slack: Duration,
+    },
+    /// More than [`Quota::MOST_LIMITS`] limits on one key.
+    TooManyLimits,
+    /// `burst` was called on a bucket, which has its capacity, or on `every`, which has none.
+    BurstOfBucket,
+    /// A text that is no quota.
+    Unparsable {
+        /// The text.
+        text: String,
+    },
+    /// A setting that must lie in a range does not.
+    OutOfRange {
+        /// Its name.
+        setting: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        allowed: &'static str,
+    },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ConfigError::ZeroCount { limit } => {
+                write!(f, "quota {limit}: a count of 0 allows nothing; the least is 1")
+            }
+            ConfigError::CountTooLarge { limit } => {
+                write!(f, "quota {limit}: the largest count is {}", Quota::LARGEST_COUNT)
+            }
+            ConfigError::WindowOutOfRange { limit } => {
+                write!(f, "quota {limit}: a window lasts from {:?} to 366 days", Quota::SHORTEST_WINDOW)
+            }
+            ConfigError::TooFine { limit, lost_percent, smallest_burst } => write!(
+                f,
+                "quota {limit}: spacing this fine would lose {lost_percent} % of the rate to the margin of each \
+                 permit; a burst of {smallest_burst} loses nothing: .burst({smallest_burst}) after a window, else \
+                 Quota::bucket({smallest_burst}).refill({}, {:?})",
+                limit.count(),
+                limit.window(),
+            ),
+            ConfigError::WindowTooShortForSlack { limit, boundary_slack } => write!(
+                f,
+                "quota {limit}: a boundary_slack of {boundary_slack:?} on both sides leaves less than half of the \
+                 window; lower boundary_slack, or use a sliding window, which needs none"
+            ),
+            ConfigError::TooManyLimits => {
+                write!(f, "a quota holds at most {} limits, bursts included", Quota::MOST_LIMITS)
+            }
+            ConfigError::BurstOfBucket => write!(
+                f,
+                "burst() shapes a window; a spacing or a bucket has it as its capacity: for every(d) write \
+                 Quota::bucket(burst).refill(1, d)"
+            ),
+            ConfigError::Unparsable { text } => write!(
+                f,
+                "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s"
+            ),
+            ConfigError::OutOfRange { setting, value, allowed } => {
+                write!(f, "{setting} is {value}, but must be {allowed}")
+            }
+        }
+    }
+}
+
+impl StdError for ConfigError {}

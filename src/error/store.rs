@@ -1,0 +1,57 @@
+//! What can go wrong in a store.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a store could not do.
+#[non_exhaustive]
+#[derive(Clone, Debug)]
+pub enum StoreError {
+    /// It holds as many keys as it may, and all of them are in use.
+    Full {
+        /// The most keys it may hold.
+        max_keys: usize,
+    },
+    /// It could not be reached, or it failed.
+    Away(Arc<dyn StdError + Send + Sync>),
+    /// It answers so slowly that what it grants has run out when it arrives.
+    TooSlow {
+        /// How long the call took.
+        took: Duration,
+        /// The longest that a permit of this quota may live.
+        longest: Duration,
+    },
+    /// It was asked, and the answer was lost: what it may have granted counts as spent.
+    Lost,
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StoreError::Full { max_keys } => {
+                write!(
+                    f,
+                    "the store holds {max_keys} keys and all are in use: raise max_keys or use fewer keys"
+                )
+            }
+            StoreError::Away(source) => write!(f, "the store is away: {source}"),
+            StoreError::TooSlow { took, longest } => write!(
+                f,
+                "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
+                 bring the store nearer, or use a longer window"
+            ),
+            StoreError::Lost => write!(f, "the answer of the store was lost"),
+        }
+    }
+}
+
+impl StdError for StoreError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            StoreError::Away(source) => Some(source.as_ref()),
+            StoreError::Full { .. } | StoreError::TooSlow { .. } | StoreError::Lost => None,
+        }
+    }
+}
