@@ -17,8 +17,13 @@ pub(crate) trait Idle {
     /// What tells the time of this state.
     type Now: Copy + Ord;
 
-    /// The moment from which it can be forgotten and made anew without anybody noticing; `None` while it is in use.
+    /// The moment from which it can be forgotten and made anew without harm; `None` while it is in use.
     fn idle_from(&self) -> Option<Self::Now>;
+
+    /// The moment from which nobody would notice; before, it is forgotten only where room is needed.
+    fn worthless_from(&self) -> Option<Self::Now> {
+        self.idle_from()
+    }
 }
 
 pub(crate) struct Keyed<T: Idle> {
@@ -87,7 +92,7 @@ impl<T: Idle> Keyed<T> {
         self.reserve(now)?;
         let mut shard = self.shard(hash);
         if shard.table.len() >= shard.sweep_at {
-            self.sweep(&mut shard, now);
+            self.sweep(&mut shard, now, T::worthless_from);
         }
         let rehash = |(key, _): &(Key, T)| key.spread(self.seed);
         let state = match shard.table.entry(hash, same, rehash) {
@@ -98,6 +103,13 @@ impl<T: Idle> Keyed<T> {
             Entry::Vacant(free) => &mut free.insert((key, make())).into_mut().1,
         };
         Ok(with(state))
+    }
+
+    /// Calls `with` with each key and its state, a shard at a time.
+    pub(crate) fn for_each(&self, mut with: impl FnMut(Key, &mut T)) {
+        for shard in &self.shards {
+            lock(shard).table.iter_mut().for_each(|(key, state)| with(*key, state));
+        }
     }
 
     /// Calls `with` with the state of `key`, if there is any.
@@ -125,7 +137,8 @@ impl<T: Idle> Keyed<T> {
             since.refused += 1;
             return refuse();
         }
-        let next_idle = self.shards.iter().filter_map(|shard| self.sweep(&mut lock(shard), now)).min();
+        let next_idle =
+            self.shards.iter().filter_map(|shard| self.sweep(&mut lock(shard), now, T::idle_from)).min();
         if self.len.load(Ordering::Relaxed) <= self.max {
             *full = None;
             return Ok(());
@@ -134,12 +147,17 @@ impl<T: Idle> Keyed<T> {
         refuse()
     }
 
-    /// Forgets what is idle. Answers when the next of those that stay will be.
-    fn sweep(&self, shard: &mut Shard<T>, now: T::Now) -> Option<T::Now> {
+    /// Forgets what can be forgotten `from` now or before. Answers when the next of those that stay can be.
+    fn sweep(
+        &self,
+        shard: &mut Shard<T>,
+        now: T::Now,
+        from: impl Fn(&T) -> Option<T::Now>,
+    ) -> Option<T::Now> {
         let before = shard.table.len();
         let mut next_idle = None;
         shard.table.retain(|(_, state)| {
-            let idle_from = state.idle_from();
+            let idle_from = from(state);
             let stays = idle_from.is_none_or(|from| from > now);
             if stays {
                 next_idle = next_idle.into_iter().chain(idle_from).min();

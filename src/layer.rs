@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{ConfigError, Limited};
-use crate::gate::{Entry, LIFE, Limiter, Sent, Settings, Started, Waiter};
+use crate::gate::{Entry, LIFE, Limiter, OnStoreError, Sent, Settings, Started, Waiter};
 use crate::key::{Cost, Deadline, Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
@@ -83,6 +83,7 @@ impl RateLimitLayer {
             quota,
             reading: Reading { key: None, cost: None, deadline: None, upstream_limit: UpstreamLimit::Passes },
             store: None,
+            on_store_error: OnStoreError::default(),
             max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
             max_waiting: 10_000,
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
@@ -196,6 +197,7 @@ pub struct RateLimitBuilder {
     quota: Quota,
     reading: Reading,
     store: Option<Arc<dyn Store>>,
+    on_store_error: OnStoreError,
     max_wait: Duration,
     max_waiting: usize,
     max_keys: usize,
@@ -269,6 +271,12 @@ impl RateLimitBuilder {
         self
     }
 
+    /// What becomes of a request when the store cannot be asked. Default: [`OnStoreError::FailClosed`].
+    pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
+        self.on_store_error = on_store_error;
+        self
+    }
+
     /// By how much the time that a request takes to the upstream may vary. Default: 10 ms; at most 60 s.
     ///
     /// Opening a connection is part of that time: where the first request on a connection takes 150 ms longer than the
@@ -324,6 +332,7 @@ impl RateLimitBuilder {
             max_wait: self.max_wait,
             max_waiting: self.max_waiting,
             max_keys: self.max_keys,
+            on_store_error: self.on_store_error,
         });
         Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })
     }

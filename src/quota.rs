@@ -197,6 +197,10 @@ impl Quota {
         self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
+    pub(crate) fn longest_window(&self) -> Duration {
+        self.limits().iter().map(Limit::window).max().unwrap_or(Quota::SHORTEST_WINDOW)
+    }
+
     /// Checks everything at once.
     ///
     /// `margin` is what a permit costs over its slot (life and transit slack), `boundary_slack` what fixed windows

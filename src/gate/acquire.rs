@@ -70,6 +70,11 @@ impl Waiter {
                 let report = report(label, self.limiter.which(refusal), self.since, now, turns);
                 Err(told(Limited::Local { reason, report }))
             }
+            Settled::Failed(source) if self.limiter.passes(&source) => {
+                events::passed(&label, &source);
+                let waited = now.saturating_duration_since(self.since);
+                Ok(Permit::new(self.limiter.clone(), self.key, None).after(Wait { label, waited, turns }))
+            }
             Settled::Failed(source) => {
                 let report = report(label, Refusal::NEVER, self.since, now, turns);
                 Err(told(Limited::Store { source, report }))

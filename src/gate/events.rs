@@ -4,7 +4,9 @@
 mod told {
     use std::time::Duration;
 
-    use crate::error::Limited;
+    use crate::error::{Limited, StoreError};
+    use crate::key::Key;
+    use crate::quota::{Limit, Quota};
 
     /// A request waits for its slot.
     pub(crate) fn waiting(key: &str, in_line: usize) {
@@ -21,6 +23,20 @@ mod told {
         tracing::info!(target: "tollgate", key = limited.key(), %limited, "refused");
     }
 
+    /// The store failed, and the request passed uncounted.
+    pub(crate) fn passed(key: &str, error: &StoreError) {
+        tracing::warn!(target: "tollgate", key, %error, "passed uncounted");
+    }
+
+    /// Another process asserts another limit for the same key.
+    pub(crate) fn foreign_limit(key: Key, limit: Limit, quota: &Quota) {
+        tracing::warn!(
+            target: "tollgate",
+            %key, %limit, %quota,
+            "another process asserts another limit for this key: until it stops, all of them hold"
+        );
+    }
+
     /// The upstream answered that it was too much.
     pub(crate) fn upstream_limited(key: &str, status: http::StatusCode, retry_after: Option<Duration>) {
         tracing::warn!(target: "tollgate", key, %status, ?retry_after, "limited by the upstream");
@@ -31,13 +47,19 @@ mod told {
 mod told {
     use std::time::Duration;
 
-    use crate::error::Limited;
+    use crate::error::{Limited, StoreError};
+    use crate::key::Key;
+    use crate::quota::{Limit, Quota};
 
     pub(crate) fn waiting(_key: &str, _in_line: usize) {}
 
     pub(crate) fn waited(_key: &str, _waited: Duration, _turns: u32) {}
 
     pub(crate) fn limited(_limited: &Limited) {}
+
+    pub(crate) fn passed(_key: &str, _error: &StoreError) {}
+
+    pub(crate) fn foreign_limit(_key: Key, _limit: Limit, _quota: &Quota) {}
 
     pub(crate) fn upstream_limited(_key: &str, _status: http::StatusCode, _retry_after: Option<Duration>) {}
 }

@@ -1,13 +1,14 @@
 //! The gate with a quota.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
 use super::events;
-use super::line::{Call, Desk, Entered, Line};
+use super::line::{Desk, Entered, Errand, Line};
 use super::queue::{Patience, Slot, Wakers};
-use crate::clock;
+use crate::clock::{self, Timer};
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
@@ -39,6 +40,8 @@ pub struct Limiter(Arc<Gate>);
 struct Gate {
     lines: Keyed<Line>,
     settings: Settings,
+    /// Whether it was told that other processes assert other limits.
+    warned: AtomicBool,
 }
 
 /// What a gate is built from, checked.
@@ -48,6 +51,18 @@ pub(crate) struct Settings {
     pub(crate) max_wait: Duration,
     pub(crate) max_waiting: usize,
     pub(crate) max_keys: usize,
+    pub(crate) on_store_error: OnStoreError,
+}
+
+/// What becomes of a request when the store cannot be asked.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnStoreError {
+    /// It is refused with [`Limited::Store`]: the limit holds, whatever it costs.
+    #[default]
+    FailClosed,
+    /// It passes, uncounted: the upstream may be called more often than the limit allows.
+    FailOpen,
 }
 
 /// One who enters.
@@ -82,7 +97,11 @@ pub struct Peek {
 
 impl Limiter {
     pub(crate) fn new(settings: Settings) -> Self {
-        Limiter(Arc::new(Gate { lines: Keyed::new(settings.max_keys), settings }))
+        Limiter(Arc::new(Gate {
+            lines: Keyed::new(settings.max_keys),
+            settings,
+            warned: AtomicBool::new(false),
+        }))
     }
 
     /// A permit for one request of `key`, at once or after a wait of at most `max_wait`.
@@ -122,6 +141,31 @@ impl Limiter {
         let free = free + u64::from(at_hand);
         let next_slot = if free > 0 { Duration::ZERO } else { next_slot };
         Ok(Peek { limits, free, next_slot, waiting })
+    }
+
+    /// Gives back what this process has at hand, and answers when the store has all that was given back.
+    ///
+    /// For the end of a program whose other processes go on: without it, what is left here is lost to them until it
+    /// runs out, a window later at most. The limiter can be used again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when the store may not have it.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves what is on its way on its way.
+    pub async fn shutdown(&self) -> Result<(), StoreError> {
+        let Settings { store, terms, .. } = &self.0.settings;
+        self.0.lines.for_each(|key, line| {
+            if let Some(unused) = line.clear() {
+                store.give_back(key, terms, &[unused]);
+            }
+        });
+        match store.flush() {
+            Answer::Now(flushed) => flushed,
+            Answer::Later(flushed) => flushed.await,
+        }
     }
 
     /// Enters the gate if a permit is at hand, which `pick` takes; else answers when that was.
@@ -178,8 +222,8 @@ impl Limiter {
             return refused(Reason::Deadline, Refusal::NEVER, label());
         }
         let entered = self.open_line(entry.key, now, |line, desk, wakers| {
-            let (entered, call) = line.enter(desk, entry.cost, patience, wakers);
-            ((entered, line.waiting()), call)
+            let (entered, errand) = line.enter(desk, entry.cost, patience, wakers);
+            ((entered, line.waiting()), errand)
         });
         let Ok((entered, in_line)) = entered else {
             return refused(Reason::TooManyKeys(settings.max_keys), Refusal::NEVER, label());
@@ -191,6 +235,10 @@ impl Limiter {
             // The embedded store is not away when it is full.
             Entered::Failed(StoreError::Full { max_keys }) => {
                 refused(Reason::TooManyKeys(max_keys), Refusal::NEVER, label())
+            }
+            Entered::Failed(source) if self.passes(&source) => {
+                events::passed(&label(), &source);
+                Started::Granted(None)
             }
             Entered::Failed(source) => {
                 let report = report(label(), Refusal::NEVER, now, now, 0);
@@ -214,11 +262,11 @@ impl Limiter {
         &self,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Call>),
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
     ) -> Option<R> {
         let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
-        let (done, call) = self.0.lines.find(key, |line| act(line, &desk, &mut wakers))?;
-        self.finish(key, now, call, wakers);
+        let (done, errand) = self.0.lines.find(key, |line| act(line, &desk, &mut wakers))?;
+        self.finish(key, now, errand, wakers);
         Some(done)
     }
 
@@ -227,12 +275,12 @@ impl Limiter {
         &self,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Call>),
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
     ) -> Result<R, Full> {
         let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
         let open = || Line::new(now);
-        let (done, call) = self.0.lines.enter(key, now, open, |line| act(line, &desk, &mut wakers))?;
-        self.finish(key, now, call, wakers);
+        let (done, errand) = self.0.lines.enter(key, now, open, |line| act(line, &desk, &mut wakers))?;
+        self.finish(key, now, errand, wakers);
         Ok(done)
     }
 
@@ -267,23 +315,29 @@ impl Limiter {
         }
     }
 
-    /// Does what a line left to be done without its lock.
-    fn finish(&self, key: Key, sent: Instant, call: Option<Call>, wakers: Wakers) {
-        wakers.wake();
-        if let Some(call) = call {
-            self.run(key, sent, call);
-        }
+    /// Whether a request passes that could not be counted because of `error`.
+    pub(super) fn passes(&self, error: &StoreError) -> bool {
+        self.0.settings.on_store_error == OnStoreError::FailOpen && !matches!(error, StoreError::Full { .. })
     }
 
-    /// Runs a store call to its end, whoever of those who wait for it gives up meanwhile.
-    fn run(&self, key: Key, sent: Instant, call: Call) {
-        let mut pending = PendingCall { limiter: self.clone(), key, sent, open: true };
+    /// Does what a line left to be done without its lock.
+    fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
+        wakers.wake();
+        let Some(errand) = errand else { return };
+        let mut pending = Pending { limiter: self.clone(), key, since: now, calls: true, open: true };
         // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(async move {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        match errand {
+            Errand::Call(call) => drop(runtime.spawn(async move {
                 let answer = call.await;
-                pending.end(answer);
-            });
+                pending.answered(answer);
+            })),
+            Errand::Gather(delay) => drop(runtime.spawn(async move {
+                pending.calls = false;
+                let mut timer = Timer::at(clock::after(now, delay));
+                std::future::poll_fn(|cx| timer.poll(cx)).await;
+                drop(pending);
+            })),
         }
     }
 }
@@ -300,27 +354,37 @@ impl std::fmt::Debug for Limiter {
     }
 }
 
-/// A store call under way. It ends exactly once; dropped with its runtime, it ends as lost.
-struct PendingCall {
+/// What a line waits for: the answer to a call, or that others join the next one. It ends exactly once; dropped with its
+/// runtime, a call ends as lost.
+struct Pending {
     limiter: Limiter,
     key: Key,
-    sent: Instant,
+    since: Instant,
+    calls: bool,
     open: bool,
 }
 
-impl PendingCall {
-    fn end(&mut self, answer: Result<Lease, StoreError>) {
+impl Pending {
+    fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
+        if let Ok(Lease { foreign: Some(limit), .. }) = &answer
+            && !self.limiter.0.warned.swap(true, Ordering::Relaxed)
+        {
+            events::foreign_limit(self.key, *limit, self.limiter.0.settings.terms.quota());
+        }
         self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
-            ((), line.call_answered(desk, answer, self.sent, wakers))
+            ((), line.call_answered(desk, answer, self.since, wakers))
         });
     }
 }
 
-impl Drop for PendingCall {
+impl Drop for Pending {
     fn drop(&mut self) {
-        if self.open {
-            self.end(Err(StoreError::Lost));
+        if self.open && self.calls {
+            self.answered(Err(StoreError::Lost));
+        } else if self.open {
+            let now = clock::now();
+            self.limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, wakers)));
         }
     }
 }

@@ -3,21 +3,25 @@
 //! One store call at a time books for all who wait. Where nobody waits, a key in heavy use fetches a few permits ahead,
 //! so that the next calls need no store; how many follows from how fast they are used.
 
+mod wait;
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::queue::{Number, Patience, Queue, Settled, Slot, Wakers};
+use super::memory::Remembered;
+use super::queue::{Gathering, Number, Patience, Queue, Settled, Slot, Wakers};
 use super::stock::Stock;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::keyed::Idle;
 use crate::limit::{Terms, Unused};
-use crate::store::{Answer, Ask, Lease, Memory, Need, Refusal, Segment, Store};
+use crate::store::{Answer, Ask, LONGEST_LEARNING, Lease, Need, Refusal, Segment, Store};
+
+pub(super) use wait::Place;
 
 /// What a line needs to know of its gate.
 pub(super) struct Desk<'a> {
@@ -43,7 +47,18 @@ pub(super) struct Line {
     /// Only while somebody waits.
     queue: Option<Box<Queue>>,
     life: Duration,
-    memory: Memory,
+    /// Whether the store takes a trip to answer.
+    later: bool,
+    /// What is remembered of a store that may lose its state.
+    memory: Option<Box<Remembered>>,
+}
+
+/// What is to be done for a line without its lock.
+pub(super) enum Errand {
+    /// Run a call to its end.
+    Call(Call),
+    /// Come back after so long: others may join the next call meanwhile.
+    Gather(Duration),
 }
 
 /// A store's answer that is still to come.
@@ -64,11 +79,16 @@ impl Idle for Line {
     fn idle_from(&self) -> Option<Instant> {
         self.queue.is_none().then(|| self.stock.until())
     }
+
+    fn worthless_from(&self) -> Option<Instant> {
+        let remembered = self.memory.as_ref().map(|memory| memory.until());
+        self.idle_from().map(|idle| idle.max(self.stock.soon()).max(remembered.unwrap_or(idle)))
+    }
 }
 
 impl Line {
     pub(super) fn new(now: Instant) -> Self {
-        Line { stock: Stock::new(now), queue: None, life: LIFE, memory: Memory::default() }
+        Line { stock: Stock::new(now), queue: None, life: LIFE, later: false, memory: None }
     }
 
     /// How many wait.
@@ -100,7 +120,7 @@ impl Line {
         cost: u32,
         patience: Patience,
         wakers: &mut Wakers,
-    ) -> (Entered, Option<Call>) {
+    ) -> (Entered, Option<Errand>) {
         if self.queue.is_none() {
             return self.enter_empty(desk, cost, patience);
         }
@@ -110,7 +130,7 @@ impl Line {
         }
         let number = next_number();
         queue.wait(number, cost, patience, desk.now);
-        let call = self.step(desk, Some(number), wakers);
+        let errand = self.step(desk, Some(number), wakers);
         let entered = match self.collect(number) {
             Some(Settled::Granted(slot)) => Entered::Granted(slot),
             Some(Settled::Refused(refusal)) => Entered::Refused(refusal),
@@ -118,11 +138,11 @@ impl Line {
             None => Entered::Waiting(number),
         };
         self.close();
-        (entered, call)
+        (entered, errand)
     }
 
     /// Nobody waits: the store is asked for this one alone, and for what may be fetched ahead.
-    fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, patience: Patience) -> (Entered, Option<Call>) {
+    fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, patience: Patience) -> (Entered, Option<Errand>) {
         if let Some(slot) = self.take(cost, desk.now) {
             return (Entered::Granted(slot), None);
         }
@@ -133,12 +153,12 @@ impl Line {
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
-                self.remember(&lease, desk.now);
+                self.remember(desk, &lease, desk.now, desk.now);
                 let Some(segment) = lease.segments.first() else {
-                    let refusal = lease.refused.unwrap_or(Refusal::NEVER);
-                    return (Entered::Refused(refusal), None);
+                    let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
+                    return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);
                 };
-                let slot = slot(segment, desk.now, clock::now());
+                let slot = slot(&lease, segment, desk.now, clock::now());
                 if segment.wait.is_zero() {
                     return (Entered::Granted(slot), None);
                 }
@@ -153,19 +173,24 @@ impl Line {
                 let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
                 queue.asking(&[need]);
-                (Entered::Waiting(number), Some(call))
+                self.later = true;
+                (Entered::Waiting(number), Some(Errand::Call(call)))
             }
         }
     }
 
     fn ask<'a>(
-        &self,
+        &mut self,
         desk: &'a Desk<'_>,
         needs: &'a [Need],
         prefetch: u32,
         latest: Instant,
         returns: &'a [Unused],
     ) -> Ask<'a> {
+        let memory = self.memory.as_mut().map(|memory| {
+            memory.forget(returns);
+            memory.tell(desk.now)
+        });
         Ask {
             key: desk.key,
             terms: desk.terms,
@@ -175,15 +200,20 @@ impl Line {
             life: self.life,
             prefetch_life: self.stock_life(desk),
             returns,
-            memory: self.memory,
+            memory: memory.unwrap_or_default(),
         }
     }
 
     /// Keeps what a lease says besides its segments.
-    fn remember(&mut self, lease: &Lease, sent: Instant) {
-        self.memory = Memory { incarnation: lease.incarnation, hold_version: lease.hold_version };
+    fn remember(&mut self, desk: &Desk<'_>, lease: &Lease, sent: Instant, now: Instant) {
+        if self.memory.is_none() {
+            self.memory = Remembered::new(lease, now).map(Box::new);
+        }
+        if let Some(memory) = &mut self.memory {
+            memory.update(lease, desk.terms.quota().longest_window(), sent, now);
+        }
         if let Some(segment) = &lease.prefetched {
-            self.stock.fill(&slot(segment, sent, sent));
+            self.stock.fill(&slot(lease, segment, sent, sent));
         }
     }
 
@@ -194,7 +224,7 @@ impl Line {
 
     /// Brings the line up to date: slots that are due go out, slots nobody needs go back, the store is asked for those
     /// who have none. `me` is being polled and needs no waking.
-    fn step(&mut self, desk: &Desk<'_>, me: Option<Number>, wakers: &mut Wakers) -> Option<Call> {
+    fn step(&mut self, desk: &Desk<'_>, me: Option<Number>, wakers: &mut Wakers) -> Option<Errand> {
         // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
         // needed: what a store grants is alive.
         let mut now = desk.now;
@@ -202,9 +232,18 @@ impl Line {
             let queue = self.queue.as_mut()?;
             let died = queue.hand_out(now, me, wakers);
             queue.trim();
-            let needs = queue.needs();
-            if needs.is_empty() || queue.is_calling() {
+            if queue.is_calling() || queue.gathering == Gathering::UnderWay {
                 break;
+            }
+            let needs = queue.needs();
+            if needs.is_empty() && !report_due(desk, queue, self.memory.as_deref(), now) {
+                break;
+            }
+            if self.later
+                && !needs.is_empty()
+                && let Some(delay) = queue.gather(now)
+            {
+                return Some(Errand::Gather(delay));
             }
             let mut returns = std::mem::take(&mut queue.returns);
             returns.extend(self.stock.clear());
@@ -217,11 +256,12 @@ impl Line {
                     // The store asked the time after we did.
                     now = clock::now();
                     self.mark_asked(&needs);
-                    self.answered(answer, desk.now, now, wakers);
+                    self.answered(desk, answer, now, wakers);
                 }
                 Answer::Later(call) => {
                     self.mark_asked(&needs);
-                    return Some(call);
+                    self.later = true;
+                    return Some(Errand::Call(call));
                 }
             }
         }
@@ -238,22 +278,24 @@ impl Line {
         }
     }
 
-    /// The call sent at `sent` has been answered.
+    /// The call sent at `desk.now` has been answered.
     fn answered(
         &mut self,
+        desk: &Desk<'_>,
         answer: Result<Lease, StoreError>,
-        sent: Instant,
         now: Instant,
         wakers: &mut Wakers,
     ) {
+        let sent = desk.now;
         if let Ok(lease) = &answer {
-            self.remember(lease, sent);
+            self.remember(desk, lease, sent, now);
         }
         let Some(queue) = &mut self.queue else { return };
         let trip = now.saturating_duration_since(sent);
         match answer {
+            Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
             Ok(lease) => {
-                let slots = lease.segments.iter().map(|segment| slot(segment, sent, now));
+                let slots = lease.segments.iter().map(|segment| slot(&lease, segment, sent, now));
                 let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
                 queue.answered(slots, Some(&end), trip, wakers);
             }
@@ -268,114 +310,41 @@ impl Line {
         answer: Result<Lease, StoreError>,
         sent: Instant,
         wakers: &mut Wakers,
-    ) -> Option<Call> {
+    ) -> Option<Errand> {
         // A permit's life counts from when the call was sent: one that took longer brought only dead ones.
         let took = desk.now.saturating_duration_since(sent);
         let longest = longest_life(desk.terms);
         let too_slow = took >= self.life && self.life >= longest;
         self.life = self.life.max(took.saturating_mul(2).saturating_add(WAKE_UP)).min(longest);
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
-        self.answered(answer, sent, desk.now, wakers);
-        let call = self.step(desk, None, wakers);
+        self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
+        let errand = self.step(desk, None, wakers);
         self.close();
-        call
+        errand
     }
 
-    /// One who waits is polled.
-    pub(super) fn poll(
-        &mut self,
-        desk: &Desk<'_>,
-        waiter: &mut Place,
-        cx: &mut Context<'_>,
-        wakers: &mut Wakers,
-    ) -> (Poll<Settled>, Option<Call>) {
-        let mut call = None;
-        if let Some(settled) = self.collect_alive(desk, waiter) {
-            self.close();
-            return (Poll::Ready(settled), None);
+    /// Those who were to join the next call have joined.
+    pub(super) fn gathered(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        self.queue.as_mut()?.gathering = Gathering::Done;
+        let errand = self.step(desk, None, wakers);
+        if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
+            queue.gathering = Gathering::NotYet;
         }
-        for _ in 0..2 {
-            call = call.or(self.step(desk, Some(waiter.number), wakers));
-            if let Some(settled) = self.collect_alive(desk, waiter) {
-                self.close();
-                return (Poll::Ready(settled), call);
-            }
-            // Without a place there is nothing to wait for: the line could not be opened when it was to wait again.
-            let Some(queue) =
-                self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
-            else {
-                return (Poll::Ready(Settled::Refused(Refusal::NEVER)), call);
-            };
-            if queue.is_over(waiter.number, waiter.cost, desk.now) {
-                let slot = queue.last_slot(waiter.cost);
-                let wait = slot.map(|slot| slot.saturating_duration_since(desk.now));
-                call = call.or(self.leave(desk, waiter, wakers));
-                return (Poll::Ready(Settled::Refused(Refusal { wait, limit: None })), call);
-            }
-            if queue.poll(waiter.number, waiter.cost, desk.now, cx).is_pending() {
-                return (Poll::Pending, call);
-            }
-        }
-        // The timer was due between asking the time and asking the timer.
-        cx.waker().wake_by_ref();
-        (Poll::Pending, call)
-    }
-
-    /// How the wait ended; one whose permit died before it was polled waits again, in its old place.
-    fn collect_alive(&mut self, desk: &Desk<'_>, waiter: &mut Place) -> Option<Settled> {
-        let settled = self.collect(waiter.number)?;
-        let Settled::Granted(slot) = settled else { return Some(settled) };
-        if slot.until > desk.now {
-            self.life = (self.life - self.life / 64).max(LIFE);
-            return Some(settled);
-        }
-        self.wait_again(desk, waiter, slot);
-        None
-    }
-
-    fn wait_again(&mut self, desk: &Desk<'_>, waiter: &mut Place, died: Slot) {
-        waiter.turns += 1;
-        self.lengthen_life(desk);
-        let queue = self.queue.get_or_insert_default();
-        queue.returns.push(died.unused());
-        queue.wait(waiter.number, waiter.cost, waiter.patience, desk.now);
-    }
-
-    /// One who had its permit could not use it in time: it waits in its old place.
-    pub(super) fn return_late(
-        &mut self,
-        desk: &Desk<'_>,
-        waiter: &mut Place,
-        died: Slot,
-        wakers: &mut Wakers,
-    ) -> Option<Call> {
-        self.wait_again(desk, waiter, died);
-        self.step(desk, Some(waiter.number), wakers)
-    }
-
-    /// A permit died before its holder woke: the next ones live longer.
-    fn lengthen_life(&mut self, desk: &Desk<'_>) {
-        self.life = (self.life * 2).min(longest_life(desk.terms));
-    }
-
-    fn collect(&mut self, number: Number) -> Option<Settled> {
-        self.queue.as_mut()?.collect(number)
-    }
-
-    /// One stops waiting: what it had goes to the next in line, else back to the store.
-    pub(super) fn leave(&mut self, desk: &Desk<'_>, waiter: &Place, wakers: &mut Wakers) -> Option<Call> {
-        let queue = self.queue.as_mut()?;
-        queue.leave(waiter.number, waiter.cost);
-        if let Some(Settled::Granted(slot)) = queue.collect(waiter.number) {
-            queue.add(slot);
-        }
-        let call = self.step(desk, None, wakers);
         self.close();
-        call
+        errand
+    }
+
+    /// Takes out what lies at hand, for the store.
+    pub(super) fn clear(&mut self) -> Option<Unused> {
+        let unused = self.stock.clear();
+        if let Some(memory) = &mut self.memory {
+            memory.forget(unused.as_slice());
+        }
+        unused
     }
 
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
-    pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Call> {
+    pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Errand> {
         let Some(queue) = &mut self.queue else {
             if !self.stock.put(&slot, desk.now) {
                 desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
@@ -383,9 +352,9 @@ impl Line {
             return None;
         };
         queue.add(slot);
-        let call = self.step(desk, None, wakers);
+        let errand = self.step(desk, None, wakers);
         self.close();
-        call
+        errand
     }
 
     fn close(&mut self) {
@@ -401,19 +370,9 @@ fn next_number() -> Number {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The place of one who waits.
-#[derive(Debug)]
-pub(super) struct Place {
-    pub(super) number: Number,
-    pub(super) cost: u32,
-    pub(super) patience: Patience,
-    /// How often it was its turn, this time included.
-    pub(super) turns: u32,
-}
-
 /// When this process may use a segment: never before its slot, wherever the answer was on its way, and never after its
 /// deadline, whenever the call was counted. A microsecond is for the store's time being cut to whole ones.
-fn slot(segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
+fn slot(lease: &Lease, segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
     let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
     Slot {
         at: clock::after(arrived, segment.wait),
@@ -422,7 +381,17 @@ fn slot(segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
         count: segment.count,
         slot: segment.slot,
         stamp: segment.stamp,
+        incarnation: lease.incarnation,
     }
+}
+
+/// Whether the store must hear of this process, or it could not tell in time what it lost: it learns for the longest
+/// window, a minute at most, and slots booked ahead count.
+fn report_due(desk: &Desk<'_>, queue: &Queue, memory: Option<&Remembered>, now: Instant) -> bool {
+    let Some(memory) = memory else { return false };
+    let learns = desk.terms.quota().longest_window().min(LONGEST_LEARNING);
+    now.saturating_duration_since(memory.heard_at()) > learns / 2
+        && queue.last_booked().is_some_and(|last| last > now)
 }
 
 fn longest_life(terms: &Terms) -> Duration {

@@ -32,11 +32,14 @@ pub(crate) struct Slot {
     /// Slot and stamp in the store's time.
     pub(super) slot: u64,
     pub(super) stamp: u64,
+    /// Which life of the store's state granted them.
+    pub(super) incarnation: u64,
 }
 
 impl Slot {
     pub(super) fn unused(&self) -> Unused {
-        Unused { slot: self.slot, stamp: self.stamp, units: u64::from(self.cost) * u64::from(self.count) }
+        let &Slot { cost, count, slot, stamp, incarnation, .. } = self;
+        Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
     }
 }
 
@@ -82,6 +85,12 @@ impl Wakers {
 /// How long one waits for the store's answer who cannot wait so long for a slot.
 const ANSWER: Duration = Duration::from_secs(1);
 
+/// The longest that a call waits for others to join it: by so much may one be overtaken who asked in another process.
+const LONGEST_GATHERING: Duration = Duration::from_millis(10);
+
+/// Timers have a grain of a millisecond.
+const SHORTEST_TIMER: Duration = Duration::from_millis(1);
+
 /// The number of a waiter: smaller is earlier.
 pub(super) type Number = u64;
 
@@ -92,8 +101,22 @@ pub(super) struct Queue {
     waiting: usize,
     /// The latest slot of use to anyone.
     latest: Option<Instant>,
+    /// Whether a call is under way.
+    calling: bool,
+    pub(super) gathering: Gathering,
+    /// Until when the store decides nothing.
+    paused_until: Option<Instant>,
     /// Permits that nobody here can use; the store gets them with the next call.
     pub(super) returns: SmallVec<[Unused; 4]>,
+}
+
+/// Whether the next call waits for others to join it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Gathering {
+    #[default]
+    NotYet,
+    UnderWay,
+    Done,
 }
 
 /// Waiters and slots of one cost.
@@ -143,7 +166,12 @@ impl Queue {
 
     /// Whether a call is under way.
     pub(super) fn is_calling(&self) -> bool {
-        self.classes.values().any(|class| class.asked > 0)
+        self.calling
+    }
+
+    /// The last slot booked ahead for anyone.
+    pub(super) fn last_booked(&self) -> Option<Instant> {
+        self.classes.values().filter_map(|class| class.slots.back()).map(|slot| slot.at).max()
     }
 
     pub(super) fn latest(&self) -> Option<Instant> {
@@ -257,6 +285,8 @@ impl Queue {
 
     /// A call asks for `needs`.
     pub(super) fn asking(&mut self, needs: &[Need]) {
+        self.calling = true;
+        self.gathering = Gathering::NotYet;
         for need in needs {
             self.classes.entry(need.cost).or_default().asked = need.count as usize;
         }
@@ -283,6 +313,7 @@ impl Queue {
         trip: Duration,
         wakers: &mut Wakers,
     ) {
+        self.calling = false;
         let mut added: SmallVec<[(u32, usize); 2]> = SmallVec::new();
         for slot in slots {
             match added.iter_mut().find(|(cost, _)| *cost == slot.cost) {
@@ -299,6 +330,42 @@ impl Queue {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
                 wakers.0.extend(waker);
+            }
+        }
+    }
+
+    /// How long the next call is to wait for others to join it: not at all, unless slots lie ahead, so that those who
+    /// come are the last in line, or the store has said when to ask again.
+    pub(super) fn gather(&mut self, now: Instant) -> Option<Duration> {
+        let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
+        let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+        let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
+        let wait = self.gathering == Gathering::NotYet && delay >= SHORTEST_TIMER;
+        wait.then(|| {
+            self.gathering = Gathering::UnderWay;
+            delay
+        })
+    }
+
+    /// The store decides nothing for so long. Those who cannot wait until then are told.
+    pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
+        let until = clock::after(now, wait);
+        self.calling = false;
+        self.gathering = Gathering::NotYet;
+        self.paused_until = Some(until);
+        let Queue { classes, settled, waiting, .. } = self;
+        for class in classes.values_mut() {
+            class.asked = 0;
+            let without = class.waiting.len().saturating_sub(class.booked);
+            let newcomers = class.waiting.iter().rev().take(without);
+            let leaving: SmallVec<[Number; 4]> = newcomers
+                .filter(|(_, waiting)| waiting.patience.latest < until)
+                .map(|(&number, _)| number)
+                .collect();
+            for number in leaving {
+                *waiting -= 1;
+                settled.insert(number, Settled::Refused(Refusal { wait: Some(wait), limit: None }));
+                wakers.0.extend(class.waiting.remove(&number).and_then(|waiting| waiting.waker));
             }
         }
     }

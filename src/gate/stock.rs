@@ -15,6 +15,7 @@ pub(super) struct Stock {
     until: Instant,
     slot: u64,
     stamp: u64,
+    incarnation: u64,
     /// How many there were.
     fetched: u32,
     /// Who asks the store again before this moment is in a hurry.
@@ -25,12 +26,17 @@ pub(super) struct Stock {
 
 impl Stock {
     pub(super) fn new(now: Instant) -> Self {
-        Stock { units: 0, until: now, slot: 0, stamp: 0, fetched: 0, soon: now, next: 0 }
+        Stock { units: 0, until: now, slot: 0, stamp: 0, incarnation: 0, fetched: 0, soon: now, next: 0 }
     }
 
     /// Until when it is of use.
     pub(super) fn until(&self) -> Instant {
         self.until
+    }
+
+    /// Until when it is of use to know how fast permits are used.
+    pub(super) fn soon(&self) -> Instant {
+        self.soon
     }
 
     /// Units at hand.
@@ -40,8 +46,8 @@ impl Stock {
 
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        let slot = Slot { at: now, until: self.until, cost, count: 1, slot: self.slot, stamp: self.stamp };
-        self.spend(cost, now).then_some(slot)
+        let &mut Stock { until, slot, stamp, incarnation, .. } = self;
+        self.spend(cost, now).then_some(Slot { at: now, until, cost, count: 1, slot, stamp, incarnation })
     }
 
     /// The same, for a request that leaves at once.
@@ -68,11 +74,13 @@ impl Stock {
         let units = slot.cost.saturating_mul(slot.count);
         (self.units, self.fetched) = (units, units);
         (self.until, self.slot, self.stamp) = (slot.until, slot.slot, slot.stamp);
+        self.incarnation = slot.incarnation;
     }
 
     /// Takes out what is left, for the store.
     pub(super) fn clear(&mut self) -> Option<Unused> {
-        let left = Unused { slot: self.slot, stamp: self.stamp, units: u64::from(self.units) };
+        let &mut Stock { units, slot, stamp, incarnation, .. } = self;
+        let left = Unused { slot, stamp, units: u64::from(units), incarnation };
         (self.units, self.fetched) = (0, 0);
         (left.units > 0).then_some(left)
     }

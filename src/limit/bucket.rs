@@ -38,7 +38,7 @@ struct Mark {
 }
 
 /// The most marks; beyond, those booked first can leave only as far as nobody stands on them.
-const MOST_MARKS: usize = 64;
+const MOST_MARKS: usize = 32;
 
 impl Bucket {
     pub(super) fn new(capacity: u32, count: u32, window: Micros) -> Self {

@@ -176,7 +176,7 @@ impl World {
             self.arrivals.push((at + way, u64::from(cost)));
         }
         let units = u64::from(unused) * u64::from(cost);
-        self.unused.push(Unused { slot: grant.slot, stamp: grant.stamp, units });
+        self.unused.push(Unused { slot: grant.slot, stamp: grant.stamp, units, incarnation: 0 });
     }
 
     fn apply(&mut self, op: &Op) {
@@ -265,7 +265,7 @@ proptest! {
             .iter()
             .filter(|grant| grant.slot > world.now)
             .flat_map(|grant| {
-                std::iter::repeat_n(Unused { slot: grant.slot, stamp: grant.stamp, units: 1 }, grant.count as usize)
+                std::iter::repeat_n(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 }, grant.count as usize)
             })
             .collect();
         prop_assume!(ahead.len() >= cancelled as usize);
@@ -306,7 +306,7 @@ fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Op
         }
         // Those in line book ahead; each goes when it is its turn.
         if cancel.is_some_and(|every| number % every == 0) && grant.slot > world.now {
-            world.ledger.take_back(Unused { slot: grant.slot, stamp: grant.stamp, units: 1 });
+            world.ledger.take_back(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 });
             continue;
         }
         world.now = world.now.max(grant.slot.saturating_sub(1_000_000));
@@ -359,7 +359,7 @@ fn a_line_that_gives_up_leaves_its_slots_to_the_next() {
             .iter()
             .filter(|grant| grant.slot > START)
             .flat_map(|grant| {
-                let one = Unused { slot: grant.slot, stamp: grant.stamp, units: 1 };
+                let one = Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 };
                 std::iter::repeat_n(one, grant.count as usize)
             })
             .collect();

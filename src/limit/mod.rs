@@ -317,6 +317,8 @@ pub struct Unused {
     pub stamp: u64,
     /// How many units.
     pub units: u64,
+    /// Which life of the state granted it: in another it is not taken back.
+    pub incarnation: u64,
 }
 
 impl Rule {

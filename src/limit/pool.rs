@@ -11,7 +11,7 @@ pub(super) struct Pool {
 }
 
 /// The most slots that are kept apart.
-const MOST: usize = 64;
+const MOST: usize = 32;
 
 impl Pool {
     /// Takes a slot in. Where there is no room, answers the last slot, for which there is none then.

@@ -29,7 +29,10 @@ pub(super) struct Window {
 }
 
 /// The most coarse chunks: slots booked ahead are kept apart for so many windows.
-const MOST_COARSE: usize = 64;
+const MOST_COARSE: usize = 48;
+
+/// The most other chunks. Two limits of units fill 200; only give-backs and stamps out of order make more.
+const MOST_FINE: usize = 204;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
@@ -180,7 +183,7 @@ impl Window {
     /// Bounds the log: chunks behind the newest two limits of units join, and in the end leave.
     fn coarsen(&mut self) {
         while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse)
-            && self.fine - count >= 2 * self.limit
+            && (self.fine - count >= 2 * self.limit || self.chunks.len() - self.coarse > MOST_FINE)
         {
             self.fine -= count;
             match self.coarse.checked_sub(1).map(|last| self.chunks[last].count) {

@@ -1,6 +1,5 @@
 //! Counts in this process: the default store.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +29,6 @@ use crate::limit::{Grant, Ledger, Micros, Terms, Unused, micros_down, micros_up}
 pub struct MemoryStore {
     ledgers: Keyed<Ledger>,
     max_keys: usize,
-    incarnation: u64,
 }
 
 impl MemoryStore {
@@ -41,11 +39,7 @@ impl MemoryStore {
     ///
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
-        MemoryStore {
-            ledgers: Keyed::new(max_keys),
-            max_keys,
-            incarnation: RandomState::new().hash_one("incarnation") | 1,
-        }
+        MemoryStore { ledgers: Keyed::new(max_keys), max_keys }
     }
 
     fn with<R>(
@@ -87,11 +81,7 @@ impl Idle for Ledger {
 impl Store for MemoryStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let now = clock::micros(clock::now());
-        Answer::Now(self.with(ask.key, ask.terms, now, |ledger, now| {
-            let mut lease = book(ledger, now, &ask);
-            lease.incarnation = self.incarnation;
-            lease
-        }))
+        Answer::Now(self.with(ask.key, ask.terms, now, |ledger, now| book(ledger, now, &ask)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {

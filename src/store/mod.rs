@@ -25,6 +25,9 @@
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;
 mod memory;
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+mod redis;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -38,6 +41,12 @@ use crate::key::Key;
 pub use crate::limit::{Terms, Unused};
 use crate::quota::Limit;
 pub use memory::MemoryStore;
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub use redis::{RedisStore, RedisStoreBuilder};
+
+/// The longest that a store learns what was granted before it lost its state.
+pub(crate) const LONGEST_LEARNING: Duration = Duration::from_secs(60);
 
 /// Counts permits. The module's documentation has the contract.
 pub trait Store: Send + Sync + 'static {
@@ -58,6 +67,15 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// [`StoreError`] when the state could not be read.
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage>;
+
+    /// Answers when all that was given back before has arrived. By default at once.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when it may not have arrived.
+    fn flush(&self) -> Answer<()> {
+        Answer::Now(Ok(()))
+    }
 }
 
 /// What a store answers: at once, or when a server has answered.
@@ -102,13 +120,21 @@ pub struct Need {
 }
 
 /// What a process remembers of the state of a key, by which a store that lost it can tell.
+///
+/// A store that loses nothing answers with incarnation 0, and is told nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
     /// Which life of the state it was; 0 for none. Drawn anew when the state is made.
     pub incarnation: u64,
-    /// The version of the last hold it heard of; 0 for none.
-    pub hold_version: u64,
+    /// The store's time in its last answer.
+    pub seen: u64,
+    /// How long ago that answer arrived.
+    pub since: Duration,
+    /// Units that this process was granted within the longest window; never fewer.
+    pub granted: u64,
+    /// The newest stamp of these.
+    pub stamp: u64,
 }
 
 /// What a store grants.
@@ -121,10 +147,17 @@ pub struct Lease {
     pub prefetched: Option<Segment>,
     /// Set when not all needs were granted.
     pub refused: Option<Refusal>,
-    /// Which life of the state it is; never 0.
+    /// Set when nothing was decided about the needs: a store that lost its state learns for so long what was granted
+    /// before. Ask again then.
+    pub learning: Option<Duration>,
+    /// Which life of the state it is; 0 for a store that loses nothing.
     pub incarnation: u64,
-    /// The version of the last hold; 0 for none.
-    pub hold_version: u64,
+    /// The store's time, for [`Memory::seen`].
+    pub now: u64,
+    /// For how long what is remembered of this answer is of use.
+    pub remember: Duration,
+    /// A limit in force that the terms of this ask do not have: another process asserts it for the same key.
+    pub foreign: Option<Limit>,
 }
 
 /// The segments of a lease, in order. Two fit without allocation.
