@@ -1,10 +1,13 @@
 //! A Redis server of one's own on loopback, for tollgate's tests and examples: started, stopped, paused, killed and
 //! restarted at will.
 //!
-//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`).
+//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for a server whose clock
+//! steps (Debian: `apt-get install faketime`).
 
+use std::fs;
 use std::io::{Error, ErrorKind};
 use std::net::{Ipv4Addr, TcpListener};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -19,6 +22,15 @@ pub struct RedisServer {
     options: Vec<String>,
     directory: TempDir,
     child: Option<Child>,
+    clock: Option<Clock>,
+}
+
+/// What steps the wall clock of a server.
+#[derive(Debug)]
+struct Clock {
+    library: PathBuf,
+    /// By how many seconds the server's wall clock is ahead.
+    ahead: i64,
 }
 
 impl RedisServer {
@@ -37,9 +49,23 @@ impl RedisServer {
     ///
     /// When `redis-server` is not there, or does not answer within ten seconds.
     pub fn with_options(options: &[&str]) -> Result<Self, Error> {
+        RedisServer::with(options, None)
+    }
+
+    /// One that keeps nothing on disk and whose wall clock can be [stepped](RedisServer::step_clock).
+    ///
+    /// # Errors
+    ///
+    /// When `redis-server` or libfaketime is not there, or the server does not answer within ten seconds.
+    pub fn with_stepping_clock() -> Result<Self, Error> {
+        RedisServer::with(&["--save", ""], Some(Clock { library: libfaketime()?, ahead: 0 }))
+    }
+
+    fn with(options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
         let options = options.iter().map(|option| (*option).to_owned()).collect();
-        let mut server = RedisServer { port, options, directory: TempDir::new()?, child: None };
+        let mut server = RedisServer { port, options, directory: TempDir::new()?, child: None, clock };
+        server.write_clock()?;
         server.restart()?;
         Ok(server)
     }
@@ -82,6 +108,15 @@ impl RedisServer {
         command.args(["--port", &self.port.to_string(), "--bind", "127.0.0.1"]);
         command.arg("--dir").arg(self.directory.path());
         command.args(&self.options).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        if let Some(clock) = &self.clock {
+            // libfaketime and jemalloc, which Redis comes with, ask each other before either is ready: the allocator of
+            // libc goes before jemalloc.
+            let preloaded = format!("{}:libc.so.6", clock.library.display());
+            command.env_remove("FAKETIME").env("LD_PRELOAD", preloaded);
+            command.env("FAKETIME_TIMESTAMP_FILE", self.clock_file());
+            // Else it looks at the file every ten seconds, and steps the clock of timers too.
+            command.env("FAKETIME_NO_CACHE", "1").env("DONT_FAKE_MONOTONIC", "1");
+        }
         let child = command.spawn().map_err(|error| match error.kind() {
             ErrorKind::NotFound => Error::new(
                 ErrorKind::NotFound,
@@ -108,6 +143,32 @@ impl RedisServer {
     /// Lets it go on (SIGCONT).
     pub fn resume(&self) {
         self.signal("CONT");
+    }
+
+    /// Steps its wall clock by so many seconds, forwards or backwards, from one call to the next.
+    ///
+    /// # Errors
+    ///
+    /// When the file that steps it cannot be written.
+    ///
+    /// # Panics
+    ///
+    /// When it was not started [with such a clock](RedisServer::with_stepping_clock).
+    pub fn step_clock(&mut self, seconds: i64) -> Result<(), Error> {
+        self.clock.as_mut().expect("a server with a clock that steps").ahead += seconds;
+        self.write_clock()
+    }
+
+    fn clock_file(&self) -> PathBuf {
+        self.directory.path().join("clock")
+    }
+
+    /// Moved into place, so that the server never reads half of it.
+    fn write_clock(&self) -> Result<(), Error> {
+        let Some(clock) = &self.clock else { return Ok(()) };
+        let new = self.directory.path().join("clock.new");
+        fs::write(&new, format!("{:+}\n", clock.ahead))?;
+        fs::rename(new, self.clock_file())
     }
 
     fn signal(&self, signal: &str) {
@@ -145,9 +206,42 @@ impl Drop for RedisServer {
     }
 }
 
+/// Where Debian and others put it.
+fn libfaketime() -> Result<PathBuf, Error> {
+    let by_architecture = fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
+    by_architecture
+        .chain(["/usr/lib".into(), "/usr/lib64".into(), "/usr/local/lib".into()])
+        .map(|directory| directory.join("faketime/libfaketime.so.1"))
+        .find(|library| library.exists())
+        .ok_or_else(|| {
+            let message = "libfaketime is missing: install it (Debian: apt-get install faketime)";
+            Error::new(ErrorKind::NotFound, message)
+        })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As a script sees it.
+    fn clock(server: &RedisServer) -> i64 {
+        server.command(&["EVAL", "return tonumber(redis.call('TIME')[1])", "0"])
+    }
+
+    #[test]
+    fn a_clock_that_steps_steps_for_scripts_and_over_a_restart() {
+        let mut server = RedisServer::with_stepping_clock().unwrap();
+        let start = clock(&server);
+        for (step, ahead) in [(30, 30), (-60, -30), (30, 0)] {
+            server.step_clock(step).unwrap();
+            let since = clock(&server) - start;
+            assert!((ahead..ahead + 10).contains(&since), "{since} s instead of {ahead} s");
+        }
+        server.step_clock(3600).unwrap();
+        server.restart().unwrap();
+        let since = clock(&server) - start;
+        assert!((3600..3620).contains(&since), "{since} s instead of an hour");
+    }
 
     #[test]
     fn a_server_starts_answers_and_forgets_when_it_is_restarted() {
