@@ -1,0 +1,211 @@
+//! What became of the calls of a worker, and what that says about all of them.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use tollgate::{Limit, Quota};
+use upstream::{Arrival, Log};
+
+/// The end of one call at the gate. Moments are those of [`now`](crate::now).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// When it entered.
+    pub asked: u64,
+    /// When it left.
+    pub ended: u64,
+    /// How.
+    pub outcome: Outcome,
+    /// What the error said, if it was one.
+    pub text: String,
+}
+
+/// How a call left the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// With a permit, or passed uncounted.
+    Granted,
+    /// Refused by the limit.
+    Refused,
+    /// Refused because the store could not be asked.
+    StoreFailed,
+    /// Let through, but the call itself failed.
+    Broken,
+}
+
+const NAMES: [(Outcome, &str); 4] = [
+    (Outcome::Granted, "granted"),
+    (Outcome::Refused, "refused"),
+    (Outcome::StoreFailed, "store-failed"),
+    (Outcome::Broken, "broken"),
+];
+
+impl Event {
+    /// How long it was at the gate.
+    pub fn waited(&self) -> Duration {
+        Duration::from_nanos(self.ended.saturating_sub(self.asked))
+    }
+}
+
+/// As a worker prints it.
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = NAMES.iter().find(|(outcome, _)| *outcome == self.outcome).map_or("", |(_, name)| name);
+        write!(f, "{name} {} {} {}", self.asked, self.ended, self.text.replace('\n', " "))
+    }
+}
+
+impl FromStr for Event {
+    type Err = anyhow::Error;
+
+    fn from_str(line: &str) -> anyhow::Result<Self> {
+        let mut words = line.splitn(4, ' ');
+        let name = words.next().unwrap_or_default();
+        let outcome = NAMES.iter().find(|(_, other)| *other == name).context("no outcome")?.0;
+        let mut moment = || -> anyhow::Result<u64> { Ok(words.next().context("no moment")?.parse()?) };
+        let (asked, ended) = (moment()?, moment()?);
+        Ok(Event { asked, ended, outcome, text: words.next().unwrap_or_default().into() })
+    }
+}
+
+/// What one worker reported.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// Its calls, in the order in which they ended.
+    pub events: Vec<Event>,
+    /// What tollgate warned of.
+    pub warnings: Vec<String>,
+    /// Whether it came to its end; one that was killed did not, and reports nothing.
+    pub ended: bool,
+}
+
+impl Report {
+    /// The calls that ended so.
+    pub fn of(&self, outcome: Outcome) -> impl Iterator<Item = &Event> {
+        self.events.iter().filter(move |event| event.outcome == outcome)
+    }
+}
+
+/// The grants of all, by the moment.
+pub fn by_grant(reports: &[Report]) -> Vec<&Event> {
+    let mut grants: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Granted)).collect();
+    grants.sort_by_key(|event| event.ended);
+    grants
+}
+
+/// The grants of all as an upstream would log them that is reached in no time.
+pub fn log(reports: &[Report]) -> Log {
+    let grants = by_grant(reports);
+    let first = grants.first().map_or(0, |event| event.ended);
+    let start = Instant::now();
+    let arrival = |event: &&Event| {
+        let at = start + Duration::from_nanos(event.ended - first);
+        Arrival { at, sent: Some(at), who: None, accepted: true }
+    };
+    Log::from(grants.iter().map(arrival).collect::<Vec<_>>())
+}
+
+/// The pairs of which one asked more than `grace` before the other, in another process, and was granted more than
+/// `grace` after it; and by how much at most.
+pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
+    let grace = u64::try_from(grace.as_nanos()).unwrap_or(u64::MAX);
+    let (mut pairs, mut most) = (0, 0);
+    for (i, report) in reports.iter().enumerate() {
+        for (_, other) in reports.iter().enumerate().filter(|(j, _)| *j != i) {
+            for first in report.of(Outcome::Granted) {
+                for second in other.of(Outcome::Granted) {
+                    if first.asked + grace < second.asked && first.ended > second.ended + grace {
+                        pairs += 1;
+                        most = most.max(first.ended - second.ended);
+                    }
+                }
+            }
+        }
+    }
+    (pairs, Duration::from_nanos(most))
+}
+
+/// When calls can leave that all ask at once, each as soon as all limits, `margin` longer, allow it.
+pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> {
+    let mut moments: Vec<Duration> = Vec::new();
+    std::iter::from_fn(move || {
+        let free = quota.limits().iter().filter_map(|limit| match *limit {
+            Limit::Sliding { count, window } => {
+                let last = moments.len().checked_sub(count as usize)?;
+                Some(moments[last] + window + margin)
+            }
+            _ => None,
+        });
+        moments.push(free.max().unwrap_or_default().max(moments.last().copied().unwrap_or_default()));
+        moments.last().copied()
+    })
+}
+
+/// How much later than ideal each call left, sorted; the first of all calls to ask starts the clock.
+pub fn lateness(reports: &[Report], quota: &Quota, margin: Duration) -> Vec<Duration> {
+    let grants = by_grant(reports);
+    let Some(start) = grants.iter().map(|event| event.asked).min() else { return Vec::new() };
+    let late =
+        |(event, ideal): (&&Event, Duration)| Duration::from_nanos(event.ended - start).saturating_sub(ideal);
+    let mut late: Vec<_> = grants.iter().zip(ideal(quota, margin)).map(late).collect();
+    late.sort_unstable();
+    late
+}
+
+/// The value that a share of them does not exceed; they are sorted.
+pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
+    let index = (sorted.len() as f64 * share).ceil() as usize;
+    sorted.get(index.saturating_sub(1)).copied().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn granted(asked: u64, ended: u64) -> Event {
+        Event { asked, ended, outcome: Outcome::Granted, text: String::new() }
+    }
+
+    fn report(events: Vec<Event>) -> Report {
+        Report { events, ended: true, ..Report::default() }
+    }
+
+    #[test]
+    fn what_is_printed_is_read() {
+        let event = Event { outcome: Outcome::StoreFailed, text: "it is away".into(), ..granted(1, 2) };
+        assert_eq!(event.to_string().parse::<Event>().unwrap(), event);
+        assert_eq!(granted(1, 2).to_string().parse::<Event>().unwrap(), granted(1, 2));
+        assert!("done".parse::<Event>().is_err());
+    }
+
+    #[test]
+    fn one_is_overtaken_by_another_process_and_beyond_the_grace_only() {
+        let grace = Duration::from_nanos(10);
+        let pairs = |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
+        assert_eq!(pairs(granted(0, 111), granted(11, 100)), 1);
+        assert_eq!(pairs(granted(11, 100), granted(0, 111)), 1);
+        assert_eq!(pairs(granted(0, 110), granted(11, 100)), 0);
+        assert_eq!(pairs(granted(0, 111), granted(10, 100)), 0);
+        assert_eq!(overtaken(&[report(vec![granted(0, 111), granted(11, 100)])], grace).0, 0);
+    }
+
+    #[test]
+    fn the_ideal_schedule_keeps_every_limit() {
+        let ms = Duration::from_millis;
+        let quota = "2/1s, 3/5s".parse().unwrap();
+        let moments: Vec<_> = ideal(&quota, ms(20)).take(5).collect();
+        assert_eq!(moments, [0, 0, 1020, 5020, 5020].map(ms));
+        let late = lateness(&[report(vec![granted(5, 5), granted(5, 1_000_005)])], &quota, ms(20));
+        assert_eq!(late, [0, 1].map(ms));
+    }
+
+    #[test]
+    fn percentiles_are_values_that_occur() {
+        let values: Vec<_> = (1..=100).map(Duration::from_millis).collect();
+        for (share, value) in [(0.5, 50), (0.99, 99), (1.0, 100), (0.0, 1)] {
+            assert_eq!(percentile(&values, share), Duration::from_millis(value));
+        }
+        assert_eq!(percentile(&[], 0.5), Duration::ZERO);
+    }
+}

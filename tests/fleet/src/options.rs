@@ -1,0 +1,149 @@
+//! What a worker is told on its command line.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+
+/// The store of a process that counts for itself.
+pub const MEMORY: &str = "memory";
+
+/// What a worker does.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// As tollgate reads it.
+    pub quota: String,
+    /// The URL of a Redis server, or [`MEMORY`].
+    pub store: String,
+    /// What is called behind the gate; empty for nothing.
+    pub url: String,
+    /// How many call at once.
+    pub tasks: usize,
+    /// When they do.
+    pub arrivals: Arrivals,
+    /// For how long.
+    pub span: Duration,
+    /// The longest wait at the gate.
+    pub max_wait: Duration,
+    /// The layer's `transit_slack`.
+    pub slack: Duration,
+    /// The longest that a call to the store may take.
+    pub store_timeout: Duration,
+    /// How long a task rests after it was refused.
+    pub pause: Duration,
+    /// Whether a call passes when the store cannot be asked.
+    pub fail_open: bool,
+    /// The name of the worker in the upstream's log.
+    pub who: String,
+}
+
+/// When the tasks of a worker call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrivals {
+    /// Each again when its call has ended.
+    Loop,
+    /// Each once, all at the same time.
+    Once,
+    /// A new one after each such span, whatever becomes of the others.
+    Every(Duration),
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            quota: "10/1s".into(),
+            store: MEMORY.into(),
+            url: String::new(),
+            tasks: 1,
+            arrivals: Arrivals::Loop,
+            span: Duration::from_secs(5),
+            max_wait: Duration::from_secs(15),
+            slack: Duration::from_millis(10),
+            store_timeout: Duration::from_millis(250),
+            pause: Duration::from_millis(50),
+            fail_open: false,
+            who: String::new(),
+        }
+    }
+}
+
+impl Options {
+    /// As words of a command line; spans are in milliseconds.
+    pub fn to_words(&self) -> Vec<String> {
+        let ms = |span: Duration| span.as_millis().to_string();
+        let arrivals = match self.arrivals {
+            Arrivals::Loop => "loop".into(),
+            Arrivals::Once => "once".into(),
+            Arrivals::Every(gap) => ms(gap),
+        };
+        let pairs = [
+            ("quota", self.quota.clone()),
+            ("store", self.store.clone()),
+            ("url", self.url.clone()),
+            ("tasks", self.tasks.to_string()),
+            ("arrivals", arrivals),
+            ("span", ms(self.span)),
+            ("max-wait", ms(self.max_wait)),
+            ("slack", ms(self.slack)),
+            ("store-timeout", ms(self.store_timeout)),
+            ("pause", ms(self.pause)),
+            ("fail-open", self.fail_open.to_string()),
+            ("who", self.who.clone()),
+        ];
+        pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
+    }
+
+    /// Reads them back; what is not said is as by default.
+    ///
+    /// # Errors
+    ///
+    /// When a name is not known or a value makes no sense.
+    pub fn from_words(words: impl IntoIterator<Item = String>) -> anyhow::Result<Self> {
+        let ms = |text: &str| text.parse().map(Duration::from_millis);
+        let mut options = Options::default();
+        let mut words = words.into_iter();
+        while let Some(name) = words.next() {
+            let value = words.next().with_context(|| format!("{name} needs a value"))?;
+            let mut read = || -> anyhow::Result<()> {
+                match name.as_str() {
+                    "--quota" => options.quota = value.clone(),
+                    "--store" => options.store = value.clone(),
+                    "--url" => options.url = value.clone(),
+                    "--tasks" => options.tasks = value.parse()?,
+                    "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,
+                    "--arrivals" if value == "once" => options.arrivals = Arrivals::Once,
+                    "--arrivals" => options.arrivals = Arrivals::Every(ms(&value)?),
+                    "--span" => options.span = ms(&value)?,
+                    "--max-wait" => options.max_wait = ms(&value)?,
+                    "--slack" => options.slack = ms(&value)?,
+                    "--store-timeout" => options.store_timeout = ms(&value)?,
+                    "--pause" => options.pause = ms(&value)?,
+                    "--fail-open" => options.fail_open = value.parse()?,
+                    "--who" => options.who = value.clone(),
+                    _ => bail!("no such option"),
+                }
+                Ok(())
+            };
+            read().with_context(|| format!("{name} {value}"))?;
+        }
+        Ok(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let options = Options {
+            quota: "25/5s, 60/12s".into(),
+            arrivals: Arrivals::Every(Duration::from_millis(7)),
+            fail_open: true,
+            ..Options::default()
+        };
+        let read = Options::from_words(options.to_words()).unwrap();
+        assert_eq!(format!("{read:?}"), format!("{options:?}"));
+        assert!(Options::from_words(["--tasks".to_owned()]).is_err());
+        assert!(Options::from_words(["--task", "1"].map(str::to_owned)).is_err());
+    }
+}

@@ -1,0 +1,126 @@
+//! A process that calls through tollgate.
+//!
+//! It prints `ready`, begins when it reads `go`, ends with its span or when its input ends, gives back what it has, and
+//! then prints each call, each warning and `done`. The options are those of `fleet::Options`.
+
+mod caller;
+mod warnings;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context;
+use fleet::{Arrivals, Event, MEMORY, Options, Outcome};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
+use tollgate::store::RedisStore;
+use tollgate::{OnStoreError, Quota, RateLimitLayer};
+
+use caller::Caller;
+
+/// The longest that giving back may take.
+const FAREWELL: Duration = Duration::from_secs(3);
+
+fn main() -> anyhow::Result<()> {
+    let options = Options::from_words(std::env::args().skip(1))?;
+    warnings::collect();
+    // One thread, as the machine has few and the processes are many.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let events = runtime.block_on(work(&options))?;
+    for event in events {
+        println!("{event}");
+    }
+    for warning in warnings::collected() {
+        println!("warned {warning}");
+    }
+    println!("done");
+    Ok(())
+}
+
+async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
+    let layer = layer(options).await?;
+    let caller = Caller::new(&layer, options)?;
+    let (go, stop) = ears();
+    println!("ready");
+    if go.await.is_err() {
+        return Ok(Vec::new());
+    }
+    let end = Instant::now() + options.span;
+    let events = Arc::default();
+    tokio::select! {
+        () = calls(options, &caller, &events, end) => {}
+        // Input that ends is told by a sender that is dropped.
+        _ = stop => {}
+    }
+    match timeout(FAREWELL, layer.limiter().shutdown()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => eprintln!("{}: shutdown: {error}", options.who),
+        Err(_) => eprintln!("{}: shutdown takes longer than {FAREWELL:?}", options.who),
+    }
+    Ok(std::mem::take(&mut *events.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
+    let quota: Quota = options.quota.parse()?;
+    let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
+    if options.store != MEMORY {
+        let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
+        // So that the calls that begin together are not told apart by their connections.
+        store.connect().await.context("the store")?;
+        builder = builder.store(Arc::new(store));
+    }
+    if options.fail_open {
+        builder = builder.on_store_error(OnStoreError::FailOpen);
+    }
+    Ok(builder.build()?)
+}
+
+/// Hears "go", and the end of the input.
+fn ears() -> (oneshot::Receiver<()>, oneshot::Receiver<()>) {
+    let (go, gone) = oneshot::channel();
+    let (stop, stopped) = oneshot::channel();
+    std::thread::spawn(move || {
+        let mut lines = std::io::stdin().lines();
+        if let Some(Ok(_)) = lines.next() {
+            // It is gone when there is nothing to go on with.
+            let _ = go.send(());
+        }
+        while let Some(Ok(_)) = lines.next() {}
+        drop(stop);
+    });
+    (gone, stopped)
+}
+
+async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>>>, end: Instant) {
+    let task = || {
+        let (mut caller, events) = (caller.clone(), Arc::clone(events));
+        let (again, pause) = (options.arrivals == Arrivals::Loop, options.pause);
+        tokio::spawn(timeout_at(end, async move {
+            loop {
+                let event = caller.call().await;
+                let outcome = event.outcome;
+                events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+                if !again {
+                    break;
+                }
+                if outcome != Outcome::Granted {
+                    sleep(pause).await;
+                }
+            }
+        }))
+    };
+    let mut tasks = Vec::new();
+    if let Arrivals::Every(gap) = options.arrivals {
+        let start = Instant::now();
+        let moments = (0..).map(|number| start + gap * number).take_while(|moment| *moment < end);
+        for moment in moments {
+            sleep_until(moment).await;
+            tasks.push(task());
+        }
+    } else {
+        tasks.extend((0..options.tasks).map(|_| task()));
+    }
+    for task in tasks {
+        let _: Result<(), _> = task.await.expect("a task that does not panic");
+    }
+}

@@ -1,0 +1,58 @@
+//! What tollgate warns of, kept for the report.
+
+use std::fmt::{Debug, Write};
+use std::sync::{Mutex, PoisonError};
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Ear;
+
+/// From now on.
+pub(crate) fn collect() {
+    tracing::subscriber::set_global_default(Ear).expect("nobody else listens");
+}
+
+pub(crate) fn collected() -> Vec<String> {
+    std::mem::take(&mut *TOLD.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+impl Subscriber for Ear {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == "tollgate" && *metadata.level() <= Level::WARN
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        // One that passes uncounted is told each time, and counted by its grant.
+        if !line.0.contains("passed uncounted") {
+            TOLD.lock().unwrap_or_else(PoisonError::into_inner).push(line.0);
+        }
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// The fields of an event, on one line.
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        // Writing to a string cannot fail.
+        let _ = write!(self.0, "{}={value:?} ", field.name());
+    }
+}

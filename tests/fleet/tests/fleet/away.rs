@@ -1,0 +1,142 @@
+//! Redis is away: calls pass uncounted or are refused, as it was said, and in time.
+
+use fleet::{Arrivals, Event, Options, Outcome, now, percentile};
+
+use super::*;
+
+const STORE_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// What a busy machine may add to a wait.
+const NOISE: Duration = Duration::from_millis(150);
+
+/// When what happened, in the time of the workers.
+struct Moments {
+    away: u64,
+    back: u64,
+}
+
+impl Moments {
+    /// Those who asked while Redis was away, a little after the start and before the end of that.
+    fn during<'a>(&self, events: impl Iterator<Item = &'a Event>) -> Vec<&'a Event> {
+        let grace = 20_000_000;
+        events.filter(|event| (self.away + grace..self.back - grace).contains(&event.asked)).collect()
+    }
+
+    /// Those who asked long enough after it came back.
+    fn after<'a>(&self, events: impl Iterator<Item = &'a Event>) -> Vec<&'a Event> {
+        events.filter(|event| event.asked > self.back + 3_000_000_000).collect()
+    }
+}
+
+/// Two processes behind 10 a second, called 50 times a second, never waiting; Redis is away from 2 s to 4 s.
+fn run(
+    fail_open: bool,
+    leave: impl FnOnce(&mut RedisServer),
+    come_back: impl FnOnce(&mut RedisServer),
+) -> (Log, Vec<Event>, Moments) {
+    let mut site = Site::new();
+    let options = Options {
+        quota: "10/1s".into(),
+        arrivals: Arrivals::Every(ms(40)),
+        span: ms(9000),
+        max_wait: ms(0),
+        store_timeout: STORE_TIMEOUT,
+        fail_open,
+        ..Options::default()
+    };
+    let mut fleet = site.start(2, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(2000));
+    leave(&mut site.redis);
+    let away = now();
+    wait_until(start, ms(4000));
+    let back = now();
+    come_back(&mut site.redis);
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let events = reports.iter().flat_map(|report| report.events.clone()).collect();
+    (site.upstream.log(), events, Moments { away, back })
+}
+
+fn slowest(events: &[&Event]) -> [Duration; 2] {
+    let mut waits: Vec<_> = events.iter().map(|event| event.waited()).collect();
+    waits.sort_unstable();
+    [0.5, 1.0].map(|share| percentile(&waits, share))
+}
+
+fn check(
+    what: &str,
+    fail_open: bool,
+    leave: impl FnOnce(&mut RedisServer),
+    come_back: impl FnOnce(&mut RedisServer),
+) {
+    let _turn = turn();
+    let (log, events, moments) = run(fail_open, leave, come_back);
+    let during = moments.during(events.iter());
+    let count = |events: &[&Event], outcome| events.iter().filter(|event| event.outcome == outcome).count();
+    let [half, all] = slowest(&during);
+    println!(
+        "{what}, fail_open {fail_open}: {:?} calls in each second; of {} who asked meanwhile {} passed and {} were told \
+         of the store, p50 {half:.2?}, the slowest {all:.1?}",
+        per_second(&log),
+        during.len(),
+        count(&during, Outcome::Granted),
+        count(&during, Outcome::StoreFailed)
+    );
+    let expected = if fail_open { Outcome::Granted } else { Outcome::StoreFailed };
+    assert!(during.len() >= 50, "{} asked meanwhile", during.len());
+    // Some may still have had a permit at hand or an answer under way.
+    let others = during.len() - count(&during, expected);
+    assert!(others * 10 <= during.len(), "{others} of {} ended otherwise", during.len());
+    assert!(all <= STORE_TIMEOUT + NOISE, "{all:?} at the gate");
+    let after = moments.after(events.iter());
+    assert_eq!(count(&after, Outcome::StoreFailed), 0, "the store is asked again");
+    assert!(count(&after, Outcome::Granted) >= 5, "calls flow again");
+    assert!(count(&after, Outcome::Refused) > 0, "and are counted again");
+    let quota = "10/1s".parse().unwrap();
+    if !fail_open {
+        assert_never_over(&log, &quota);
+    }
+    // From two seconds after its return on it counts again.
+    let counted: Vec<_> =
+        events.iter().filter(|event| event.asked > moments.back + 3_000_000_000).cloned().collect();
+    let report = fleet::Report { events: counted, ..Default::default() };
+    assert_never_over(&fleet::log(&[report]), &quota);
+}
+
+fn kill(redis: &mut RedisServer) {
+    redis.kill();
+}
+
+fn start(redis: &mut RedisServer) {
+    redis.restart().unwrap();
+}
+
+fn pause(redis: &mut RedisServer) {
+    redis.pause();
+}
+
+fn resume(redis: &mut RedisServer) {
+    redis.resume();
+}
+
+#[test]
+fn calls_pass_while_redis_is_killed() {
+    check("killed", true, kill, start);
+}
+
+#[test]
+fn calls_are_refused_while_redis_is_killed() {
+    check("killed", false, kill, start);
+}
+
+#[test]
+fn calls_pass_while_redis_does_not_answer() {
+    check("stopped", true, pause, resume);
+}
+
+#[test]
+fn calls_are_refused_while_redis_does_not_answer() {
+    check("stopped", false, pause, resume);
+}

@@ -1,0 +1,81 @@
+//! A rolling deploy: while two versions assert two limits for one key, the stricter one holds.
+
+use fleet::{Options, Report};
+
+use super::*;
+
+const FOREIGN: &str = "another process asserts another limit";
+
+fn version(quota: &str, span: Duration) -> Options {
+    Options { quota: quota.into(), tasks: 30, span, max_wait: ms(1000), ..Options::default() }
+}
+
+fn foreign(report: &Report) -> usize {
+    report.warnings.iter().filter(|warning| warning.contains(FOREIGN)).count()
+}
+
+fn part(log: &Log, from: Instant, to: Instant) -> Log {
+    Log::from(log.iter().filter(|arrival| (from..to).contains(&arrival.at)).cloned().collect::<Vec<_>>())
+}
+
+#[test]
+fn the_stricter_limit_holds_until_its_processes_are_gone() {
+    let _turn = turn();
+    let site = Site::new();
+    let mut strict = site.start(2, &Options { who: "strict".into(), ..version("20/1s", ms(4000)) });
+    let mut loose = site.start(2, &Options { who: "loose".into(), ..version("50/1s", ms(10_000)) });
+    let start = Instant::now();
+    strict.go();
+    wait_until(start, ms(300));
+    loose.go();
+    let strict = strict.finish();
+    let gone = Instant::now();
+    let loose = loose.finish();
+    assert_all_ended(&strict);
+    assert_all_ended(&loose);
+    let log = site.upstream.log();
+    println!(
+        "20/1s for {:.1?} and 50/1s: {:?} calls in each second; warnings {:?} and {:?}",
+        gone - start,
+        per_second(&log),
+        strict.iter().map(foreign).collect::<Vec<_>>(),
+        loose.iter().map(foreign).collect::<Vec<_>>()
+    );
+    assert_never_over(&log, &"50/1s".parse().unwrap());
+    let both = part(&log, start, start + ms(4000));
+    assert_never_over(&both, &"20/1s".parse().unwrap());
+    assert!(both.len() >= 50, "{} calls in four seconds at 20 a second", both.len());
+    let served = both.iter().filter(|arrival| arrival.who.as_ref().is_some_and(|who| who.contains("loose")));
+    assert!(served.count() > 0, "those with the looser limit have a share");
+    // Two windows and a second after the last of the stricter ones.
+    let free = part(&log, gone + ms(3000), gone + ms(6000));
+    assert!(free.len() >= 110, "{} calls in the three seconds that follow", free.len());
+    for report in strict.iter().chain(&loose) {
+        assert_eq!(foreign(report), 1, "{:?}", report.warnings);
+    }
+}
+
+#[test]
+fn a_stricter_limit_takes_hold_under_a_running_fleet() {
+    let _turn = turn();
+    let site = Site::new();
+    let mut loose = site.start(2, &Options { who: "loose".into(), ..version("50/1s", ms(8500)) });
+    let mut strict = site.start(2, &Options { who: "strict".into(), ..version("20/1s", ms(6500)) });
+    let start = Instant::now();
+    loose.go();
+    wait_until(start, ms(2000));
+    strict.go();
+    let joined = Instant::now();
+    let reports = [strict.finish(), loose.finish()].concat();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    println!("50/1s, and 20/1s from 2 s on: {:?} calls in each second", per_second(&log));
+    assert_never_over(&log, &"50/1s".parse().unwrap());
+    // What was booked before lies at most `max_wait` ahead, and a window starts behind it.
+    let both = part(&log, joined + ms(1500), joined + ms(6500));
+    assert_never_over(&both, &"20/1s".parse().unwrap());
+    assert!(both.len() >= 60, "{} calls in five seconds at 20 a second", both.len());
+    for report in &reports {
+        assert_eq!(foreign(report), 1, "{:?}", report.warnings);
+    }
+}

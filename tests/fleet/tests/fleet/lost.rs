@@ -1,0 +1,86 @@
+//! Redis loses its state, or its clock steps: nobody goes over, and calls flow again.
+
+use fleet::{Options, Outcome, Report};
+
+use super::*;
+
+/// Runs four processes behind 100 a second, does something to Redis after two seconds, and looks whether calls flow
+/// after four more.
+fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+    let options = Options {
+        quota: "100/1s".into(),
+        tasks: 60,
+        span: ms(9000),
+        max_wait: ms(2000),
+        ..Options::default()
+    };
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(2300));
+    act(&mut site.redis);
+    let done = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let failed: usize = reports.iter().map(|report| report.of(Outcome::StoreFailed).count()).sum();
+    println!(
+        "{what} after {:.1?}: {:?} calls in each second, longest silence {:.2?}, {failed} calls failed for the store; \
+         jitter {:.1?}",
+        done - start,
+        per_second(&log),
+        longest_silence(&log),
+        log.jitter()
+    );
+    assert_never_over(&log, &options.quota.parse().unwrap());
+    let before = between(&log, start, start + ms(2000));
+    let again = between(&log, done + ms(4000), done + ms(6000));
+    assert!(before >= 100, "{before} calls in the two seconds before");
+    assert!(again >= 100, "{again} calls in two seconds, four seconds later");
+    reports
+}
+
+#[test]
+fn redis_is_killed_and_started_again() {
+    let _turn = turn();
+    let reports = after("killed and started", Site::new(), |redis| {
+        redis.kill();
+        sleep(ms(400));
+        redis.restart().unwrap();
+    });
+    let failed = reports.iter().all(|report| report.of(Outcome::StoreFailed).count() > 0);
+    assert!(failed, "who asks while it is away is told so");
+}
+
+#[test]
+fn redis_forgets_everything() {
+    let _turn = turn();
+    after("flushed", Site::new(), |redis| redis.command(&["FLUSHALL"]));
+}
+
+#[test]
+fn redis_forgets_everything_and_its_scripts() {
+    let _turn = turn();
+    after("flushed with its scripts", Site::new(), |redis| {
+        let () = redis.command(&["SCRIPT", "FLUSH"]);
+        redis.command(&["FLUSHALL"])
+    });
+}
+
+#[test]
+fn the_clock_of_redis_steps_forwards() {
+    let _turn = turn();
+    after("+30 s", Site::with_stepping_clock(), |redis| redis.step_clock(30).unwrap());
+}
+
+#[test]
+fn the_clock_of_redis_steps_backwards() {
+    let _turn = turn();
+    after("-30 s", Site::with_stepping_clock(), |redis| redis.step_clock(-30).unwrap());
+}
+
+#[test]
+fn the_clock_of_redis_is_corrected_by_little() {
+    let _turn = turn();
+    after("+1 s", Site::with_stepping_clock(), |redis| redis.step_clock(1).unwrap());
+}

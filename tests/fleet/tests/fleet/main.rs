@@ -1,0 +1,115 @@
+//! Many processes behind one limit, judged by the upstream's own log.
+//!
+//! What a machine that stalls can spoil is printed and held to a generous floor; that nothing goes over is strict.
+
+mod away;
+mod deploy;
+mod killed;
+mod lost;
+mod never_over;
+mod sharing;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use fleet::{Fleet, Options, Report, ideal};
+use redis_server::RedisServer;
+use tollgate::{Limit, Quota};
+use upstream::{Log, Rule, Upstream};
+
+const WORKER: &str = env!("CARGO_BIN_EXE_worker");
+
+/// tollgate's default `transit_slack`.
+const SLACK: Duration = Duration::from_millis(10);
+
+/// By how much tollgate makes every window longer: the slack, and the life of a permit.
+const MARGIN: Duration = Duration::from_millis(20);
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// One at a time: they measure the machine, too.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A Redis server, an upstream that never refuses, and workers between them.
+struct Site {
+    redis: RedisServer,
+    upstream: Upstream,
+}
+
+impl Site {
+    fn new() -> Site {
+        Site { redis: RedisServer::start().unwrap(), upstream: Upstream::open() }
+    }
+
+    fn with_stepping_clock() -> Site {
+        Site { redis: RedisServer::with_stepping_clock().unwrap(), upstream: Upstream::open() }
+    }
+
+    fn start(&self, processes: usize, options: &Options) -> Fleet {
+        let options = Options { store: self.redis.url(), url: self.upstream.url(), ..options.clone() };
+        Fleet::start(WORKER, processes, &options)
+    }
+}
+
+fn rules(quota: &Quota) -> Vec<Rule> {
+    let rule = |limit: &Limit| match *limit {
+        Limit::Sliding { count, window } => Rule::new(count, window),
+        _ => panic!("these tests know sliding windows only"),
+    };
+    quota.limits().iter().map(rule).collect()
+}
+
+/// What went over the quota, where it was sent or where it arrived. On the way from the gate to where it is sent nothing
+/// takes time, so that no jitter is an excuse there.
+fn over(log: &Log, quota: &Quota) -> Option<String> {
+    rules(quota).into_iter().find_map(|rule| {
+        let sent = log.largest_count_sent(rule.window);
+        let said = || format!("{sent} sent within {:?}, allowed are {}", rule.window, rule.count);
+        log.over(rule, SLACK).or_else(|| (sent > rule.count as usize).then(said))
+    })
+}
+
+fn assert_never_over(log: &Log, quota: &Quota) {
+    assert_eq!(over(log, quota), None, "{quota}; jitter {:?}, {} calls", log.jitter(), log.len());
+}
+
+/// How many calls can go in `span`.
+fn allowed(quota: &Quota, span: Duration) -> usize {
+    ideal(quota, MARGIN).take_while(|moment| *moment < span).count()
+}
+
+/// Which share of a quota of one limit was used, the margin not counted as a loss; in percent.
+fn used(log: &Log, quota: &Quota) -> f64 {
+    let Rule { count, window, .. } = rules(quota)[0];
+    100.0 * log.used(Rule::new(count, window + MARGIN)).unwrap_or_default()
+}
+
+fn between(log: &Log, from: Instant, to: Instant) -> usize {
+    log.iter().filter(|arrival| (from..to).contains(&arrival.at)).count()
+}
+
+fn longest_silence(log: &Log) -> Duration {
+    log.windows(2).map(|pair| pair[1].at - pair[0].at).max().unwrap_or_default()
+}
+
+fn per_second(log: &Log) -> Vec<u64> {
+    log.per(ms(1000)).into_iter().map(|tally| tally.all()).collect()
+}
+
+/// The moment `span` after `start`, when it has come.
+fn wait_until(start: Instant, span: Duration) -> Instant {
+    sleep((start + span).saturating_duration_since(Instant::now()));
+    Instant::now()
+}
+
+fn assert_all_ended(reports: &[Report]) {
+    assert!(reports.iter().all(|report| report.ended), "every worker came to its end");
+    let broken = reports.iter().flat_map(|report| report.of(fleet::Outcome::Broken)).next();
+    assert_eq!(broken, None, "no call failed behind the gate");
+}

@@ -1,0 +1,69 @@
+//! Never over, and at nearly all of the limit.
+
+use std::time::Duration;
+
+use fleet::{Fleet, Options};
+use upstream::Upstream;
+
+use super::*;
+
+fn check(quota: &str, processes: usize, tasks: usize, span: Duration) {
+    let _turn = turn();
+    let site = Site::new();
+    let options = Options { quota: quota.into(), tasks, span, ..Options::default() };
+    let mut fleet = site.start(processes, &options);
+    fleet.go();
+    assert_all_ended(&fleet.finish());
+    let (log, quota) = (site.upstream.log(), quota.parse().unwrap());
+    let allowed = allowed(&quota, span);
+    println!(
+        "{quota}, {processes} processes: {} calls of {allowed} that limit and margin allow, {:.2} %; of the rate of \
+         its first limit {:.2} %; jitter {:.1?}",
+        log.len(),
+        100.0 * log.len() as f64 / allowed as f64,
+        used(&log, &quota),
+        log.jitter()
+    );
+    assert_never_over(&log, &quota);
+    // A machine that stalls loses slots: the figure is printed, and only an idle gate is an error.
+    assert!(log.len() * 2 >= allowed, "{} of {allowed}", log.len());
+}
+
+#[test]
+fn a_hundred_a_second_by_4_processes() {
+    check("100/1s", 4, 50, ms(6000));
+}
+
+#[test]
+fn a_hundred_a_second_by_16_processes() {
+    check("100/1s", 16, 12, ms(6000));
+}
+
+#[test]
+fn two_limits_by_4_processes() {
+    check("25/5s, 60/12s", 4, 5, ms(11_500));
+}
+
+#[test]
+fn two_limits_of_which_now_one_binds_and_now_the_other_by_16_processes() {
+    check("10/1s, 24/4s", 16, 2, ms(8600));
+}
+
+/// What the tests above can see.
+#[test]
+fn processes_that_count_for_themselves_go_over() {
+    let _turn = turn();
+    let upstream = Upstream::open();
+    let options = Options {
+        quota: "100/1s".into(),
+        url: upstream.url(),
+        tasks: 50,
+        span: ms(1500),
+        ..Options::default()
+    };
+    let mut fleet = Fleet::start(WORKER, 4, &options);
+    fleet.go();
+    assert_all_ended(&fleet.finish());
+    let over = over(&upstream.log(), &"100/1s".parse().unwrap());
+    assert!(over.is_some(), "four times the limit is over");
+}

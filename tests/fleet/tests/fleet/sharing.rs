@@ -1,0 +1,117 @@
+//! What a slot costs the store, and who gets it.
+
+use std::time::Duration;
+
+use fleet::{
+    Arrivals, Fleet, MEMORY, Options, Report, by_grant, lateness, now, overtaken, percentile, store_calls,
+};
+use redis_server::RedisServer;
+
+use super::*;
+
+/// By so much may one be overtaken who asked in another process: what a call to the store waits for others to join it,
+/// and what it takes.
+const GRACE: Duration = Duration::from_millis(20);
+
+fn assert_in_order(reports: &[Report]) {
+    let (pairs, most) = overtaken(reports, GRACE);
+    println!("{pairs} pairs out of order, by at most {most:.1?}");
+    assert_eq!(pairs, 0, "pairs out of order, by at most {most:?}");
+}
+
+#[test]
+fn one_a_second_by_10_processes() {
+    let _turn = turn();
+    let site = Site::new();
+    let options = Options { quota: "1/1s".into(), span: ms(10_000), ..Options::default() };
+    let mut fleet = site.start(10, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(9900));
+    let (calls, then) = (store_calls(&site.redis), now());
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    assert_never_over(&log, &"1/1s".parse().unwrap());
+    let grants = by_grant(&reports).iter().filter(|event| event.ended < then).count();
+    println!(
+        "1/1s, 10 processes: {} calls in 10 s, {calls} calls of the store for {grants} grants",
+        log.len()
+    );
+    assert!(log.len() >= 9, "{} calls in 10 s", log.len());
+    assert!(calls as usize <= 2 * grants, "{calls} calls of the store for {grants} grants");
+    assert_in_order(&reports);
+}
+
+/// So many processes with ten tasks each behind 20 a second, with nothing to call. Answers what they reported, and the
+/// calls of the store for each grant.
+fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
+    let redis = RedisServer::start().unwrap();
+    let options = Options { quota: "20/1s".into(), tasks: 10, store: redis.url(), ..options };
+    let mut fleet = Fleet::start(WORKER, processes, &options);
+    let start = Instant::now();
+    fleet.go();
+    let (calls, reports, then) = match options.arrivals {
+        Arrivals::Once => {
+            let reports = fleet.finish();
+            (store_calls(&redis), reports, now())
+        }
+        _ => {
+            wait_until(start, options.span - ms(100));
+            let (calls, then) = (store_calls(&redis), now());
+            (calls, fleet.finish(), then)
+        }
+    };
+    assert_all_ended(&reports);
+    let quota = options.quota.parse().unwrap();
+    assert_never_over(&fleet::log(&reports), &quota);
+    let grants = by_grant(&reports).iter().filter(|event| event.ended < then).count();
+    let late = lateness(&reports, &quota, MARGIN);
+    let [half, most, all] = [0.5, 0.99, 1.0].map(|share| percentile(&late, share));
+    let per_grant = calls as f64 / grants as f64;
+    println!(
+        "20/1s, {processes} processes, {:?}: {grants} grants, {per_grant:.3} calls of the store each; later than \
+         ideal: p50 {half:.2?}, p99 {most:.2?}, all {all:.2?}; p99 - p50 {:.2?}",
+        options.arrivals,
+        most.saturating_sub(half)
+    );
+    (reports, per_grant)
+}
+
+#[test]
+fn a_hundred_callers_in_a_closed_loop_by_10_processes() {
+    let _turn = turn();
+    let (reports, per_grant) = share(10, Options { span: ms(9000), ..Options::default() });
+    assert!(per_grant <= 0.5, "{per_grant} calls of the store for each grant");
+    assert_in_order(&reports);
+}
+
+#[test]
+fn a_hundred_callers_at_once_by_10_processes() {
+    let _turn = turn();
+    let options = Options { arrivals: Arrivals::Once, span: ms(9000), ..Options::default() };
+    let (reports, per_grant) = share(10, options);
+    assert_eq!(by_grant(&reports).len(), 100);
+    assert!(per_grant <= 0.1, "{per_grant} calls of the store for each grant");
+    assert_in_order(&reports);
+}
+
+#[test]
+fn callers_that_come_one_by_one_by_10_processes() {
+    let _turn = turn();
+    // 25 a second behind 20: the line grows to two seconds.
+    let options = Options { arrivals: Arrivals::Every(ms(400)), span: ms(8000), ..Options::default() };
+    let (reports, _) = share(10, options);
+    assert_in_order(&reports);
+}
+
+/// What the order above can see: two processes of which each has a line of its own, one long and one short.
+#[test]
+fn processes_with_lines_of_their_own_overtake_each_other() {
+    let _turn = turn();
+    let line = |tasks| Options { store: MEMORY.into(), tasks, span: ms(2500), ..Options::default() };
+    let mut fleets = [30, 1].map(|tasks| Fleet::start(WORKER, 1, &line(tasks)));
+    fleets.iter_mut().for_each(Fleet::go);
+    let reports: Vec<_> = fleets.into_iter().flat_map(Fleet::finish).collect();
+    assert!(overtaken(&reports, GRACE).0 > 0);
+}
