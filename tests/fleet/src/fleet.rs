@@ -56,6 +56,16 @@ impl Fleet {
         self.workers[number].kill();
     }
 
+    /// Stops one where it stands (SIGSTOP).
+    pub fn pause(&self, number: usize) {
+        self.workers[number].signal("STOP");
+    }
+
+    /// Lets it go on (SIGCONT).
+    pub fn resume(&self, number: usize) {
+        self.workers[number].signal("CONT");
+    }
+
     /// Ends all before their span is over, in order: what they have at hand they give back.
     pub fn stop(mut self) -> Vec<Report> {
         self.workers.iter_mut().for_each(|worker| drop(worker.child.stdin.take()));
@@ -90,6 +100,11 @@ impl Worker {
             }
         });
         Worker { child, lines }
+    }
+
+    fn signal(&self, signal: &str) {
+        let sent = Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status();
+        assert!(sent.is_ok_and(|status| status.success()), "a worker can be sent SIG{signal}");
     }
 
     fn kill(&mut self) {

@@ -1,6 +1,6 @@
-//! A process that is killed takes nothing along for long.
+//! A process that is killed takes nothing along for long, and one that stalls uses nothing when it is too late.
 
-use fleet::Options;
+use fleet::{Options, Outcome, now};
 
 use super::*;
 
@@ -41,4 +41,40 @@ fn what_a_killed_process_holds_and_has_booked_goes_to_the_others() {
     // What it had booked lies at most `max_wait` ahead, and counts for a window.
     let back = between(&log, killed + ms(3500), killed + ms(6500));
     assert!(back >= 110, "{back} calls in three seconds after the others have all of it");
+}
+
+#[test]
+fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
+    let _turn = turn();
+    let site = Site::new();
+    let options = Options {
+        quota: "50/1s".into(),
+        tasks: 100,
+        span: ms(9000),
+        max_wait: ms(2000),
+        ..Options::default()
+    };
+    let mut fleet = site.start(3, &options);
+    let start = Instant::now();
+    fleet.go();
+    // Longer than its slots lie ahead, shorter than that, and hardly longer than a permit lives.
+    for (at, span) in [(1000, 2500), (4200, 700), (5500, 40), (6000, 15), (6500, 15)] {
+        wait_until(start, ms(at));
+        fleet.pause(0);
+        sleep(ms(span));
+        fleet.resume(0);
+    }
+    let reports = fleet.finish();
+    let log = site.upstream.log();
+    println!(
+        "50/1s, 3 processes, one stopped for a while: {:?} calls in each second; jitter {:.1?}",
+        per_second(&log),
+        log.jitter()
+    );
+    assert_all_ended(&reports);
+    // A call that was on its way then arrives late: when it was sent is what counts.
+    assert_never_over(&log, &options.quota.parse().unwrap());
+    let back = reports[0].events.iter().filter(|event| event.outcome == Outcome::Granted);
+    let last = back.map(|event| event.ended).max();
+    assert!(last.is_some_and(|last| now() < last + 4_000_000_000), "it is served again");
 }

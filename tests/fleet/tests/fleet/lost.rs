@@ -10,7 +10,7 @@ fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<
     let options = Options {
         quota: "100/1s".into(),
         tasks: 60,
-        span: ms(9000),
+        span: ms(9500),
         max_wait: ms(2000),
         ..Options::default()
     };
@@ -50,6 +50,18 @@ fn redis_is_killed_and_started_again() {
     });
     let failed = reports.iter().all(|report| report.of(Outcome::StoreFailed).count() > 0);
     assert!(failed, "who asks while it is away is told so");
+}
+
+#[test]
+fn redis_comes_back_with_an_older_state() {
+    let _turn = turn();
+    let redis = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
+    let site = Site { redis, upstream: Upstream::open() };
+    after("saved, killed a second later, started", site, |redis| {
+        let () = redis.command(&["SAVE"]);
+        sleep(ms(1000));
+        redis.restart().unwrap();
+    });
 }
 
 #[test]
