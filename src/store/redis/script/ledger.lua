@@ -52,11 +52,6 @@ local function find_pooled(units, life)
   end
 end
 
-local function describe(a)
-  if not a then return '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0' end
-  return struct.pack('<BI4I7I4', a.kind, a.count, a.window, a.capacity)
-end
-
 -- What is seldom needed.
 local function seldom()
   local made, MOST_POOLED = {}, 32
@@ -195,7 +190,7 @@ local function seldom()
   end
 
   -- Everything anew, in one string of its exact size: what is written into it later needs no more memory.
-  function made.rewrite(head, ttl)
+  function made.rewrite(incarnation, offset, expires, ttl)
     local records, regions = {}, {}
     local function padded(s, n, room, size)
       while room < n do
@@ -216,7 +211,9 @@ local function seldom()
     end
     local pooled = pool()
     regions[#S + 1], S.pool_room = padded((S.lists or lists()).pack(pooled, 'pool'), S.pooled, S.pool_room, 21)
-    redis.call('SET', KEYS[1], head() .. table.concat(records) .. table.concat(regions), 'PX', ttl)
+    local head = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, S.now,
+      expires)
+    redis.call('SET', KEYS[1], head .. table.concat(records) .. table.concat(regions), 'PX', ttl)
   end
 
   S.seldom = made

@@ -5,6 +5,7 @@ local LEASE, PEEK = 1, 2
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between.
 local CLOCK_TOLERANCE = 250000
+local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
 
 local ARG = ARGV[1]
 local version, operation, dice, known, seen, since, granted_before, newest, slack, guard, latest, life, ahead, ahead_life,
@@ -88,7 +89,8 @@ if operation == PEEK then
   local parts = { struct.pack('<BI7I7B', VERSION, free, next_slot - now, #S) }
   for i = 1, #S do
     local more = S[i].rule.more()
-    parts[i + 1] = describe(S[i]) .. struct.pack('<I7I7', more.used(S[i]), more.free(S[i]))
+    local a = S[i]
+    parts[i + 1] = struct.pack('<BI4I7I4I7I7', a.kind, a.count, a.window, a.capacity, more.used(a), more.free(a))
   end
   return table.concat(parts)
 end
@@ -112,7 +114,7 @@ end
 
 -- What is needed: permits of `cost` units each, none later than `latest`. Where one would be, nothing is booked for it
 -- and those after it.
-local segments, segment_count = {}, 0
+local segments, segment_count = nil, 0
 local status, wait, limit = GRANTED, 0, nil
 if S.learning > now then
   if need_count > 0 then status, wait = LEARNING, S.learning - now end
@@ -158,7 +160,14 @@ while need_count > 0 do
     end
     count = count - fits
     segment_count = segment_count + 1
-    segments[segment_count] = struct.pack('<I4I4I7I7', cost, fits, slot - now, stamp - slot)
+    local segment = struct.pack('<I4I4I7I7', cost, fits, slot - now, stamp - slot)
+    if segment_count == 1 then
+      segments = segment
+    elseif segment_count == 2 then
+      segments = { segments, segment }
+    else
+      segments[segment_count] = segment
+    end
   end
 end
 local ahead_count, ahead_span = 0, 0
@@ -186,13 +195,10 @@ if S.changed then
     expires = needed + math.floor(left / 4)
   end
   local ttl = math.floor((expires - raw) / 1000) + 1
-  local function head()
-    return struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, now, expires)
-  end
   if S.relaid then
-    (S.seldom or seldom()).rewrite(head, ttl)
+    (S.seldom or seldom()).rewrite(incarnation, offset, expires, ttl)
   else
-    s = head()
+    s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, now, expires)
     for i = 1, #S do
       local a = S[i]
       s = s .. a.rule.record(a)
@@ -218,7 +224,8 @@ if #S > limit_count then
     if not S[i].ours then foreign = S[i] end
   end
 end
-if segment_count == 1 then segments = segments[1] else segments = table.concat(segments) end
-return struct.pack('<BBI7I7I7I7', VERSION, status, incarnation, now, fresh - now, wait)
-  .. describe(status == REFUSED and limit) .. describe(foreign)
-  .. struct.pack('<I4I7I2', ahead_count, ahead_span, segment_count) .. segments
+local l, f = status == REFUSED and limit or NONE, foreign or NONE
+s = struct.pack('<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2', VERSION, status, incarnation, now, fresh - now, wait,
+  l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
+if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
+return s

@@ -12,9 +12,14 @@ local VERSION = 1
 local NEVER = 9007199254740992
 local WINDOW, BUCKET, FIXED = 1, 2, 3
 
--- What this call knows: now, slack, accounts, and of the state whether it is there, must be written (changed) or all of
--- it must (relaid).
-local S = { there = false, changed = false, relaid = false, pooled = 0, pool_room = 0 }
+-- What this call knows: the limits with what was used of them (S[1] ...), and whether there was a state, whether it must
+-- be written (changed), and all of it (relaid).
+local S = {
+  false, false,
+  now = 0, slack = 0, there = false, changed = false, relaid = false, born = 0, learning = 0,
+  pooled = 0, pool_room = 0, pool_base = 0, pool = false, lists = false, seldom = false,
+}
+S[1], S[2] = nil, nil
 
 local raw = redis.call('TIME')
 raw = raw[1] * 1000000 + raw[2]

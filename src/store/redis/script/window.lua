@@ -7,7 +7,6 @@
 
 local function window_rule()
   local RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
-  local rule = { size = 11 }
 
   local function fetch(w, place)
     local block = place % w.room
@@ -65,7 +64,7 @@ local function window_rule()
 
   -- What only long lines and give-backs need.
   local more
-  function rule.more()
+  local function seldom()
     if more then return more end
     more = {}
 
@@ -214,20 +213,21 @@ local function window_rule()
     return more
   end
 
-  function rule.read(s, from)
-    local w, oldest, oldest_count, newest, newest_count = {}, nil, nil, nil, nil
-    w.kind, w.count, w.window, w.capacity, w.guard, w.asserted, w.n, w.room, w.total, w.fine, w.coarse, w.first, w.floor,
-      w.index, w.before, oldest, oldest_count, newest, newest_count = struct.unpack(RECORD, s, from)
-    local first, last = w.first, w.first + w.n - 1
-    w.first0, w.end0 = first, last + 1
-    w.at = { [2 * first] = oldest, [2 * first + 1] = oldest_count }
-    if last > first then
-      w.at[2 * last], w.at[2 * last + 1] = newest, newest_count
-    end
-    return w
+  local function read(s, from)
+    local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, before, oldest,
+      oldest_count, newest, newest_count = struct.unpack(RECORD, s, from)
+    local last = first + n - 1
+    return {
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = asserted, n = n,
+      room = room, total = total, fine = fine, coarse = coarse, first = first, floor = floor, index = index,
+      before = before, first0 = first, end0 = last + 1, moved = false, low = 0, high = 0, base = 0, rule = 0, ours = false,
+      at = {
+        [2 * last] = newest, [2 * last + 1] = newest_count, [2 * first] = oldest, [2 * first + 1] = oldest_count,
+      },
+    }
   end
 
-  function rule.record(w)
+  local function record(w)
     local oldest, oldest_count, newest, newest_count = 0, 0, 0, 0
     local last = w.n - 1
     if last >= 0 then
@@ -238,7 +238,7 @@ local function window_rule()
   end
 
   -- Writes the chunks that moved, but for the newest, which is in the record.
-  function rule.write(w)
+  local function write(w)
     if not w.moved then return end
     local from, parts, next_place, room = nil, '', nil, w.room
     local last = w.first + w.n - 2
@@ -258,7 +258,7 @@ local function window_rule()
     end
   end
 
-  function rule.advance(w)
+  local function advance(w)
     local gone = S.now - w.window
     while w.n > 0 and stamp_of(w, 0) <= gone do
       pop_oldest(w)
@@ -266,7 +266,7 @@ local function window_rule()
     if w.floor <= gone then w.floor = 0 end
   end
 
-  function rule.first_slot(w, from, cost)
+  local function first_slot(w, from, cost)
     local leaving, last = w.total - (w.count > cost and w.count - cost or 0), w.floor
     if leaving >= 1 then
       -- The stamp of the unit that is number `leaving` of the oldest.
@@ -289,7 +289,7 @@ local function window_rule()
     return last > from and last or from
   end
 
-  function rule.room(w, slot)
+  local function room_at(w, slot)
     local index, before, gone = w.index, w.before, slot - w.window
     while index > 0 and stamp_of(w, index - 1) > gone do
       index = index - 1
@@ -303,7 +303,7 @@ local function window_rule()
     return room > 0 and room or 0
   end
 
-  function rule.insert(w, _, stamp, units)
+  local function insert(w, _, stamp, units)
     local size, n = math.floor((w.count + 99) / 100), w.n
     local i = n
     while i > 0 and stamp_of(w, i - 1) > stamp do
@@ -323,7 +323,7 @@ local function window_rule()
       w.n = n + 1
       put(w, n, stamp, units)
     else
-      rule.more().insert_chunk(w, i, stamp, units)
+      seldom().insert_chunk(w, i, stamp, units)
     end
     w.total = w.total + units
     if i < w.coarse then
@@ -335,15 +335,18 @@ local function window_rule()
       w.index, w.before = 0, 0
     end
     if w.fine > 2 * w.count or w.n > 204 then
-      rule.more().coarsen(w)
+      seldom().coarsen(w)
     end
   end
 
-  function rule.fresh_from(w)
+  local function fresh_from(w)
     local newest = w.n > 0 and stamp_of(w, w.n - 1) or 0
     if w.floor > newest then newest = w.floor end
     return newest > 0 and newest + w.window or 0
   end
 
-  return rule
+  return {
+    size = 11, more = seldom, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
+    room = room_at, insert = insert, fresh_from = fresh_from,
+  }
 end
