@@ -124,7 +124,8 @@ fn processes_that_share_a_count_keep_the_limit_and_leave_nothing_behind() {
 fn all_end_when_it_is_told_to_end() {
     let _alone = alone();
     for signal in ["TERM", "INT"] {
-        let (mut child, group) = started(&["--processes", "3", "--redis", "spawn", "--seconds", "60"]);
+        let (mut child, group, _errors) =
+            started(&["--processes", "3", "--redis", "spawn", "--seconds", "60"]);
         let servers = running(group).iter().filter(|name| name.contains("redis")).count();
         assert_eq!((running(group).len(), servers), (5, 1), "the parent, three children, a Redis");
         kill(&child, signal);
@@ -136,23 +137,22 @@ fn all_end_when_it_is_told_to_end() {
 #[test]
 fn children_end_when_their_parent_is_killed() {
     let _alone = alone();
-    let (mut child, group) = started(&["--processes", "3", "--seconds", "60"]);
+    let (mut child, group, _errors) = started(&["--processes", "3", "--seconds", "60"]);
     assert_eq!(running(group), ["fleet"; 4]);
     kill(&child, "KILL");
     child.wait().unwrap();
     assert_eq!(left_over(group), [""; 0]);
 }
 
-/// A fleet whose first run has begun.
-fn started(arguments: &[&str]) -> (Child, u32) {
+/// A fleet whose first run has begun, its group, and what it complains into.
+fn started(arguments: &[&str]) -> (Child, u32, impl BufRead) {
     let mut child = fleet(arguments).spawn().unwrap();
     let group = child.id();
-    let line = BufReader::new(child.stderr.take().unwrap()).lines().next();
-    assert!(
-        line.as_ref().is_some_and(|line| line.as_ref().is_ok_and(|line| line.contains("sent"))),
-        "{line:?}"
-    );
-    (child, group)
+    let mut errors = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    errors.read_line(&mut line).unwrap();
+    assert!(line.contains(" sent "), "{line}");
+    (child, group, errors)
 }
 
 fn kill(child: &Child, signal: &str) {

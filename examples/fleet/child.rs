@@ -82,8 +82,8 @@ async fn call(role: &Role, args: &Args) -> Result<Outcome, BoxError> {
     Ok(outcome)
 }
 
-/// Opens the connections, so that no call of the run has to: opening one takes longer than a call, and much longer where
-/// many processes do it on few cores.
+/// Opens the connections, so that no call of the run has to: it takes longer than a call, and much longer where many
+/// processes do it on few cores.
 async fn warm_up(client: &reqwest::Client, crew: &Crew, tasks: u32) -> Result<(), BoxError> {
     let mut calls = JoinSet::new();
     for _ in 0..tasks {
@@ -96,8 +96,8 @@ async fn warm_up(client: &reqwest::Client, crew: &Crew, tasks: u32) -> Result<()
     Ok(())
 }
 
-/// Answers when the parent gives the word. When the parent is gone, so are we, wherever we are: a thread of its own waits
-/// for that.
+/// Answers when the parent gives the word. When the parent is gone our input ends, and so do we, wherever we are: a
+/// thread of its own waits for that.
 fn listen() -> oneshot::Receiver<()> {
     let (give, word) = oneshot::channel();
     std::thread::spawn(move || {

@@ -52,7 +52,7 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
         timeout(PATIENCE, member.ready()).await.map_err(|_| member.late("to get ready"))??;
     }
 
-    let before = spent(redis).await?;
+    let before = spent(redis).await;
     let waiting = Arc::new(AtomicUsize::new(0));
     let mut processes = JoinSet::new();
     for member in &mut members {
@@ -79,18 +79,16 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
         }
     };
     progress.finish(seen());
-    let spent = spent(redis).await?.zip(before).map(|(after, before)| after.since(before));
+    let spent = spent(redis).await.zip(before).map(|(after, before)| after.since(before));
 
     let called = |arrival: &&Arrival| who(arrival).is_none_or(|(_, task)| task != WARM_UP);
     let log = Log::from(upstream.log().iter().filter(called).cloned().collect::<Vec<_>>());
     Ok(Run { spent, ..Run::new(name, outcome, log) })
 }
 
-async fn spent(redis: Option<&Redis>) -> Result<Option<Spent>, BoxError> {
-    Ok(match redis {
-        Some(redis) => Some(redis.spent().await?),
-        None => None,
-    })
+/// A Redis that does not tell it, or not any more, leaves two cells empty.
+async fn spent(redis: Option<&Redis>) -> Option<Spent> {
+    redis?.spent().await.ok()
 }
 
 /// A process of the fleet. It is killed when it is dropped, and ends by itself when its input does.

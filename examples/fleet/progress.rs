@@ -1,7 +1,5 @@
 //! The line that tells how a run goes: drawn anew in a terminal; elsewhere a new line every two seconds.
 
-#![allow(clippy::disallowed_methods, reason = "a user of tollgate has its own clock")]
-
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
