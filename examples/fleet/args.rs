@@ -23,7 +23,7 @@ Usage: cargo run --release --example fleet -- [options]
 
   --help             this text
 
-What Redis spent is told by its own INFO: on one that others use too, theirs is in it.
+What Redis spent is told by its own INFO: its idle time is in it, and what others ask of it.
 ";
 
 /// What was asked for.

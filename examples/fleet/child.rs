@@ -77,8 +77,11 @@ async fn call(role: &Role, args: &Args) -> Result<Outcome, BoxError> {
     word.await?;
 
     let service = ServiceBuilder::new().layer(limit).map_request(crew.stamp()).service(client);
-    let outcome = run::fleet(&crew, service, |waiting| say(&Line::Waiting(waiting))).await?;
-    limiter.shutdown().await?; // what is at hand is of use to those that go on
+    let mut outcome = run::fleet(&crew, service, |waiting| say(&Line::Waiting(waiting))).await?;
+    // What is at hand is of use to those that go on. That it is lost is no reason to lose the report too.
+    if let Err(error) = limiter.shutdown().await {
+        outcome.complaint.get_or_insert(error.to_string());
+    }
     Ok(outcome)
 }
 
