@@ -14,10 +14,6 @@ fn foreign(report: &Report) -> usize {
     report.warnings.iter().filter(|warning| warning.contains(FOREIGN)).count()
 }
 
-fn part(log: &Log, from: Instant, to: Instant) -> Log {
-    Log::from(log.iter().filter(|arrival| (from..to).contains(&arrival.at)).cloned().collect::<Vec<_>>())
-}
-
 #[test]
 fn the_stricter_limit_holds_until_its_processes_are_gone() {
     let _turn = turn();

@@ -84,10 +84,8 @@ fn allowed(quota: &Quota, span: Duration) -> usize {
     ideal(quota, MARGIN).take_while(|moment| *moment < span).count()
 }
 
-/// Which share of a quota of one limit was used, the margin not counted as a loss; in percent.
-fn used(log: &Log, quota: &Quota) -> f64 {
-    let Rule { count, window, .. } = rules(quota)[0];
-    100.0 * log.used(Rule::new(count, window + MARGIN)).unwrap_or_default()
+fn part(log: &Log, from: Instant, to: Instant) -> Log {
+    Log::from(log.iter().filter(|arrival| (from..to).contains(&arrival.at)).cloned().collect::<Vec<_>>())
 }
 
 fn between(log: &Log, from: Instant, to: Instant) -> usize {

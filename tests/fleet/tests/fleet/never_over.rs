@@ -17,13 +17,19 @@ fn check(quota: &str, processes: usize, tasks: usize, span: Duration) {
     let (log, quota) = (site.upstream.log(), quota.parse().unwrap());
     let allowed = allowed(&quota, span);
     println!(
-        "{quota}, {processes} processes: {} calls of {allowed} that limit and margin allow, {:.2} %; of the rate of \
-         its first limit {:.2} %; jitter {:.1?}",
+        "{quota}, {processes} processes: {} calls of {allowed} that limit and margin allow, {:.2} %; {:?} in each \
+         second; jitter {:.1?}",
         log.len(),
         100.0 * log.len() as f64 / allowed as f64,
-        used(&log, &quota),
+        per_second(&log),
         log.jitter()
     );
+    // What is lost in the first two windows is lost to connections that open and scripts that load.
+    if let [rule] = rules(&quota)[..] {
+        let steady = part(&log, log[0].at + ms(2500), log[0].at + span);
+        let used = steady.used(Rule::new(rule.count, rule.window + MARGIN)).unwrap_or_default();
+        println!("{:.2} % of the rate later than 2.5 s after the first", 100.0 * used);
+    }
     assert_never_over(&log, &quota);
     // A machine that stalls loses slots: the figure is printed, and only an idle gate is an error.
     assert!(log.len() * 2 >= allowed, "{} of {allowed}", log.len());
@@ -31,12 +37,12 @@ fn check(quota: &str, processes: usize, tasks: usize, span: Duration) {
 
 #[test]
 fn a_hundred_a_second_by_4_processes() {
-    check("100/1s", 4, 50, ms(6000));
+    check("100/1s", 4, 50, ms(8000));
 }
 
 #[test]
 fn a_hundred_a_second_by_16_processes() {
-    check("100/1s", 16, 12, ms(6000));
+    check("100/1s", 16, 12, ms(8000));
 }
 
 #[test]

@@ -66,14 +66,10 @@ fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
     let quota = options.quota.parse().unwrap();
     assert_never_over(&fleet::log(&reports), &quota);
     let grants = by_grant(&reports).iter().filter(|event| event.ended < then).count();
-    let late = lateness(&reports, &quota, MARGIN);
-    let [half, most, all] = [0.5, 0.99, 1.0].map(|share| percentile(&late, share));
     let per_grant = calls as f64 / grants as f64;
     println!(
-        "20/1s, {processes} processes, {:?}: {grants} grants, {per_grant:.3} calls of the store each; later than \
-         ideal: p50 {half:.2?}, p99 {most:.2?}, all {all:.2?}; p99 - p50 {:.2?}",
-        options.arrivals,
-        most.saturating_sub(half)
+        "20/1s, {processes} processes, {:?}: {grants} grants, {calls} calls of the store, {per_grant:.3} each",
+        options.arrivals
     );
     (reports, per_grant)
 }
@@ -91,8 +87,10 @@ fn a_hundred_callers_at_once_by_10_processes() {
     let _turn = turn();
     let options = Options { arrivals: Arrivals::Once, span: ms(9000), ..Options::default() };
     let (reports, per_grant) = share(10, options);
+    print_lateness(&reports);
     assert_eq!(by_grant(&reports).len(), 100);
-    assert!(per_grant <= 0.1, "{per_grant} calls of the store for each grant");
+    // One call of each process, one for those who came meanwhile, and a report or two while they wait.
+    assert!(per_grant <= 0.4, "{per_grant} calls of the store for each grant");
     assert_in_order(&reports);
 }
 
@@ -104,6 +102,16 @@ fn callers_that_come_one_by_one_by_10_processes() {
     let (reports, _) = share(10, options);
     assert!(by_grant(&reports).len() >= 80, "half of what the limit allows");
     assert_in_order(&reports);
+}
+
+/// How evenly those are served who ask at once.
+fn print_lateness(reports: &[Report]) {
+    let late = lateness(reports, &"20/1s".parse().unwrap(), MARGIN);
+    let [half, most, all] = [0.5, 0.99, 1.0].map(|share| percentile(&late, share));
+    println!(
+        "later than ideal: p50 {half:.2?}, p99 {most:.2?}, the last {all:.2?}; p99 - p50 {:.2?}",
+        most.saturating_sub(half)
+    );
 }
 
 /// What the order above can see: two processes of which each has a line of its own, one long and one short.
