@@ -4,7 +4,7 @@
 //! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for a server whose clock
 //! steps (Debian: `apt-get install faketime`).
 
-#![allow(clippy::disallowed_methods, reason = "tollgate asks its clock; a server under test must not")]
+#![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
 
 use std::fs;
 use std::io::{Error, ErrorKind};
