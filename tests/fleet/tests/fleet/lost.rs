@@ -86,9 +86,14 @@ fn redis_forgets_slots_that_lie_far_ahead() {
     let _turn = turn();
     let site = Site::new();
     let quota = "10/1s";
-    let eager =
-        Options { quota: quota.into(), tasks: 10, span: ms(4000), max_wait: ms(0), ..Options::default() };
-    let later = Options { arrivals: Arrivals::Once, max_wait: ms(15_000), ..eager.clone() };
+    let later = Options {
+        quota: quota.into(),
+        tasks: 10,
+        arrivals: Arrivals::Once,
+        span: ms(4000),
+        ..Options::default()
+    };
+    let eager = Options { arrivals: Arrivals::Every(ms(5)), max_wait: ms(0), ..later.clone() };
     let mut fleets = [&eager, &later, &later].map(|options| site.start(1, options));
     let start = Instant::now();
     // The first takes what is free now, the second all of the window after that, the last all of the one behind it.
@@ -102,7 +107,10 @@ fn redis_forgets_slots_that_lie_far_ahead() {
     let () = site.redis.command(&["FLUSHALL"]);
     let reports: Vec<_> = fleets.into_iter().flat_map(Fleet::finish).collect();
     let log = site.upstream.log();
-    println!("10/1s, flushed: {:?} calls in each second", per_second(&log));
+    println!(
+        "10/1s, flushed: {:?} calls in each half second",
+        log.per(ms(500)).iter().map(|tally| tally.all()).collect::<Vec<_>>()
+    );
     assert_eq!(by_grant(&reports[2..]).len(), 10, "the last got its slots before the store forgot them");
     assert_never_over(&log, &quota.parse().unwrap());
 }
