@@ -32,6 +32,8 @@ pub struct Options {
     pub pause: Duration,
     /// Whether a call passes when the store cannot be asked.
     pub fail_open: bool,
+    /// Whether the first call finds the server without its script.
+    pub cold: bool,
     /// The name of the worker in the upstream's log.
     pub who: String,
 }
@@ -61,6 +63,7 @@ impl Default for Options {
             store_timeout: Duration::from_millis(250),
             pause: Duration::from_millis(50),
             fail_open: false,
+            cold: false,
             who: String::new(),
         }
     }
@@ -87,6 +90,7 @@ impl Options {
             ("store-timeout", ms(self.store_timeout)),
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
+            ("cold", self.cold.to_string()),
             ("who", self.who.clone()),
         ];
         pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
@@ -118,6 +122,7 @@ impl Options {
                     "--store-timeout" => options.store_timeout = ms(&value)?,
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
+                    "--cold" => options.cold = value.parse()?,
                     "--who" => options.who = value.clone(),
                     _ => bail!("no such option"),
                 }

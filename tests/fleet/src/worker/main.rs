@@ -14,7 +14,7 @@ use fleet::{Arrivals, Event, MEMORY, Options, Outcome};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tollgate::store::RedisStore;
-use tollgate::{OnStoreError, Quota, RateLimitLayer};
+use tollgate::{Key, OnStoreError, Quota, RateLimitLayer};
 
 use caller::Caller;
 
@@ -40,6 +40,10 @@ fn main() -> anyhow::Result<()> {
 async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     let layer = layer(options).await?;
     let caller = Caller::new(&layer, options)?;
+    if !options.cold {
+        // So that those who begin together are not told apart by a script that loads.
+        layer.limiter().peek(Key::ALL).await.context("the store")?;
+    }
     let (go, stop) = ears();
     println!("ready");
     if go.await.is_err() {
@@ -65,7 +69,7 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
     if options.store != MEMORY {
         let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
-        // So that the calls that begin together are not told apart by their connections.
+        // The same for connections.
         store.connect().await.context("the store")?;
         builder = builder.store(Arc::new(store));
     }

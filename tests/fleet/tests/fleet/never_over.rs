@@ -7,10 +7,10 @@ use upstream::Upstream;
 
 use super::*;
 
-fn check(quota: &str, processes: usize, tasks: usize, span: Duration) {
+fn check(processes: usize, options: Options) {
     let _turn = turn();
     let site = Site::new();
-    let options = Options { quota: quota.into(), tasks, span, ..Options::default() };
+    let Options { quota, span, .. } = options.clone();
     let mut fleet = site.start(processes, &options);
     fleet.go();
     assert_all_ended(&fleet.finish());
@@ -35,24 +35,33 @@ fn check(quota: &str, processes: usize, tasks: usize, span: Duration) {
     assert!(log.len() * 2 >= allowed, "{} of {allowed}", log.len());
 }
 
+fn options(quota: &str, tasks: usize, span: Duration) -> Options {
+    Options { quota: quota.into(), tasks, span, ..Options::default() }
+}
+
 #[test]
 fn a_hundred_a_second_by_4_processes() {
-    check("100/1s", 4, 50, ms(8000));
+    check(4, options("100/1s", 50, ms(8000)));
 }
 
 #[test]
 fn a_hundred_a_second_by_16_processes() {
-    check("100/1s", 16, 12, ms(8000));
+    check(16, options("100/1s", 12, ms(8000)));
 }
 
 #[test]
 fn two_limits_by_4_processes() {
-    check("25/5s, 60/12s", 4, 5, ms(11_500));
+    check(4, options("25/5s, 60/12s", 5, ms(11_500)));
 }
 
 #[test]
 fn two_limits_of_which_now_one_binds_and_now_the_other_by_16_processes() {
-    check("10/1s, 24/4s", 16, 2, ms(8600));
+    check(16, options("10/1s, 24/4s", 2, ms(8600)));
+}
+
+#[test]
+fn one_a_second_by_10_processes_that_begin_with_a_cold_server() {
+    check(10, Options { cold: true, ..options("1/1s", 1, ms(9900)) });
 }
 
 /// What the tests above can see.
