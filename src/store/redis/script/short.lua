@@ -90,11 +90,11 @@ repeat
   end
   local needed = raw + left + math.floor(left / 1000) + 1000000
   if needed > expires then
-    expires = needed + math.floor(left / 4)
+    expires = needed + LIVES_ON
     redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
   end
   redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, born, learning,
     offset, now, expires) .. records)
-  return struct.pack(REPLY .. 'I4I4I7I7', VERSION, GRANTED, incarnation, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
+  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
     cost, permits, 0, stamp - now)
 until true
