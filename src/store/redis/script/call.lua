@@ -24,7 +24,9 @@ local LEASE, PEEK = 1, 2
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between.
 local CLOCK_TOLERANCE = 250000
-local REPLY = '<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2'
+local REPLY, REPLY_WITH_ONE = '<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2', '<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
+-- How much longer a key lives than it must, so that not every grant has to move its end.
+local LIVES_ON = 2000000
 local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
 
 

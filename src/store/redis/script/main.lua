@@ -177,8 +177,7 @@ if S.changed then
   local needed = raw + left + math.floor(left / 1000) + 1000000
   local extend = needed > expires
   if extend then
-    -- And some more, so that not every grant has to move it.
-    expires = needed + math.floor(left / 4)
+    expires = needed + LIVES_ON
   end
   local ttl = math.floor((expires - raw) / 1000) + 1
   if S.relaid then

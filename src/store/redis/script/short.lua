@@ -18,10 +18,10 @@ repeat
   local units, stamp, base, unusual = cost * permits, now + life + slack, #s, cost == 0
   local wait, limit, fresh, records, pushed = 0, NONE, now, '', nil
   for i = 1, limit_count do
-    local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, before, oldest,
+    local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
     local asked_kind, asked_count, asked_window = struct.unpack('<BI4I7', ARG, at + 16 * (i - 1))
-    if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window or coarse > 0 or floor > 0
+    if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window or coarse > 0 or floor > 0 or index > 0
       or cost > count or now - asserted > window / 2 or n == 0 or stamp < newest then
       unusual = true
       break
@@ -29,9 +29,6 @@ repeat
     -- What is older than the window leaves.
     while n > 0 and oldest + window <= now do
       n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
-      if index > 0 then
-        index, before = index - 1, before - oldest_count
-      end
       if n == 1 then
         oldest, oldest_count = newest, newest_count
       elseif n > 1 then
@@ -73,7 +70,7 @@ repeat
         oldest, oldest_count = stamp, newest_count
       end
       records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, guard, asserted, n, room, total + units,
-        fine + units, 0, first % room, 0, index, before, oldest, oldest_count, stamp, newest_count)
+        fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
       if stamp + window > fresh then fresh = stamp + window end
     end
     base = base + room * 11
@@ -93,11 +90,11 @@ repeat
   end
   local needed = raw + left + math.floor(left / 1000) + 1000000
   if needed > expires then
-    expires = needed + math.floor(left / 4)
+    expires = needed + LIVES_ON
     redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
   end
   redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, born, learning,
     offset, now, expires) .. records)
-  return struct.pack(REPLY .. 'I4I4I7I7', VERSION, GRANTED, incarnation, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
+  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
     cost, permits, 0, stamp - now)
 until true
