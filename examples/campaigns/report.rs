@@ -1,0 +1,135 @@
+//! What the workers tell while they work, and what the service saw.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tollgate::BoxError;
+use upstream::{Log, Rule};
+
+use crate::{Args, common};
+
+/// How far a campaign is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Calls that were answered.
+    pub(crate) answered: u64,
+    /// How often a call was refused here and put off.
+    pub(crate) put_off: u64,
+    /// How often a call was put off because the service or the Redis said no.
+    pub(crate) troubled: u64,
+}
+
+impl Counts {
+    /// As a worker tells it.
+    pub(crate) fn line(&self, campaign: u32) -> String {
+        let Counts { answered, put_off, troubled } = self;
+        format!("campaign {campaign} answered {answered} put-off {put_off} troubled {troubled}")
+    }
+
+    fn read(line: &str) -> Option<(u32, Counts)> {
+        let words: Vec<_> = line.split(' ').collect();
+        let ["campaign", campaign, "answered", answered, "put-off", put_off, "troubled", troubled] =
+            words[..]
+        else {
+            return None;
+        };
+        let counts = Counts {
+            answered: answered.parse().ok()?,
+            put_off: put_off.parse().ok()?,
+            troubled: troubled.parse().ok()?,
+        };
+        Some((campaign.parse().ok()?, counts))
+    }
+}
+
+/// What the workers told last of each campaign.
+#[derive(Debug, Default)]
+pub(crate) struct Told(BTreeMap<u32, (Counts, String)>);
+
+impl Told {
+    pub(crate) fn hear(&mut self, who: String, line: &str) {
+        if let Some((campaign, counts)) = Counts::read(line) {
+            self.0.insert(campaign, (counts, who));
+        }
+    }
+
+    pub(crate) fn answered(&self) -> u64 {
+        self.0.values().map(|(counts, _)| counts.answered).sum()
+    }
+
+    pub(crate) fn put_off(&self) -> u64 {
+        self.0.values().map(|(counts, _)| counts.put_off).sum()
+    }
+}
+
+/// One line for each campaign, and one for all.
+pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
+    let arrived = log.map(|log| arrived(args, log));
+    let seen = |campaign: u32| match &arrived {
+        Some(arrived) => arrived[campaign as usize].iter().map(|count| u64::from(*count)).sum(),
+        None => 0,
+    };
+    let row = |name: String, who: String, counts: Counts, seen: u64| {
+        let seen = if log.is_some() { seen.to_string() } else { "-".to_owned() };
+        [
+            name,
+            who,
+            counts.answered.to_string(),
+            seen,
+            counts.put_off.to_string(),
+            counts.troubled.to_string(),
+        ]
+    };
+    let mut all = Counts::default();
+    let mut rows: Vec<_> = (0..args.campaigns)
+        .map(|campaign| {
+            let (counts, who) = told.0.get(&campaign).cloned().unwrap_or_default();
+            all.answered += counts.answered;
+            all.put_off += counts.put_off;
+            all.troubled += counts.troubled;
+            row(format!("campaign {campaign}"), who, counts, seen(campaign))
+        })
+        .collect();
+    rows.push(row("all".to_owned(), String::new(), all, (0..args.campaigns).map(seen).sum()));
+    common::table(["", "by", "answered", "seen there", "put off", "trouble"], &rows)
+}
+
+/// Compares what the service saw with what was to be done.
+pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> {
+    let took = log.first().zip(log.last()).map_or(Duration::ZERO, |(first, last)| last.at - first.at);
+    println!(
+        "Sent within {}: {:.1} per second; at most {} in any second, where {} are allowed; {} of the limit used.",
+        common::span(took),
+        log.len() as f64 / took.as_secs_f64().max(0.001),
+        log.largest_count(rule.window),
+        rule.count,
+        log.used(rule).map_or("-".to_owned(), |used| format!("{:.1} %", used * 100.0)),
+    );
+    if let Some(broken) = common::not_kept(log, &[rule]) {
+        return Err(format!("the limit was not kept: {broken}").into());
+    }
+    let arrived = arrived(args, log);
+    let how_many = |what: fn(u16) -> bool| arrived.iter().flatten().filter(|count| what(**count)).count();
+    match (how_many(|count| count == 0), how_many(|count| count > 1)) {
+        (0, 0) => {
+            println!("Each call was sent exactly once.");
+            Ok(())
+        }
+        (lost, twice) => Err(format!("{lost} calls were lost, and {twice} sent more than once").into()),
+    }
+}
+
+/// How often each call of each campaign was accepted.
+fn arrived(args: &Args, log: &Log) -> Vec<Vec<u16>> {
+    let mut arrived = vec![vec![0u16; args.calls as usize]; args.campaigns as usize];
+    for arrival in log.iter().filter(|arrival| arrival.accepted) {
+        let call = arrival.who.as_deref().and_then(|who| who.split_once('/'));
+        let place = call.and_then(|(campaign, number)| {
+            arrived.get_mut(campaign.parse::<usize>().ok()?)?.get_mut(number.parse::<usize>().ok()?)
+        });
+        if let Some(count) = place {
+            *count = count.saturating_add(1);
+        }
+    }
+    arrived
+}
