@@ -59,6 +59,23 @@ impl Key {
         Key::new(host)
     }
 
+    /// The key under a secret: who does not know it cannot make it.
+    #[cfg(feature = "redis")]
+    pub(crate) fn sealed(self, secret: Key) -> Key {
+        secret.and(self.bytes())
+    }
+
+    /// All of it in 32 hex digits.
+    #[cfg(feature = "redis")]
+    pub(crate) fn hex(self) -> String {
+        format!("{:016x}{:016x}", self.high, self.low)
+    }
+
+    #[cfg(feature = "redis")]
+    fn bytes(self) -> [u8; 16] {
+        (u128::from(self.high) << 64 | u128::from(self.low)).to_be_bytes()
+    }
+
     /// Spreads over a table that an attacker who chooses names cannot aim at: `seed` is the process's own.
     #[inline]
     pub(crate) fn spread(self, seed: u64) -> u64 {

@@ -160,7 +160,10 @@
 mod clock;
 mod edge;
 mod error;
+mod events;
 mod gate;
+#[cfg(feature = "redis")]
+mod jitter;
 mod key;
 mod keyed;
 mod layer;

@@ -50,6 +50,12 @@ pub enum ConfigError {
         /// The text.
         text: String,
     },
+    /// A URL that is none, or one for which a feature of the `redis` crate is missing. The URL is not told: it may hold a
+    /// password.
+    RedisUrl {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A setting that must lie in a range does not.
     OutOfRange {
         /// Its name.
@@ -97,6 +103,11 @@ impl fmt::Display for ConfigError {
             ConfigError::Unparsable { text } => write!(
                 f,
                 "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s"
+            ),
+            ConfigError::RedisUrl { reason } => write!(
+                f,
+                "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
+                 redis://127.0.0.1:6379/ (rediss:// needs a TLS feature of the redis crate)"
             ),
             ConfigError::OutOfRange { setting, value, allowed } => {
                 write!(f, "{setting} is {value}, but must be {allowed}")

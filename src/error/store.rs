@@ -5,6 +5,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "redis")]
+use super::BoxError;
+
 /// What a store could not do.
 #[non_exhaustive]
 #[derive(Clone, Debug)]
@@ -14,8 +17,10 @@ pub enum StoreError {
         /// The most keys it may hold.
         max_keys: usize,
     },
-    /// It could not be reached, or it failed.
+    /// It could not be reached, or it did not answer in time: what it may have granted counts as spent.
     Away(Arc<dyn StdError + Send + Sync>),
+    /// It answered that it cannot do it.
+    Failed(Arc<dyn StdError + Send + Sync>),
     /// It answers so slowly that what it grants has run out when it arrives.
     TooSlow {
         /// How long the call took.
@@ -25,6 +30,17 @@ pub enum StoreError {
     },
     /// It was asked, and the answer was lost: what it may have granted counts as spent.
     Lost,
+}
+
+#[cfg(feature = "redis")]
+impl StoreError {
+    pub(crate) fn away(source: impl Into<BoxError>) -> Self {
+        StoreError::Away(Arc::from(source.into()))
+    }
+
+    pub(crate) fn failed(source: impl Into<BoxError>) -> Self {
+        StoreError::Failed(Arc::from(source.into()))
+    }
 }
 
 impl fmt::Display for StoreError {
@@ -37,6 +53,7 @@ impl fmt::Display for StoreError {
                 )
             }
             StoreError::Away(source) => write!(f, "the store is away: {source}"),
+            StoreError::Failed(source) => write!(f, "the store failed: {source}"),
             StoreError::TooSlow { took, longest } => write!(
                 f,
                 "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
@@ -50,7 +67,7 @@ impl fmt::Display for StoreError {
 impl StdError for StoreError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
-            StoreError::Away(source) => Some(source.as_ref()),
+            StoreError::Away(source) | StoreError::Failed(source) => Some(source.as_ref()),
             StoreError::Full { .. } | StoreError::TooSlow { .. } | StoreError::Lost => None,
         }
     }

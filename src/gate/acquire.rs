@@ -5,13 +5,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::events;
 use super::limiter::{Entry, Limiter, Started, report, told};
 use super::line::Place;
 use super::permit::{Permit, Wait};
 use super::queue::{Number, Patience, Settled};
 use crate::clock;
 use crate::error::Limited;
+use crate::events;
 use crate::key::Key;
 use crate::store::Refusal;
 

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
-use super::events;
 use super::line::{Desk, Entered, Errand, Line};
 use super::queue::{Patience, Slot, Wakers};
 use crate::clock::{self, Timer};
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
+use crate::events;
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;

@@ -7,7 +7,6 @@
 //! What this does not do: count. Counting is the store's.
 
 mod acquire;
-mod events;
 mod limiter;
 mod line;
 mod memory;

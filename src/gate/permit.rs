@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
-use super::events;
 use super::limiter::Limiter;
 use super::queue::Slot;
 use crate::clock;
 use crate::error::{Facts, Limited, Report};
+use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
 

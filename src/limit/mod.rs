@@ -138,9 +138,16 @@ impl Ledger {
         self.now = self.now.max(now);
         let now = self.now;
         self.transit_slack = micros_up(terms.transit_slack);
+        for account in &mut self.accounts {
+            account.rule.advance(now);
+        }
         for limit in terms.quota.limits() {
             match self.accounts.iter_mut().find(|account| account.limit == *limit) {
-                Some(account) => account.asserted = now,
+                // Half a window may go unrecorded, so that a refusal need not change the state.
+                Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
+                    account.asserted = now
+                }
+                Some(_) => {}
                 None => {
                     let rule = self.rule_for(*limit, micros_up(terms.boundary_slack), now);
                     self.accounts.push(Account { limit: *limit, rule, asserted: now });
@@ -149,12 +156,10 @@ impl Ledger {
         }
         if self.accounts.len() > terms.quota.limits().len() {
             self.accounts.retain(|account| {
-                let stale = micros_up(account.limit.window()).saturating_mul(2).saturating_add(1_000_000);
+                let window = micros_up(account.limit.window());
+                let stale = window.saturating_mul(5) / 2 + 1_000_000;
                 account.asserted.saturating_add(stale) >= now
             });
-        }
-        for account in &mut self.accounts {
-            account.rule.advance(now);
         }
         while let Some(unused) = self.pool.pop_before(now) {
             self.subtract(unused);
@@ -165,7 +170,6 @@ impl Ledger {
     /// A rule for a limit that is new to this key: it starts with what the others remember.
     fn rule_for(&self, limit: Limit, boundary_slack: Micros, now: Micros) -> Rule {
         let mut rule = Rule::new(limit, boundary_slack);
-        rule.advance(now);
         let longest = self.accounts.iter().filter(|account| matches!(account.rule, Rule::Window(_)));
         match longest.max_by_key(|account| account.limit.window()) {
             Some(Account { rule: Rule::Window(window), .. }) => {
@@ -185,6 +189,7 @@ impl Ledger {
                 }
             }
         }
+        rule.advance(now);
         rule
     }
 

@@ -102,7 +102,7 @@ impl Store for MemoryStore {
     }
 }
 
-fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
+pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
     ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
     let latest = now.saturating_add(micros_down(ask.latest));
     let life = micros_up(ask.life);
@@ -132,7 +132,7 @@ fn span(now: Micros, slot: Micros) -> Duration {
     Duration::from_micros(slot.saturating_sub(now))
 }
 
-fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
+pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
     let limits = ledger.usage().map(|(limit, used, free)| LimitUsage { limit, used, free }).collect();
     let next_slot = span(now, ledger.next_slot(0));
     Usage { limits, free: ledger.free(), next_slot }

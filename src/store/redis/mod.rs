@@ -1,92 +1,260 @@
 //! Counts shared by many processes.
 
+#[cfg(test)]
+mod differential;
+mod link;
+mod script;
+mod wire;
+mod worker;
+
 use std::future::Future;
-use std::sync::Arc;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use redis::RedisError;
 use redis::aio::ConnectionLike;
+use redis::io::tcp::TcpSettings;
+use redis::{Client, IntoConnectionInfo, RedisError};
+use tokio::sync::oneshot;
 
 use super::{Answer, Ask, Lease, Store, StoreError, Terms, Unused, Usage};
-use crate::error::{BoxError, ConfigError};
+use crate::error::ConfigError;
+use crate::jitter::dice;
 use crate::key::Key;
+use link::Factory;
+use wire::Garbled;
+use worker::{Job, Jobs};
 
 /// Counts permits in Redis, for many processes.
-pub struct RedisStore {}
+pub struct RedisStore {
+    prefix: String,
+    secret: Option<Key>,
+    store_timeout: Duration,
+    /// Taken when the thread starts.
+    factory: Mutex<Option<Factory>>,
+    /// To the thread that talks to Redis, started when it is first needed.
+    jobs: OnceLock<Result<Jobs, StoreError>>,
+}
 
 impl RedisStore {
-    /// A store at `url`.
+    /// A store at `url`, such as `redis://127.0.0.1:6379/`, with the default settings.
+    ///
+    /// Nothing is connected yet: see [`connect`](RedisStore::connect).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] when the URL makes no sense.
     pub fn new(url: &str) -> Result<Self, ConfigError> {
         RedisStore::builder(url).build()
     }
 
     /// A builder of a store at `url`.
-    pub fn builder(_url: &str) -> RedisStoreBuilder {
-        RedisStoreBuilder {}
+    pub fn builder(url: &str) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(client(url).map(link::factory_of))
     }
 
-    /// A builder of a store over a connection of your own.
-    pub fn with_connection<C>(_connection: C) -> RedisStoreBuilder
+    /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
+    /// `ConnectionLike`.
+    ///
+    /// When it breaks it is asked again from time to time: give one that makes itself anew, or a
+    /// [factory](RedisStore::with_factory).
+    pub fn with_connection<C>(connection: C) -> RedisStoreBuilder
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        RedisStoreBuilder {}
+        let connection = link::connection(connection);
+        RedisStoreBuilder::of(Ok(Box::new(move || Box::pin(std::future::ready(Ok(connection.clone()))))))
     }
 
-    /// A builder of a store over connections that `factory` makes.
-    pub fn with_factory<F, Fut, C>(_factory: F) -> RedisStoreBuilder
+    /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
+    /// that breaks.
+    pub fn with_factory<F, Fut, C>(factory: F) -> RedisStoreBuilder
     where
         F: Fn() -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<C, RedisError>> + Send + 'static,
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        RedisStoreBuilder {}
+        RedisStoreBuilder::of(Ok(Box::new(move || {
+            let making = factory();
+            Box::pin(async move { Ok(link::connection(making.await?)) })
+        })))
     }
 
-    /// Connects now.
+    /// Answers when Redis does: for programs that would rather not start without it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] within `store_timeout` when it does not.
     pub async fn connect(&self) -> Result<(), StoreError> {
-        Ok(())
-    }
-}
-
-/// Sets up a [`RedisStore`].
-pub struct RedisStoreBuilder {}
-
-impl RedisStoreBuilder {
-    /// What the names of all keys begin with. Default: `tollgate`.
-    pub fn prefix(self, _prefix: impl Into<String>) -> Self {
-        self
+        self.ask(Job::Ping).await
     }
 
-    /// A secret with which keys are hashed before they are sent. Default: none.
-    pub fn secret(self, _secret: impl AsRef<[u8]>) -> Self {
-        self
+    /// The name of `key` in Redis: a digest, so that no text of a user's ever gets there.
+    fn name(&self, key: Key) -> String {
+        let digest = match &self.secret {
+            Some(secret) => key.sealed(*secret),
+            None => key,
+        };
+        format!("{}:{{{}}}", self.prefix, digest.hex())
     }
 
-    /// The longest that a call to Redis may take. Default: 250 ms.
-    pub fn store_timeout(self, _store_timeout: Duration) -> Self {
-        self
+    fn send(&self, job: Job) -> Result<(), StoreError> {
+        let start = || {
+            let factory = self.factory.lock().unwrap_or_else(PoisonError::into_inner).take();
+            worker::start(factory.ok_or(StoreError::Lost)?, self.store_timeout)
+        };
+        let jobs = self.jobs.get_or_init(start).as_ref().map_err(StoreError::clone)?;
+        jobs.send(job).map_err(|_| StoreError::Lost)
     }
 
-    /// Checks everything and makes the store.
-    pub fn build(self) -> Result<RedisStore, ConfigError> {
-        Ok(RedisStore {})
+    /// Sends a job that is answered.
+    fn ask<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Job,
+    ) -> Asking<T> {
+        let (answer, answered) = oneshot::channel();
+        let sent = self.send(job(answer));
+        Box::pin(async move {
+            sent?;
+            answered.await.unwrap_or(Err(StoreError::Lost))
+        })
     }
-}
 
-fn away<T>() -> Answer<T> {
-    let error: Arc<dyn std::error::Error + Send + Sync> = Arc::from(BoxError::from("not built yet"));
-    Answer::Now(Err(StoreError::Away(error)))
+    /// Runs the script, and reads what it answers.
+    fn call<T: Send + 'static>(
+        &self,
+        key: Key,
+        call: Vec<u8>,
+        read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
+    ) -> Answer<T> {
+        let answer = self.ask(|answer| Job::Call { key: self.name(key), call, answer });
+        Answer::Later(Box::pin(async move { read(&answer.await?).map_err(StoreError::failed) }))
+    }
 }
 
 impl Store for RedisStore {
-    fn lease(&self, _: Ask<'_>) -> Answer<Lease> {
-        away()
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        let slack = ask.terms.transit_slack();
+        self.call(ask.key, wire::lease(&ask, dice()), move |answer| wire::read_lease(answer, slack))
     }
 
-    fn give_back(&self, _: Key, _: &Arc<Terms>, _: &[Unused]) {}
-
-    fn peek(&self, _: Key, _: &Arc<Terms>) -> Answer<Usage> {
-        away()
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        let (key, terms, unused) = (self.name(key), terms.clone(), unused.to_vec());
+        // Without its thread there is nobody to give it to: it runs out by itself.
+        let _ = self.send(Job::GiveBack { key, terms, unused });
     }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.call(key, wire::peek(terms, dice()), wire::read_peek)
+    }
+
+    fn flush(&self) -> Answer<()> {
+        Answer::Later(self.ask(Job::Flush))
+    }
+}
+
+impl std::fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RedisStore")
+            .field("prefix", &self.prefix)
+            .field("store_timeout", &self.store_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+type Asking<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
+
+/// Sets up a [`RedisStore`].
+#[must_use = "a builder does nothing until build"]
+pub struct RedisStoreBuilder {
+    factory: Result<Factory, ConfigError>,
+    prefix: String,
+    secret: Option<Key>,
+    store_timeout: Duration,
+}
+
+impl RedisStoreBuilder {
+    const DEFAULT_TIMEOUT: Duration = Duration::from_millis(250);
+    const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
+    const LONGEST_PREFIX: usize = 64;
+
+    fn of(factory: Result<Factory, ConfigError>) -> Self {
+        RedisStoreBuilder {
+            factory,
+            prefix: "tollgate".into(),
+            secret: None,
+            store_timeout: RedisStoreBuilder::DEFAULT_TIMEOUT,
+        }
+    }
+
+    /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces and spaces.
+    ///
+    /// Processes share a limit when their stores have the same prefix and their layers give the same [`Key`].
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefix = prefix.into();
+        self
+    }
+
+    /// A secret that goes into the names of keys. Default: none.
+    ///
+    /// Redis only ever sees digests of keys. Whoever can read Redis and guess an id (a host, an e-mail address) can tell
+    /// whether it is there; with a secret they cannot. All processes that share limits need the same.
+    pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
+        self.secret = Some(Key::new(secret));
+        self
+    }
+
+    /// The longest that one call may take, connecting included. Default: 250 ms; from 1 ms to 60 s.
+    ///
+    /// After it, the call's outcome is unknown: what it may have granted counts as spent, and it is not repeated.
+    pub fn store_timeout(mut self, store_timeout: Duration) -> Self {
+        self.store_timeout = store_timeout;
+        self
+    }
+
+    /// Checks everything and makes the store. Connects when it is first asked.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
+    pub fn build(self) -> Result<RedisStore, ConfigError> {
+        let RedisStoreBuilder { factory, prefix, secret, store_timeout } = self;
+        let factory = factory?;
+        let out_of_range =
+            |setting, value: String, allowed| Err(ConfigError::OutOfRange { setting, value, allowed });
+        let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
+        if prefix.is_empty() || prefix.len() > RedisStoreBuilder::LONGEST_PREFIX || prefix.bytes().any(odd) {
+            let allowed = "1 to 64 printable ASCII characters, without braces and spaces";
+            return out_of_range("prefix", format!("{prefix:?}"), allowed);
+        }
+        if !(Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT).contains(&store_timeout) {
+            return out_of_range("store_timeout", format!("{store_timeout:?}"), "from 1 ms to 60 s");
+        }
+        Ok(RedisStore {
+            prefix,
+            secret,
+            store_timeout,
+            factory: Mutex::new(Some(factory)),
+            jobs: OnceLock::new(),
+        })
+    }
+}
+
+impl std::fmt::Debug for RedisStoreBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RedisStoreBuilder")
+            .field("prefix", &self.prefix)
+            .field("store_timeout", &self.store_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The text of a URL may hold a password, so no error shows it.
+fn client(url: &str) -> Result<Client, ConfigError> {
+    let info = url.into_connection_info().map(|info| {
+        // Without it, a call may wait for the acknowledgement of the one before.
+        let tcp = TcpSettings::default().set_nodelay(true);
+        info.set_tcp_settings(tcp)
+    });
+    info.and_then(Client::open).map_err(|error| ConfigError::RedisUrl { reason: error.to_string() })
 }

@@ -37,6 +37,29 @@ mod told {
         );
     }
 
+    /// There is a connection to the store.
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_connected() {
+        tracing::info!(target: "tollgate", "connected to the store");
+    }
+
+    /// The connection to the store broke, or could not be made.
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_away(error: &StoreError) {
+        tracing::warn!(target: "tollgate", %error, "the store is away");
+    }
+
+    /// The store may drop keys for want of memory: then limits start anew.
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_may_evict(policy: &str) {
+        tracing::warn!(
+            target: "tollgate",
+            policy,
+            "the store may evict keys: a limit whose key is evicted learns anew what was granted; set \
+             maxmemory-policy to noeviction"
+        );
+    }
+
     /// The upstream answered that it was too much.
     pub(crate) fn upstream_limited(key: &str, status: http::StatusCode, retry_after: Option<Duration>) {
         tracing::warn!(target: "tollgate", key, %status, ?retry_after, "limited by the upstream");
@@ -56,6 +79,15 @@ mod told {
     pub(crate) fn waited(_key: &str, _waited: Duration, _turns: u32) {}
 
     pub(crate) fn limited(_limited: &Limited) {}
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_connected() {}
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_away(_error: &StoreError) {}
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_may_evict(_policy: &str) {}
 
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 

@@ -1,0 +1,249 @@
+//! The rules are written twice, in Rust and in the script: the same history gets the same grants, to the microsecond.
+//!
+//! The script runs in a real server, under the time of the test.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::TestRunner;
+use redis_server::RedisServer;
+
+use super::script::TEXT;
+use super::wire;
+use crate::key::Key;
+use crate::limit::{Ledger, Micros, Terms, Unused};
+use crate::quota::Quota;
+use crate::store::memory::{book, usage};
+use crate::store::{Ask, Lease, Memory, Need, Refusal, Segment, Usage};
+
+const START: Micros = 1_700_000_000_000_000;
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+/// The script under the time of the caller, and nothing else of it changed.
+fn script() -> redis::Script {
+    let asks = "local raw = call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
+    assert_eq!(TEXT.matches(asks).count(), 1, "the script asks for the time once");
+    redis::Script::new(&TEXT.replace(asks, "local raw = tonumber(ARGV[2])\n"))
+}
+
+// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+#[derive(Clone, Debug)]
+struct Step {
+    wait: Micros,
+    needs: Vec<(u32, u32)>,
+    latest: Duration,
+    life: Duration,
+    prefetch: u32,
+    /// How many of the grants that lie unused go back, the newest first or the oldest.
+    returns: usize,
+    newest: bool,
+    /// How many units of each that goes back: a part may.
+    part: u64,
+    /// Which of the terms are asserted.
+    other_terms: bool,
+}
+
+fn step(large: bool) -> impl Strategy<Value = Step> {
+    let count = if large {
+        prop_oneof![3 => 1u32..30, 1 => 100u32..2000].boxed()
+    } else {
+        prop_oneof![6 => 1u32..8, 1 => 20u32..200].boxed()
+    };
+    let need = (1u32..4, count);
+    (
+        select(vec![0u64, 0, 1, 700, 12_000, 60_000, 210_000, 1_000_000, 6_000_000]),
+        prop::collection::vec(need, 0..3),
+        select(vec![0u64, 100, 2000, 20_000, 100_000]).prop_map(millis),
+        select(vec![1u64, 10, 10, 10, 40]).prop_map(millis),
+        select(vec![0u32, 0, 0, 5, 50]),
+        select(vec![0usize, 0, 0, 1, 3, 30]),
+        any::<bool>(),
+        1u64..4,
+        prop::bool::weighted(0.1),
+    )
+        .prop_map(|(wait, needs, latest, life, prefetch, returns, newest, part, other_terms)| Step {
+            wait,
+            needs,
+            latest,
+            life,
+            prefetch,
+            returns,
+            newest,
+            part,
+            other_terms,
+        })
+}
+
+fn quota() -> impl Strategy<Value = Quota> {
+    let window = select(vec![100u64, 1000, 3000, 60_000]).prop_map(millis);
+    let one = prop_oneof![
+        3 => (3u32..40, window.clone()).prop_map(|(count, window)| Quota::new(count, window)),
+        2 => (100u32..3000, window.clone()).prop_map(|(count, window)| Quota::new(count, window)),
+        2 => (3u32..40, 1u32..1000, window.clone())
+            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+        1 => (3u32..1_000_000_000, 1u32..1_000_000_000, window.clone())
+            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+        1 => (3u32..100, window).prop_map(|(count, window)| Quota::fixed(count, window)),
+        1 => (5u32..2000, 3u32..20).prop_map(|(count, burst)| Quota::per_second(count).burst(burst)),
+    ];
+    (one.clone(), prop::option::weighted(0.4, one)).prop_map(|(first, second)| match second {
+        Some(second) => first.and(second),
+        None => first,
+    })
+}
+
+/// The same history in both.
+struct World {
+    redis: redis::Connection,
+    script: redis::Script,
+    key: String,
+    ledger: Option<Ledger>,
+    now: Micros,
+    unused: Vec<Unused>,
+    incarnation: u64,
+    calls: u64,
+}
+
+impl World {
+    fn new(server: &RedisServer) -> Self {
+        let redis = server.connect().unwrap();
+        World {
+            redis,
+            script: script(),
+            key: "key".into(),
+            ledger: None,
+            now: START,
+            unused: Vec::new(),
+            incarnation: 0,
+            calls: 0,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.calls += 1;
+        self.key = format!("key {}", self.calls);
+        (self.ledger, self.now, self.incarnation) = (None, START, 0);
+        self.unused.clear();
+    }
+
+    fn run(&mut self, call: &[u8]) -> Vec<u8> {
+        let mut invocation = self.script.key(&self.key);
+        invocation.arg(call).arg(self.now).invoke(&mut self.redis).unwrap()
+    }
+
+    fn lease(&mut self, terms: &Arc<Terms>, step: &Step, returns: &[Unused]) -> (Lease, Lease) {
+        let needs: Vec<Need> = step.needs.iter().map(|&(cost, count)| Need { cost, count }).collect();
+        let ask = Ask {
+            key: Key::ALL,
+            terms,
+            needs: &needs,
+            prefetch: step.prefetch,
+            latest: step.latest,
+            life: step.life,
+            prefetch_life: step.life * 2,
+            returns,
+            memory: Memory { incarnation: self.incarnation, ..Memory::default() },
+        };
+        let theirs = self.run(&wire::lease(&ask, 7));
+        let theirs = wire::read_lease(&theirs, terms.transit_slack()).unwrap();
+        assert_eq!(theirs.now, self.now);
+        self.incarnation = theirs.incarnation;
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
+        ledger.advance(terms, self.now);
+        (book(ledger, self.now, &ask), theirs)
+    }
+
+    fn peek(&mut self, terms: &Arc<Terms>) -> (Usage, Usage) {
+        let theirs = wire::read_peek(&self.run(&wire::peek(terms, 7))).unwrap();
+        let ours = match &mut self.ledger {
+            Some(ledger) => usage(ledger, self.now),
+            None => usage(&mut Ledger::new(terms, self.now), self.now),
+        };
+        (ours, theirs)
+    }
+
+    /// Where nothing was granted yet there is no state, and so no limit that was asserted.
+    fn forget_what_redis_does_not_keep(&mut self) {
+        if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
+            self.ledger = None;
+        }
+    }
+
+    fn take_returns(&mut self, step: &Step) -> Vec<Unused> {
+        let mut returns = Vec::new();
+        for _ in 0..step.returns.min(self.unused.len()) {
+            let index = if step.newest { self.unused.len() - 1 } else { 0 };
+            let unused = &mut self.unused[index];
+            let units = step.part.min(unused.units);
+            unused.units -= units;
+            returns.push(Unused { units, incarnation: self.incarnation, ..*unused });
+            if unused.units == 0 {
+                self.unused.remove(index);
+            }
+        }
+        returns
+    }
+
+    fn keep(&mut self, lease: &Lease) {
+        for &Segment { cost, count, slot, stamp, .. } in lease.segments.iter().chain(&lease.prefetched) {
+            let units = u64::from(cost) * u64::from(count);
+            self.unused.push(Unused { slot, stamp, units, incarnation: self.incarnation });
+        }
+    }
+}
+
+/// What a lease decides.
+type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>);
+
+fn decided(lease: &Lease) -> Decided {
+    (lease.segments.to_vec(), lease.prefetched, lease.refused)
+}
+
+fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
+    world.begin();
+    let terms = quotas.map(|quota| Arc::new(Terms::new(quota, millis(10), millis(2))));
+    for (number, step) in steps.iter().enumerate() {
+        world.now += step.wait;
+        let terms = &terms[usize::from(step.other_terms)];
+        let returns = world.take_returns(step);
+        let (ours, theirs) = world.lease(terms, step, &returns);
+        prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
+        world.keep(&ours);
+        world.forget_what_redis_does_not_keep();
+        if number % 5 == 4 {
+            let (ours, theirs) = world.peek(terms);
+            prop_assert_eq!(ours, theirs, "peek at step {}", number);
+        }
+    }
+    let size: usize = redis::cmd("STRLEN").arg(&world.key).query(&mut world.redis).unwrap();
+    prop_assert!(size <= 4096 * quotas[0].and(quotas[1]).limits().len(), "{} bytes", size);
+    let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
+    prop_assert!(ttl > 0 || size == 0, "a state of {} bytes without a time to live", size);
+    Ok(())
+}
+
+fn check(cases: u32, large: bool, length: usize) {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    let histories = ([quota(), quota()], prop::collection::vec(step(large), 1..length));
+    TestRunner::new(config)
+        .run(&histories, |(quotas, steps)| same_grants(&mut world.borrow_mut(), quotas, &steps))
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn memory_and_redis_grant_the_same_to_the_microsecond() {
+    check(1500, false, 40);
+}
+
+#[test]
+fn memory_and_redis_grant_the_same_in_long_lines() {
+    check(300, true, 80);
+}

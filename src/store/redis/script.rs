@@ -1,0 +1,46 @@
+//! The one script, in pieces: `script/state.lua` reads and writes the state, one file for each rule mirrors its twin in
+//! `src/limit`, `script/main.lua` is the call.
+
+use redis::Value;
+
+use super::link::Link;
+use super::wire::Garbled;
+use crate::error::StoreError;
+
+pub(super) const TEXT: &str = concat!(
+    include_str!("script/state.lua"),
+    include_str!("script/window.lua"),
+    include_str!("script/bucket.lua"),
+    include_str!("script/fixed.lua"),
+    include_str!("script/ledger.lua"),
+    include_str!("script/main.lua"),
+);
+
+pub(super) struct Script {
+    hash: String,
+}
+
+impl Script {
+    pub(super) fn new() -> Self {
+        Script { hash: redis::Script::new(TEXT).get_hash().to_owned() }
+    }
+
+    /// Runs it once. A server that does not have it has done nothing: then its text is sent instead of its hash.
+    pub(super) async fn run(&self, link: &Link, key: &str, call: &[u8]) -> Result<Vec<u8>, StoreError> {
+        let deadline = link.deadline();
+        let command = |name: &str, script: &str| {
+            let mut command = redis::cmd(name);
+            command.arg(script).arg(1).arg(key).arg(call);
+            command
+        };
+        let mut answer = link.ask(command("EVALSHA", &self.hash), deadline).await;
+        if answer.as_ref().is_err_and(|failure| failure.is_no_script()) {
+            answer = link.ask(command("EVAL", TEXT), deadline).await;
+        }
+        match answer {
+            Ok(Value::BulkString(answer)) => Ok(answer),
+            Ok(_) => Err(StoreError::failed(Garbled)),
+            Err(failure) => Err(failure.to_error()),
+        }
+    }
+}

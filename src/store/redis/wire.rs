@@ -1,0 +1,248 @@
+//! Calls and answers of the script, packed. `format.md` has the formats, for other languages.
+
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::limit::{Micros, Terms, Unused, micros_down, micros_up};
+use crate::quota::Limit;
+use crate::store::{Ask, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
+
+/// The format of calls, answers and of the state; they change together.
+const VERSION: u8 = 1;
+
+const LEASE: u8 = 1;
+const PEEK: u8 = 2;
+
+const GRANTED: u8 = 0;
+const REFUSED: u8 = 1;
+const LEARNING: u8 = 2;
+
+const WINDOW: u8 = 1;
+const BUCKET: u8 = 2;
+const FIXED: u8 = 3;
+
+/// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it stands for never.
+const NEVER: u64 = 1 << 53;
+
+/// The most permits that one call gives back; the script must not keep the server long.
+pub(super) const MOST_RETURNS: usize = 256;
+
+// ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+struct Call(Vec<u8>);
+
+impl Call {
+    fn byte(&mut self, value: u8) {
+        self.0.push(value);
+    }
+
+    fn short(&mut self, value: usize) {
+        self.0.extend(u16::try_from(value).unwrap_or(u16::MAX).to_le_bytes());
+    }
+
+    fn int(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn long(&mut self, value: u64) {
+        self.0.extend(&value.min(NEVER).to_le_bytes()[..7]);
+    }
+
+    fn limits(&mut self, terms: &Terms) {
+        for limit in terms.quota().limits() {
+            let (kind, capacity) = match *limit {
+                Limit::Sliding { .. } => (WINDOW, 0),
+                Limit::Bucket { capacity, .. } => (BUCKET, capacity),
+                Limit::Fixed { .. } => (FIXED, 0),
+            };
+            self.byte(kind);
+            self.int(limit.count());
+            self.long(micros_up(limit.window()));
+            self.int(capacity);
+        }
+    }
+}
+
+/// What a call says besides the limits, the needs and the returns.
+struct Spans {
+    latest: Micros,
+    life: Micros,
+    prefetch: u32,
+    prefetch_life: Micros,
+}
+
+impl Spans {
+    const NONE: Spans = Spans { latest: 0, life: 0, prefetch: 0, prefetch_life: 0 };
+}
+
+fn call(
+    operation: u8,
+    terms: &Terms,
+    memory: Memory,
+    dice: u64,
+    spans: Spans,
+    needs: &[Need],
+    returns: &[Unused],
+) -> Vec<u8> {
+    let limits = terms.quota().limits().len();
+    let mut call = Call(Vec::with_capacity(88 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
+    call.byte(VERSION);
+    call.byte(operation);
+    call.long(dice % (NEVER - 1) + 1);
+    call.long(memory.incarnation);
+    call.long(memory.seen);
+    call.long(micros_down(memory.since));
+    call.long(memory.granted);
+    call.long(memory.stamp);
+    call.long(micros_up(terms.transit_slack()));
+    call.long(micros_up(terms.boundary_slack()));
+    call.long(spans.latest);
+    call.long(spans.life);
+    call.int(spans.prefetch);
+    call.long(spans.prefetch_life);
+    call.byte(limits as u8); // at most eight
+    call.short(needs.len());
+    call.short(returns.len());
+    call.limits(terms);
+    for need in needs {
+        call.int(need.cost);
+        call.int(need.count);
+    }
+    for unused in returns {
+        call.long(unused.slot);
+        call.long(unused.stamp);
+        call.long(unused.units);
+    }
+    call.0
+}
+
+/// The call that asks for `ask`. Permits of an earlier life of the state are not given back.
+pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
+    let spans = Spans {
+        latest: micros_down(ask.latest),
+        life: micros_up(ask.life),
+        prefetch: ask.prefetch,
+        prefetch_life: micros_up(ask.prefetch_life),
+    };
+    let mut memory = ask.memory;
+    if let (0, Some(last)) = (memory.incarnation, ask.returns.last()) {
+        memory = Memory { incarnation: last.incarnation, ..Memory::default() };
+    }
+    let known = ask.returns.iter().filter(|unused| unused.incarnation == memory.incarnation);
+    let returns: SmallVec<[Unused; 4]> = known.take(MOST_RETURNS).copied().collect();
+    call(LEASE, ask.terms, memory, dice, spans, ask.needs, &returns)
+}
+
+/// The call that gives back `unused`, all of one life of the state.
+pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> {
+    // It says nothing of the time and of what was granted: it is not told what the answer says.
+    let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
+    call(LEASE, terms, Memory { incarnation, ..Memory::default() }, dice, Spans::NONE, &[], unused)
+}
+
+/// The call that asks for the state.
+pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
+    call(PEEK, terms, Memory::default(), dice, Spans::NONE, &[], &[])
+}
+
+// ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// An answer that is not as `format.md` says.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Garbled;
+
+impl std::fmt::Display for Garbled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "its answer cannot be read; does a proxy change what the script answers?")
+    }
+}
+
+impl std::error::Error for Garbled {}
+
+struct Answer<'a>(&'a [u8]);
+
+impl Answer<'_> {
+    fn number(&mut self, bytes: usize) -> Result<u64, Garbled> {
+        let (number, rest) = self.0.split_at_checked(bytes).ok_or(Garbled)?;
+        self.0 = rest;
+        let mut le = [0; 8];
+        le[..bytes].copy_from_slice(number);
+        Ok(u64::from_le_bytes(le))
+    }
+
+    fn byte(&mut self) -> Result<u8, Garbled> {
+        self.number(1).map(|byte| byte as u8)
+    }
+
+    fn int(&mut self) -> Result<u32, Garbled> {
+        self.number(4).map(|int| int as u32)
+    }
+
+    fn long(&mut self) -> Result<u64, Garbled> {
+        self.number(7)
+    }
+
+    fn span(&mut self) -> Result<Duration, Garbled> {
+        self.long().map(Duration::from_micros)
+    }
+
+    fn limit(&mut self) -> Result<Option<Limit>, Garbled> {
+        let (kind, count, window, capacity) = (self.byte()?, self.int()?, self.span()?, self.int()?);
+        match kind {
+            0 => Ok(None),
+            WINDOW => Ok(Some(Limit::Sliding { count, window })),
+            BUCKET => Ok(Some(Limit::Bucket { capacity, count, window })),
+            FIXED => Ok(Some(Limit::Fixed { count, window })),
+            _ => Err(Garbled),
+        }
+    }
+
+    fn version(&mut self) -> Result<(), Garbled> {
+        if self.byte()? == VERSION { Ok(()) } else { Err(Garbled) }
+    }
+}
+
+/// Reads the answer to [`lease`]; `slack` is the transit slack that was asked with.
+pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garbled> {
+    let mut answer = Answer(answer);
+    answer.version()?;
+    let status = answer.byte()?;
+    let (incarnation, now, remember, wait) = (answer.long()?, answer.long()?, answer.span()?, answer.long()?);
+    let (limit, foreign) = (answer.limit()?, answer.limit()?);
+    let wait_for = Duration::from_micros(wait);
+    let segment = |cost, count, wait: u64, span: u64| Segment {
+        cost,
+        count,
+        wait: Duration::from_micros(wait),
+        life: Duration::from_micros(span).saturating_sub(slack),
+        slot: now + wait,
+        stamp: now + wait + span,
+    };
+    let (ahead, ahead_span) = (answer.int()?, answer.long()?);
+    let prefetched = (ahead > 0).then(|| segment(1, ahead, 0, ahead_span));
+    let mut segments = Segments::default();
+    for _ in 0..answer.number(2)? {
+        segments.push(segment(answer.int()?, answer.int()?, answer.long()?, answer.long()?));
+    }
+    let refused = match status {
+        GRANTED | LEARNING => None,
+        REFUSED => Some(Refusal { wait: (wait < NEVER).then_some(wait_for), limit }),
+        _ => return Err(Garbled),
+    };
+    let learning = (status == LEARNING).then_some(wait_for);
+    Ok(Lease { segments, prefetched, refused, learning, incarnation, now, remember, foreign })
+}
+
+/// Reads the answer to [`peek`].
+pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
+    let mut answer = Answer(answer);
+    answer.version()?;
+    let (free, next_slot) = (answer.long()?, answer.span()?);
+    let mut limits = Vec::new();
+    for _ in 0..answer.byte()? {
+        let limit = answer.limit()?.ok_or(Garbled)?;
+        limits.push(LimitUsage { limit, used: answer.long()?, free: answer.long()? });
+    }
+    Ok(Usage { limits, free, next_slot })
+}

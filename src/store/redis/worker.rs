@@ -1,0 +1,150 @@
+//! The thread on which a store talks to Redis: it outlives every caller and every runtime of theirs.
+//!
+//! A call is a job, answered over a channel; so dropping who waits for it drops nothing else. What is given back needs
+//! no answer: it is gathered for a moment, so that many who leave at once make one call.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+
+use super::link::{Factory, Link};
+use super::script::Script;
+use super::wire::{self, MOST_RETURNS};
+use crate::error::StoreError;
+use crate::jitter::dice;
+use crate::limit::{Terms, Unused};
+
+/// How long what is given back waits for more.
+const GATHERING: Duration = Duration::from_millis(2);
+
+pub(super) type Jobs = mpsc::UnboundedSender<Job>;
+
+/// What the thread is to do.
+pub(super) enum Job {
+    /// Runs the script once.
+    Call {
+        key: String,
+        call: Vec<u8>,
+        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+    },
+    GiveBack {
+        key: String,
+        terms: Arc<Terms>,
+        unused: Vec<Unused>,
+    },
+    /// Answers when all that was given back before has arrived.
+    Flush(oneshot::Sender<Result<(), StoreError>>),
+    /// Answers whether Redis does.
+    Ping(oneshot::Sender<Result<(), StoreError>>),
+}
+
+/// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
+pub(super) fn start(factory: Factory, store_timeout: Duration) -> Result<Jobs, StoreError> {
+    let (jobs, incoming) = mpsc::unbounded_channel();
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
+    let link = Link::new(factory, store_timeout);
+    std::thread::Builder::new()
+        .name("tollgate-redis".into())
+        .spawn(move || {
+            let (link, script) = (Arc::new(link), Arc::new(Script::new()));
+            let worker = Worker { link, script, returns: Returns::new(), release_at: None };
+            runtime.block_on(worker.run(incoming));
+            // A resolver of names may be at work still; nobody waits for it.
+            runtime.shutdown_background();
+        })
+        .map_err(StoreError::away)?;
+    Ok(jobs)
+}
+
+/// What was given back, by key and by the life of the state that granted it.
+type Returns = HashMap<(String, u64), (Arc<Terms>, Vec<Unused>)>;
+
+type Releases = JoinSet<Result<(), StoreError>>;
+
+struct Worker {
+    link: Arc<Link>,
+    script: Arc<Script>,
+    returns: Returns,
+    /// When what was given back is sent.
+    release_at: Option<Instant>,
+}
+
+impl Worker {
+    async fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
+        let link = self.link.clone();
+        let keeper = tokio::spawn(async move { link.keep().await });
+        let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
+        loop {
+            let release_at = self.release_at;
+            tokio::select! {
+                job = jobs.recv() => match job {
+                    Some(job) => self.take(job, &mut calls, &mut releases),
+                    None => break,
+                },
+                () = sleep_until(release_at.unwrap_or_else(Instant::now)), if release_at.is_some() => {
+                    self.release(&mut releases);
+                }
+                Some(_) = calls.join_next() => {}
+                Some(_) = releases.join_next() => {}
+            }
+        }
+        self.release(&mut releases);
+        calls.join_all().await;
+        releases.join_all().await;
+        keeper.abort();
+    }
+
+    fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
+        match job {
+            // Nobody waits for it any more: it need not be made.
+            Job::Call { answer, .. } if answer.is_closed() => {}
+            Job::Call { key, call, answer } => {
+                let (script, link) = (self.script.clone(), self.link.clone());
+                calls.spawn(async move {
+                    // Whoever asked may have gone meanwhile: what was granted runs out by itself.
+                    let _ = answer.send(script.run(&link, &key, &call).await);
+                });
+            }
+            Job::GiveBack { key, terms, unused } => {
+                for unused in unused {
+                    let of_key = self.returns.entry((key.clone(), unused.incarnation));
+                    of_key.or_insert_with(|| (terms.clone(), Vec::new())).1.push(unused);
+                }
+                self.release_at.get_or_insert_with(|| Instant::now() + GATHERING);
+            }
+            Job::Flush(answer) => {
+                self.release(releases);
+                let releases = std::mem::take(releases);
+                calls.spawn(async move {
+                    let flushed = releases.join_all().await.into_iter().collect();
+                    let _ = answer.send(flushed);
+                });
+            }
+            Job::Ping(answer) => {
+                let link = self.link.clone();
+                calls.spawn(async move {
+                    let deadline = link.deadline();
+                    let pong = link.ask(redis::cmd("PING"), deadline).await;
+                    let _ = answer.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
+                });
+            }
+        }
+    }
+
+    /// Sends what was given back. If it does not arrive, it runs out by itself.
+    fn release(&mut self, releases: &mut Releases) {
+        self.release_at = None;
+        for ((key, _), (terms, unused)) in self.returns.drain() {
+            for unused in unused.chunks(MOST_RETURNS) {
+                let call = wire::give_back(&terms, unused, dice());
+                let (script, link, key) = (self.script.clone(), self.link.clone(), key.clone());
+                releases.spawn(async move { script.run(&link, &key, &call).await.map(|_| ()) });
+            }
+        }
+    }
+}
