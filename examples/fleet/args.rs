@@ -6,6 +6,7 @@ use tollgate::Quota;
 
 pub(crate) const HELP: &str = "\
 A fleet of tasks calls a service with a limit: once without tollgate, once with it.
+With --redis, a fleet of processes does: once each counts for itself, once they share a count in Redis.
 
 Usage: cargo run --release --example fleet -- [options]
 
@@ -14,9 +15,15 @@ Usage: cargo run --release --example fleet -- [options]
                      (of the last limit)                                          [all at once]
   --tasks <n>        how many tasks call, each as soon as it has its answer       [40]
   --seconds <n>      how long each of the two runs lasts                          [10]
-  --polite           without tollgate, a refused task waits as long as Retry-After
-                     says, instead of 100 ms
+  --polite           a refused task waits as long as Retry-After says, instead of 100 ms
+
+  --processes <n>    how many processes run, each with so many tasks              [1]
+  --redis <where>    where they share their count: redis://host:6379/, or \"spawn\" to start a redis-server
+                     of our own for the time of the run                           [nowhere]
+
   --help             this text
+
+What Redis spent is told by its own INFO: its idle time is in it, and what others ask of it.
 ";
 
 /// What was asked for.
@@ -26,12 +33,27 @@ pub(crate) struct Args {
     pub(crate) limit: Quota,
     /// `--burst`, checked when the layer is built.
     pub(crate) burst: Option<u32>,
-    /// How many tasks call.
+    /// How many tasks call, in each process.
     pub(crate) tasks: u32,
     /// How long one run lasts.
     pub(crate) time: Duration,
     /// Whether a refused task reads `Retry-After`.
     pub(crate) polite: bool,
+    /// How many processes run.
+    pub(crate) processes: u32,
+    /// Where they share their count.
+    pub(crate) redis: Option<Where>,
+    /// The words that tell a process of the fleet the same as us.
+    pub(crate) passed_on: Vec<String>,
+}
+
+/// Where the count is shared.
+#[derive(Clone, Debug)]
+pub(crate) enum Where {
+    /// In a Redis that we start.
+    Spawn,
+    /// In the one at this URL.
+    At(String),
 }
 
 impl Args {
@@ -43,6 +65,11 @@ impl Args {
         }
     }
 
+    /// Whether processes of their own call, or tasks of this one.
+    pub(crate) fn many(&self) -> bool {
+        self.processes > 1 || self.redis.is_some()
+    }
+
     /// Reads the arguments; `None` when help was asked for.
     pub(crate) fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Args>, String> {
         let mut args = Args {
@@ -51,23 +78,44 @@ impl Args {
             tasks: 40,
             time: Duration::from_secs(10),
             polite: false,
+            processes: 1,
+            redis: None,
+            passed_on: Vec::new(),
         };
         while let Some(word) = words.next() {
             let (name, attached) = match word.split_once('=') {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (word.as_str(), None),
             };
-            let mut value =
-                || attached.clone().or_else(|| words.next()).ok_or(format!("{name} needs a value"));
+            let mut told = None;
+            let mut value = || -> Result<String, String> {
+                let value =
+                    attached.clone().or_else(|| words.next()).ok_or(format!("{name} needs a value"))?;
+                told = Some(value.clone());
+                Ok(value)
+            };
             match name {
                 "--limit" => args.limit = value()?.parse::<Quota>().map_err(|error| error.to_string())?,
                 "--burst" => args.burst = Some(number(name, &value()?, 1, 1_000_000)?),
-                "--tasks" => args.tasks = number(name, &value()?, 1, 2000)?,
+                "--tasks" => args.tasks = number(name, &value()?, 1, MOST_TASKS)?,
                 "--seconds" => args.time = Duration::from_secs(number(name, &value()?, 1, 600)?.into()),
                 "--polite" if attached.is_none() => args.polite = true,
+                "--processes" => args.processes = number(name, &value()?, 1, 64)?,
+                "--redis" => args.redis = Some(place(&value()?)?),
                 "--help" | "-h" if attached.is_none() => return Ok(None),
                 _ => return Err(format!("there is no option {word:?}")),
             }
+            if !matches!(name, "--processes" | "--redis") {
+                args.passed_on.push(name.to_owned());
+                args.passed_on.extend(told);
+            }
+        }
+        let tasks = args.processes * args.tasks;
+        if tasks > MOST_TASKS {
+            return Err(format!(
+                "{} processes with {} tasks are {tasks} connections, and at most {MOST_TASKS} can be served here",
+                args.processes, args.tasks,
+            ));
         }
         Ok(Some(args))
     }
@@ -79,3 +127,15 @@ fn number(name: &str, text: &str, least: u32, most: u32) -> Result<u32, String> 
         _ => Err(format!("{name} takes a whole number from {least} to {most}, not {text:?}")),
     }
 }
+
+/// The URL may hold a password: no complaint repeats it.
+fn place(text: &str) -> Result<Where, String> {
+    match text {
+        "spawn" => Ok(Where::Spawn),
+        url if url.contains("://") => Ok(Where::At(url.to_owned())),
+        _ => Err("--redis takes \"spawn\", or a URL such as redis://localhost:6379/".into()),
+    }
+}
+
+/// How many tasks may call in all: each has a connection.
+const MOST_TASKS: u32 = 2000;

@@ -20,13 +20,13 @@ pub(crate) struct Scale {
 
 impl Scale {
     /// A scale on which all of `logs` fit, each `time` long.
-    pub(crate) fn new(rules: &[Rule], time: Duration, logs: [&Log; 2]) -> Scale {
+    pub(crate) fn new<'a>(rules: &[Rule], time: Duration, logs: impl Iterator<Item = &'a Log>) -> Scale {
         let step = HALF_A_SECOND
             * u32::try_from(time.div_duration_f64(HALF_A_SECOND * 30).ceil() as u64).unwrap_or(1);
         let columns = time.as_nanos().div_ceil(step.as_nanos()) as usize;
         let in_a_step = |rule: &Rule| rule.count as f64 * step.div_duration_f64(rule.window).ceil();
         let limit = rules.iter().map(in_a_step).fold(f64::INFINITY, f64::min);
-        let highest = logs.iter().flat_map(|log| log.per(step)).map(Tally::all).max().unwrap_or(0);
+        let highest = logs.flat_map(|log| log.per(step)).map(Tally::all).max().unwrap_or(0);
         // The limit lies between two rows, if it is not lower than one.
         let rows_to_the_limit = (limit * MOST_ROWS / highest.max(1) as f64).floor().clamp(1.0, 3.0);
         let unit = (limit / rows_to_the_limit).max(highest as f64 / MOST_ROWS);

@@ -3,77 +3,105 @@
 //!     cargo run --release --example fleet
 //!     cargo run --release --example fleet -- --limit "25/5s, 300/60s" --tasks 100 --seconds 15
 //!
-//! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from its own log. Both runs
-//! are the same loop around the same `reqwest::Client` (`run.rs`); the second has one layer more, and that is all.
+//! A fleet of processes does: once each counts for itself, which is the usual mistake; once they share a count in Redis.
+//!
+//!     cargo run --release --example fleet -- --processes 4 --redis spawn
+//!     cargo run --release --example fleet -- --processes 4 --redis redis://localhost:6379/
+//!
+//! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from its own log. All runs
+//! are the same loop around the same `reqwest::Client` (`run.rs`). In one process (`alone.rs`) the second run has one
+//! layer more, and that is all; of many processes (`parent.rs`, `child.rs`) the layer of the second run has a store.
 
+mod alone;
 mod args;
 mod chart;
+mod child;
+mod parent;
+mod progress;
 mod report;
 mod run;
+mod seen;
+mod sentences;
+mod shared;
+mod wire;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
-use reqwest::Request;
-use tollgate::{BoxError, Quota, RateLimitLayer};
-use tower::ServiceBuilder;
-use upstream::{Rule, SENT_HEADER, Upstream, sent_now};
+use tollgate::{BoxError, Quota};
+use upstream::Rule;
 
 use args::Args;
-use report::Run;
+use shared::Redis;
 
-#[tokio::main]
-async fn main() -> ExitCode {
-    let args = match Args::parse(std::env::args().skip(1)) {
+fn main() -> ExitCode {
+    let runtime = match tokio::runtime::Runtime::new() {
+        Ok(runtime) => runtime,
+        Err(error) => return failed(&error.to_string(), 1),
+    };
+    let code = runtime.block_on(begin());
+    // A name that is being looked up blocks a thread; nobody wants to wait for it any more.
+    runtime.shutdown_background();
+    code
+}
+
+async fn begin() -> ExitCode {
+    let mut words = std::env::args().skip(1).peekable();
+    let role = words.next_if(|word| word == child::ROLE).map(|_| child::Role::read(&mut words));
+    let args = match Args::parse(words) {
         Ok(Some(args)) => args,
         Ok(None) => {
             print!("{}", args::HELP);
             return ExitCode::SUCCESS;
         }
-        Err(complaint) => {
-            eprintln!("fleet: {complaint}\nTry --help.");
-            return ExitCode::from(2);
-        }
+        Err(complaint) => return failed(&format!("{complaint}\nTry --help."), 2),
     };
-    match compare(&args).await {
+    match role {
+        Some(Some(role)) => return child::live(&role, &args).await,
+        Some(None) => return failed("only a fleet starts its processes\nTry --help.", 2),
+        None => {}
+    }
+    let redis = match &args.redis {
+        Some(place) => match Redis::reach(place).await {
+            Ok(redis) => Some(redis),
+            Err(complaint) => return failed(&complaint, 2),
+        },
+        None => None,
+    };
+    let report = tokio::select! {
+        biased;
+        () = ended() => Err("ended before the report".into()),
+        report = compare(&args, redis.as_ref()) => report,
+    };
+    match report {
         Ok(report) => {
             print!("\n{report}");
             ExitCode::SUCCESS
         }
-        Err(error) => {
-            eprintln!("fleet: {error}");
-            ExitCode::FAILURE
-        }
+        Err(error) => failed(&error.to_string(), 1),
     }
 }
 
-async fn compare(args: &Args) -> Result<String, BoxError> {
-    let limit = RateLimitLayer::new(args.quota())?;
-    let client = reqwest::Client::builder().no_proxy().build()?; // the service is on this machine
-    println!(
-        "{} tasks call a service that allows {}, for {:?} each time.\n",
-        args.tasks, args.limit, args.time
-    );
-
-    // Without tollgate.
-    let service = ServiceBuilder::new().map_request(stamp).service(client.clone());
-    let upstream = Upstream::start(rules(args.limit));
-    let outcome = run::fleet("without tollgate", args, &upstream, service, None).await?;
-    let without = Run::new(outcome, upstream.log());
-
-    // With it: one layer more.
-    let service = ServiceBuilder::new().layer(limit.clone()).map_request(stamp).service(client);
-    let upstream = Upstream::start(rules(args.limit));
-    let outcome = run::fleet("with tollgate", args, &upstream, service, Some(limit.limiter())).await?;
-    let with = Run::new(outcome, upstream.log());
-
-    Ok(report::compare(args, &rules(args.limit), &without, &with))
+async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String, BoxError> {
+    if args.many() { parent::compare(args, redis).await } else { alone::compare(args).await }
 }
 
-/// Writes into a request when it was sent. It stands behind the gate, so that a wait there does not count.
-fn stamp(mut request: Request) -> Request {
-    request.headers_mut().insert(SENT_HEADER, sent_now());
-    request
+fn failed(why: &str, code: u8) -> ExitCode {
+    eprintln!("fleet: {why}");
+    ExitCode::from(code)
+}
+
+/// Answers when we are told to end. Then all that we started ends with us, as it is dropped.
+async fn ended() {
+    #[cfg(unix)]
+    if let Ok(mut terminate) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = tokio::signal::ctrl_c() => {}
+        }
+        return;
+    }
+    let _ = tokio::signal::ctrl_c().await;
 }
 
 /// What the service enforces is what tollgate is told: sliding windows, here.

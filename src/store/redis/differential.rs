@@ -26,7 +26,7 @@ fn millis(span: u64) -> Duration {
 
 /// The script under the time of the caller, and nothing else of it changed.
 fn script() -> redis::Script {
-    let asks = "local raw = call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
+    let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
     assert_eq!(TEXT.matches(asks).count(), 1, "the script asks for the time once");
     redis::Script::new(&TEXT.replace(asks, "local raw = tonumber(ARGV[2])\n"))
 }

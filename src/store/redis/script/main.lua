@@ -3,139 +3,229 @@
 
 local LEASE, PEEK = 1, 2
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
-local LONGEST_LEARNING = 60000000
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between.
 local CLOCK_TOLERANCE = 250000
+local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
 
+local ARG = ARGV[1]
 local version, operation, dice, known, seen, since, granted_before, newest, slack, guard, latest, life, ahead, ahead_life,
-  limit_count, need_count, return_count, at = unpack('<BBI7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
+  limit_count, need_count, return_count, at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
 if version ~= VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. VERSION)
 end
-transit_slack = slack
+S.slack = slack
 
-local complaint
-there, complaint = read_state(limit_count)
-if complaint then
-  return redis.error_reply(complaint)
-end
+-- The state.
+local incarnation, offset, expires, now
+local s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * limit_count - 1)
+if s == '' then
+  incarnation, S.born, S.learning, offset, expires, now = dice, raw, 0, 0, 0, raw
+  S.pool, S.relaid = {}, true
+else
+  local format, account_count, last = string.byte(s), nil, nil
+  if format ~= VERSION or #s < HEAD_SIZE then
+    return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
+      .. VERSION)
+  end
+  format, account_count, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, last, expires =
+    struct.unpack(HEAD, s)
+  if account_count > limit_count then
+    s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * account_count - 1)
+  end
+  local base = HEAD_SIZE + RECORD_SIZE * account_count
+  for i = 1, account_count do
+    local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
+    local rule = rule_of(string.byte(s, from))
+    local a = rule.read(s, from)
+    a.rule, a.base = rule, base
+    base = base + a.room * rule.size
+    S[i] = a
+  end
+  S.there, S.pool_base = true, base
 
--- Logical time: the server's and an offset. It never goes back; a caller who knows better says where it must be.
-if there then
-  local last = now
+  -- Logical time: the server's and an offset. It never goes back; a caller who knows better says where it must be.
   now = raw + offset
   if known == incarnation and seen > 0 then
-    local expected, tolerance = seen + since, CLOCK_TOLERANCE + floor(since / 1000)
+    local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
     if now > expected + tolerance or now < expected - tolerance then now = expected end
   end
   if now < last then now = last end
   if now - raw ~= offset then
-    offset, changed = now - raw, true
+    offset, S.changed = now - raw, true
   end
-else
-  incarnation, born, learning, offset, now, expires = dice, raw, 0, 0, raw, 0
-  account_count, pool_count, pool_room, pool = 0, 0, 0, {}
-  relaid = true
 end
+S.now = now
 
-at = advance(limit_count, at, guard)
-
-if known ~= 0 and known ~= incarnation and seen > 0 then
-  -- The state of which the caller had permits is lost: charge them, and grant nothing until the others can have told.
-  local longest = 0
-  for i = 1, account_count do
-    local a = accounts[i]
-    if a.ours and a.window > longest then longest = a.window end
-  end
-  local until_then = born + (longest < LONGEST_LEARNING and longest or LONGEST_LEARNING)
-  if until_then > learning then
-    learning, changed = until_then, true
-  end
-  local left = newest - (seen + since)
-  local stamp = now + slack + (left > 0 and left or 0)
-  for i = 1, account_count do
-    local a = accounts[i]
-    local largest = largest_cost(a)
-    local units = granted_before < largest and granted_before or largest
-    if units > 0 then
-      changed = true
-      rule_insert(a, now, stamp, units)
-      if a.kind == FIXED then
-        local closed = floor(stamp / a.window)
-        if closed > floor(now / a.window) and closed + 1 > a.open_from then a.open_from = closed + 1 end
-      end
+-- The limits: those of the call are asserted.
+for i = 1, #S do
+  S[i].rule.advance(S[i])
+end
+for _ = 1, limit_count do
+  local kind, count, window, capacity, a
+  kind, count, window, capacity, at = struct.unpack('<BI4I7I4', ARG, at)
+  for i = 1, #S do
+    local other = S[i]
+    if other.count == count and other.window == window and other.kind == kind and other.capacity == capacity then
+      a = other
     end
   end
+  if not a then
+    a = (S.seldom or seldom()).add(kind, count, window, capacity, guard)
+  elseif now - a.asserted > window / 2 then
+    a.asserted, S.changed = now, true
+  end
+  a.ours = true
 end
+if #S > limit_count then (S.seldom or seldom()).retain() end
+if S.pooled > 0 then (S.seldom or seldom()).drain() end
 
 if operation == PEEK then
-  local next_slot = first_slot(1, 0)
-  local _, entry = pool_find(1, 0)
-  if entry and entry.slot < next_slot then next_slot = entry.slot end
-  if learning > next_slot then next_slot = learning end
-  local parts = { pack('<BI7I7B', VERSION, learning > now and 0 or free(), next_slot - now, account_count) }
-  for i = 1, account_count do
-    local a = accounts[i]
-    parts[i + 1] = describe(a) .. pack('<I7I7', rule_used(a), rule_free(a))
+  local next_slot, free = first_slot(1, 0), (S.seldom or seldom()).free()
+  local pooled = find_pooled(1, 0)
+  if pooled and pooled.slot < next_slot then next_slot = pooled.slot end
+  if S.learning > now then
+    free, next_slot = 0, S.learning > next_slot and S.learning or next_slot
+  end
+  local parts = { struct.pack('<BI7I7B', VERSION, free, next_slot - now, #S) }
+  for i = 1, #S do
+    local more = S[i].rule.more()
+    local a = S[i]
+    parts[i + 1] = struct.pack('<BI4I7I4I7I7', a.kind, a.count, a.window, a.capacity, more.used(a), more.free(a))
   end
   return table.concat(parts)
 end
 
+if known ~= incarnation and known ~= 0 and seen > 0 then
+  local left = newest - (seen + since)
+  local made = S.seldom or seldom()
+  made.charge(granted_before, left > 0 and left or 0)
+end
+
+-- What comes back.
 local needs_at = at
 at = at + need_count * 8
-for i = 1, return_count do
+for _ = 1, return_count do
   local slot, stamp, units
-  slot, stamp, units, at = unpack('<I7I7I7', ARG, at)
+  slot, stamp, units, at = struct.unpack('<I7I7I7', ARG, at)
   if known == incarnation then
-    take_back(slot, stamp, units)
+    (S.seldom or seldom()).take_back(slot, stamp, units)
   end
 end
 
-local segments, segment_count = '', 0
-local function granted(cost, count, slot, stamp)
-  segment_count = segment_count + 1
-  local segment = pack('<I4I4I7I7', cost, count, slot - now, stamp - slot)
-  if segment_count == 1 then
-    segments = segment
-  elseif segment_count == 2 then
-    segments = { segments, segment }
-  else
-    segments[segment_count] = segment
-  end
-end
-
+-- What is needed: permits of `cost` units each, none later than `latest`. Where one would be, nothing is booked for it
+-- and those after it.
+local segments, segment_count = nil, 0
 local status, wait, limit = GRANTED, 0, nil
-if learning > now and need_count > 0 then
-  status, wait = LEARNING, learning - now
-elseif learning <= now then
-  at = needs_at
-  for _ = 1, need_count do
-    local cost, count
-    cost, count, at = unpack('<I4I4', ARG, at)
-    local slot
-    slot, limit = book(now + latest, cost, count, life, granted)
-    if slot then
-      status, wait = REFUSED, slot < NEVER and slot - now or NEVER
+if S.learning > now then
+  if need_count > 0 then status, wait = LEARNING, S.learning - now end
+  need_count, ahead = 0, 0
+end
+local last = now + latest
+at = needs_at
+while need_count > 0 do
+  need_count = need_count - 1
+  local cost, count
+  cost, count, at = struct.unpack('<I4I4', ARG, at)
+  for i = 1, #S do
+    if cost == 0 or cost > largest_cost(S[i]) then status, wait, count, need_count = REFUSED, NEVER, 0, 0 end
+  end
+  while count > 0 do
+    local slot, stamp, fits
+    slot, limit = first_slot(cost, life)
+    local entry, index
+    if S.pooled > 0 then
+      entry, index = find_pooled(cost, life)
+    end
+    if entry and entry.slot <= slot and entry.slot <= last then
+      slot, stamp, fits = entry.slot, entry.stamp, math.floor(entry.units / cost)
+      if fits > count then fits = count end
+      entry.units = entry.units - fits * cost
+      if entry.units == 0 then table.remove(S.pool, index) end
+      S.pooled, S.changed = #S.pool, true
+    elseif slot > last then
+      if entry and entry.slot < slot then slot = entry.slot end
+      status, wait, need_count = REFUSED, slot - now, 0
       break
+    else
+      fits = NEVER
+      for i = 1, #S do
+        local room = S[i].rule.room(S[i], slot)
+        if room < fits then fits = room end
+      end
+      fits = math.floor(fits / cost)
+      if fits > count then fits = count end
+      if fits < 1 then fits = 1 end
+      stamp = slot + life + slack
+      insert(slot, stamp, cost * fits)
+    end
+    count = count - fits
+    segment_count = segment_count + 1
+    local segment = struct.pack('<I4I4I7I7', cost, fits, slot - now, stamp - slot)
+    if segment_count == 1 then
+      segments = segment
+    elseif segment_count == 2 then
+      segments = { segments, segment }
+    else
+      segments[segment_count] = segment
     end
   end
 end
 local ahead_count, ahead_span = 0, 0
-if status == GRANTED and ahead > 0 and learning <= now then
-  ahead_count, ahead_span = prefetch(ahead, ahead_life)
+if status == GRANTED and ahead > 0 then
+  ahead_count, ahead_span = (S.seldom or seldom()).prefetch(ahead, ahead_life)
 end
 
-local fresh = fresh_from()
-if changed then
-  write_state(fresh)
+-- When everything will be forgotten.
+local fresh = now
+for i = 1, #S do
+  local from = S[i].rule.fresh_from(S[i])
+  if from > fresh then fresh = from end
+end
+if S.pooled > 0 and pool()[S.pooled].slot >= fresh then
+  fresh = pool()[S.pooled].slot + 1
+end
+
+if S.changed then
+  -- It lives until then and a second; clocks may differ by a thousandth.
+  local left = fresh - now
+  local needed = raw + left + math.floor(left / 1000) + 1000000
+  local extend = needed > expires
+  if extend then
+    -- And some more, so that not every grant has to move it.
+    expires = needed + math.floor(left / 4)
+  end
+  local ttl = math.floor((expires - raw) / 1000) + 1
+  if S.relaid then
+    (S.seldom or seldom()).rewrite(incarnation, offset, expires, ttl)
+  else
+    s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, now, expires)
+    for i = 1, #S do
+      local a = S[i]
+      s = s .. a.rule.record(a)
+      if a.kind == WINDOW then
+        a.rule.write(a)
+      elseif a.dirty and a.n > 0 then
+        redis.call('SETRANGE', KEYS[1], a.base, (S.lists or lists()).pack(a.list, a.kind))
+      end
+    end
+    redis.call('SETRANGE', KEYS[1], 0, s)
+    if S.pooled > 0 then
+      redis.call('SETRANGE', KEYS[1], S.pool_base, (S.lists or lists()).pack(S.pool, 'pool'))
+    end
+    if extend then
+      redis.call('PEXPIRE', KEYS[1], ttl)
+    end
+  end
 end
 
 local foreign
-if account_count > limit_count then
-  for i = account_count, 1, -1 do
-    if not accounts[i].ours then foreign = accounts[i] end
+if #S > limit_count then
+  for i = #S, 1, -1 do
+    if not S[i].ours then foreign = S[i] end
   end
 end
-if segment_count > 1 then segments = table.concat(segments) end
-return pack('<BBI7I7I7I7', VERSION, status, incarnation, now, fresh > now and fresh - now or 0, wait)
-  .. describe(limit) .. describe(foreign) .. pack('<I4I7I2', ahead_count, ahead_span, segment_count) .. segments
+local l, f = status == REFUSED and limit or NONE, foreign or NONE
+s = struct.pack('<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2', VERSION, status, incarnation, now, fresh - now, wait,
+  l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
+if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
+return s

@@ -1,0 +1,131 @@
+//! One process of many: it gets ready, waits for the word, calls, and tells what it saw.
+
+use std::io::{BufRead, Write, stdin, stdout};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tollgate::store::RedisStore;
+use tollgate::{BoxError, RateLimitLayer};
+use tower::ServiceBuilder;
+
+use crate::args::Args;
+use crate::run::{self, Crew, Outcome};
+use crate::shared::Redis;
+use crate::wire::{GO, Line};
+
+/// The first argument of a process that is one of many. For us alone, so no help tells it.
+pub(crate) const ROLE: &str = "child";
+
+/// What a child is told beside the options that its parent was given.
+#[derive(Debug)]
+pub(crate) struct Role {
+    pub(crate) process: u32,
+    pub(crate) upstream: String,
+    /// The URL and the prefix; without, it counts for itself.
+    pub(crate) redis: Option<(String, String)>,
+}
+
+impl Role {
+    pub(crate) fn new(process: u32, upstream: String, redis: Option<&Redis>) -> Role {
+        Role { process, upstream, redis: redis.map(|redis| (redis.url.clone(), redis.prefix.clone())) }
+    }
+
+    /// As arguments, to be followed by the options.
+    pub(crate) fn words(&self) -> [String; 5] {
+        let (url, prefix) = self.redis.clone().unwrap_or_default();
+        [ROLE.into(), self.process.to_string(), self.upstream.clone(), url, prefix]
+    }
+
+    /// From the arguments behind [`ROLE`]; `None` if they are not the ones that `words` makes.
+    pub(crate) fn read(words: &mut impl Iterator<Item = String>) -> Option<Role> {
+        let (process, upstream) = (words.next()?.parse().ok()?, words.next()?);
+        let redis = Some((words.next()?, words.next()?)).filter(|(url, _)| !url.is_empty());
+        Some(Role { process, upstream, redis })
+    }
+}
+
+/// The life of a child.
+pub(crate) async fn live(role: &Role, args: &Args) -> ExitCode {
+    match call(role, args).await {
+        Ok(outcome) => {
+            tell(outcome);
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            say(&Line::Failed(error.to_string()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn call(role: &Role, args: &Args) -> Result<Outcome, BoxError> {
+    let word = listen();
+    let mut limit = RateLimitLayer::builder(args.quota());
+    if let Some((url, prefix)) = &role.redis {
+        let store = RedisStore::builder(url).prefix(prefix.as_str()).build()?;
+        store.connect().await?;
+        limit = limit.store(Arc::new(store));
+    }
+    let limit = limit.build()?;
+    let limiter = limit.limiter();
+    let crew = Arc::new(Crew::new(args, role.process, &role.upstream)?);
+    let client = run::client()?;
+    warm_up(&client, &crew, args.tasks).await?;
+    say(&Line::Ready);
+    word.await?;
+
+    let service = ServiceBuilder::new().layer(limit).map_request(crew.stamp()).service(client);
+    let mut outcome = run::fleet(&crew, service, |waiting| say(&Line::Waiting(waiting))).await?;
+    // What is at hand is of use to those that go on. That it is lost is no reason to lose the report too.
+    if let Err(error) = limiter.shutdown().await {
+        outcome.complaint.get_or_insert(error.to_string());
+    }
+    Ok(outcome)
+}
+
+/// Opens the connections, so that no call of the run has to: it takes longer than a call, and much longer where many
+/// processes do it on few cores.
+async fn warm_up(client: &reqwest::Client, crew: &Crew, tasks: u32) -> Result<(), BoxError> {
+    let mut calls = JoinSet::new();
+    for _ in 0..tasks {
+        let call = client.execute(crew.request(WARM_UP));
+        calls.spawn(async { call.await?.error_for_status()?.bytes().await });
+    }
+    while let Some(called) = calls.join_next().await {
+        called??;
+    }
+    Ok(())
+}
+
+/// Answers when the parent gives the word. When the parent is gone our input ends, and so do we, wherever we are: a
+/// thread of its own waits for that.
+fn listen() -> oneshot::Receiver<()> {
+    let (give, word) = oneshot::channel();
+    std::thread::spawn(move || {
+        let mut lines = stdin().lock().lines();
+        if lines.next().is_some_and(|line| line.is_ok_and(|line| line == GO)) {
+            let _ = give.send(());
+            let _ = lines.next();
+        }
+        std::process::exit(1);
+    });
+    word
+}
+
+fn tell(outcome: Outcome) {
+    outcome.took.into_iter().for_each(|took| say(&Line::Took(took)));
+    say(&Line::HeldBack(outcome.held_back));
+    say(&Line::StoreAway(outcome.store_away));
+    outcome.complaint.into_iter().for_each(|text| say(&Line::Complaint(text)));
+    say(&Line::Done);
+}
+
+/// If nobody listens any more, the thread at our input ends us.
+fn say(line: &Line) {
+    let _ = writeln!(stdout().lock(), "{line}");
+}
+
+/// The task in whose name connections are opened.
+pub(crate) const WARM_UP: &str = "warm-up";

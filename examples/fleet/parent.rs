@@ -1,0 +1,169 @@
+//! Many processes that call one service: each counts for itself, or they share a count.
+
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use http::Response;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::task::JoinSet;
+use tokio::time::{interval, timeout};
+use tollgate::BoxError;
+use upstream::{Arrival, Log, Tally, Upstream};
+
+use crate::args::Args;
+use crate::child::{Role, WARM_UP};
+use crate::progress::{Progress, TICK};
+use crate::report;
+use crate::rules;
+use crate::run::{Outcome, gather};
+use crate::seen::{Run, who};
+use crate::shared::{Redis, Spent};
+use crate::wire::{GO, Line};
+
+/// Runs the fleet without a common count and with one.
+pub(crate) async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String, BoxError> {
+    println!(
+        "{} with {} tasks {}call a service that allows {}, for {:?} each time.\n",
+        if args.processes == 1 { "1 process".into() } else { format!("{} processes", args.processes) },
+        args.tasks,
+        if args.processes == 1 { "" } else { "each " },
+        args.limit,
+        args.time
+    );
+    let mut runs = vec![run("each for itself", args, None).await?];
+    if redis.is_some() {
+        runs.push(run("shared in Redis", args, redis).await?);
+    }
+    Ok(report::many(args, &rules(args.limit), &runs))
+}
+
+async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<Run, BoxError> {
+    let warm_ups = (args.processes * args.tasks) as usize;
+    let upstream = Upstream::start(rules(args.limit))
+        .script(move |call| (call < warm_ups).then(|| Response::new("warm\n".into())));
+    let mut members = Vec::new();
+    for process in 0..args.processes {
+        members.push(Member::start(&Role::new(process, upstream.url(), redis), args)?);
+    }
+    for member in &mut members {
+        timeout(PATIENCE, member.ready()).await.map_err(|_| member.late("to get ready"))??;
+    }
+
+    let before = spent(redis).await;
+    let waiting = Arc::new(AtomicUsize::new(0));
+    let mut processes = JoinSet::new();
+    for member in &mut members {
+        member.go().await?;
+    }
+    for mut member in members {
+        let (waiting, time) = (Arc::clone(&waiting), args.time + PATIENCE);
+        processes.spawn(async move {
+            let told = timeout(time, member.follow(&waiting)).await;
+            told.map_err(|_| member.late("to tell what it saw"))?
+        });
+    }
+    let seen = || {
+        let Tally { accepted, refused } = upstream.tally();
+        Tally { accepted: accepted - warm_ups as u64, refused }
+    };
+    let mut progress = Progress::start(name, args.time);
+    let mut tick = interval(TICK);
+    let mut everybody = std::pin::pin!(gather(processes));
+    let outcome = loop {
+        tokio::select! {
+            outcome = &mut everybody => break outcome?,
+            _ = tick.tick() => progress.tell(seen(), waiting.load(Ordering::Relaxed)),
+        }
+    };
+    progress.finish(seen());
+    let spent = spent(redis).await.zip(before).map(|(after, before)| after.since(before));
+
+    let called = |arrival: &&Arrival| who(arrival).is_none_or(|(_, task)| task != WARM_UP);
+    let log = Log::from(upstream.log().iter().filter(called).cloned().collect::<Vec<_>>());
+    Ok(Run { spent, ..Run::new(name, outcome, log) })
+}
+
+/// A Redis that does not tell it, or not any more, leaves two cells empty.
+async fn spent(redis: Option<&Redis>) -> Option<Spent> {
+    redis?.spent().await.ok()
+}
+
+/// A process of the fleet. It is killed when it is dropped, and ends by itself when its input does.
+struct Member {
+    number: u32,
+    child: Child,
+    input: ChildStdin,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Member {
+    fn start(role: &Role, args: &Args) -> Result<Member, BoxError> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(role.words())
+            .args(&args.passed_on)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()?;
+        let input = child.stdin.take().expect("its input is piped");
+        let output = child.stdout.take().expect("its output is piped");
+        Ok(Member { number: role.process, child, input, lines: BufReader::new(output).lines() })
+    }
+
+    async fn ready(&mut self) -> Result<(), BoxError> {
+        match self.line().await? {
+            Line::Ready => Ok(()),
+            line => Err(format!("process {} is not ready, but says {line}", self.number).into()),
+        }
+    }
+
+    async fn go(&mut self) -> Result<(), BoxError> {
+        Ok(self.input.write_all(format!("{GO}\n").as_bytes()).await?)
+    }
+
+    /// Reads until all is told; adds to `waiting` how many tasks wait.
+    async fn follow(&mut self, waiting: &AtomicUsize) -> Result<Outcome, BoxError> {
+        let mut outcome = Outcome::default();
+        let mut before = 0;
+        loop {
+            match self.line().await? {
+                Line::Ready | Line::Failed(_) => {}
+                Line::Waiting(tasks) => {
+                    waiting.fetch_add(tasks, Ordering::Relaxed);
+                    waiting.fetch_sub(before, Ordering::Relaxed);
+                    before = tasks;
+                }
+                Line::Took(took) => outcome.took.push(took),
+                Line::HeldBack(calls) => outcome.held_back = calls,
+                Line::StoreAway(calls) => outcome.store_away = calls,
+                Line::Complaint(text) => outcome.complaint = Some(text),
+                Line::Done => break,
+            }
+        }
+        self.child.wait().await?;
+        Ok(outcome)
+    }
+
+    async fn line(&mut self) -> Result<Line, BoxError> {
+        match self.lines.next_line().await? {
+            Some(line) => match line.parse()? {
+                Line::Failed(text) => Err(format!("process {}: {text}", self.number).into()),
+                line => Ok(line),
+            },
+            None => {
+                let status = self.child.wait().await?;
+                Err(format!("process {} ended too early: {status}", self.number).into())
+            }
+        }
+    }
+
+    fn late(&self, what: &str) -> BoxError {
+        format!("process {} took longer than {PATIENCE:?} {what}", self.number).into()
+    }
+}
+
+/// How long a process may take beyond the time of the run.
+const PATIENCE: Duration = Duration::from_secs(20);
