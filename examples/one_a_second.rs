@@ -19,7 +19,7 @@ use tollgate::{BoxError, Limited, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Rule, Upstream, WHO_HEADER};
 
-use common::{Children, Line, Options, Places, clock, span};
+use common::{Children, Line, Options, Places, TRANSIT_SLACK, clock, span};
 
 const HELP: &str = "\
 One call a second, shared by a web server, background jobs and a cron process.
@@ -154,7 +154,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
             log.len(),
             log.largest_count(rule.window)
         );
-        if let Some(broken) = common::not_kept(&log, &[rule]) {
+        if let Some(broken) = common::not_kept(&log, &[rule], TRANSIT_SLACK) {
             return Err(format!("the limit was not kept: {broken}").into());
         }
     }

@@ -19,7 +19,7 @@ use tollgate::{BoxError, Key, Limited, Quota, RateLimitLayer, by_header};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Log, Rule, Upstream, WHO_HEADER};
 
-use common::{Children, Line, Options, Places, Usage, span};
+use common::{Children, Line, Options, Places, TRANSIT_SLACK, Usage, span};
 
 const HELP: &str = "\
 5000 calls per hour for each access token, shared by several processes.
@@ -136,7 +136,8 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     for (who, tally) in log.by_who() {
         println!("The service saw {} calls with token {who}.", tally.all());
         let calls = log.iter().filter(|arrival| arrival.who.as_deref() == Some(who)).cloned();
-        if let Some(broken) = common::not_kept(&Log::from(calls.collect::<Vec<_>>()), &[rule]) {
+        if let Some(broken) = common::not_kept(&Log::from(calls.collect::<Vec<_>>()), &[rule], TRANSIT_SLACK)
+        {
             return Err(format!("the limit of token {who} was not kept: {broken}").into());
         }
     }

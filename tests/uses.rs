@@ -156,12 +156,12 @@ async fn four_workers_send_each_call_of_twenty_campaigns_exactly_once() {
     // What the workers told last of each campaign.
     let mut last = BTreeMap::new();
     for line in &lines {
-        let (campaign, counts) = line.text.split_once(" answered ").unwrap_or_else(|| panic!("{line:?}"));
+        let (campaign, counts) = line.text.split_once(" counts ").unwrap_or_else(|| panic!("{line:?}"));
         last.insert(campaign, counts);
     }
     assert_eq!(last.len(), 20);
     assert!(last.values().all(|counts| counts.starts_with("40 ")), "{last:#?}");
-    assert!(last.values().any(|counts| !counts.contains("put-off 0 ")), "some came too soon: {last:#?}");
+    assert!(last.values().any(|counts| !counts.starts_with("40 0 ")), "some came too soon: {last:#?}");
 }
 
 // ── 5000 per hour for each token ────────────────────────────────────────────────────────────────────────────────
@@ -210,13 +210,27 @@ async fn a_token_has_its_own_limit_and_is_nowhere_in_redis() {
     {
         for token in [planted, other] {
             assert!(!contains(bytes, token.as_bytes()), "{token} is in {place}");
+            let digest = bearer(token).to_string();
+            assert!(
+                !contains(bytes, digest.as_bytes()),
+                "{place} tells who guesses {token} that it is right"
+            );
         }
     }
 
-    // The search finds what is there.
+    // The search finds what is there: a digest that was made without a secret, a token.
+    let bare = RedisStore::builder(&stage.redis.url()).prefix("bare").build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_hour(40)).store(Arc::new(bare)).build().unwrap();
+    drop(limit.limiter().acquire(bearer(planted)).await.unwrap());
+    assert!(contains(&everything_in(&stage.redis), bearer(planted).to_string().as_bytes()));
     let () = stage.redis.command(&["SET", "planted", planted]);
     assert!(contains(&everything_in(&stage.redis), planted.as_bytes()));
     spy.until(|seen| contains(seen, planted.as_bytes()));
+}
+
+/// The key of a token; as text, the first digits of its digest.
+fn bearer(token: &str) -> Key {
+    Key::new(format!("Bearer {token}"))
 }
 
 fn contains(bytes: &[u8], what: &[u8]) -> bool {

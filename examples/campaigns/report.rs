@@ -15,30 +15,31 @@ pub(crate) struct Counts {
     pub(crate) answered: u64,
     /// How often a call was refused here and put off.
     pub(crate) put_off: u64,
-    /// How often a call was put off because the service or the Redis said no.
-    pub(crate) troubled: u64,
+    /// How often the service refused a call, which was put off as well.
+    pub(crate) refused_there: u64,
+    /// How often the Redis could not be asked, and the call was put off.
+    pub(crate) not_counted: u64,
 }
 
 impl Counts {
     /// As a worker tells it.
     pub(crate) fn line(&self, campaign: u32) -> String {
-        let Counts { answered, put_off, troubled } = self;
-        format!("campaign {campaign} answered {answered} put-off {put_off} troubled {troubled}")
+        let Counts { answered, put_off, refused_there, not_counted } = self;
+        format!("campaign {campaign} counts {answered} {put_off} {refused_there} {not_counted}")
+    }
+
+    fn add(&mut self, other: Counts) {
+        self.answered += other.answered;
+        self.put_off += other.put_off;
+        self.refused_there += other.refused_there;
+        self.not_counted += other.not_counted;
     }
 
     fn read(line: &str) -> Option<(u32, Counts)> {
-        let words: Vec<_> = line.split(' ').collect();
-        let ["campaign", campaign, "answered", answered, "put-off", put_off, "troubled", troubled] =
-            words[..]
-        else {
-            return None;
-        };
-        let counts = Counts {
-            answered: answered.parse().ok()?,
-            put_off: put_off.parse().ok()?,
-            troubled: troubled.parse().ok()?,
-        };
-        Some((campaign.parse().ok()?, counts))
+        let (campaign, counts) = line.strip_prefix("campaign ")?.split_once(" counts ")?;
+        let counts: Vec<u64> = counts.split(' ').map(|count| count.parse().ok()).collect::<Option<_>>()?;
+        let [answered, put_off, refused_there, not_counted] = counts[..] else { return None };
+        Some((campaign.parse().ok()?, Counts { answered, put_off, refused_there, not_counted }))
     }
 }
 
@@ -71,42 +72,43 @@ pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
     };
     let row = |name: String, who: String, counts: Counts, seen: u64| {
         let seen = if log.is_some() { seen.to_string() } else { "-".to_owned() };
-        [
-            name,
-            who,
-            counts.answered.to_string(),
-            seen,
-            counts.put_off.to_string(),
-            counts.troubled.to_string(),
-        ]
+        let Counts { answered, put_off, refused_there, not_counted } = counts;
+        let [answered, put_off, refused_there, not_counted] =
+            [answered, put_off, refused_there, not_counted].map(|count| count.to_string());
+        [name, who, answered, seen, put_off, refused_there, not_counted]
     };
     let mut all = Counts::default();
     let mut rows: Vec<_> = (0..args.campaigns)
         .map(|campaign| {
             let (counts, who) = told.0.get(&campaign).cloned().unwrap_or_default();
-            all.answered += counts.answered;
-            all.put_off += counts.put_off;
-            all.troubled += counts.troubled;
+            all.add(counts);
             row(format!("campaign {campaign}"), who, counts, seen(campaign))
         })
         .collect();
     rows.push(row("all".to_owned(), String::new(), all, (0..args.campaigns).map(seen).sum()));
-    common::table(["", "by", "answered", "seen there", "put off", "trouble"], &rows)
+    common::table(["", "by", "answered", "accepted there", "put off", "refused there", "store away"], &rows)
 }
 
 /// Compares what the service saw with what was to be done.
 pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> {
     let took = log.first().zip(log.last()).map_or(Duration::ZERO, |(first, last)| last.at - first.at);
     println!(
-        "Sent within {}: {:.1} per second; at most {} in any second, where {} are allowed; {} of the limit used.",
+        "Sent within {}: at most {} in any second, where {} are allowed; {} of the limit used.",
         common::span(took),
-        log.len() as f64 / took.as_secs_f64().max(0.001),
         log.largest_count(rule.window),
         rule.count,
         log.used(rule).map_or("-".to_owned(), |used| format!("{:.1} %", used * 100.0)),
     );
-    if let Some(broken) = common::not_kept(log, &[rule]) {
+    if let Some(broken) = common::not_kept(log, &[rule], args.transit_slack) {
         return Err(format!("the limit was not kept: {broken}").into());
+    }
+    if log.jitter() > args.transit_slack {
+        println!(
+            "The way to the service varied by {:.0?}, and --transit-slack covers {:.0?}: what came late together may look \
+             like too much there.",
+            log.jitter(),
+            args.transit_slack,
+        );
     }
     let arrived = arrived(args, log);
     let how_many = |what: fn(u16) -> bool| arrived.iter().flatten().filter(|count| what(**count)).count();

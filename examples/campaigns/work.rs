@@ -22,6 +22,7 @@ pub(crate) async fn work(args: &Args) -> Result<(), BoxError> {
     let limit = RateLimitLayer::builder(Quota::per_second(args.rate))
         .store(Arc::new(store))
         .max_wait(args.max_wait)
+        .transit_slack(args.transit_slack)
         .error_on_upstream_limit() // a 429 is put off just as a refusal of ours
         .build()?;
     let service = ServiceBuilder::new().layer(limit.clone()).map_request(stamp).service(client()?);
@@ -113,8 +114,9 @@ impl Desk {
         let mut counts = self.counts();
         let counts = counts.entry(call.campaign).or_default();
         match limited {
-            Limited::Local { .. } => counts.put_off += 1,
-            _ => counts.troubled += 1,
+            Limited::Upstream { .. } => counts.refused_there += 1,
+            Limited::Store { .. } => counts.not_counted += 1,
+            _ => counts.put_off += 1,
         }
     }
 

@@ -19,7 +19,7 @@ use upstream::{SENT_HEADER, sent_now};
 pub(crate) use children::{Children, Line};
 pub(crate) use options::{Options, Usage};
 pub(crate) use places::Places;
-pub(crate) use table::{not_kept, table};
+pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
 /// Runs an example: `--help`, its work, and what went wrong. A bad option ends it with 2, a failure with 1.
 pub(crate) async fn main(

@@ -24,9 +24,11 @@ pub(crate) fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> St
 
 /// Which of `rules` was not kept, by the log of the service: at most the count in any window, not only in those that
 /// start on the second.
-pub(crate) fn not_kept(log: &Log, rules: &[Rule]) -> Option<String> {
-    rules.iter().find_map(|rule| log.over(*rule, TRANSIT_SLACK))
+///
+/// `slack` is the `transit_slack` of the layer: what the way to the service varied beyond it, nobody can answer for.
+pub(crate) fn not_kept(log: &Log, rules: &[Rule], slack: Duration) -> Option<String> {
+    rules.iter().find_map(|rule| log.over(*rule, slack))
 }
 
-/// By how much the way to the service may vary, as `RateLimitLayer` assumes it.
-const TRANSIT_SLACK: Duration = Duration::from_millis(10);
+/// By how much the way to the service may vary: the default of `transit_slack`.
+pub(crate) const TRANSIT_SLACK: Duration = Duration::from_millis(10);

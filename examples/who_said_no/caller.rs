@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use reqwest::{Request, Response};
 use tokio::io::AsyncReadExt;
-use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio::time::{interval, sleep};
 use tollgate::store::RedisStore;
 use tollgate::{BoxError, Error, Limited, Quota, RateLimitLayer};
 use tower::retry::Policy;
@@ -34,42 +34,45 @@ pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
     // From the outside in: each attempt pays the toll, and none loses its time in our line.
     let service = ServiceBuilder::new()
         .timeout(Duration::from_secs(10)) // in all
-        .retry(Tries(2))
+        .retry(Tries(1))
         .layer(limit)
         .map_request(stamp)
         .timeout(Duration::from_secs(2)) // for each attempt
         .service(client()?);
 
-    let mut tick = interval(Duration::from_millis(60)); // more than ten a second
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // More at once than the limit allows; and a pause in which those that are tried again find a place.
+    let mut tick = interval(Duration::from_millis(2200));
     let (mut input, mut nothing) = (tokio::io::stdin(), [0]);
     loop {
         tokio::select! {
             _ = tick.tick() => {}
             _ = input.read(&mut nothing) => return Ok(()),
         }
-        let mut request = Request::new(reqwest::Method::GET, places.api.parse()?);
-        request.headers_mut().insert(WHO_HEADER, "caller".parse()?);
-        let mut service = service.clone();
-        tokio::spawn(async move {
-            let said = match service.ready().await {
-                Ok(ready) => ready.call(request).await,
-                Err(error) => Err(error),
-            };
-            match said {
-                Ok(response) => println!("answered: {}", response.status()),
-                Err(error) => println!("{}", who_said_no(&*error)),
-            }
-        });
+        for _ in 0..RATE + 2 {
+            let mut request = Request::new(reqwest::Method::GET, places.api.parse()?);
+            request.headers_mut().insert(WHO_HEADER, "caller".parse()?);
+            tokio::spawn(call_once(service.clone(), request));
+        }
+    }
+}
+
+/// One call, and what came of it.
+async fn call_once<S>(service: S, request: Request)
+where
+    S: Service<Request, Response = Response, Error = BoxError>,
+{
+    match service.oneshot(request).await {
+        Ok(response) => println!("answered: {}", response.status()),
+        Err(error) => println!("{}", who_said_no(&*error)),
     }
 }
 
 /// Tells who said no: through the timeout and the retry around, with one function.
 fn who_said_no(error: &(dyn StdError + 'static)) -> String {
     match Limited::find(error) {
-        Some(limited @ Limited::Local { .. }) => format!("local: not sent; {limited}"),
-        Some(limited @ Limited::Upstream { .. }) => format!("upstream: sent, and too much; {limited}"),
-        Some(limited @ Limited::Store { .. }) => format!("store: not sent; {limited}"),
+        Some(limited @ Limited::Local { .. }) => format!("local: {limited}"),
+        Some(limited @ Limited::Upstream { .. }) => format!("upstream: {limited}"),
+        Some(limited @ Limited::Store { .. }) => format!("store: {limited}"),
         Some(other) => format!("other: {other}"),
         None if error.is::<Elapsed>() => format!("timeout: the time of all attempts is over; {error}"),
         None => format!("inner: not about a limit; {error}"),

@@ -52,7 +52,7 @@ async fn start_all(mut places: Places) -> Result<(), BoxError> {
     children.start("caller", [places.words(), ["--role", "caller"].map(str::to_owned).to_vec()].concat())?;
     let mut listener = Listener { children, start: Instant::now(), heard: BTreeMap::new() };
 
-    println!("It calls as fast as its limit allows, and a little more:");
+    println!("It makes twelve calls at once, again and again; its limit is ten a second:");
     listener.until("answered").await?;
     listener.until("local").await?;
 
