@@ -41,7 +41,7 @@ pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
         .service(client()?);
 
     // More at once than the limit allows; and a pause in which those that are tried again find a place.
-    let mut tick = interval(Duration::from_millis(2200));
+    let mut tick = interval(Duration::from_millis(1300));
     let (mut input, mut nothing) = (tokio::io::stdin(), [0]);
     loop {
         tokio::select! {
