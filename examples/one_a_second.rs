@@ -125,7 +125,7 @@ fn tell(limited: &Limited) -> String {
 /// Starts the Redis, the service and the three processes, and tells what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(1);
-    args.places.start(|| Upstream::start(rule))?;
+    args.places.start(|| Upstream::start(rule)).await?;
     println!("{} calls of three processes to a service that allows one a second.\n", 3 * args.calls);
 
     let mut children = Children::of_this_program()?;

@@ -123,7 +123,7 @@ async fn tell(args: &Args) -> Result<(), BoxError> {
 /// Starts the Redis, the service, two processes that call, and before and after them one that only asks.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::new(args.per_hour, Duration::from_secs(3600));
-    args.places.start(Upstream::open)?; // a service that counts for each token; the check is below
+    args.places.start(Upstream::open).await?; // a service that counts for each token; the check is below
     println!("Two processes, {} tokens, {} calls per hour for each.", args.tokens.len(), args.per_hour);
     run(&args, "teller", &["before"]).await?;
     run(&args, "caller", &["process 1", "process 2"]).await?;

@@ -92,7 +92,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let quota: Quota = args.limits.parse().map_err(|error| Usage::new(format!("--limits: {error}")))?;
     let rules: Vec<Rule> =
         quota.limits().iter().map(|limit| Rule::new(limit.count(), limit.window())).collect();
-    args.places.start(|| Upstream::start(rules.clone()))?;
+    args.places.start(|| Upstream::start(rules.clone())).await?;
     println!("Two processes try 80 calls a second where {quota} are allowed.\n");
 
     let mut children = Children::of_this_program()?;

@@ -291,13 +291,15 @@ async fn each_program_helps_and_says_what_is_wrong() {
         for (words, complaint) in [
             (&["--frobnicate", "1"][..], "there is no option \"--frobnicate\""),
             (&["--redis"], "--redis needs a value"),
-            (&["--redis", "here"], "--redis takes a URL or \"spawn\", not \"here\""),
+            (&["--redis", "here"], "--redis takes a URL or \"spawn\": "),
             (&["--role", "king"], "--role is one of "),
         ] {
             let (code, out, err) = run(example, words).await;
             assert_eq!((code, out.as_str()), (Some(2), ""), "{example} {words:?}: {err}");
             assert!(err.contains(complaint), "{example} {words:?}: {err}");
         }
+        let (code, _, err) = run(example, &["--redis", "redis://127.0.0.1:1/"]).await;
+        assert!(code == Some(1) && err.contains("the store is away"), "{example}: {err}");
     }
 }
 

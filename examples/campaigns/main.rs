@@ -62,7 +62,7 @@ async fn main() -> ExitCode {
 /// Starts the Redis, the service and the workers, shows how far they are, and checks what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(args.rate);
-    args.places.start(|| Upstream::start(rule))?;
+    args.places.start(|| Upstream::start(rule)).await?;
     let calls = u64::from(args.campaigns) * u64::from(args.calls);
     println!(
         "{} campaigns of {} calls each, {calls} in all, by {} processes, at {} calls per second.\n",

@@ -46,7 +46,16 @@ fn complain(name: &str, error: &BoxError) -> ExitCode {
         eprintln!("{name}: {error}\nTry --help.");
         return ExitCode::from(2);
     }
-    eprintln!("{name}: {error}");
+    let mut text = error.to_string();
+    let mut beneath = error.source();
+    while let Some(error) = beneath {
+        let cause = error.to_string();
+        if !text.contains(&cause) {
+            text += &format!(": {cause}");
+        }
+        beneath = error.source();
+    }
+    eprintln!("{name}: {text}");
     ExitCode::FAILURE
 }
 

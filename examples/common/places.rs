@@ -2,6 +2,7 @@
 
 use redis_server::RedisServer;
 use tollgate::BoxError;
+use tollgate::store::RedisStore;
 use upstream::Upstream;
 
 use super::options::{Options, Usage};
@@ -23,8 +24,9 @@ impl Places {
     /// `--redis` and `--api`, as given: starts nothing yet.
     pub(crate) fn given(options: &mut Options) -> Result<Self, Usage> {
         let (redis, api) = (options.text("--redis", SPAWN), options.text("--api", SPAWN));
-        if redis != SPAWN && !redis.contains("://") {
-            return Err(Usage::new(format!("--redis takes a URL or {SPAWN:?}, not {redis:?}")));
+        if redis != SPAWN {
+            RedisStore::new(&redis)
+                .map_err(|error| Usage::new(format!("--redis takes a URL or {SPAWN:?}: {error}")))?;
         }
         if api != SPAWN && reqwest::Url::parse(&api).is_err() {
             return Err(Usage::new(format!("--api takes a URL or {SPAWN:?}, not {api:?}")));
@@ -32,13 +34,14 @@ impl Places {
         Ok(Places { redis, api, server: None, upstream: None })
     }
 
-    /// Starts what was not given.
-    pub(crate) fn start(&mut self, upstream: impl FnOnce() -> Upstream) -> Result<(), BoxError> {
+    /// Starts what was not given. A Redis that was given has to answer: without it there is nothing to show.
+    pub(crate) async fn start(&mut self, upstream: impl FnOnce() -> Upstream) -> Result<(), BoxError> {
         if self.redis == SPAWN {
             let server = RedisServer::start()?;
             self.redis = server.url();
             self.server = Some(server);
         }
+        RedisStore::new(&self.redis)?.connect().await?;
         if self.api == SPAWN {
             let upstream = upstream();
             self.api = upstream.url();

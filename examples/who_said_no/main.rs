@@ -47,7 +47,7 @@ async fn main() -> ExitCode {
 
 /// Starts the Redis, the service and the caller, and makes trouble.
 async fn start_all(mut places: Places) -> Result<(), BoxError> {
-    places.start(|| Upstream::start(Rule::per_second(caller::RATE)))?;
+    places.start(|| Upstream::start(Rule::per_second(caller::RATE))).await?;
     let mut children = Children::of_this_program()?;
     children.start("caller", [places.words(), ["--role", "caller"].map(str::to_owned).to_vec()].concat())?;
     let mut listener = Listener { children, start: Instant::now(), heard: BTreeMap::new() };
