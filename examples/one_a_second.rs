@@ -106,12 +106,8 @@ where
 /// What a refused call knows: who said no and why, since when, how long and how often it waited, when to come back.
 fn tell(limited: &Limited) -> String {
     let report = limited.report();
-    let waited = format!(
-        "waiting since {}, for {}, {} times",
-        clock(report.since()),
-        span(report.waited()),
-        report.turns()
-    );
+    let since = clock(report.since());
+    let waited = format!("waited since {since}, for {}, turns: {}", span(report.waited()), report.turns());
     let back = match (report.retry_after(), report.retry_at()) {
         (Some(wait), Some(at)) => format!("come back in {}, at {}", span(wait), clock(at)),
         _ => "nobody knows when it could be".to_owned(),
