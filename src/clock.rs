@@ -56,6 +56,12 @@ pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
     instant.checked_add(span.min(FAR)).unwrap_or(instant)
 }
 
+/// Waits until `instant`.
+#[cfg(feature = "redis")]
+pub(crate) async fn sleep_until(instant: Instant) {
+    tokio::time::sleep_until(instant.into()).await;
+}
+
 /// A timer that any thread may set anew; it wakes the task that polled it last.
 ///
 /// Needs a Tokio runtime to be made in.

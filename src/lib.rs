@@ -77,6 +77,7 @@
 //! |---|---|
 //! | `reqwest` | the layer around a `reqwest::Client`, as a Tower service |
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
+//! | `redis` | `store::RedisStore`: one limit for many processes, with a page on it: `guide::many_processes` |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), answers of 429 (warn) |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
 //!
@@ -148,7 +149,8 @@
 //! seen. [`boundary_slack`](RateLimitBuilder::boundary_slack) covers small ones. A sliding window needs no wall
 //! clock.
 //!
-//! **Many processes.** Each counts for itself: give each its share of the limit.
+//! **Many processes.** Each counts for itself, unless they share a [store](store) in Redis: feature `redis`, and the page
+//! `guide::many_processes`.
 //!
 //! **The service inside has to be `Clone`**, because one that waits takes a clone along instead of the readied one.
 //! Box it with Tower's `BoxCloneService`, not `BoxService`, or put a `Buffer` before it. And waiting needs a Tokio
@@ -162,6 +164,9 @@ mod edge;
 mod error;
 mod events;
 mod gate;
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+pub mod guide;
 #[cfg(feature = "redis")]
 mod jitter;
 mod key;

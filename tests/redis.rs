@@ -1,4 +1,4 @@
-//! The store in Redis, against a real server.
+//! The store in Redis, against a real server: what it keeps there, and what it shares.
 
 #![cfg(all(feature = "redis", feature = "contract"))]
 
@@ -6,27 +6,203 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis_server::RedisServer;
+use tokio::time::{Instant, sleep};
 use tollgate::store::{RedisStore, contract};
-use tollgate::{Key, Quota, RateLimitLayer};
+use tollgate::{ConfigError, Key, Limiter, Quota, RateLimitLayer};
+
+fn store(server: &RedisServer) -> Arc<RedisStore> {
+    Arc::new(RedisStore::new(&server.url()).unwrap())
+}
+
+fn limiter(store: &Arc<RedisStore>, quota: Quota, max_wait: Duration) -> Limiter {
+    let layer = RateLimitLayer::builder(quota).store(store.clone()).max_wait(max_wait);
+    layer.build().unwrap().limiter()
+}
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+/// How many of `tries` get a permit.
+async fn granted(limiter: &Limiter, key: Key, tries: usize) -> usize {
+    let mut granted = 0;
+    for _ in 0..tries {
+        granted += usize::from(limiter.acquire(key).await.is_ok());
+    }
+    granted
+}
 
 #[tokio::test]
 async fn redis_keeps_the_contract() {
     let server = RedisServer::start().unwrap();
-    contract::check(Arc::new(RedisStore::new(&server.url()).unwrap())).await;
+    contract::check(store(&server)).await;
+}
+
+/// With several threads, and an older Redis's protocol of one command at a time has nothing to do with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn redis_keeps_the_contract_under_threads() {
+    let server = RedisServer::start().unwrap();
+    contract::check(store(&server)).await;
 }
 
 #[tokio::test]
-async fn two_limiters_share_one_limit() {
+async fn stores_of_many_processes_share_one_limit() {
     let server = RedisServer::start().unwrap();
-    let limiter = || {
-        let store = Arc::new(RedisStore::new(&server.url()).unwrap());
-        let layer = RateLimitLayer::builder(Quota::per_minute(10)).store(store).max_wait(Duration::ZERO);
-        layer.build().unwrap().limiter()
-    };
-    let limiters = [limiter(), limiter(), limiter()];
-    let mut granted = 0;
-    for round in 0..30 {
-        granted += usize::from(limiters[round % 3].acquire(Key::ALL).await.is_ok());
+    let stores: Vec<_> = (0..3).map(|_| store(&server)).collect();
+    let limiters = stores.iter().map(|store| limiter(store, Quota::per_minute(10), Duration::ZERO));
+    let mut all = 0;
+    for limiter in limiters.cycle().take(30).collect::<Vec<_>>() {
+        all += granted(&limiter, Key::ALL, 1).await;
     }
-    assert_eq!(granted, 10);
+    assert_eq!(all, 10);
+}
+
+#[tokio::test]
+async fn prefixes_and_secrets_keep_limits_apart() {
+    let server = RedisServer::start().unwrap();
+    let of = |builder: tollgate::store::RedisStoreBuilder| {
+        limiter(&Arc::new(builder.build().unwrap()), Quota::per_minute(5), Duration::ZERO)
+    };
+    let url = server.url();
+    let one = of(RedisStore::builder(&url));
+    let prefixed = of(RedisStore::builder(&url).prefix("other"));
+    let sealed = of(RedisStore::builder(&url).secret("s3cr3t"));
+    let sealed_too = of(RedisStore::builder(&url).secret("s3cr3t"));
+    for limiter in [&one, &prefixed, &sealed] {
+        assert_eq!(granted(limiter, Key::new("k"), 9).await, 5);
+    }
+    assert_eq!(granted(&sealed_too, Key::new("k"), 9).await, 0, "the same secret is the same key");
+    let keys: Vec<String> = server.command(&["KEYS", "*"]);
+    assert_eq!(keys.len(), 3, "{keys:?}");
+    assert!(keys.iter().all(|key| key.ends_with('}') && key.contains(":{")), "{keys:?}");
+}
+
+/// Every state has a time to live that outlasts what was booked, and stays small however long the line.
+#[tokio::test]
+async fn a_state_is_small_and_runs_out_by_itself() {
+    let server = RedisServer::start().unwrap();
+    let store = store(&server);
+    let quotas = [
+        Quota::per_second(7),
+        Quota::per_second(1000),
+        Quota::per_hour(5000),
+        Quota::per_second(1_000_000),
+        Quota::per_second(50).burst(10),
+        Quota::bucket(40).refill(20, Duration::from_secs(1)),
+        Quota::fixed(50, Duration::from_secs(1)),
+        Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)),
+    ];
+    for (number, quota) in quotas.into_iter().enumerate() {
+        let limiter = limiter(&store, quota, Duration::from_secs(3600));
+        let key = Key::new(number.to_le_bytes());
+        let mut line: Vec<_> = (0..1500).map(|_| Box::pin(limiter.acquire(key))).collect();
+        for one in &mut line {
+            let _ = futures::poll!(one);
+        }
+        settle(&limiter, key, 1500).await;
+        // A third gives up, here and there.
+        for index in (0..line.len()).rev().step_by(3) {
+            drop(line.swap_remove(index));
+        }
+        limiter.shutdown().await.unwrap();
+        let peek = limiter.peek(key).await.unwrap();
+        let names: Vec<String> = server.command(&["KEYS", "*"]);
+        for name in names {
+            let bytes: usize = server.command(&["MEMORY", "USAGE", &name]);
+            let most = 4096 * quota.limits().len();
+            assert!(bytes <= most, "{quota}: {bytes} bytes");
+            let ttl: i64 = server.command(&["PTTL", &name]);
+            let next = i64::try_from(peek.next_slot.as_millis()).unwrap();
+            assert!(ttl > next, "{quota}: lives for {ttl} ms, but slots are booked for {next} ms");
+        }
+        drop(line);
+        let () = server.command(&["FLUSHALL"]);
+    }
+}
+
+/// Until those who wait have their slots.
+async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
+    let start = Instant::now();
+    loop {
+        let peek = limiter.peek(key).await.unwrap();
+        let used: u64 = peek.limits.iter().map(|limit| limit.used).max().unwrap_or(0);
+        let booked = usize::try_from(used).unwrap_or(usize::MAX) >= waiting.min(50);
+        if booked || start.elapsed() > Duration::from_secs(5) {
+            return;
+        }
+        sleep(millis(5)).await;
+    }
+}
+
+/// All keys of a process travel on one connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_keys_need_one_connection() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(&store(&server), Quota::per_minute(2), Duration::ZERO);
+    let before: String = server.command(&["INFO", "clients"]);
+    assert!(before.contains("connected_clients:1"), "only the one who asks: {before}");
+    let calls = (0..1000u32).map(|number| limiter.acquire(Key::new(number.to_le_bytes())));
+    let granted = futures::future::join_all(calls).await;
+    let failed: Vec<_> =
+        granted.iter().filter_map(|granted| granted.as_ref().err()).map(ToString::to_string).collect();
+    assert!(failed.is_empty(), "{} failed: {:?}", failed.len(), failed.first());
+    let after: String = server.command(&["INFO", "clients"]);
+    assert!(after.contains("connected_clients:2"), "one for a thousand keys: {after}");
+}
+
+#[tokio::test]
+async fn scripts_that_were_flushed_are_sent_again() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(&store(&server), Quota::per_minute(10), Duration::ZERO);
+    assert_eq!(granted(&limiter, Key::ALL, 4).await, 4);
+    let () = server.command(&["SCRIPT", "FLUSH"]);
+    assert_eq!(granted(&limiter, Key::ALL, 20).await, 6, "and what was granted before is known");
+}
+
+/// The commands that the documentation names are all that a user of Redis needs.
+#[tokio::test]
+async fn a_user_with_few_rights_is_enough() {
+    let server = RedisServer::start().unwrap();
+    let () = server.command(&[
+        "ACL",
+        "SETUSER",
+        "limits",
+        "on",
+        ">s3cr3t",
+        "resetkeys",
+        "~tollgate:*",
+        "resetchannels",
+        "-@all",
+        "+eval",
+        "+evalsha",
+        "+ping",
+        "+time",
+        "+getrange",
+        "+setrange",
+        "+set",
+        "+pexpire",
+    ]);
+    let url = format!("redis://limits:s3cr3t@127.0.0.1:{}/", server.port());
+    let store = Arc::new(RedisStore::new(&url).unwrap());
+    let limiter = limiter(&store, Quota::new(5, millis(300)), Duration::from_secs(5));
+    assert_eq!(granted(&limiter, Key::ALL, 12).await, 12);
+    limiter.peek(Key::ALL).await.unwrap();
+    limiter.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn settings_of_a_store_that_make_no_sense_are_errors_without_secrets() {
+    let wrong = [
+        RedisStore::builder("redis://user:s3cr3t@"),
+        RedisStore::builder("http://s3cr3t"),
+        RedisStore::builder("redis://127.0.0.1/").prefix(""),
+        RedisStore::builder("redis://127.0.0.1/").prefix("a{b"),
+        RedisStore::builder("redis://127.0.0.1/").store_timeout(Duration::ZERO),
+    ];
+    let names = ["URL of Redis", "URL of Redis", "prefix", "prefix", "store_timeout"];
+    for (builder, name) in wrong.into_iter().zip(names) {
+        let error: ConfigError = builder.build().map(|_| ()).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+        assert!(!format!("{error} {error:?}").contains("s3cr3t"), "{error:?}");
+    }
 }

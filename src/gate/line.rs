@@ -165,7 +165,7 @@ impl Line {
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
-                queue.answered([slot], None, Duration::ZERO, &mut Wakers::default());
+                queue.answered([slot], None, Duration::ZERO, desk.now, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
@@ -297,9 +297,9 @@ impl Line {
             Ok(lease) => {
                 let slots = lease.segments.iter().map(|segment| slot(&lease, segment, sent, now));
                 let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                queue.answered(slots, Some(&end), trip, wakers);
+                queue.answered(slots, Some(&end), trip, now, wakers);
             }
-            Err(error) => queue.answered([], Some(&Settled::Failed(error)), trip, wakers),
+            Err(error) => queue.answered([], Some(&Settled::Failed(error)), trip, now, wakers),
         }
     }
 

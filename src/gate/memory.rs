@@ -23,16 +23,18 @@ pub(super) struct Remembered {
 impl Remembered {
     /// Of a store's first answer; `None` of one that loses nothing.
     pub(super) fn new(lease: &Lease, now: Instant) -> Option<Self> {
-        (lease.incarnation != 0).then(|| Remembered {
-            incarnation: lease.incarnation,
-            seen: lease.now,
+        let &Lease { incarnation, now: seen, .. } = lease;
+        let remembered = Remembered {
+            incarnation,
+            seen,
             heard_at: now,
             until: now,
             granted: 0,
             granted_before: 0,
             turned: now,
             stamp: 0,
-        })
+        };
+        (incarnation != 0).then_some(remembered)
     }
 
     /// Takes in an answer to a call that was sent at `sent`; `window` is the longest of the quota.

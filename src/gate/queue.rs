@@ -311,6 +311,7 @@ impl Queue {
         slots: impl IntoIterator<Item = Slot>,
         end: Option<&Settled>,
         trip: Duration,
+        now: Instant,
         wakers: &mut Wakers,
     ) {
         self.calling = false;
@@ -325,7 +326,7 @@ impl Queue {
         for (cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let granted = added.iter().find(|(other, _)| other == cost).map_or(0, |(_, count)| *count);
-            let ended = class.settle(granted, asked.saturating_sub(granted), end, trip);
+            let ended = class.settle(granted, asked.saturating_sub(granted), end, trip, now);
             for (number, waker, settled) in ended {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
@@ -401,6 +402,7 @@ impl Class {
         ended: usize,
         end: Option<&Settled>,
         trip: Duration,
+        now: Instant,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
         let without = self.waiting.len().saturating_sub(self.booked);
@@ -410,21 +412,23 @@ impl Class {
             leaving.extend(ended.map(|&number| (number, end.again())));
         }
         let unneeded = self.booked.saturating_sub(self.waiting.len());
-        let moments =
-            self.slots.iter().rev().flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
-        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
+        let slots = self.slots.iter().rev();
+        let moments = slots.flat_map(|slot| std::iter::repeat_n((slot.at, slot.until), slot.count as usize));
+        let theirs: SmallVec<[(Instant, Instant); 4]> = moments.skip(unneeded).take(granted).collect();
         let back = theirs.len().checked_sub(1).map(|others| without + others);
         let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
-        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
+        for ((&number, waiting), &(slot, until)) in newly.zip(theirs.iter().rev()) {
             // The store counted its wait from when it was asked, we count from its answer; a deadline is a deadline.
             let patience = &mut waiting.patience;
             if !patience.by_deadline && !waiting.heard {
                 patience.latest = clock::after(patience.latest, trip);
             }
-            if slot > patience.latest {
-                let wait = Some(slot.saturating_duration_since(clock::now()));
+            if until <= now {
+                // It died on the way: the store is asked again, as if it had not answered.
+            } else if slot > patience.latest {
+                let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
                 waiting.heard = true;

@@ -6,13 +6,14 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::sync::{Notify, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{timeout, timeout_at};
 
+use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::jitter::jittered;
@@ -99,7 +100,7 @@ impl Link {
                     self.state.send_replace(State::Down(error));
                 }
             }
-            tokio::time::sleep(jittered(pause)).await;
+            clock::sleep_until(clock::after(clock::now(), jittered(pause))).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
@@ -119,7 +120,7 @@ impl Link {
 
     /// Until when an operation that begins now must have ended.
     pub(super) fn deadline(&self) -> Instant {
-        Instant::now() + self.store_timeout
+        clock::after(clock::now(), self.store_timeout)
     }
 
     /// Sends one command and waits for its answer, until `deadline` at most. It is never sent twice.
@@ -128,7 +129,7 @@ impl Link {
             let connection = self.connection().await?;
             connection(command).await.map_err(RedisFailure::Said)
         };
-        let failure = match timeout_at(deadline, asking).await {
+        let failure = match timeout_at(deadline.into(), asking).await {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(failure)) => failure,
             Err(_) => RedisFailure::Silent(self.store_timeout),

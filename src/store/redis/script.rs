@@ -2,8 +2,10 @@
 //! `src/limit`, `script/main.lua` is the call.
 
 use redis::Value;
+use tokio::sync::Mutex;
+use tokio::time::timeout_at;
 
-use super::link::Link;
+use super::link::{Link, RedisFailure};
 use super::wire::Garbled;
 use crate::error::StoreError;
 
@@ -18,11 +20,13 @@ pub(super) const TEXT: &str = concat!(
 
 pub(super) struct Script {
     hash: String,
+    /// How often the text was sent. Held by who does: the others then find the script there.
+    loads: Mutex<u64>,
 }
 
 impl Script {
     pub(super) fn new() -> Self {
-        Script { hash: redis::Script::new(TEXT).get_hash().to_owned() }
+        Script { hash: redis::Script::new(TEXT).get_hash().to_owned(), loads: Mutex::new(0) }
     }
 
     /// Runs it once. A server that does not have it has done nothing: then its text is sent instead of its hash.
@@ -33,9 +37,19 @@ impl Script {
             command.arg(script).arg(1).arg(key).arg(call);
             command
         };
+        let late = || StoreError::away("the script was not loaded in time");
+        let loads = *timeout_at(deadline.into(), self.loads.lock()).await.map_err(|_| late())?;
         let mut answer = link.ask(command("EVALSHA", &self.hash), deadline).await;
-        if answer.as_ref().is_err_and(|failure| failure.is_no_script()) {
-            answer = link.ask(command("EVAL", TEXT), deadline).await;
+        if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
+            let mut now = timeout_at(deadline.into(), self.loads.lock()).await.map_err(|_| late())?;
+            answer = if *now == loads {
+                let answer = link.ask(command("EVAL", TEXT), deadline).await;
+                *now += u64::from(answer.is_ok());
+                answer
+            } else {
+                drop(now);
+                link.ask(command("EVALSHA", &self.hash), deadline).await
+            };
         }
         match answer {
             Ok(Value::BulkString(answer)) => Ok(answer),

@@ -1,4 +1,4 @@
-//! Calls and answers of the script, packed. `format.md` has the formats, for other languages.
+//! Calls and answers of the script, packed. [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
 
 use std::time::Duration;
 
@@ -148,7 +148,7 @@ pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
 
 // ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// An answer that is not as `format.md` says.
+/// An answer that is not as the page of the format says.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Garbled;
 

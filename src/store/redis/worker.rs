@@ -5,15 +5,15 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
 
 use super::link::{Factory, Link};
 use super::script::Script;
 use super::wire::{self, MOST_RETURNS};
+use crate::clock;
 use crate::error::StoreError;
 use crate::jitter::dice;
 use crate::limit::{Terms, Unused};
@@ -86,7 +86,7 @@ impl Worker {
                     Some(job) => self.take(job, &mut calls, &mut releases),
                     None => break,
                 },
-                () = sleep_until(release_at.unwrap_or_else(Instant::now)), if release_at.is_some() => {
+                () = clock::sleep_until(release_at.unwrap_or_else(clock::now)), if release_at.is_some() => {
                     self.release(&mut releases);
                 }
                 Some(_) = calls.join_next() => {}
@@ -115,7 +115,7 @@ impl Worker {
                     let of_key = self.returns.entry((key.clone(), unused.incarnation));
                     of_key.or_insert_with(|| (terms.clone(), Vec::new())).1.push(unused);
                 }
-                self.release_at.get_or_insert_with(|| Instant::now() + GATHERING);
+                self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
             Job::Flush(answer) => {
                 self.release(releases);

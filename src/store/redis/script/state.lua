@@ -1,7 +1,7 @@
 -- Decides about the permits of one key: tollgate's rules (src/limit), in Redis.
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
--- ARGV[1]  the call, packed; the answer is packed too. The formats are in src/store/redis/format.md.
+-- ARGV[1]  the call, packed; the answer is packed too. The formats are in src/guide/redis_format.md.
 --
 -- Times are whole microseconds; spans too. All numbers stay below 2^53.
 --

@@ -1,0 +1,335 @@
+//! The store in Redis when Redis is away, slow, or not what it was: an error with a name, in time, and no restart needed.
+
+#![cfg(feature = "redis")]
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use redis::aio::ConnectionManager;
+use redis_server::RedisServer;
+use tokio::time::{Instant, sleep};
+use tollgate::store::{RedisStore, RedisStoreBuilder, StoreError};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
+
+fn limiter_of(builder: RedisStoreBuilder, quota: Quota, max_wait: Duration) -> Limiter {
+    let store = Arc::new(builder.build().unwrap());
+    RateLimitLayer::builder(quota).store(store).max_wait(max_wait).build().unwrap().limiter()
+}
+
+fn limiter(url: &str, quota: Quota) -> Limiter {
+    limiter_of(RedisStore::builder(url), quota, Duration::ZERO)
+}
+
+/// How a call that must fail failed, and how long that took.
+async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
+    let start = Instant::now();
+    match limiter.acquire(Key::ALL).await {
+        Err(Limited::Store { source, .. }) => (source, start.elapsed()),
+        other => panic!("the store is away: {other:?}"),
+    }
+}
+
+/// Until a call gets through.
+async fn recovered(limiter: &Limiter) -> Duration {
+    let start = Instant::now();
+    while limiter.acquire(Key::new(format!("{:?}", start.elapsed()))).await.is_err() {
+        assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
+        sleep(Duration::from_millis(10)).await;
+    }
+    start.elapsed()
+}
+
+/// A port on which nobody listens.
+fn closed_port() -> u16 {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
+}
+
+#[tokio::test]
+async fn where_nobody_listens_the_error_says_so_at_once() {
+    let limiter = limiter(&format!("redis://127.0.0.1:{}/", closed_port()), Quota::per_second(5));
+    for _ in 0..3 {
+        let (error, took) = failure(&limiter).await;
+        assert!(matches!(error, StoreError::Away(_)), "{error:?}");
+        assert!(error.to_string().contains("refused"), "{error}");
+        assert!(took < Duration::from_secs(2), "{took:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_program_can_ask_at_its_start_whether_redis_is_there() {
+    let server = RedisServer::start().unwrap();
+    RedisStore::new(&server.url()).unwrap().connect().await.unwrap();
+    let nowhere = RedisStore::new(&format!("redis://127.0.0.1:{}/", closed_port())).unwrap();
+    let error = nowhere.connect().await.unwrap_err();
+    assert!(error.to_string().starts_with("the store is away"), "{error}");
+}
+
+/// It accepts connections and answers nothing, as a process that is stopped, or a network that swallows.
+#[tokio::test]
+async fn a_redis_that_hangs_is_found_out_once_and_then_at_once_and_its_return_needs_no_restart() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter_of(
+        RedisStore::builder(&server.url()).store_timeout(Duration::from_millis(200)),
+        Quota::per_second(1000),
+        Duration::ZERO,
+    );
+    limiter.acquire(Key::ALL).await.unwrap().give_back();
+    server.pause();
+    let (first, took) = failure(&limiter).await;
+    assert!(first.to_string().contains("no answer within 200ms"), "{first}");
+    assert!(took >= Duration::from_millis(200), "{took:?}");
+    // From now on nobody waits for it.
+    let start = Instant::now();
+    for _ in 0..100 {
+        failure(&limiter).await;
+    }
+    assert!(start.elapsed() < Duration::from_secs(5), "100 calls took {:?}", start.elapsed());
+    server.resume();
+    recovered(&limiter).await;
+}
+
+#[tokio::test]
+async fn a_redis_that_is_killed_and_comes_back_needs_no_restart() {
+    let mut server = RedisServer::start().unwrap();
+    let limiter = limiter(&server.url(), Quota::per_second(1000));
+    limiter.acquire(Key::ALL).await.unwrap().give_back();
+    server.kill();
+    failure(&limiter).await;
+    server.restart().unwrap();
+    recovered(&limiter).await;
+}
+
+#[tokio::test]
+async fn fail_open_lets_pass_what_it_cannot_count() {
+    let server = RedisServer::start().unwrap();
+    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let layer = RateLimitLayer::builder(Quota::per_minute(2)).store(store).max_wait(Duration::ZERO);
+    let limiter = layer.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
+    let pass = async || limiter.acquire(Key::ALL).await.is_ok();
+    assert_eq!(
+        [pass().await, pass().await, pass().await],
+        [true, true, false],
+        "while it is there, it counts"
+    );
+    drop(server);
+    assert_eq!([pass().await, pass().await, pass().await], [true, true, true]);
+}
+
+/// An answer that is an error concerns one call: nobody else is kept waiting.
+#[tokio::test]
+async fn an_error_that_redis_answers_is_told_and_breaks_nothing() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(&server.url(), Quota::per_minute(2));
+    limiter.acquire(Key::new("one")).await.unwrap().give_back();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let name: Vec<String> = server.command(&["KEYS", "*"]);
+    for name in &name {
+        // A later release wrote it.
+        let () = server.command(&["SETRANGE", name, "0", "\u{9}"]);
+    }
+    let (error, _) = failure(&limiter).await;
+    assert!(matches!(error, StoreError::Failed(_)), "{error:?}");
+    assert!(error.to_string().contains("format 9, this release understands 1"), "{error}");
+    for name in &name {
+        let () = server.command(&["DEL", name]);
+        let _: i64 = server.command(&["LPUSH", name, "not ours"]);
+    }
+    let (error, _) = failure(&limiter).await;
+    assert!(error.to_string().contains("WRONGTYPE"), "{error}");
+    assert!(limiter.acquire(Key::new("another")).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_full_redis_is_an_error_that_says_so() {
+    let server = RedisServer::with_options(&["--save", "", "--maxmemory", "1mb"]).unwrap();
+    let limiter = limiter(&server.url(), Quota::per_minute(2));
+    let (error, _) = failure(&limiter).await;
+    assert!(error.to_string().contains("OOM"), "{error}");
+}
+
+#[tokio::test]
+async fn connections_of_ones_own_serve_as_well() {
+    let server = RedisServer::start().unwrap();
+    let client = redis::Client::open(server.url()).unwrap();
+    let given = RedisStore::with_connection(ConnectionManager::new(client.clone()).await.unwrap());
+    let made = Arc::new(AtomicUsize::new(0));
+    let factory = RedisStore::with_factory({
+        let made = made.clone();
+        move || {
+            made.fetch_add(1, Ordering::Relaxed);
+            let client = client.clone();
+            async move { client.get_multiplexed_async_connection().await }
+        }
+    });
+    for builder in [given, factory] {
+        let limiter = limiter_of(builder.prefix("own"), Quota::per_minute(4), Duration::ZERO);
+        assert!(limiter.acquire(Key::ALL).await.is_ok());
+        assert!(limiter.acquire(Key::ALL).await.is_ok());
+    }
+    assert_eq!(made.load(Ordering::Relaxed), 1, "a factory makes one connection");
+}
+
+// ── lost state ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// Both processes know what they were granted: Redis learns it from them before it grants anything.
+#[tokio::test]
+async fn a_redis_that_lost_its_state_gives_no_second_full_limit() {
+    let server = RedisServer::start().unwrap();
+    let quota = Quota::new(6, Duration::from_secs(2));
+    let build = |max_wait| limiter_of(RedisStore::builder(&server.url()), quota, max_wait);
+    let (patient, hasty) = (build(Duration::from_secs(10)), build(Duration::ZERO));
+    let start = Instant::now();
+    for _ in 0..3 {
+        drop(patient.acquire(Key::ALL).await.unwrap());
+        drop(hasty.acquire(Key::ALL).await.unwrap());
+    }
+    let () = server.command(&["FLUSHALL"]);
+    let refused = hasty.acquire(Key::ALL).await.unwrap_err();
+    let retry_after = refused.retry_after().expect("it says when to come back");
+    assert!(retry_after <= Duration::from_secs(2), "{refused}");
+    assert_eq!(patient.peek(Key::ALL).await.unwrap().free, 0);
+    drop(patient.acquire(Key::ALL).await.unwrap());
+    assert!(start.elapsed() > Duration::from_secs(2), "six went {:?} ago", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(8), "and it learns no longer than a window");
+}
+
+/// Who has no memory of a key is served at once: a fresh state is no loss.
+#[tokio::test]
+async fn a_state_that_ran_out_is_not_lost() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(&server.url(), Quota::new(2, Duration::from_millis(100)));
+    for _ in 0..3 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+        while !server.command::<Vec<String>>(&["KEYS", "*"]).is_empty() {
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+// ── unknown outcomes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// A wire that is cut when the server answers the script: what was asked was done, and nobody hears of it.
+struct CutWire {
+    port: u16,
+    /// How often the script was asked for through it.
+    asked: Arc<AtomicUsize>,
+}
+
+impl CutWire {
+    fn to(server: &RedisServer) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let (port, target) = (listener.local_addr().unwrap().port(), server.port());
+        let asked = Arc::new(AtomicUsize::new(0));
+        let all = asked.clone();
+        std::thread::spawn(move || {
+            for caller in listener.incoming() {
+                let (Ok(caller), Ok(server)) = (caller, TcpStream::connect((Ipv4Addr::LOCALHOST, target)))
+                else {
+                    return;
+                };
+                let (mut from, mut to) = (caller.try_clone().unwrap(), server.try_clone().unwrap());
+                let script = Arc::new(AtomicUsize::new(0));
+                let (asked, all) = (script.clone(), all.clone());
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 65_536];
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        let calls = bytes[..count].windows(7).filter(|word| word == b"EVALSHA").count();
+                        asked.fetch_add(calls, Ordering::SeqCst);
+                        all.fetch_add(calls, Ordering::SeqCst);
+                        if to.write_all(&bytes[..count]).is_err() {
+                            return;
+                        }
+                    }
+                });
+                let (mut server, mut caller) = (server, caller);
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 65_536];
+                    while let Ok(count @ 1..) = server.read(&mut bytes) {
+                        if script.load(Ordering::SeqCst) > 0 {
+                            break;
+                        }
+                        let _ = caller.write_all(&bytes[..count]);
+                    }
+                    let _ = caller.shutdown(Shutdown::Both);
+                });
+            }
+        });
+        CutWire { port, asked }
+    }
+
+    fn asked(&self) -> u64 {
+        self.asked.load(Ordering::SeqCst) as u64
+    }
+}
+
+#[tokio::test]
+async fn a_call_whose_answer_was_lost_is_spent_and_never_repeated() {
+    let server = RedisServer::start().unwrap();
+    // So few an hour that nothing is fetched ahead.
+    let direct = limiter(&server.url(), Quota::per_hour(45));
+    let used = async || direct.peek(Key::ALL).await.unwrap().limits[0].used;
+    drop(direct.acquire(Key::ALL).await); // so that the server has the script
+    let before = used().await;
+    let wire = CutWire::to(&server);
+    let cut = limiter(&format!("redis://127.0.0.1:{}/", wire.port), Quota::per_hour(45));
+    let (mut asked, start) = (0, Instant::now());
+    while asked < 30 {
+        // While there is no connection nothing is asked; what was asked and lost is spent once.
+        let error = failure(&cut).await.0;
+        asked = used().await - before;
+        assert!(matches!(error, StoreError::Away(_)), "{error:?}");
+        assert!(start.elapsed() < Duration::from_secs(30), "asked {asked}");
+        sleep(Duration::from_millis(5)).await;
+    }
+    // What Redis did is what was asked through the wire, once each, and nothing arrives late.
+    assert_eq!(used().await - before, wire.asked());
+    sleep(Duration::from_millis(100)).await;
+    assert_eq!(used().await - before, wire.asked());
+}
+
+// ── giving back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// Permits and places in line end outside of any runtime, or with theirs: what they had comes back.
+#[test]
+fn what_is_dropped_outside_of_a_runtime_comes_back() {
+    let server = RedisServer::start().unwrap();
+    let runtime =
+        || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let quota = Quota::new(5, Duration::from_secs(30));
+    let build = || limiter_of(RedisStore::builder(&server.url()), quota, Duration::from_secs(600));
+    let limiter = build();
+    let (held, waiting) = (Key::new("held"), Key::new("waiting"));
+
+    let first = runtime();
+    let permits: Vec<_> = first.block_on(async {
+        let mut permits = Vec::new();
+        for _ in 0..5 {
+            permits.push(limiter.acquire(held).await.unwrap());
+            drop(limiter.acquire(waiting).await.unwrap());
+        }
+        for _ in 0..5 {
+            tokio::spawn(limiter.acquire(waiting));
+        }
+        while limiter.peek(waiting).await.unwrap().limits[0].used < 10 {
+            sleep(Duration::from_millis(5)).await;
+        }
+        permits
+    });
+    drop(first);
+    permits.into_iter().for_each(tollgate::Permit::give_back);
+
+    runtime().block_on(async {
+        limiter.shutdown().await.unwrap();
+        let other = build();
+        let free = other.peek(held).await.unwrap().free;
+        assert_eq!(free, 5, "permits that were held are free");
+        let next = other.peek(waiting).await.unwrap().next_slot;
+        assert!(
+            next < Duration::from_secs(31),
+            "slots that were booked are free, not the ones after: {next:?}"
+        );
+    });
+}
