@@ -110,8 +110,8 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
                 None => break,
             },
             _ = tick.tick() => {
-                let refused = count(&said, "refused");
-                println!("{:4.1} s   {}   {refused} refused", start.elapsed().as_secs_f64(), show(&limiter.peek(Key::ALL).await?));
+                let (elapsed, peek) = (start.elapsed().as_secs_f64(), limiter.peek(Key::ALL).await?);
+                println!("{elapsed:4.1} s   {}   {} refused", show(&peek), count(&said, "refused"));
             }
         }
     }

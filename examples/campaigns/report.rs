@@ -93,8 +93,9 @@ pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
 pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> {
     let took = log.first().zip(log.last()).map_or(Duration::ZERO, |(first, last)| last.at - first.at);
     println!(
-        "Sent within {}: at most {} in any second, where {} are allowed; {} of the limit used.",
+        "All within {}. In any second at most {} left and {} arrived, where {} are allowed; {} of the limit used.",
         common::span(took),
+        log.largest_count_sent(rule.window),
         log.largest_count(rule.window),
         rule.count,
         log.used(rule).map_or("-".to_owned(), |used| format!("{:.1} %", used * 100.0)),
