@@ -1,5 +1,5 @@
-//! The one script, in pieces: `script/state.lua` reads and writes the state, one file for each rule mirrors its twin in
-//! `src/limit`, `script/main.lua` is the call.
+//! The one script, in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
+//! decide everything: one file for each rule, the twin of its file in `src/limit`, with `main.lua` in the end.
 
 use redis::Value;
 use tokio::sync::Mutex;
@@ -10,6 +10,8 @@ use super::wire::Garbled;
 use crate::error::StoreError;
 
 pub(super) const TEXT: &str = concat!(
+    include_str!("script/call.lua"),
+    include_str!("script/short.lua"),
     include_str!("script/state.lua"),
     include_str!("script/window.lua"),
     include_str!("script/bucket.lua"),

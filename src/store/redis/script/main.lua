@@ -1,23 +1,9 @@
 
--- ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-local LEASE, PEEK = 1, 2
-local GRANTED, REFUSED, LEARNING = 0, 1, 2
--- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between.
-local CLOCK_TOLERANCE = 250000
-local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
-
-local ARG = ARGV[1]
-local version, operation, dice, known, seen, since, granted_before, newest, slack, guard, latest, life, ahead, ahead_life,
-  limit_count, need_count, return_count, at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
-if version ~= VERSION then
-  return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. VERSION)
-end
-S.slack = slack
+-- ── what the call is about ────────────────────────────────────────────────────────────────────────────────────────────
 
 -- The state.
+S.slack = slack
 local incarnation, offset, expires, now
-local s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * limit_count - 1)
 if s == '' then
   incarnation, S.born, S.learning, offset, expires, now = dice, raw, 0, 0, 0, raw
   S.pool, S.relaid = {}, true
@@ -191,8 +177,7 @@ if S.changed then
   local needed = raw + left + math.floor(left / 1000) + 1000000
   local extend = needed > expires
   if extend then
-    -- And some more, so that not every grant has to move it.
-    expires = needed + math.floor(left / 4)
+    expires = needed + LIVES_ON
   end
   local ttl = math.floor((expires - raw) / 1000) + 1
   if S.relaid then
@@ -225,7 +210,7 @@ if #S > limit_count then
   end
 end
 local l, f = status == REFUSED and limit or NONE, foreign or NONE
-s = struct.pack('<BBI7I7I7I7BI4I7I4BI4I7I4I4I7I2', VERSION, status, incarnation, now, fresh - now, wait,
+s = struct.pack(REPLY, VERSION, status, incarnation, now, fresh - now, wait,
   l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
 if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
 return s

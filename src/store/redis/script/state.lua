@@ -1,16 +1,5 @@
--- Decides about the permits of one key: tollgate's rules (src/limit), in Redis.
---
--- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
--- ARGV[1]  the call, packed; the answer is packed too. The formats are in src/guide/redis_format.md.
---
--- Times are whole microseconds; spans too. All numbers stay below 2^53.
---
--- A script is a function that is made anew for each call, with every function in it: 50 ns for one, and more for each
--- variable it shares. So what is seldom needed is made when it is needed, and what all need is in one table, S.
 
-local VERSION = 1
-local NEVER = 9007199254740992
-local WINDOW, BUCKET, FIXED = 1, 2, 3
+-- ── the long way: everything else ─────────────────────────────────────────────────────────────────────────────────────
 
 -- What this call knows: the limits with what was used of them (S[1] ...), and whether there was a state, whether it must
 -- be written (changed), and all of it (relaid).
@@ -20,13 +9,6 @@ local S = {
   pooled = 0, pool_room = 0, pool_base = 0, pool = false, lists = false, seldom = false,
 }
 S[1], S[2] = nil, nil
-
-local raw = redis.call('TIME')
-raw = raw[1] * 1000000 + raw[2]
-
--- ── the state: a head, a record for each limit, a region of entries for each, the pool ───────────────────────────────
-
-local HEAD, HEAD_SIZE, RECORD_SIZE = '<BBBBI7I7I7dI7I7', 47, 90
 
 -- Short lists are read and written whole: marks of buckets, spells of fixed windows, the pool.
 local function lists()

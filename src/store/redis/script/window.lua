@@ -6,7 +6,6 @@
 -- read no block.
 
 local function window_rule()
-  local RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 
   local function fetch(w, place)
     local block = place % w.room
@@ -215,7 +214,7 @@ local function window_rule()
 
   local function read(s, from)
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, before, oldest,
-      oldest_count, newest, newest_count = struct.unpack(RECORD, s, from)
+      oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = asserted, n = n,
@@ -233,7 +232,7 @@ local function window_rule()
     if last >= 0 then
       oldest, oldest_count, newest, newest_count = stamp_of(w, 0), count_of(w, 0), stamp_of(w, last), count_of(w, last)
     end
-    return struct.pack(RECORD, WINDOW, w.count, w.window, w.capacity, w.guard, w.asserted, w.n, w.room, w.total, w.fine,
+    return struct.pack(WINDOW_RECORD, WINDOW, w.count, w.window, w.capacity, w.guard, w.asserted, w.n, w.room, w.total, w.fine,
       w.coarse, w.first % w.room, w.floor, w.index, w.before, oldest, oldest_count, newest, newest_count)
   end
 
