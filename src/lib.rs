@@ -186,6 +186,6 @@ pub use quota::{Bucket, Limit, Quota};
 pub use signal::{AsResponseInfo, Signal};
 
 /// The programs in the README, compiled and run as tests.
-#[cfg(all(doctest, feature = "reqwest-middleware"))]
+#[cfg(all(doctest, feature = "redis", feature = "reqwest-middleware"))]
 #[doc = include_str!("../README.md")]
 struct ReadmeDoctests;

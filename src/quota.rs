@@ -268,6 +268,10 @@ impl Limit {
         match *self {
             Limit::Sliding { .. } => Ok(()),
             Limit::Bucket { capacity, count, window } => {
+                let full_after = window.saturating_mul(capacity) / count;
+                if full_after > Quota::LONGEST_WINDOW {
+                    return Err(ConfigError::RefillTooSlow { limit, full_after });
+                }
                 check_spacing(limit, capacity, count, window, margin)
             }
             Limit::Fixed { window, .. } => {
@@ -447,6 +451,7 @@ mod tests {
             (Quota::fixed(1, Duration::MAX), "366 days"),
             (Quota::fixed(10, Duration::from_millis(300)), "boundary_slack"),
             (Quota::every(hour).burst(3), "burst"),
+            (Quota::bucket(1_000_000).refill(1, hour), "41666 days to fill"),
         ] {
             let error = check(quota).unwrap_err().to_string();
             assert!(error.contains(part), "{quota}: {error}");

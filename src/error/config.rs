@@ -25,6 +25,13 @@ pub enum ConfigError {
         /// The limit.
         limit: Limit,
     },
+    /// A bucket that takes longer to fill than [`Quota::LONGEST_WINDOW`].
+    RefillTooSlow {
+        /// The limit.
+        limit: Limit,
+        /// How long it takes.
+        full_after: Duration,
+    },
     /// A burst or spacing so fine that the margin of each permit would eat more than a tenth of the rate.
     TooFine {
         /// The limit.
@@ -78,6 +85,10 @@ impl fmt::Display for ConfigError {
             }
             ConfigError::WindowOutOfRange { limit } => {
                 write!(f, "quota {limit}: a window lasts from {:?} to 366 days", Quota::SHORTEST_WINDOW)
+            }
+            ConfigError::RefillTooSlow { limit, full_after } => {
+                let days = full_after.as_secs() / 86_400;
+                write!(f, "quota {limit}: an empty bucket takes {days} days to fill; the longest is 366 days")
             }
             ConfigError::TooFine { limit, lost_percent, smallest_burst } => write!(
                 f,

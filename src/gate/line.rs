@@ -39,6 +39,9 @@ pub(crate) const LIFE: Duration = Duration::from_millis(10);
 /// The longest life, for windows that are not longer than twenty times that.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
+/// The most permits that a store is asked for in one call: one with a server is not to keep it long.
+const MOST_ASKED: usize = 500;
+
 /// How late a task may wake.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
@@ -235,7 +238,7 @@ impl Line {
             if queue.is_calling() || queue.gathering == Gathering::UnderWay {
                 break;
             }
-            let needs = queue.needs();
+            let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
             if needs.is_empty() && !report_due(desk, queue, self.memory.as_deref(), now) {
                 break;
             }
@@ -390,7 +393,7 @@ fn slot(lease: &Lease, segment: &Segment, sent: Instant, arrived: Instant) -> Sl
 fn report_due(desk: &Desk<'_>, queue: &Queue, memory: Option<&Remembered>, now: Instant) -> bool {
     let Some(memory) = memory else { return false };
     let learns = desk.terms.quota().longest_window().min(LONGEST_LEARNING);
-    now.saturating_duration_since(memory.heard_at()) > learns / 2
+    now.saturating_duration_since(memory.told_at()) > learns / 2
         && queue.last_booked().is_some_and(|last| last > now)
 }
 

@@ -11,6 +11,8 @@ pub(super) struct Remembered {
     seen: u64,
     /// When the last answer arrived.
     heard_at: Instant,
+    /// When the store was last told.
+    told_at: Instant,
     /// From this moment the store may have forgotten the key for good reason.
     until: Instant,
     /// Units granted since `turned`, and in the window before that: together never fewer than in the last window.
@@ -28,6 +30,7 @@ impl Remembered {
             incarnation,
             seen,
             heard_at: now,
+            told_at: now,
             until: now,
             granted: 0,
             granted_before: 0,
@@ -68,7 +71,8 @@ impl Remembered {
     }
 
     /// What the store is told with the next call.
-    pub(super) fn tell(&self, now: Instant) -> Memory {
+    pub(super) fn tell(&mut self, now: Instant) -> Memory {
+        self.told_at = now;
         if now >= self.until {
             return Memory::default();
         }
@@ -81,9 +85,9 @@ impl Remembered {
         }
     }
 
-    /// When the store was last heard of.
-    pub(super) fn heard_at(&self) -> Instant {
-        self.heard_at
+    /// When the store was last told.
+    pub(super) fn told_at(&self) -> Instant {
+        self.told_at
     }
 
     /// Until when it is of use.

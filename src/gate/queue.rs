@@ -267,8 +267,8 @@ impl Queue {
         }
     }
 
-    /// What those without a slot need, those who came first before the others.
-    pub(super) fn needs(&self) -> SmallVec<[Need; 2]> {
+    /// What those without a slot need, those who came first before the others; `most` permits in all.
+    pub(super) fn needs(&self, most: usize) -> SmallVec<[Need; 2]> {
         let mut needs: SmallVec<[(Number, Need); 2]> = SmallVec::new();
         for (&cost, class) in &self.classes {
             let missing = class.waiting.len().saturating_sub(class.booked + class.asked);
@@ -280,7 +280,13 @@ impl Queue {
             }
         }
         needs.sort_by_key(|(first, _)| *first);
-        needs.into_iter().map(|(_, need)| need).collect()
+        let mut left = u32::try_from(most).unwrap_or(u32::MAX);
+        let within = |(_, need): (Number, Need)| {
+            let count = need.count.min(left);
+            left -= count;
+            Need { count, ..need }
+        };
+        needs.into_iter().map(within).filter(|need| need.count > 0).collect()
     }
 
     /// A call asks for `needs`.

@@ -69,7 +69,8 @@ pub(super) struct Link {
 enum State {
     /// Nobody asked yet, or the first try is under way.
     New,
-    Up(Connection),
+    /// The connection, and which one it is.
+    Up(Connection, u64),
     /// Why, told to everybody until a try succeeds.
     Down(StoreError),
 }
@@ -83,11 +84,11 @@ impl Link {
     /// Keeps a connection, for as long as it is polled.
     pub(super) async fn keep(&self) {
         let mut pause = SHORTEST_PAUSE;
-        loop {
+        for number in 0.. {
             match self.connect().await {
                 Ok(connection) => {
                     pause = SHORTEST_PAUSE;
-                    self.state.send_replace(State::Up(connection.clone()));
+                    self.state.send_replace(State::Up(connection.clone(), number));
                     events::store_connected();
                     // What the server tells of itself is nice to know, and some forbid to ask.
                     if let Ok(Ok(info)) = timeout(self.store_timeout, connection(redis::cmd("INFO"))).await {
@@ -125,26 +126,25 @@ impl Link {
 
     /// Sends one command and waits for its answer, until `deadline` at most. It is never sent twice.
     pub(super) async fn ask(&self, command: Cmd, deadline: Instant) -> Result<Value, RedisFailure> {
-        let asking = async {
-            let connection = self.connection().await?;
-            connection(command).await.map_err(RedisFailure::Said)
-        };
-        let failure = match timeout_at(deadline.into(), asking).await {
+        let silent = |_| RedisFailure::Silent(self.store_timeout);
+        let (connection, number) = timeout_at(deadline.into(), self.connection()).await.map_err(silent)??;
+        let answer = timeout_at(deadline.into(), connection(command)).await.map_err(silent);
+        let failure = match answer {
             Ok(Ok(value)) => return Ok(value),
-            Ok(Err(failure)) => failure,
-            Err(_) => RedisFailure::Silent(self.store_timeout),
+            Ok(Err(error)) => RedisFailure::Said(error),
+            Err(silent) => silent,
         };
         if failure.breaks() {
-            self.break_off(&failure);
+            self.break_off(number, &failure);
         }
         Err(failure)
     }
 
-    async fn connection(&self) -> Result<Connection, RedisFailure> {
+    async fn connection(&self) -> Result<(Connection, u64), RedisFailure> {
         let mut states = self.state.subscribe();
         loop {
             match &*states.borrow_and_update() {
-                State::Up(connection) => return Ok(connection.clone()),
+                State::Up(connection, number) => return Ok((connection.clone(), *number)),
                 State::Down(error) => return Err(RedisFailure::Down(error.clone())),
                 State::New => {}
             }
@@ -153,10 +153,10 @@ impl Link {
         }
     }
 
-    /// The connection is of no more use: from now on calls fail at once, until there is a new one.
-    fn break_off(&self, failure: &RedisFailure) {
+    /// Connection `number` is of no more use: from now on calls fail at once, until there is a new one.
+    fn break_off(&self, number: u64, failure: &RedisFailure) {
         let was_up = self.state.send_if_modified(|state| {
-            let up = matches!(state, State::Up(_));
+            let up = matches!(state, State::Up(_, up) if *up == number);
             if up {
                 *state = State::Down(failure.to_error());
             }

@@ -1,4 +1,10 @@
-//! Counts shared by many processes.
+//! Counts shared by many processes: the store in Redis.
+//!
+//! ```text
+//!  lease, give back, peek ──> worker (a thread of its own) ──> link (one connection) ──> script (one key, one step)
+//! ```
+//!
+//! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
 
 #[cfg(test)]
 mod differential;
@@ -26,6 +32,27 @@ use wire::Garbled;
 use worker::{Job, Jobs};
 
 /// Counts permits in Redis, for many processes.
+///
+/// The page [many processes](crate::guide::many_processes) tells what is shared, what Redis must be, and what happens
+/// when it is away.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use tollgate::{Key, Quota, RateLimitLayer, store::RedisStore};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = Arc::new(RedisStore::new("redis://127.0.0.1:6379/")?);
+/// let limit = RateLimitLayer::builder(Quota::per_second(50))
+///     .key(|_| Key::new("api.example.com"))
+///     .store(store)
+///     .build()?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// It talks to Redis on one connection and from a thread of its own, made when it is first asked: so it serves callers of
+/// any runtime, and what is dropped with a runtime still comes back. When the store is dropped, the thread sends what was
+/// given back and ends; at the end of a program, [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
 pub struct RedisStore {
     prefix: String,
     secret: Option<Key>,
@@ -48,7 +75,19 @@ impl RedisStore {
         RedisStore::builder(url).build()
     }
 
-    /// A builder of a store at `url`.
+    /// A builder of a store at `url`, for the second day.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1:6379/")
+    ///     .prefix("billing")
+    ///     .secret("only we know")
+    ///     .store_timeout(Duration::from_millis(100))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
     pub fn builder(url: &str) -> RedisStoreBuilder {
         RedisStoreBuilder::of(client(url).map(link::factory_of))
     }
@@ -67,7 +106,21 @@ impl RedisStore {
     }
 
     /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
-    /// that breaks.
+    /// that breaks. For Sentinel, for credentials that change, for settings that a URL cannot say.
+    ///
+    /// It runs on the store's own thread, in a Tokio runtime.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let client = redis::Client::open("redis://127.0.0.1:6379/")?;
+    /// let store = RedisStore::with_factory(move || {
+    ///     let client = client.clone();
+    ///     async move { client.get_multiplexed_async_connection().await }
+    /// })
+    /// .build()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn with_factory<F, Fut, C>(factory: F) -> RedisStoreBuilder
     where
         F: Fn() -> Fut + Send + Sync + 'static,

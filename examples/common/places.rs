@@ -1,0 +1,67 @@
+//! Where to count and whom to call: servers of one's own, or those of the user.
+
+use redis_server::RedisServer;
+use tollgate::BoxError;
+use tollgate::store::RedisStore;
+use upstream::Upstream;
+
+use super::options::{Options, Usage};
+
+/// The Redis and the service. Those that were started here are stopped when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Places {
+    /// The URL of the Redis.
+    pub(crate) redis: String,
+    /// The URL of the service.
+    pub(crate) api: String,
+    /// The Redis, where it is our own.
+    pub(crate) server: Option<RedisServer>,
+    /// The service, where it is our own.
+    pub(crate) upstream: Option<Upstream>,
+}
+
+impl Places {
+    /// `--redis` and `--api`, as given: starts nothing yet.
+    pub(crate) fn given(options: &mut Options) -> Result<Self, Usage> {
+        let (redis, api) = (options.text("--redis", SPAWN), options.text("--api", SPAWN));
+        if redis != SPAWN {
+            RedisStore::new(&redis)
+                .map_err(|error| Usage::new(format!("--redis takes a URL or {SPAWN:?}: {error}")))?;
+        }
+        if api != SPAWN && reqwest::Url::parse(&api).is_err() {
+            return Err(Usage::new(format!("--api takes a URL or {SPAWN:?}, not {api:?}")));
+        }
+        Ok(Places { redis, api, server: None, upstream: None })
+    }
+
+    /// Starts what was not given. A Redis that was given has to answer: without it there is nothing to show.
+    pub(crate) async fn start(&mut self, upstream: impl FnOnce() -> Upstream) -> Result<(), BoxError> {
+        if self.redis == SPAWN {
+            let server = RedisServer::start()?;
+            self.redis = server.url();
+            self.server = Some(server);
+        }
+        RedisStore::new(&self.redis)?.connect().await?;
+        if self.api == SPAWN {
+            let upstream = upstream();
+            self.api = upstream.url();
+            self.upstream = Some(upstream);
+        }
+        Ok(())
+    }
+
+    /// The words that tell a child process where to go.
+    pub(crate) fn words(&self) -> Vec<String> {
+        ["--redis", &self.redis, "--api", &self.api].map(str::to_owned).to_vec()
+    }
+
+    /// A child process starts nothing: it shares what others started.
+    pub(crate) fn must_be_given(&self) -> Result<(), Usage> {
+        if self.redis == SPAWN || self.api == SPAWN {
+            return Err(Usage::new("a process with a --role needs --redis <url> and --api <url>"));
+        }
+        Ok(())
+    }
+}
+
+const SPAWN: &str = "spawn";
