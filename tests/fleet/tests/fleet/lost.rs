@@ -52,7 +52,7 @@ fn redis_is_killed_and_started_again() {
         sleep(ms(400));
         redis.restart().unwrap();
     });
-    let failed = reports.iter().all(|report| report.of(Outcome::StoreFailed).count() > 0);
+    let failed = reports.iter().any(|report| report.of(Outcome::StoreFailed).count() > 0);
     assert!(failed, "who asks while it is away is told so");
 }
 
