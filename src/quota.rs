@@ -197,8 +197,15 @@ impl Quota {
         self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
-    pub(crate) fn longest_window(&self) -> Duration {
-        self.limits().iter().map(Limit::window).max().unwrap_or(Quota::SHORTEST_WINDOW)
+    /// For how long use counts: the longest window, or time that a bucket takes to fill.
+    pub(crate) fn longest_memory(&self) -> Duration {
+        let memory = |limit: &Limit| match *limit {
+            Limit::Bucket { capacity, count, window } if count > 0 => {
+                window.max(window.saturating_mul(capacity) / count)
+            }
+            _ => limit.window(),
+        };
+        self.limits().iter().map(memory).max().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
     /// Checks everything at once.

@@ -189,11 +189,14 @@ async fn a_redis_that_lost_its_state_gives_no_second_full_limit() {
     let () = server.command(&["FLUSHALL"]);
     let refused = hasty.acquire(Key::ALL).await.unwrap_err();
     let retry_after = refused.retry_after().expect("it says when to come back");
-    assert!(retry_after <= Duration::from_secs(2), "{refused}");
+    assert!(
+        retry_after <= Duration::from_millis(3500),
+        "a window, and as long as permits are trusted: {refused}"
+    );
     assert_eq!(patient.peek(Key::ALL).await.unwrap().free, 0);
     drop(patient.acquire(Key::ALL).await.unwrap());
     assert!(start.elapsed() > Duration::from_secs(2), "six went {:?} ago", start.elapsed());
-    assert!(start.elapsed() < Duration::from_secs(8), "and it learns no longer than a window");
+    assert!(start.elapsed() < Duration::from_secs(8), "and it does not learn for ever");
 }
 
 /// Who has no memory of a key is served at once: a fresh state is no loss.

@@ -324,7 +324,8 @@ impl Limiter {
     fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
         wakers.wake();
         let Some(errand) = errand else { return };
-        let mut pending = Pending { limiter: self.clone(), key, since: now, calls: true, open: true };
+        let calls = matches!(errand, Errand::Call(_));
+        let mut pending = Pending { limiter: self.clone(), key, since: now, calls, open: true };
         // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         match errand {
@@ -333,9 +334,12 @@ impl Limiter {
                 pending.answered(answer);
             })),
             Errand::Gather(delay) => drop(runtime.spawn(async move {
-                pending.calls = false;
-                let mut timer = Timer::at(clock::after(now, delay));
-                std::future::poll_fn(|cx| timer.poll(cx)).await;
+                if delay.is_zero() {
+                    tokio::task::yield_now().await;
+                } else {
+                    let mut timer = Timer::at(clock::after(now, delay));
+                    std::future::poll_fn(|cx| timer.poll(cx)).await;
+                }
                 drop(pending);
             })),
         }

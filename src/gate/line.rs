@@ -19,7 +19,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::keyed::Idle;
 use crate::limit::{Terms, Unused};
-use crate::store::{Answer, Ask, LONGEST_LEARNING, Lease, Need, Refusal, Segment, Store};
+use crate::store::{Answer, Ask, Lease, Need, Refusal, Segment, Store, trust};
 
 pub(super) use wait::Place;
 
@@ -125,11 +125,19 @@ impl Line {
         wakers: &mut Wakers,
     ) -> (Entered, Option<Errand>) {
         if self.queue.is_none() {
-            return self.enter_empty(desk, cost, patience);
+            if let Some(slot) = self.take(cost, desk.now) {
+                return (Entered::Granted(slot), None);
+            }
+            if !self.later {
+                return self.enter_empty(desk, cost, patience);
+            }
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= desk.max_waiting {
             return (Entered::LineFull, None);
+        }
+        if let Some(wait) = queue.paused_beyond(patience, desk.now) {
+            return (Entered::Refused(Refusal { wait: Some(wait), limit: None }), None);
         }
         let number = next_number();
         queue.wait(number, cost, patience, desk.now);
@@ -144,11 +152,8 @@ impl Line {
         (entered, errand)
     }
 
-    /// Nobody waits: the store is asked for this one alone, and for what may be fetched ahead.
+    /// Nobody waits: a store that answers at once is asked for this one alone, and for what may be fetched ahead.
     fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, patience: Patience) -> (Entered, Option<Errand>) {
-        if let Some(slot) = self.take(cost, desk.now) {
-            return (Entered::Granted(slot), None);
-        }
         let prefetch = self.stock.order(desk.terms, self.stock_life(desk), desk.now);
         let left = self.stock.clear();
         let need = Need { cost, count: 1 };
@@ -156,19 +161,21 @@ impl Line {
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
-                self.remember(desk, &lease, desk.now, desk.now);
+                if let Some(segment) = &lease.prefetched {
+                    self.stock.fill(&slot(&lease, segment, (desk.now, desk.now)));
+                }
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);
                 };
-                let slot = slot(&lease, segment, desk.now, clock::now());
+                let slot = slot(&lease, segment, (desk.now, clock::now()));
                 if segment.wait.is_zero() {
                     return (Entered::Granted(slot), None);
                 }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
-                queue.answered([slot], None, Duration::ZERO, desk.now, &mut Wakers::default());
+                queue.answered([slot], None, desk.now, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
@@ -207,17 +214,31 @@ impl Line {
         }
     }
 
-    /// Keeps what a lease says besides its segments.
-    fn remember(&mut self, desk: &Desk<'_>, lease: &Lease, sent: Instant, now: Instant) {
-        if self.memory.is_none() {
-            self.memory = Remembered::new(lease, now).map(Box::new);
-        }
-        if let Some(memory) = &mut self.memory {
-            memory.update(lease, desk.terms.quota().longest_window(), sent, now);
+    /// Keeps what a lease says besides its segments. Answers between which moments its time was.
+    fn remember(
+        &mut self,
+        desk: &Desk<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> (Instant, Instant) {
+        let mut bounds = (sent, now);
+        if self.later {
+            let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
+            if memory.incarnation() != lease.incarnation {
+                // The store does not know of what it granted before.
+                self.stock.clear();
+                if let Some(queue) = &mut self.queue {
+                    queue.void();
+                }
+            }
+            memory.update(lease, desk.terms.quota().longest_memory(), sent, now);
+            bounds = memory.bounds();
         }
         if let Some(segment) = &lease.prefetched {
-            self.stock.fill(&slot(lease, segment, sent, sent));
+            self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
         }
+        bounds
     }
 
     /// What is fetched ahead may live for a two-hundredth of the window.
@@ -232,29 +253,34 @@ impl Line {
         // needed: what a store grants is alive.
         let mut now = desk.now;
         for _ in 0..3 {
+            let trusted = self.is_trusted(desk, now);
             let queue = self.queue.as_mut()?;
-            let died = queue.hand_out(now, me, wakers);
+            let died = trusted && queue.hand_out(now, me, wakers);
+            let doubtful = !trusted && queue.is_due(now);
             queue.trim();
-            if queue.is_calling() || queue.gathering == Gathering::UnderWay {
-                break;
-            }
             let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
-            if needs.is_empty() && !report_due(desk, queue, self.memory.as_deref(), now) {
+            if queue.is_calling() || (needs.is_empty() && !doubtful) {
                 break;
             }
-            if self.later
-                && !needs.is_empty()
-                && let Some(delay) = queue.gather(now)
-            {
-                return Some(Errand::Gather(delay));
+            if self.later && !doubtful {
+                match queue.gathering {
+                    Gathering::NotYet => return Some(Errand::Gather(queue.gather(now))),
+                    Gathering::UnderWay => break,
+                    Gathering::Done => {}
+                }
             }
+            // Where slots lie ahead, permits are scarce.
+            let scarce = queue.last_booked().is_some();
             let mut returns = std::mem::take(&mut queue.returns);
-            returns.extend(self.stock.clear());
             let latest = queue.latest().unwrap_or(desk.now);
+            let ahead = self.later && !scarce && !needs.is_empty();
+            let prefetch =
+                if ahead { self.stock.order(desk.terms, self.stock_life(desk), desk.now) } else { 0 };
+            returns.extend(self.stock.clear());
             if died {
                 self.lengthen_life(desk);
             }
-            match desk.store.lease(self.ask(desk, &needs, 0, latest, &returns)) {
+            match desk.store.lease(self.ask(desk, &needs, prefetch, latest, &returns)) {
                 Answer::Now(answer) => {
                     // The store asked the time after we did.
                     now = clock::now();
@@ -269,7 +295,8 @@ impl Line {
             }
         }
         let queue = self.queue.as_mut()?;
-        if !queue.returns.is_empty() && !queue.is_calling() {
+        let next_call_is_near = queue.is_calling() || queue.gathering == Gathering::UnderWay;
+        if !queue.returns.is_empty() && !next_call_is_near {
             desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
         }
         None
@@ -290,20 +317,36 @@ impl Line {
         wakers: &mut Wakers,
     ) {
         let sent = desk.now;
-        if let Ok(lease) = &answer {
-            self.remember(desk, lease, sent, now);
-        }
+        let bounds = match &answer {
+            Ok(lease) => self.remember(desk, lease, sent, now),
+            Err(_) => (sent, now),
+        };
+        let trusted = self.is_trusted(desk, now);
         let Some(queue) = &mut self.queue else { return };
-        let trip = now.saturating_duration_since(sent);
         match answer {
             Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
             Ok(lease) => {
-                let slots = lease.segments.iter().map(|segment| slot(&lease, segment, sent, now));
+                let slots = lease.segments.iter().map(|segment| slot(&lease, segment, bounds));
                 let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                queue.answered(slots, Some(&end), trip, now, wakers);
+                let died = queue.answered(slots, Some(&end), now, wakers);
+                let uncertain = bounds.1.saturating_duration_since(bounds.0);
+                let life = LIFE.max(uncertain.saturating_mul(2).saturating_add(WAKE_UP));
+                let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
+                self.life = life.max(lately).min(longest_life(desk.terms));
             }
-            Err(error) => queue.answered([], Some(&Settled::Failed(error)), trip, now, wakers),
+            Err(error) => {
+                if !trusted && queue.is_due(now) {
+                    // Nobody knows whether the store still knows of them.
+                    queue.void();
+                }
+                queue.answered([], Some(&Settled::Failed(error)), now, wakers);
+            }
         }
+    }
+
+    fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
+        let trust = trust(desk.terms.quota().longest_memory());
+        self.memory.as_ref().is_none_or(|memory| memory.is_trusted(trust, now))
     }
 
     /// The call sent at `sent`, which answered later, has been answered.
@@ -314,11 +357,13 @@ impl Line {
         sent: Instant,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
-        // A permit's life counts from when the call was sent: one that took longer brought only dead ones.
+        // A permit's life counts from when the call was sent: of one that took longer, what was due at once is dead.
         let took = desk.now.saturating_duration_since(sent);
         let longest = longest_life(desk.terms);
-        let too_slow = took >= self.life && self.life >= longest;
-        self.life = self.life.max(took.saturating_mul(2).saturating_add(WAKE_UP)).min(longest);
+        let dead = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
+        let too_slow = took >= self.life
+            && self.life >= longest
+            && answer.as_ref().is_ok_and(|lease| lease.segments.iter().any(dead));
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
         let errand = self.step(desk, None, wakers);
@@ -373,28 +418,19 @@ fn next_number() -> Number {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// When this process may use a segment: never before its slot, wherever the answer was on its way, and never after its
-/// deadline, whenever the call was counted. A microsecond is for the store's time being cut to whole ones.
-fn slot(lease: &Lease, segment: &Segment, sent: Instant, arrived: Instant) -> Slot {
+/// When this process may use a segment of a lease, whose time was between two moments: never before its slot, and never
+/// after its deadline. A microsecond is for the store's time being cut to whole ones.
+fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Slot {
     let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
     Slot {
-        at: clock::after(arrived, segment.wait),
-        until: clock::after(sent, lasts),
+        at: clock::after(latest, segment.wait),
+        until: clock::after(earliest, lasts),
         cost: segment.cost,
         count: segment.count,
         slot: segment.slot,
         stamp: segment.stamp,
         incarnation: lease.incarnation,
     }
-}
-
-/// Whether the store must hear of this process, or it could not tell in time what it lost: it learns for the longest
-/// window, a minute at most, and slots booked ahead count.
-fn report_due(desk: &Desk<'_>, queue: &Queue, memory: Option<&Remembered>, now: Instant) -> bool {
-    let Some(memory) = memory else { return false };
-    let learns = desk.terms.quota().longest_window().min(LONGEST_LEARNING);
-    now.saturating_duration_since(memory.told_at()) > learns / 2
-        && queue.last_booked().is_some_and(|last| last > now)
 }
 
 fn longest_life(terms: &Terms) -> Duration {

@@ -1,5 +1,5 @@
-//! What a line remembers of a store that may lose its state: enough for the store to tell that it did, and to charge
-//! what was granted before.
+//! What a line remembers of a store that takes a trip to answer: how its time lies to ours, and enough for one that lost
+//! its state to tell.
 
 use std::time::{Duration, Instant};
 
@@ -8,90 +8,118 @@ use crate::store::{Lease, Memory, Segment, Unused};
 
 pub(super) struct Remembered {
     incarnation: u64,
+    writes: u64,
+    /// Between which moments of ours it was that time of the store's.
     seen: u64,
-    /// When the last answer arrived.
-    heard_at: Instant,
-    /// When the store was last told.
-    told_at: Instant,
+    earliest: Instant,
+    latest: Instant,
+    /// When the last call that was answered was sent, and when its answer arrived.
+    sent: Instant,
+    heard: Instant,
     /// From this moment the store may have forgotten the key for good reason.
     until: Instant,
-    /// Units granted since `turned`, and in the window before that: together never fewer than in the last window.
-    granted: u64,
-    granted_before: u64,
-    turned: Instant,
-    stamp: u64,
+    /// What was granted lately, and before that: together never less than what was used in the last window.
+    granted: Granted,
+    granted_before: Granted,
+}
+
+/// Units, and from when to when they may be used; `from` in the store's time.
+#[derive(Clone, Copy, Default)]
+struct Granted {
+    units: u64,
+    from: u64,
+    until: Option<Instant>,
 }
 
 impl Remembered {
-    /// Of a store's first answer; `None` of one that loses nothing.
-    pub(super) fn new(lease: &Lease, now: Instant) -> Option<Self> {
-        let &Lease { incarnation, now: seen, .. } = lease;
-        let remembered = Remembered {
-            incarnation,
-            seen,
-            heard_at: now,
-            told_at: now,
+    pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
+        Remembered {
+            incarnation: lease.incarnation,
+            writes: lease.writes,
+            seen: lease.now,
+            earliest: sent,
+            latest: now,
+            sent,
+            heard: now,
             until: now,
-            granted: 0,
-            granted_before: 0,
-            turned: now,
-            stamp: 0,
-        };
-        (incarnation != 0).then_some(remembered)
+            granted: Granted::default(),
+            granted_before: Granted::default(),
+        }
     }
 
-    /// Takes in an answer to a call that was sent at `sent`; `window` is the longest of the quota.
+    /// Takes in an answer to a call that was sent at `sent`; `window` is for how long its quota remembers.
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
-        self.incarnation = lease.incarnation;
-        self.seen = lease.now;
-        self.heard_at = now;
+        self.set_clock(lease.now, sent, now);
+        (self.incarnation, self.writes) = (lease.incarnation, lease.writes);
+        (self.sent, self.heard) = (sent, now);
         self.until = clock::after(sent, lease.remember);
-        if now.saturating_duration_since(self.turned) >= window {
-            let idle = now.saturating_duration_since(self.turned) >= window.saturating_mul(2);
-            self.granted_before = if idle { 0 } else { self.granted };
-            self.granted = 0;
-            self.turned = now;
+        // What was granted a window ago makes room once what came before it is a window old.
+        let old = |granted: &Granted| granted.until.is_none_or(|until| clock::after(until, window) <= now);
+        if old(&self.granted_before) && self.granted.from.saturating_add(micros(window)) <= lease.now {
+            self.granted_before = std::mem::take(&mut self.granted);
+            self.granted.from = lease.now;
         }
-        for segment in lease.segments.iter().chain(&lease.prefetched) {
-            let &Segment { cost, count, stamp, .. } = segment;
-            self.granted = self.granted.saturating_add(u64::from(cost) * u64::from(count));
-            self.stamp = self.stamp.max(stamp);
+        for &Segment { cost, count, wait, life, .. } in lease.segments.iter().chain(&lease.prefetched) {
+            let until = clock::after(now, wait.saturating_add(life));
+            self.granted.units = self.granted.units.saturating_add(u64::from(cost) * u64::from(count));
+            self.granted.until = self.granted.until.max(Some(until));
         }
     }
 
-    /// What was given back need not be charged.
+    /// The store's time was `seen` between `sent` and `now`. Earlier answers may know better: so one slow trip harms
+    /// nobody. Clocks that run apart by a two-thousandth are allowed for; where the two do not agree, one of them stepped.
+    fn set_clock(&mut self, seen: u64, sent: Instant, now: Instant) {
+        let passed = Duration::from_micros(seen.saturating_sub(self.seen));
+        let drift = passed / 2000;
+        let earliest = clock::after(self.earliest, passed.saturating_sub(drift)).max(sent);
+        let latest = clock::after(self.latest, passed.saturating_add(drift)).min(now);
+        let agree = seen >= self.seen && earliest <= latest;
+        (self.earliest, self.latest) = if agree { (earliest, latest) } else { (sent, now) };
+        self.seen = seen;
+    }
+
+    /// Between which moments the store's time was what its last answer said.
+    pub(super) fn bounds(&self) -> (Instant, Instant) {
+        (self.earliest, self.latest)
+    }
+
+    /// What was granted lately and given back need not be charged.
     pub(super) fn forget(&mut self, unused: &[Unused]) {
-        let ours = unused.iter().filter(|unused| unused.incarnation == self.incarnation);
-        let mut units = ours.map(|unused| unused.units).sum::<u64>();
-        for granted in [&mut self.granted, &mut self.granted_before] {
-            let back = units.min(*granted);
-            *granted -= back;
-            units -= back;
-        }
+        let (incarnation, from) = (self.incarnation, self.granted.from);
+        let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
+        self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
     /// What the store is told with the next call.
-    pub(super) fn tell(&mut self, now: Instant) -> Memory {
-        self.told_at = now;
-        if now >= self.until {
+    pub(super) fn tell(&self, now: Instant) -> Memory {
+        if now >= self.until || self.incarnation == 0 {
             return Memory::default();
         }
         Memory {
             incarnation: self.incarnation,
+            writes: self.writes,
             seen: self.seen,
-            since: now.saturating_duration_since(self.heard_at),
-            granted: self.granted.saturating_add(self.granted_before),
-            stamp: self.stamp,
+            since: now.saturating_duration_since(self.heard),
+            trip: self.heard.saturating_duration_since(self.sent),
+            granted: self.granted.units.saturating_add(self.granted_before.units),
         }
     }
 
-    /// When the store was last told.
-    pub(super) fn told_at(&self) -> Instant {
-        self.told_at
+    pub(super) fn incarnation(&self) -> u64 {
+        self.incarnation
+    }
+
+    /// Whether what was granted before may still be used, or the store has to be asked first.
+    pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
+        self.incarnation == 0 || now.saturating_duration_since(self.sent) <= trust
     }
 
     /// Until when it is of use.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
+}
+
+fn micros(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }

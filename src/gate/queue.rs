@@ -133,6 +133,8 @@ struct Class {
 
 struct Waiting {
     patience: Patience,
+    /// From when on the time until the store answers does not count as its wait.
+    entered: Instant,
     /// Whether the store has answered for it.
     heard: bool,
     /// Where its timer stands, or will when it is first polled.
@@ -182,7 +184,8 @@ impl Queue {
     pub(super) fn wait(&mut self, number: Number, cost: u32, patience: Patience, now: Instant) {
         let Patience { latest, by_deadline } = patience;
         let wake_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
-        let waiting = Waiting { patience, heard: false, wake_at, timer: None, waker: None };
+        let entered = self.paused_until.map_or(now, |until| until.max(now));
+        let waiting = Waiting { patience, entered, heard: false, wake_at, timer: None, waker: None };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -311,47 +314,76 @@ impl Queue {
         })
     }
 
-    /// The call has been answered, after a trip of so long, with `slots`, and `end` for those of its needs that got none.
+    /// The call has been answered with `slots`, and `end` for those of its needs that got none.
+    /// Answers whether some died on their way.
     pub(super) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Slot>,
         end: Option<&Settled>,
-        trip: Duration,
         now: Instant,
         wakers: &mut Wakers,
-    ) {
+    ) -> bool {
         self.calling = false;
-        let mut added: SmallVec<[(u32, usize); 2]> = SmallVec::new();
+        let mut died = false;
+        // For each cost, the permits that were granted, and those of them that are of use.
+        let mut granted: SmallVec<[(u32, usize, usize); 2]> = SmallVec::new();
         for slot in slots {
-            match added.iter_mut().find(|(cost, _)| *cost == slot.cost) {
-                Some((_, count)) => *count += slot.count as usize,
-                None => added.push((slot.cost, slot.count as usize)),
+            let alive = slot.until > slot.at.max(now);
+            let (all, good) = (slot.count as usize, if alive { slot.count as usize } else { 0 });
+            match granted.iter_mut().find(|(cost, ..)| *cost == slot.cost) {
+                Some(granted) => (granted.1, granted.2) = (granted.1 + all, granted.2 + good),
+                None => granted.push((slot.cost, all, good)),
             }
-            self.add(slot);
+            if alive {
+                self.add(slot);
+            } else {
+                // It died on its way: the store is asked again, as if it had not answered.
+                died = true;
+                self.returns.push(slot.unused());
+            }
         }
         for (cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
-            let granted = added.iter().find(|(other, _)| other == cost).map_or(0, |(_, count)| *count);
-            let ended = class.settle(granted, asked.saturating_sub(granted), end, trip, now);
+            let granted = granted.iter().find(|(other, ..)| other == cost);
+            let (all, good) = granted.map_or((0, 0), |&(_, all, good)| (all, good));
+            let ended = class.settle(good, asked.saturating_sub(all), end, now);
             for (number, waker, settled) in ended {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
                 wakers.0.extend(waker);
             }
         }
+        died
     }
 
-    /// How long the next call is to wait for others to join it: not at all, unless slots lie ahead, so that those who
-    /// come are the last in line, or the store has said when to ask again.
-    pub(super) fn gather(&mut self, now: Instant) -> Option<Duration> {
+    /// How long the next call is to wait for others to join it: until tasks that are about to ask have asked; where slots
+    /// lie ahead, so that those who come are the last in line, some milliseconds; or as long as the store has said.
+    pub(super) fn gather(&mut self, now: Instant) -> Duration {
         let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
         let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
-        let wait = self.gathering == Gathering::NotYet && delay >= SHORTEST_TIMER;
-        wait.then(|| {
-            self.gathering = Gathering::UnderWay;
-            delay
-        })
+        self.gathering = Gathering::UnderWay;
+        if delay < SHORTEST_TIMER { Duration::ZERO } else { delay }
+    }
+
+    /// How long the store still decides nothing, for one who cannot wait so long.
+    pub(super) fn paused_beyond(&self, patience: Patience, now: Instant) -> Option<Duration> {
+        let until = self.paused_until.filter(|until| *until > patience.latest && *until > now)?;
+        Some(until.saturating_duration_since(now))
+    }
+
+    /// Whether a slot is due for somebody.
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        let due = |class: &Class| class.slots.front().is_some_and(|slot| slot.at <= now);
+        self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
+    }
+
+    /// No slot is good any more. Who waited for one keeps its place.
+    pub(super) fn void(&mut self) {
+        for class in self.classes.values_mut() {
+            class.slots.clear();
+            class.booked = 0;
+        }
     }
 
     /// The store decides nothing for so long. Those who cannot wait until then are told.
@@ -363,6 +395,9 @@ impl Queue {
         let Queue { classes, settled, waiting, .. } = self;
         for class in classes.values_mut() {
             class.asked = 0;
+            for waiting in class.waiting.values_mut() {
+                waiting.entered = waiting.entered.max(until);
+            }
             let without = class.waiting.len().saturating_sub(class.booked);
             let newcomers = class.waiting.iter().rev().take(without);
             let leaving: SmallVec<[Number; 4]> = newcomers
@@ -383,7 +418,12 @@ impl Queue {
         let first_slot = class.slots.front().map(|slot| slot.at);
         let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
         if waiting.wake_at <= now {
-            waiting.wake_at(first_slot.unwrap_or(waiting.patience.latest));
+            // A slot that is due and was not handed out waits for the store's word, with which its waiter is woken.
+            waiting.wake_at(match first_slot {
+                Some(slot) if slot <= now => clock::after(now, ANSWER),
+                Some(slot) => slot,
+                None => waiting.patience.latest,
+            });
         }
         match &mut waiting.waker {
             Some(waker) => waker.clone_from(cx.waker()),
@@ -407,9 +447,16 @@ impl Class {
         granted: usize,
         ended: usize,
         end: Option<&Settled>,
-        trip: Duration,
         now: Instant,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
+        // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
+        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
+            let asking = now.saturating_duration_since(waiting.entered);
+            waiting.entered = now.max(waiting.entered);
+            if !waiting.patience.by_deadline {
+                waiting.patience.latest = clock::after(waiting.patience.latest, asking);
+            }
+        }
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
         let without = self.waiting.len().saturating_sub(self.booked);
         let newcomers = without.saturating_sub(ended);
@@ -419,21 +466,14 @@ impl Class {
         }
         let unneeded = self.booked.saturating_sub(self.waiting.len());
         let slots = self.slots.iter().rev();
-        let moments = slots.flat_map(|slot| std::iter::repeat_n((slot.at, slot.until), slot.count as usize));
-        let theirs: SmallVec<[(Instant, Instant); 4]> = moments.skip(unneeded).take(granted).collect();
+        let moments = slots.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
+        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
         let back = theirs.len().checked_sub(1).map(|others| without + others);
         let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
-        for ((&number, waiting), &(slot, until)) in newly.zip(theirs.iter().rev()) {
-            // The store counted its wait from when it was asked, we count from its answer; a deadline is a deadline.
-            let patience = &mut waiting.patience;
-            if !patience.by_deadline && !waiting.heard {
-                patience.latest = clock::after(patience.latest, trip);
-            }
-            if until <= now {
-                // It died on the way: the store is asked again, as if it had not answered.
-            } else if slot > patience.latest {
+        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
+            if slot > waiting.patience.latest {
                 let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {

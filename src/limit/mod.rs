@@ -34,6 +34,9 @@ use window::Window;
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
 
+/// Limits whose open moments never meet, fixed windows with different guards for one, are not looked at for ever.
+const MOST_ROUNDS: usize = 1000;
+
 /// A span in microseconds, rounded up.
 pub(crate) fn micros_up(span: Duration) -> Micros {
     u64::try_from(span.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX / 4).min(u64::MAX / 4)
@@ -270,7 +273,7 @@ impl Ledger {
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
         let mut slot = self.now;
         let mut limit = None;
-        loop {
+        for _ in 0..MOST_ROUNDS {
             let before = slot;
             for account in &mut self.accounts {
                 let first = account.rule.first_slot(slot, cost, life);
@@ -284,6 +287,7 @@ impl Ledger {
                 return (slot, limit);
             }
         }
+        (Micros::MAX, None)
     }
 
     /// How many units could go now.

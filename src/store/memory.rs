@@ -106,7 +106,7 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
     ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
     let latest = now.saturating_add(micros_down(ask.latest));
     let life = micros_up(ask.life);
-    let mut lease = Lease::default();
+    let mut lease = Lease { now, ..Lease::default() };
     for need in ask.needs {
         let segments = &mut lease.segments;
         let granted = |grant: Grant| segments.push(segment(grant, need.cost, now));

@@ -45,8 +45,13 @@ pub use memory::MemoryStore;
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
 
-/// The longest that a store learns what was granted before it lost its state.
-pub(crate) const LONGEST_LEARNING: Duration = Duration::from_secs(60);
+/// For how long after an answer permits may be used that were granted before: after that, the store is asked first
+/// whether it still knows of them. One that lost its state grants nothing for a window and so long.
+pub(crate) fn trust(longest_window: Duration) -> Duration {
+    const SHORTEST: Duration = Duration::from_millis(1500);
+    const LONGEST: Duration = Duration::from_secs(15);
+    (longest_window / 4).clamp(SHORTEST, LONGEST)
+}
 
 /// Counts permits. The module's documentation has the contract.
 pub trait Store: Send + Sync + 'static {
@@ -127,14 +132,16 @@ pub struct Need {
 pub struct Memory {
     /// Which life of the state it was; 0 for none. Drawn anew when the state is made.
     pub incarnation: u64,
-    /// The store's time in its last answer.
+    /// How often the state had been written, in the store's last answer.
+    pub writes: u64,
+    /// The store's time in that answer.
     pub seen: u64,
-    /// How long ago that answer arrived.
+    /// How long ago it arrived.
     pub since: Duration,
+    /// How long its call and it were on their way.
+    pub trip: Duration,
     /// Units that this process was granted within the longest window; never fewer.
     pub granted: u64,
-    /// The newest stamp of these.
-    pub stamp: u64,
 }
 
 /// What a store grants.
@@ -152,7 +159,9 @@ pub struct Lease {
     pub learning: Option<Duration>,
     /// Which life of the state it is; 0 for a store that loses nothing.
     pub incarnation: u64,
-    /// The store's time, for [`Memory::seen`].
+    /// How often the state was written, for [`Memory::writes`].
+    pub writes: u64,
+    /// The store's time, for [`Memory::seen`]: what waits count from.
     pub now: u64,
     /// For how long what is remembered of this answer is of use.
     pub remember: Duration,

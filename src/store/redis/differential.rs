@@ -66,7 +66,7 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..2000].boxed(),
         Mix::Plain => (1u32..4).boxed(),
     };
-    let need = (1u32..4, count);
+    let need = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
     let (needs, waits, latest) = match mix {
         Mix::Plain => (1..2, vec![0u64, 300, 4_000, 40_000, 150_000], vec![0u64, 0, 0, 0, 500]),
         _ => (
@@ -133,6 +133,8 @@ struct World {
     now: Micros,
     unused: Vec<Unused>,
     incarnation: u64,
+    writes: u64,
+    seen: Micros,
     calls: u64,
 }
 
@@ -147,6 +149,8 @@ impl World {
             now: START,
             unused: Vec::new(),
             incarnation: 0,
+            writes: 0,
+            seen: START,
             calls: 0,
         }
     }
@@ -154,7 +158,7 @@ impl World {
     fn begin(&mut self) {
         self.calls += 1;
         self.key = format!("key {}", self.calls);
-        (self.ledger, self.now, self.incarnation) = (None, START, 0);
+        (self.ledger, self.now, self.incarnation, self.writes, self.seen) = (None, START, 0, 0, START);
         self.unused.clear();
     }
 
@@ -174,15 +178,21 @@ impl World {
             life: step.life,
             prefetch_life: step.life * 2,
             returns,
-            memory: Memory { incarnation: self.incarnation, ..Memory::default() },
+            memory: self.memory(),
         };
-        let theirs = self.run(&wire::lease(&ask, 7));
+        let theirs = self.run(&wire::lease(&ask, Duration::ZERO, 7));
         let theirs = wire::read_lease(&theirs, terms.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
-        self.incarnation = theirs.incarnation;
+        (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
         let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
         ledger.advance(terms, self.now);
         (book(ledger, self.now, &ask), theirs)
+    }
+
+    fn memory(&self) -> Memory {
+        let &World { incarnation, writes, seen, now, .. } = self;
+        let since = Duration::from_micros(now - seen);
+        Memory { incarnation, writes, seen, since, ..Memory::default() }
     }
 
     fn peek(&mut self, terms: &Arc<Terms>) -> (Usage, Usage) {
@@ -197,7 +207,7 @@ impl World {
     /// Where nothing was granted yet there is no state, and so no limit that was asserted.
     fn forget_what_redis_does_not_keep(&mut self) {
         if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
-            self.ledger = None;
+            (self.ledger, self.incarnation) = (None, 0);
         }
     }
 

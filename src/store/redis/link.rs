@@ -82,7 +82,7 @@ impl Link {
     }
 
     /// Keeps a connection, for as long as it is polled.
-    pub(super) async fn keep(&self) {
+    pub(super) async fn keep(self: Arc<Self>) {
         let mut pause = SHORTEST_PAUSE;
         for number in 0.. {
             match self.connect().await {
@@ -91,9 +91,12 @@ impl Link {
                     self.state.send_replace(State::Up(connection.clone(), number));
                     events::store_connected();
                     // What the server tells of itself is nice to know, and some forbid to ask.
-                    if let Ok(Ok(info)) = timeout(self.store_timeout, connection(redis::cmd("INFO"))).await {
-                        warn_of_eviction(&info);
-                    }
+                    let info = timeout(LONGEST_CONNECTING, connection(redis::cmd("INFO")));
+                    tokio::spawn(async move {
+                        if let Ok(Ok(info)) = info.await {
+                            warn_of_eviction(&info);
+                        }
+                    });
                     self.broken.notified().await;
                 }
                 Err(error) => {
@@ -106,16 +109,22 @@ impl Link {
         }
     }
 
-    async fn connect(&self) -> Result<Connection, StoreError> {
-        let connecting = async {
-            let connection = (self.factory)().await?;
+    async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
+        let link = self.clone();
+        // A task of its own: a factory that panics must not take the keeper along.
+        let mut connecting = tokio::spawn(async move {
+            let connection = (link.factory)().await?;
             connection(redis::cmd("PING")).await?;
             Ok::<_, RedisError>(connection)
-        };
-        match timeout(LONGEST_CONNECTING, connecting).await {
-            Ok(Ok(connection)) => Ok(connection),
-            Ok(Err(error)) => Err(StoreError::away(error)),
-            Err(_) => Err(StoreError::away(format!("no connection within {LONGEST_CONNECTING:?}"))),
+        });
+        match timeout(LONGEST_CONNECTING, &mut connecting).await {
+            Ok(Ok(Ok(connection))) => Ok(connection),
+            Ok(Ok(Err(error))) => Err(StoreError::away(error)),
+            Ok(Err(panicked)) => Err(StoreError::away(panicked)),
+            Err(_) => {
+                connecting.abort();
+                Err(StoreError::away(format!("no connection within {LONGEST_CONNECTING:?}")))
+            }
         }
     }
 

@@ -188,7 +188,9 @@ impl RedisStore {
 impl Store for RedisStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let slack = ask.terms.transit_slack();
-        self.call(ask.key, wire::lease(&ask, dice()), move |answer| wire::read_lease(answer, slack))
+        self.call(ask.key, wire::lease(&ask, self.store_timeout, dice()), move |answer| {
+            wire::read_lease(answer, slack)
+        })
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {

@@ -76,25 +76,28 @@ impl Spans {
     const NONE: Spans = Spans { latest: 0, life: 0, prefetch: 0, prefetch_life: 0 };
 }
 
+#[expect(clippy::too_many_arguments, reason = "it is the order of the format")]
 fn call(
     operation: u8,
     terms: &Terms,
     memory: Memory,
+    store_timeout: Duration,
     dice: u64,
     spans: Spans,
     needs: &[Need],
     returns: &[Unused],
 ) -> Vec<u8> {
     let limits = terms.quota().limits().len();
-    let mut call = Call(Vec::with_capacity(88 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
+    let mut call = Call(Vec::with_capacity(95 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
     call.byte(VERSION);
     call.byte(operation);
     call.long(dice % (NEVER - 1) + 1);
     call.long(memory.incarnation);
+    call.long(memory.writes);
     call.long(memory.seen);
     call.long(micros_down(memory.since));
+    call.long(micros_up(memory.trip.saturating_add(store_timeout)));
     call.long(memory.granted);
-    call.long(memory.stamp);
     call.long(micros_up(terms.transit_slack()));
     call.long(micros_up(terms.boundary_slack()));
     call.long(spans.latest);
@@ -118,7 +121,7 @@ fn call(
 }
 
 /// The call that asks for `ask`. Permits of an earlier life of the state are not given back.
-pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
+pub(super) fn lease(ask: &Ask<'_>, store_timeout: Duration, dice: u64) -> Vec<u8> {
     let spans = Spans {
         latest: micros_down(ask.latest),
         life: micros_up(ask.life),
@@ -131,19 +134,20 @@ pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
     }
     let known = ask.returns.iter().filter(|unused| unused.incarnation == memory.incarnation);
     let returns: SmallVec<[Unused; 4]> = known.take(MOST_RETURNS).copied().collect();
-    call(LEASE, ask.terms, memory, dice, spans, ask.needs, &returns)
+    call(LEASE, ask.terms, memory, store_timeout, dice, spans, ask.needs, &returns)
 }
 
 /// The call that gives back `unused`, all of one life of the state.
 pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> {
     // It says nothing of the time and of what was granted: it is not told what the answer says.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
-    call(LEASE, terms, Memory { incarnation, ..Memory::default() }, dice, Spans::NONE, &[], unused)
+    let memory = Memory { incarnation, ..Memory::default() };
+    call(LEASE, terms, memory, Duration::ZERO, dice, Spans::NONE, &[], unused)
 }
 
 /// The call that asks for the state.
 pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
-    call(PEEK, terms, Memory::default(), dice, Spans::NONE, &[], &[])
+    call(PEEK, terms, Memory::default(), Duration::ZERO, dice, Spans::NONE, &[], &[])
 }
 
 // ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +212,8 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
     let mut answer = Answer(answer);
     answer.version()?;
     let status = answer.byte()?;
-    let (incarnation, now, remember, wait) = (answer.long()?, answer.long()?, answer.span()?, answer.long()?);
+    let (incarnation, writes) = (answer.long()?, answer.long()?);
+    let (now, remember, wait) = (answer.long()?, answer.span()?, answer.long()?);
     let (limit, foreign) = (answer.limit()?, answer.limit()?);
     let wait_for = Duration::from_micros(wait);
     let segment = |cost, count, wait: u64, span: u64| Segment {
@@ -231,7 +236,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         _ => return Err(Garbled),
     };
     let learning = (status == LEARNING).then_some(wait_for);
-    Ok(Lease { segments, prefetched, refused, learning, incarnation, now, remember, foreign })
+    Ok(Lease { segments, prefetched, refused, learning, incarnation, writes, now, remember, foreign })
 }
 
 /// Reads the answer to [`peek`].

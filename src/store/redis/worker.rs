@@ -52,7 +52,7 @@ pub(super) fn start(factory: Factory, store_timeout: Duration) -> Result<Jobs, S
         .name("tollgate-redis".into())
         .spawn(move || {
             let (link, script) = (Arc::new(link), Arc::new(Script::new()));
-            let worker = Worker { link, script, returns: Returns::new(), release_at: None };
+            let worker = Worker { link, script, returns: Returns::new(), release_at: None, lost: None };
             runtime.block_on(worker.run(incoming));
             // A resolver of names may be at work still; nobody waits for it.
             runtime.shutdown_background();
@@ -72,6 +72,8 @@ struct Worker {
     returns: Returns,
     /// When what was given back is sent.
     release_at: Option<Instant>,
+    /// Why something that was given back did not arrive; told to who asks next whether all has.
+    lost: Option<StoreError>,
 }
 
 impl Worker {
@@ -90,7 +92,7 @@ impl Worker {
                     self.release(&mut releases);
                 }
                 Some(_) = calls.join_next() => {}
-                Some(_) = releases.join_next() => {}
+                Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
         }
         self.release(&mut releases);
@@ -119,10 +121,10 @@ impl Worker {
             }
             Job::Flush(answer) => {
                 self.release(releases);
-                let releases = std::mem::take(releases);
+                let (releases, lost) = (std::mem::take(releases), self.lost.take());
                 calls.spawn(async move {
                     let flushed = releases.join_all().await.into_iter().collect();
-                    let _ = answer.send(flushed);
+                    let _ = answer.send(lost.map_or(flushed, Err));
                 });
             }
             Job::Ping(answer) => {
@@ -134,6 +136,10 @@ impl Worker {
                 });
             }
         }
+    }
+
+    fn note(&mut self, released: Result<(), StoreError>) {
+        self.lost = self.lost.take().or(released.err());
     }
 
     /// Sends what was given back. If it does not arrive, it runs out by itself.

@@ -31,14 +31,18 @@ local function fixed_rule()
   end
 
   function rule.first_slot(f, from, cost, life)
-    local window, open = math.floor(from / f.window), f.window - 2 * f.guard
+    local list, window, open = entries(f), math.floor(from / f.window), f.window - 2 * f.guard
     if window < f.open_from then window = f.open_from end
     if open < 0 then open = 0 end
     open = open > life and open - life or 0
+    local i = find_spell(f, window)
     while true do
-      local start = window * f.window + f.guard
-      local slot = from > start and from or start
-      if slot <= start + open and units_in(f, window) + cost <= f.count then
+      local start, spell = window * f.window + f.guard, list[i]
+      local slot, units = from > start and from or start, 0
+      if spell and spell.window == window then
+        units, i = spell.units, i + 1
+      end
+      if slot <= start + open and units + cost <= f.count then
         return slot
       end
       if start >= NEVER then return NEVER end

@@ -1,6 +1,7 @@
 
 -- ── all limits of the key, taken all or nothing (src/limit/mod.rs) ───────────────────────────────────────────────────
 
+local MOST_LIMITS, MOST_ROUNDS = 32, 1000
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 local function rule_of(kind)
@@ -26,7 +27,7 @@ end
 -- The first moment at which every limit allows `cost`, and the limit that was the last to.
 local function first_slot(cost, life)
   local slot, limit, count = S.now, nil, #S
-  while true do
+  for _ = 1, MOST_ROUNDS do
     local before = slot
     for i = 1, count do
       local a = S[i]
@@ -39,6 +40,7 @@ local function first_slot(cost, life)
       return slot, limit
     end
   end
+  return NEVER, nil
 end
 
 -- The first slot that came back (src/limit/pool.rs) with `units` left and half of `life` at least.
@@ -166,31 +168,33 @@ local function seldom()
     end
   end
 
-  -- The state of which the caller had permits is lost: charges what it was granted, the newest so far ahead, and grants
-  -- nothing until the others can have told.
-  function made.charge(granted, ahead)
-    local LONGEST_LEARNING = 60000000
+  -- Grants nothing until permits of a state that is lost are a window old: who holds any uses none without having heard
+  -- from here within SHORTEST_TRUST or a quarter of the window. Limits that remember for more than a minute are charged
+  -- what the caller was granted, and learn for a minute what others were.
+  function made.learn(granted)
+    local LONGEST_LEARNING, SHORTEST_TRUST = 60000000, 1500000
     local longest = 0
     for i = 1, #S do
       local a = S[i]
-      if a.ours and a.window > longest then longest = a.window end
-      local largest, stamp = largest_cost(a), S.now + S.slack + ahead
+      local remembers, largest = a.window, largest_cost(a)
+      if a.kind == BUCKET and a.capacity > a.count then
+        remembers = math.ceil(a.window / a.count * a.capacity)
+      end
+      if a.ours and remembers > longest then longest = remembers end
       local units = granted < largest and granted or largest
-      if units > 0 then
-        a.rule.insert(a, S.now, stamp, units)
-        local closed = math.floor(stamp / a.window) + 1
-        if a.kind == FIXED and closed > math.floor(S.now / a.window) + 1 and closed > a.open_from then
-          a.open_from = closed
-        end
+      if units > 0 and remembers > LONGEST_LEARNING then
+        a.rule.insert(a, S.now, S.now + S.slack, units)
       end
     end
-    local learned = S.born + (longest < LONGEST_LEARNING and longest or LONGEST_LEARNING)
+    if longest > LONGEST_LEARNING then longest = LONGEST_LEARNING end
+    local trust = math.floor(longest / 4)
+    local learned = S.born + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
     if learned > S.learning then S.learning = learned end
     S.changed = true
   end
 
   -- Everything anew, in one string of its exact size: what is written into it later needs no more memory.
-  function made.rewrite(incarnation, offset, expires, ttl)
+  function made.rewrite(incarnation, writes, offset, expires, ttl)
     local records, regions = {}, {}
     local function padded(s, n, room, size)
       while room < n do
@@ -211,8 +215,8 @@ local function seldom()
     end
     local pooled = pool()
     regions[#S + 1], S.pool_room = padded((S.lists or lists()).pack(pooled, 'pool'), S.pooled, S.pool_room, 21)
-    local head = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, S.now,
-      expires)
+    local head = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset,
+      S.now, expires)
     redis.call('SET', KEYS[1], head .. table.concat(records) .. table.concat(regions), 'PX', ttl)
   end
 

@@ -3,9 +3,9 @@
 
 -- The state.
 S.slack = slack
-local incarnation, offset, expires, now
+local incarnation, writes, offset, expires, now
 if s == '' then
-  incarnation, S.born, S.learning, offset, expires, now = dice, raw, 0, 0, 0, raw
+  incarnation, writes, S.born, S.learning, offset, expires, now = dice, 0, raw, 0, 0, 0, raw
   S.pool, S.relaid = {}, true
 else
   local format, account_count, last = string.byte(s), nil, nil
@@ -13,7 +13,7 @@ else
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
       .. VERSION)
   end
-  format, account_count, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, last, expires =
+  format, account_count, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, last, expires =
     struct.unpack(HEAD, s)
   if account_count > limit_count then
     s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * account_count - 1)
@@ -33,7 +33,10 @@ else
   now = raw + offset
   if known == incarnation and seen > 0 then
     local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
-    if now > expected + tolerance or now < expected - tolerance then now = expected end
+    if now > expected + tolerance + on_way or now < expected - tolerance then now = expected end
+  elseif seen == 0 and need_count == 0 and operation == LEASE then
+    -- Who only gives back cannot tell whether the clock stepped, and need not.
+    now = last
   end
   if now < last then now = last end
   if now - raw ~= offset then
@@ -63,6 +66,9 @@ for _ = 1, limit_count do
   a.ours = true
 end
 if #S > limit_count then (S.seldom or seldom()).retain() end
+if #S > MOST_LIMITS then
+  return redis.error_reply('TOLLGATE more than ' .. MOST_LIMITS .. ' different limits are asserted for this key')
+end
 if S.pooled > 0 then (S.seldom or seldom()).drain() end
 
 if operation == PEEK then
@@ -81,10 +87,13 @@ if operation == PEEK then
   return table.concat(parts)
 end
 
-if known ~= incarnation and known ~= 0 and seen > 0 then
-  local left = newest - (seen + since)
+if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
+  -- The caller knows of a state that is lost, or of a later one than this: it had permits that are not in here.
+  if known == incarnation then
+    incarnation, S.born = dice, now
+  end
   local made = S.seldom or seldom()
-  made.charge(granted_before, left > 0 and left or 0)
+  made.learn(granted_before)
 end
 
 -- What comes back.
@@ -113,7 +122,9 @@ while need_count > 0 do
   local cost, count
   cost, count, at = struct.unpack('<I4I4', ARG, at)
   for i = 1, #S do
-    if cost == 0 or cost > largest_cost(S[i]) then status, wait, count, need_count = REFUSED, NEVER, 0, 0 end
+    if cost == 0 or cost > largest_cost(S[i]) then
+      status, wait, limit, count, need_count = REFUSED, NEVER, nil, 0, 0
+    end
   end
   while count > 0 do
     local slot, stamp, fits
@@ -130,7 +141,7 @@ while need_count > 0 do
       S.pooled, S.changed = #S.pool, true
     elseif slot > last then
       if entry and entry.slot < slot then slot = entry.slot end
-      status, wait, need_count = REFUSED, slot - now, 0
+      status, wait, need_count = REFUSED, slot < NEVER and slot - now or NEVER, 0
       break
     else
       fits = NEVER
@@ -162,7 +173,7 @@ if status == GRANTED and ahead > 0 then
 end
 
 -- When everything will be forgotten.
-local fresh = now
+local fresh = S.learning > now and S.learning or now
 for i = 1, #S do
   local from = S[i].rule.fresh_from(S[i])
   if from > fresh then fresh = from end
@@ -172,6 +183,7 @@ if S.pooled > 0 and pool()[S.pooled].slot >= fresh then
 end
 
 if S.changed then
+  writes = writes + 1
   -- It lives until then and a second; clocks may differ by a thousandth.
   local left = fresh - now
   local needed = raw + left + math.floor(left / 1000) + 1000000
@@ -181,9 +193,10 @@ if S.changed then
   end
   local ttl = math.floor((expires - raw) / 1000) + 1
   if S.relaid then
-    (S.seldom or seldom()).rewrite(incarnation, offset, expires, ttl)
+    (S.seldom or seldom()).rewrite(incarnation, writes, offset, expires, ttl)
   else
-    s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, S.born, S.learning, offset, now, expires)
+    s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, now,
+      expires)
     for i = 1, #S do
       local a = S[i]
       s = s .. a.rule.record(a)
@@ -210,7 +223,7 @@ if #S > limit_count then
   end
 end
 local l, f = status == REFUSED and limit or NONE, foreign or NONE
-s = struct.pack(REPLY, VERSION, status, incarnation, now, fresh - now, wait,
+s = struct.pack(REPLY, VERSION, status, incarnation, writes, now, fresh - now, wait,
   l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
 if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
 return s

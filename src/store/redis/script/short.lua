@@ -7,16 +7,17 @@
 repeat
   if operation ~= LEASE or need_count ~= 1 or return_count > 0 or ahead > 0
     or #s ~= HEAD_SIZE + RECORD_SIZE * limit_count then break end
-  local format, account_count, pooled, pool_room, incarnation, born, learning, offset, last, expires =
+  local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires =
     struct.unpack(HEAD, s)
   local now = raw + offset
   if format ~= VERSION or account_count ~= limit_count or pooled > 0 or now < last or now < learning then break end
   local off = now - seen - since
-  if known ~= 0 and seen > 0 and (known ~= incarnation or off > CLOCK_TOLERANCE or off < -CLOCK_TOLERANCE) then break end
+  if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes or off > CLOCK_TOLERANCE + on_way
+    or off < -CLOCK_TOLERANCE) then break end
 
   local cost, permits = struct.unpack('<I4I4', ARG, at + 16 * limit_count)
   local units, stamp, base, unusual = cost * permits, now + life + slack, #s, cost == 0
-  local wait, limit, fresh, records, pushed = 0, NONE, now, '', nil
+  local wait, limit, fresh, kept, records, pushed = 0, NONE, now, now, '', nil
   for i = 1, limit_count do
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
@@ -36,7 +37,7 @@ repeat
         oldest, oldest_count = struct.unpack('<I7I4', redis.call('GETRANGE', KEYS[1], from, from + 10))
       end
     end
-    local free = count - total
+    local free, last_stamp = count - total, newest
     if free < cost then
       -- The first slot is when enough of the oldest have left; beyond the oldest chunk the long way looks.
       local left = oldest + window - now
@@ -47,14 +48,12 @@ repeat
       if left > wait then
         wait, limit = left, { kind = kind, count = count, window = window, capacity = capacity }
       end
-      if newest + window > fresh then fresh = newest + window end
-    elseif wait > 0 then
-      if newest + window > fresh then fresh = newest + window end
-    elseif free < units or n == room then
-      -- Some now, some later; or the ring has to grow.
-      unusual = true
-      break
-    else
+    elseif wait == 0 then
+      if free < units or n == room then
+        -- Some now, some later; or the ring has to grow.
+        unusual = true
+        break
+      end
       if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
         newest_count = newest_count + units
       else
@@ -74,15 +73,16 @@ repeat
       if stamp + window > fresh then fresh = stamp + window end
     end
     base = base + room * 11
+    if last_stamp + window > kept then kept = last_stamp + window end
   end
   if unusual then break end
 
-  local left = fresh - now
   if wait > 0 then
     -- A refusal leaves no trace.
-    return struct.pack(REPLY, VERSION, REFUSED, incarnation, now, left, wait, limit.kind, limit.count, limit.window,
+    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, limit.kind, limit.count, limit.window,
       limit.capacity, 0, 0, 0, 0, 0, 0, 0)
   end
+  local left = fresh - now
   if pushed then
     for i = 1, #pushed, 2 do
       redis.call('SETRANGE', KEYS[1], pushed[i], pushed[i + 1])
@@ -93,8 +93,8 @@ repeat
     expires = needed + LIVES_ON
     redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
   end
-  redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, born, learning,
-    offset, now, expires) .. records)
-  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
+  redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, writes + 1, born,
+    learning, offset, now, expires) .. records)
+  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
     cost, permits, 0, stamp - now)
 until true

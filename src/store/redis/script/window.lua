@@ -333,7 +333,7 @@ local function window_rule()
     if i < w.index then
       w.index, w.before = 0, 0
     end
-    if w.fine > 2 * w.count or w.n > 204 then
+    if w.fine > 2 * w.count or w.n > 204 or w.coarse > 48 then
       seldom().coarsen(w)
     end
   end
