@@ -24,10 +24,11 @@ use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
 use super::{Answer, Ask, Lease, Store, StoreError, Terms, Unused, Usage};
+use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
-use link::Factory;
+use link::{Factory, RedisFailure};
 use wire::Garbled;
 use worker::{Job, Jobs};
 
@@ -180,8 +181,17 @@ impl RedisStore {
         call: Vec<u8>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> Answer<T> {
+        let (asked, store_timeout) = (clock::now(), self.store_timeout);
         let answer = self.ask(|answer| Job::Call { key: self.name(key), call, answer });
-        Answer::Later(Box::pin(async move { read(&answer.await?).map_err(StoreError::failed) }))
+        Answer::Later(Box::pin(async move {
+            let answer = answer.await?;
+            // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
+            // recent, so what it decided may be off by as much.
+            if clock::now().saturating_duration_since(asked) > store_timeout {
+                return Err(RedisFailure::Silent(store_timeout).to_error());
+            }
+            read(&answer).map_err(StoreError::failed)
+        }))
     }
 }
 

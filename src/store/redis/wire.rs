@@ -13,6 +13,7 @@ const VERSION: u8 = 1;
 
 const LEASE: u8 = 1;
 const PEEK: u8 = 2;
+const RETURN: u8 = 3;
 
 const GRANTED: u8 = 0;
 const REFUSED: u8 = 1;
@@ -142,7 +143,7 @@ pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> 
     // It says nothing of the time and of what was granted: it is not told what the answer says.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
     let memory = Memory { incarnation, ..Memory::default() };
-    call(LEASE, terms, memory, Duration::ZERO, dice, Spans::NONE, &[], unused)
+    call(RETURN, terms, memory, Duration::ZERO, dice, Spans::NONE, &[], unused)
 }
 
 /// The call that asks for the state.

@@ -20,7 +20,7 @@ local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 
 -- ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-local LEASE, PEEK = 1, 2
+local LEASE, PEEK, RETURN = 1, 2, 3
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and
 -- ahead of it besides the time that call and answer may have been on their way.

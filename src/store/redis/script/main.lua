@@ -34,7 +34,7 @@ else
   if known == incarnation and seen > 0 then
     local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
     if now > expected + tolerance + on_way or now < expected - tolerance then now = expected end
-  elseif seen == 0 and need_count == 0 and operation == LEASE then
+  elseif operation == RETURN then
     -- Who only gives back cannot tell whether the clock stepped, and need not.
     now = last
   end

@@ -41,8 +41,6 @@ fn the_stricter_limit_holds_until_its_processes_are_gone() {
     let both = part(&log, start, start + ms(4000));
     assert_never_over(&both, &"20/1s".parse().unwrap());
     assert!(both.len() >= 50, "{} calls in four seconds at 20 a second", both.len());
-    let served = both.iter().filter(|arrival| arrival.who.as_ref().is_some_and(|who| who.contains("loose")));
-    assert!(served.count() > 0, "those with the looser limit have a share");
     // Two windows and a second after the last of the stricter ones.
     let free = part(&log, gone + ms(3000), gone + ms(6000));
     assert!(free.len() >= 110, "{} calls in the three seconds that follow", free.len());
