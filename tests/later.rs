@@ -155,6 +155,22 @@ async fn a_store_slower_than_any_permit_may_live_is_an_error_with_a_name_and_not
     assert!(store.calls() <= 3, "{} calls", store.calls());
 }
 
+/// The runtime that was about to make the call is gone: the next who asks makes it.
+#[test]
+fn a_call_that_was_to_be_made_in_a_runtime_that_is_gone_stops_no_line() {
+    let store = Remote::new(Duration::from_millis(1));
+    let limiter = limiter(Quota::per_second(100), &store);
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime().block_on(async { drop(limiter.acquire(key()).await.unwrap()) });
+    let mut waiting = Box::pin(limiter.acquire(key()));
+    // Polled once: the call is to follow when the runtime runs again, which it never does.
+    runtime().block_on(async { assert!(futures::poll!(&mut waiting).is_pending()) });
+    runtime().block_on(async {
+        let patience = tokio::time::timeout(Duration::from_secs(5), limiter.acquire(key()));
+        assert!(patience.await.expect("a call is made").is_ok());
+    });
+}
+
 /// T1: the runtime that ran the call is gone.
 #[test]
 fn a_call_lost_with_its_runtime_is_an_error_and_no_hang() {

@@ -199,6 +199,20 @@ async fn a_redis_that_lost_its_state_gives_no_second_full_limit() {
     assert!(start.elapsed() < Duration::from_secs(8), "and it does not learn for ever");
 }
 
+/// Nothing is charged yet, and what is learned must not be forgotten meanwhile.
+#[tokio::test]
+async fn a_state_that_learns_lives_as_long_as_it_learns() {
+    let server = RedisServer::start().unwrap();
+    let limiter = limiter(&server.url(), Quota::per_minute(1));
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    let () = server.command(&["FLUSHALL"]);
+    let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(refused.retry_after() > Some(Duration::from_secs(70)), "{refused}");
+    let names: Vec<String> = server.command(&["KEYS", "*"]);
+    let ttl: i64 = server.command(&["PTTL", &names[0]]);
+    assert!(ttl > 75_000, "lives for {ttl} ms");
+}
+
 /// Who has no memory of a key is served at once: a fresh state is no loss.
 #[tokio::test]
 async fn a_state_that_ran_out_is_not_lost() {

@@ -250,6 +250,11 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         let returns = world.take_returns(step);
         let (ours, theirs) = world.lease(terms, step, &returns);
         prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
+        if number % 3 == 0 && theirs.incarnation != 0 {
+            let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
+            let remember = i64::try_from(theirs.remember.as_millis()).unwrap();
+            prop_assert!(ttl == -2 || ttl >= remember, "remembered for {} ms, kept for {} ms", remember, ttl);
+        }
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();
         if number % 5 == 4 {
