@@ -17,13 +17,13 @@ repeat
 
   local cost, permits = struct.unpack('<I4I4', ARG, at + 16 * limit_count)
   local units, stamp, base, unusual = cost * permits, now + life + slack, #s, cost == 0
-  local wait, limit, fresh, kept, records, pushed = 0, NONE, now, now, '', nil
+  local wait, limit, fresh, kept, records, pushed, asserts = 0, NONE, now, now, '', nil, false
   for i = 1, limit_count do
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
     local asked_kind, asked_count, asked_window = struct.unpack('<BI4I7', ARG, at + 16 * (i - 1))
     if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window or coarse > 0 or floor > 0 or index > 0
-      or cost > count or now - asserted > window / 2 or n == 0 or stamp < newest then
+      or cost > count or n == 0 or stamp < newest then
       unusual = true
       break
     end
@@ -36,6 +36,9 @@ repeat
         local from = base + first % room * 11
         oldest, oldest_count = struct.unpack('<I7I4', redis.call('GETRANGE', KEYS[1], from, from + 10))
       end
+    end
+    if now - asserted > window / 2 then
+      asserted, asserts = now, true
     end
     local free, last_stamp = count - total, newest
     if free < cost then
@@ -75,7 +78,8 @@ repeat
     base = base + room * 11
     if last_stamp + window > kept then kept = last_stamp + window end
   end
-  if unusual then break end
+  -- That a limit is still asserted has to be written.
+  if unusual or (wait > 0 and asserts) then break end
 
   if wait > 0 then
     -- A refusal leaves no trace.
