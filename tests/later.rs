@@ -155,6 +155,25 @@ async fn a_store_slower_than_any_permit_may_live_is_an_error_with_a_name_and_not
     assert!(store.calls() <= 3, "{} calls", store.calls());
 }
 
+/// What was fetched ahead and not used goes back when it dies, and an idle process falls silent.
+#[tokio::test(start_paused = true)]
+async fn what_was_fetched_ahead_and_left_over_goes_back() {
+    let store = Remote::new(Duration::from_micros(500));
+    let limiter = limiter(Quota::per_second(1000), &store);
+    let mut sent = 0;
+    while store.calls() < 12 {
+        drop(limiter.acquire(key()).await.unwrap());
+        sent += 1;
+    }
+    let used = async || limiter.peek(key()).await.unwrap().limits[0].used;
+    assert!(used().await > sent, "some lie at hand");
+    sleep(millis(60)).await;
+    assert_eq!(used().await, sent, "and went back");
+    let calls = store.calls();
+    sleep(millis(900)).await;
+    assert_eq!(store.calls(), calls, "who is idle asks nothing");
+}
+
 /// The runtime that was about to make the call is gone: the next who asks makes it.
 #[test]
 fn a_call_that_was_to_be_made_in_a_runtime_that_is_gone_stops_no_line() {

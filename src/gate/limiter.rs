@@ -315,6 +315,19 @@ impl Limiter {
         }
     }
 
+    /// Looks after permits that were fetched ahead, until none are left.
+    fn sweep(&self, key: Key, at: Instant) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (limiter, mut next) = (self.clone(), Some(at));
+        runtime.spawn(async move {
+            while let Some(at) = next {
+                let mut timer = Timer::at(at);
+                std::future::poll_fn(|cx| timer.poll(cx)).await;
+                next = limiter.at_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
+            }
+        });
+    }
+
     /// Whether a request passes that could not be counted because of `error`.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         self.0.settings.on_store_error == OnStoreError::FailOpen && !matches!(error, StoreError::Full { .. })
@@ -376,9 +389,13 @@ impl Pending {
         {
             events::foreign_limit(self.key, *limit, self.limiter.0.settings.terms.quota());
         }
-        self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
-            ((), line.call_answered(desk, answer, self.since, wakers))
+        let sweep_at = self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
+            let errand = line.call_answered(desk, answer, self.since, wakers);
+            (line.start_sweep(desk.now), errand)
         });
+        if let Some(at) = sweep_at.flatten() {
+            self.limiter.sweep(self.key, at);
+        }
     }
 }
 

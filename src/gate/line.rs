@@ -42,6 +42,9 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 /// The most permits that a store is asked for in one call: one with a server is not to keep it long.
 const MOST_ASKED: usize = 500;
 
+/// A sweep that is so late will not come.
+const LOST_SWEEP: Duration = Duration::from_secs(1);
+
 /// How late a task may wake.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
@@ -52,6 +55,8 @@ pub(super) struct Line {
     life: Duration,
     /// Whether the store takes a trip to answer.
     later: bool,
+    /// When somebody looks whether permits at hand were left over.
+    sweep_at: Option<Instant>,
     /// What is remembered of a store that may lose its state.
     memory: Option<Box<Remembered>>,
 }
@@ -91,7 +96,7 @@ impl Idle for Line {
 
 impl Line {
     pub(super) fn new(now: Instant) -> Self {
-        Line { stock: Stock::new(now), queue: None, life: LIFE, later: false, memory: None }
+        Line { stock: Stock::new(now), queue: None, life: LIFE, later: false, sweep_at: None, memory: None }
     }
 
     /// How many wait.
@@ -380,6 +385,26 @@ impl Line {
         }
         self.close();
         errand
+    }
+
+    /// When to [`sweep`](Line::sweep), should nobody be about to.
+    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
+        // One that is late was lost with its runtime.
+        let nobody = self.sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
+        let until = self.stock.until();
+        (nobody && self.stock.units(now) > 0).then(|| *self.sweep_at.insert(until))
+    }
+
+    /// Gives back what was left over at hand when it died: an idle process takes nothing from the others. Answers when to
+    /// look again.
+    pub(super) fn sweep(&mut self, desk: &Desk<'_>) -> Option<Instant> {
+        self.sweep_at = Some(self.stock.until()).filter(|until| *until > desk.now);
+        if self.sweep_at.is_none()
+            && let Some(left) = self.clear()
+        {
+            desk.store.give_back(desk.key, desk.terms, &[left]);
+        }
+        self.sweep_at
     }
 
     /// Takes out what lies at hand, for the store.
