@@ -112,13 +112,13 @@ impl Line {
     /// A permit at hand, if nobody waits for one.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        if self.queue.is_some() { None } else { self.stock.take(cost, now) }
+        if self.waiting() > 0 { None } else { self.stock.take(cost, now) }
     }
 
     /// The same, for a request that leaves at once.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        self.queue.is_none() && self.stock.spend(cost, now)
+        self.waiting() == 0 && self.stock.spend(cost, now)
     }
 
     /// One enters: it gets a permit, a place in the line, or a refusal.
@@ -129,13 +129,11 @@ impl Line {
         patience: Patience,
         wakers: &mut Wakers,
     ) -> (Entered, Option<Errand>) {
-        if self.queue.is_none() {
-            if let Some(slot) = self.take(cost, desk.now) {
-                return (Entered::Granted(slot), None);
-            }
-            if !self.later {
-                return self.enter_empty(desk, cost, patience);
-            }
+        if let Some(slot) = self.take(cost, desk.now) {
+            return (Entered::Granted(slot), None);
+        }
+        if self.queue.is_none() && !self.later {
+            return self.enter_empty(desk, cost, patience);
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= desk.max_waiting {
@@ -260,6 +258,7 @@ impl Line {
         for _ in 0..3 {
             let trusted = self.is_trusted(desk, now);
             let queue = self.queue.as_mut()?;
+            queue.take_from(&mut self.stock, now);
             let died = trusted && queue.hand_out(now, me, wakers);
             let doubtful = !trusted && queue.is_due(now);
             queue.trim();

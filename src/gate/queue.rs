@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::stock::Stock;
 use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
 use crate::limit::Unused;
@@ -205,10 +206,17 @@ impl Queue {
 
     /// Adds slots that were booked for waiters of their cost.
     pub(super) fn add(&mut self, slot: Slot) {
-        let class = self.classes.entry(slot.cost).or_default();
-        let index = class.slots.partition_point(|other| other.at <= slot.at);
-        class.slots.insert(index, slot);
-        class.booked += slot.count as usize;
+        self.classes.entry(slot.cost).or_default().add(slot);
+    }
+
+    /// Adds what lies at hand, for those without a slot.
+    pub(super) fn take_from(&mut self, stock: &mut Stock, now: Instant) {
+        for (cost, class) in &mut self.classes {
+            let missing = class.waiting.len().saturating_sub(class.booked + class.asked);
+            if let Some(slot) = stock.take_many(*cost, missing, now) {
+                class.add(slot);
+            }
+        }
     }
 
     /// Hands out the slots that are due, the first to the first; `me` needs no waking. Answers whether some had died
@@ -439,6 +447,12 @@ impl Queue {
 }
 
 impl Class {
+    fn add(&mut self, slot: Slot) {
+        let index = self.slots.partition_point(|other| other.at <= slot.at);
+        self.slots.insert(index, slot);
+        self.booked += slot.count as usize;
+    }
+
     /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
     ///
     /// Ends the wait of those, and of whoever cannot wait for the slot that became its own.

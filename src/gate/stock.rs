@@ -60,6 +60,17 @@ impl Stock {
         enough
     }
 
+    /// Takes up to `most` permits.
+    pub(super) fn take_many(&mut self, cost: u32, most: usize, now: Instant) -> Option<Slot> {
+        if now >= self.until || cost == 0 {
+            return None;
+        }
+        let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
+        self.units -= count * cost;
+        let &mut Stock { until, slot, stamp, incarnation, .. } = self;
+        (count > 0).then_some(Slot { at: now, until, cost, count, slot, stamp, incarnation })
+    }
+
     /// Takes back a permit of this stock. Answers whether it was one, and of use.
     pub(super) fn put(&mut self, slot: &Slot, now: Instant) -> bool {
         let ours = (self.slot, self.stamp) == (slot.slot, slot.stamp) && now < self.until;
