@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
 use super::line::{Desk, Entered, Errand, Line};
-use super::queue::{Patience, Slot, Wakers};
+use super::queue::Wakers;
+use super::slot::{Patience, Slot};
 use crate::clock::{self, Timer};
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::events;

@@ -3,6 +3,7 @@
 //! One store call at a time books for all who wait. Where nobody waits, a key in heavy use fetches a few permits ahead,
 //! so that the next calls need no store; how many follows from how fast they are used.
 
+mod asking;
 mod wait;
 
 use std::future::Future;
@@ -12,15 +13,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::memory::Remembered;
-use super::queue::{Gathering, Number, Patience, Queue, Settled, Slot, Wakers};
+use super::queue::{Number, Queue, Wakers};
+use super::slot::{Patience, Settled, Slot};
 use super::stock::Stock;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::keyed::Idle;
-use crate::limit::{Terms, Unused};
-use crate::store::{Answer, Ask, Lease, Need, Refusal, Segment, Store, trust};
+use crate::limit::Terms;
+use crate::store::{Answer, Lease, Need, Refusal, Store};
 
+use asking::slot;
 pub(super) use wait::Place;
 
 /// What a line needs to know of its gate.
@@ -35,18 +38,6 @@ pub(super) struct Desk<'a> {
 /// How long after its slot a permit is usable, unless wake-ups come late. With the default `transit_slack`, the margin
 /// is 20 ms.
 pub(crate) const LIFE: Duration = Duration::from_millis(10);
-
-/// The longest life, for windows that are not longer than twenty times that.
-const LONGEST_LIFE: Duration = Duration::from_millis(20);
-
-/// The most permits that a store is asked for in one call: one with a server is not to keep it long.
-const MOST_ASKED: usize = 500;
-
-/// A sweep that is so late will not come.
-const LOST_SWEEP: Duration = Duration::from_secs(1);
-
-/// How late a task may wake.
-const WAKE_UP: Duration = Duration::from_millis(5);
 
 pub(super) struct Line {
     stock: Stock,
@@ -192,229 +183,6 @@ impl Line {
         }
     }
 
-    fn ask<'a>(
-        &mut self,
-        desk: &'a Desk<'_>,
-        needs: &'a [Need],
-        prefetch: u32,
-        latest: Instant,
-        returns: &'a [Unused],
-    ) -> Ask<'a> {
-        let memory = self.memory.as_mut().map(|memory| {
-            memory.forget(returns);
-            memory.tell(desk.now)
-        });
-        Ask {
-            key: desk.key,
-            terms: desk.terms,
-            needs,
-            prefetch,
-            latest: latest.saturating_duration_since(desk.now),
-            life: self.life,
-            prefetch_life: self.stock_life(desk),
-            returns,
-            memory: memory.unwrap_or_default(),
-        }
-    }
-
-    /// Keeps what a lease says besides its segments. Answers between which moments its time was.
-    fn remember(
-        &mut self,
-        desk: &Desk<'_>,
-        lease: &Lease,
-        sent: Instant,
-        now: Instant,
-    ) -> (Instant, Instant) {
-        let mut bounds = (sent, now);
-        if self.later {
-            let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
-            if memory.incarnation() != lease.incarnation {
-                // The store does not know of what it granted before.
-                self.stock.clear();
-                if let Some(queue) = &mut self.queue {
-                    queue.void();
-                }
-            }
-            memory.update(lease, desk.terms.quota().longest_memory(), sent, now);
-            bounds = memory.bounds();
-        }
-        if let Some(segment) = &lease.prefetched {
-            self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
-        }
-        bounds
-    }
-
-    /// What is fetched ahead may live for a two-hundredth of the window.
-    fn stock_life(&self, desk: &Desk<'_>) -> Duration {
-        self.life.max(desk.terms.quota().shortest_window() / 200)
-    }
-
-    /// Brings the line up to date: slots that are due go out, slots nobody needs go back, the store is asked for those
-    /// who have none. `me` is being polled and needs no waking.
-    fn step(&mut self, desk: &Desk<'_>, me: Option<Number>, wakers: &mut Wakers) -> Option<Errand> {
-        // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
-        // needed: what a store grants is alive.
-        let mut now = desk.now;
-        for _ in 0..3 {
-            let trusted = self.is_trusted(desk, now);
-            let queue = self.queue.as_mut()?;
-            queue.take_from(&mut self.stock, now);
-            let died = trusted && queue.hand_out(now, me, wakers);
-            let doubtful = !trusted && queue.is_due(now);
-            queue.trim();
-            let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
-            if queue.is_calling() || (needs.is_empty() && !doubtful) {
-                break;
-            }
-            if self.later && !doubtful {
-                match queue.gathering {
-                    Gathering::NotYet => return Some(Errand::Gather(queue.gather(now))),
-                    Gathering::UnderWay => break,
-                    Gathering::Done => {}
-                }
-            }
-            // Where slots lie ahead, permits are scarce.
-            let scarce = queue.last_booked().is_some();
-            let mut returns = std::mem::take(&mut queue.returns);
-            let latest = queue.latest().unwrap_or(desk.now);
-            let ahead = self.later && !scarce && !needs.is_empty();
-            let prefetch =
-                if ahead { self.stock.order(desk.terms, self.stock_life(desk), desk.now) } else { 0 };
-            returns.extend(self.stock.clear());
-            if died {
-                self.lengthen_life(desk);
-            }
-            match desk.store.lease(self.ask(desk, &needs, prefetch, latest, &returns)) {
-                Answer::Now(answer) => {
-                    // The store asked the time after we did.
-                    now = clock::now();
-                    self.mark_asked(&needs);
-                    self.answered(desk, answer, now, wakers);
-                }
-                Answer::Later(call) => {
-                    self.mark_asked(&needs);
-                    self.later = true;
-                    return Some(Errand::Call(call));
-                }
-            }
-        }
-        let queue = self.queue.as_mut()?;
-        let next_call_is_near = queue.is_calling() || queue.gathering == Gathering::UnderWay;
-        if !queue.returns.is_empty() && !next_call_is_near {
-            desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
-        }
-        None
-    }
-
-    fn mark_asked(&mut self, needs: &[Need]) {
-        if let Some(queue) = &mut self.queue {
-            queue.asking(needs);
-        }
-    }
-
-    /// The call sent at `desk.now` has been answered.
-    fn answered(
-        &mut self,
-        desk: &Desk<'_>,
-        answer: Result<Lease, StoreError>,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) {
-        let sent = desk.now;
-        let bounds = match &answer {
-            Ok(lease) => self.remember(desk, lease, sent, now),
-            Err(_) => (sent, now),
-        };
-        let trusted = self.is_trusted(desk, now);
-        let Some(queue) = &mut self.queue else { return };
-        match answer {
-            Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
-            Ok(lease) => {
-                let slots = lease.segments.iter().map(|segment| slot(&lease, segment, bounds));
-                let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                let died = queue.answered(slots, Some(&end), now, wakers);
-                let uncertain = bounds.1.saturating_duration_since(bounds.0);
-                let life = LIFE.max(uncertain.saturating_mul(2).saturating_add(WAKE_UP));
-                let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
-                self.life = life.max(lately).min(longest_life(desk.terms));
-            }
-            Err(error) => {
-                if !trusted && queue.is_due(now) {
-                    // Nobody knows whether the store still knows of them.
-                    queue.void();
-                }
-                queue.answered([], Some(&Settled::Failed(error)), now, wakers);
-            }
-        }
-    }
-
-    fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
-        let trust = trust(desk.terms.quota().longest_memory());
-        self.memory.as_ref().is_none_or(|memory| memory.is_trusted(trust, now))
-    }
-
-    /// The call sent at `sent`, which answered later, has been answered.
-    pub(super) fn call_answered(
-        &mut self,
-        desk: &Desk<'_>,
-        answer: Result<Lease, StoreError>,
-        sent: Instant,
-        wakers: &mut Wakers,
-    ) -> Option<Errand> {
-        // A permit's life counts from when the call was sent: of one that took longer, what was due at once is dead.
-        let took = desk.now.saturating_duration_since(sent);
-        let longest = longest_life(desk.terms);
-        let dead = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
-        let too_slow = took >= self.life
-            && self.life >= longest
-            && answer.as_ref().is_ok_and(|lease| lease.segments.iter().any(dead));
-        let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
-        self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
-        let errand = self.step(desk, None, wakers);
-        self.close();
-        errand
-    }
-
-    /// Those who were to join the next call have joined.
-    pub(super) fn gathered(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        self.queue.as_mut()?.gathering = Gathering::Done;
-        let errand = self.step(desk, None, wakers);
-        if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
-            queue.gathering = Gathering::NotYet;
-        }
-        self.close();
-        errand
-    }
-
-    /// When to [`sweep`](Line::sweep), should nobody be about to.
-    pub(super) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        // One that is late was lost with its runtime.
-        let nobody = self.sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
-        let until = self.stock.until();
-        (nobody && self.stock.units(now) > 0).then(|| *self.sweep_at.insert(until))
-    }
-
-    /// Gives back what was left over at hand when it died: an idle process takes nothing from the others. Answers when to
-    /// look again.
-    pub(super) fn sweep(&mut self, desk: &Desk<'_>) -> Option<Instant> {
-        self.sweep_at = Some(self.stock.until()).filter(|until| *until > desk.now);
-        if self.sweep_at.is_none()
-            && let Some(left) = self.clear()
-        {
-            desk.store.give_back(desk.key, desk.terms, &[left]);
-        }
-        self.sweep_at
-    }
-
-    /// Takes out what lies at hand, for the store.
-    pub(super) fn clear(&mut self) -> Option<Unused> {
-        let unused = self.stock.clear();
-        if let Some(memory) = &mut self.memory {
-            memory.forget(unused.as_slice());
-        }
-        unused
-    }
-
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
     pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Errand> {
         let Some(queue) = &mut self.queue else {
@@ -440,23 +208,4 @@ impl Line {
 fn next_number() -> Number {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-/// When this process may use a segment of a lease, whose time was between two moments: never before its slot, and never
-/// after its deadline. A microsecond is for the store's time being cut to whole ones.
-fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Slot {
-    let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
-    Slot {
-        at: clock::after(latest, segment.wait),
-        until: clock::after(earliest, lasts),
-        cost: segment.cost,
-        count: segment.count,
-        slot: segment.slot,
-        stamp: segment.stamp,
-        incarnation: lease.incarnation,
-    }
-}
-
-fn longest_life(terms: &Terms) -> Duration {
-    LONGEST_LIFE.max(terms.quota().shortest_window() / 20)
 }

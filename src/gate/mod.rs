@@ -12,6 +12,7 @@ mod line;
 mod memory;
 mod permit;
 mod queue;
+mod slot;
 mod stock;
 
 pub use acquire::Acquire;

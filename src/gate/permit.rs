@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::limiter::Limiter;
-use super::queue::Slot;
+use super::slot::Slot;
 use crate::clock;
 use crate::error::{Facts, Limited, Report};
 use crate::events;

@@ -7,71 +7,21 @@
 //!
 //! Permits of different costs are different goods: each cost has its two queues.
 
-use std::collections::{BTreeMap, VecDeque};
+mod class;
+
+use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::slot::{Patience, Settled, Slot};
 use super::stock::Stock;
 use crate::clock::{self, Timer};
-use crate::error::{Reason, StoreError};
 use crate::limit::Unused;
 use crate::store::{Need, Refusal};
 
-/// Permits of one slot, as this process may use them.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Slot {
-    /// The first moment.
-    pub(super) at: Instant,
-    /// From this moment no more.
-    pub(super) until: Instant,
-    /// The units of each permit.
-    pub(super) cost: u32,
-    /// How many permits.
-    pub(super) count: u32,
-    /// Slot and stamp in the store's time.
-    pub(super) slot: u64,
-    pub(super) stamp: u64,
-    /// Which life of the store's state granted them.
-    pub(super) incarnation: u64,
-}
-
-impl Slot {
-    pub(super) fn unused(&self) -> Unused {
-        let &Slot { cost, count, slot, stamp, incarnation, .. } = self;
-        Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
-    }
-}
-
-/// How long one waits, and which bound that is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    pub(super) latest: Instant,
-    pub(super) by_deadline: bool,
-}
-
-impl Patience {
-    pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let latest = clock::after(now, max_wait);
-        match deadline {
-            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
-            _ => Patience { latest, by_deadline: false },
-        }
-    }
-
-    pub(super) fn reason(&self, max_wait: Duration) -> Reason {
-        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
-    }
-}
-
-/// How the wait of one ended; kept until its future is polled.
-#[derive(Debug)]
-pub(super) enum Settled {
-    Granted(Slot),
-    Refused(Refusal),
-    Failed(StoreError),
-}
+use class::{Class, Waiting};
 
 /// What is to be done once the lock is released.
 #[derive(Default)]
@@ -118,42 +68,6 @@ pub(super) enum Gathering {
     NotYet,
     UnderWay,
     Done,
-}
-
-/// Waiters and slots of one cost.
-#[derive(Default)]
-struct Class {
-    waiting: BTreeMap<Number, Waiting>,
-    /// Sorted by time.
-    slots: VecDeque<Slot>,
-    /// Permits in `slots`.
-    booked: usize,
-    /// Permits that a call under way asks for.
-    asked: usize,
-}
-
-struct Waiting {
-    patience: Patience,
-    /// From when on the time until the store answers does not count as its wait.
-    entered: Instant,
-    /// Whether the store has answered for it.
-    heard: bool,
-    /// Where its timer stands, or will when it is first polled.
-    wake_at: Instant,
-    timer: Option<Timer>,
-    waker: Option<Waker>,
-}
-
-impl Waiting {
-    fn wake_at(&mut self, slot: Instant) {
-        let wake_at = if self.heard { slot.min(self.patience.latest) } else { slot };
-        if wake_at != self.wake_at {
-            self.wake_at = wake_at;
-            if let Some(timer) = &mut self.timer {
-                timer.set(wake_at);
-            }
-        }
-    }
 }
 
 impl Queue {
@@ -443,69 +357,5 @@ impl Queue {
     /// Until when one who can wait no longer would have had to: the last slot booked for its cost.
     pub(super) fn last_slot(&self, cost: u32) -> Option<Instant> {
         self.classes.get(&cost)?.slots.back().map(|slot| slot.at)
-    }
-}
-
-impl Class {
-    fn add(&mut self, slot: Slot) {
-        let index = self.slots.partition_point(|other| other.at <= slot.at);
-        self.slots.insert(index, slot);
-        self.booked += slot.count as usize;
-    }
-
-    /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
-    ///
-    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own.
-    fn settle(
-        &mut self,
-        granted: usize,
-        ended: usize,
-        end: Option<&Settled>,
-        now: Instant,
-    ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
-        // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
-        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
-            let asking = now.saturating_duration_since(waiting.entered);
-            waiting.entered = now.max(waiting.entered);
-            if !waiting.patience.by_deadline {
-                waiting.patience.latest = clock::after(waiting.patience.latest, asking);
-            }
-        }
-        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
-        let without = self.waiting.len().saturating_sub(self.booked);
-        let newcomers = without.saturating_sub(ended);
-        if let Some(end) = end {
-            let ended = self.waiting.keys().rev().skip(newcomers).take(without - newcomers);
-            leaving.extend(ended.map(|&number| (number, end.again())));
-        }
-        let unneeded = self.booked.saturating_sub(self.waiting.len());
-        let slots = self.slots.iter().rev();
-        let moments = slots.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
-        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
-        let back = theirs.len().checked_sub(1).map(|others| without + others);
-        let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
-        let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
-        // Timers of one tick fire in the order in which they were set.
-        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
-            if slot > waiting.patience.latest {
-                let wait = Some(slot.saturating_duration_since(now));
-                leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
-            } else {
-                waiting.heard = true;
-                waiting.wake_at(slot);
-            }
-        }
-        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
-        leaving.into_iter().filter_map(take).collect()
-    }
-}
-
-impl Settled {
-    fn again(&self) -> Settled {
-        match self {
-            Settled::Granted(slot) => Settled::Granted(*slot),
-            Settled::Refused(refusal) => Settled::Refused(*refusal),
-            Settled::Failed(error) => Settled::Failed(error.clone()),
-        }
     }
 }

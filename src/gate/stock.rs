@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::queue::Slot;
+use super::slot::Slot;
 use crate::clock;
 use crate::limit::{Terms, Unused};
 

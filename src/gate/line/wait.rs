@@ -2,8 +2,10 @@
 
 use std::task::{Context, Poll};
 
-use super::{Desk, Errand, LIFE, Line, longest_life};
-use crate::gate::queue::{Number, Patience, Settled, Slot, Wakers};
+use super::asking::longest_life;
+use super::{Desk, Errand, LIFE, Line};
+use crate::gate::queue::{Number, Wakers};
+use crate::gate::slot::{Patience, Settled, Slot};
 use crate::store::Refusal;
 
 /// The place of one who waits.

@@ -1,0 +1,102 @@
+//! Those who wait for permits of one cost, and the slots booked for them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::task::Waker;
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::Number;
+use crate::clock::{self, Timer};
+use crate::gate::slot::{Patience, Settled, Slot};
+use crate::store::Refusal;
+
+/// Waiters and slots of one cost.
+#[derive(Default)]
+pub(super) struct Class {
+    pub(super) waiting: BTreeMap<Number, Waiting>,
+    /// Sorted by time.
+    pub(super) slots: VecDeque<Slot>,
+    /// Permits in `slots`.
+    pub(super) booked: usize,
+    /// Permits that a call under way asks for.
+    pub(super) asked: usize,
+}
+
+pub(super) struct Waiting {
+    pub(super) patience: Patience,
+    /// From when on the time until the store answers does not count as its wait.
+    pub(super) entered: Instant,
+    /// Whether the store has answered for it.
+    pub(super) heard: bool,
+    /// Where its timer stands, or will when it is first polled.
+    pub(super) wake_at: Instant,
+    pub(super) timer: Option<Timer>,
+    pub(super) waker: Option<Waker>,
+}
+
+impl Waiting {
+    pub(super) fn wake_at(&mut self, slot: Instant) {
+        let wake_at = if self.heard { slot.min(self.patience.latest) } else { slot };
+        if wake_at != self.wake_at {
+            self.wake_at = wake_at;
+            if let Some(timer) = &mut self.timer {
+                timer.set(wake_at);
+            }
+        }
+    }
+}
+
+impl Class {
+    pub(super) fn add(&mut self, slot: Slot) {
+        let index = self.slots.partition_point(|other| other.at <= slot.at);
+        self.slots.insert(index, slot);
+        self.booked += slot.count as usize;
+    }
+
+    /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
+    ///
+    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own.
+    pub(super) fn settle(
+        &mut self,
+        granted: usize,
+        ended: usize,
+        end: Option<&Settled>,
+        now: Instant,
+    ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
+        // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
+        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
+            let asking = now.saturating_duration_since(waiting.entered);
+            waiting.entered = now.max(waiting.entered);
+            if !waiting.patience.by_deadline {
+                waiting.patience.latest = clock::after(waiting.patience.latest, asking);
+            }
+        }
+        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
+        let without = self.waiting.len().saturating_sub(self.booked);
+        let newcomers = without.saturating_sub(ended);
+        if let Some(end) = end {
+            let ended = self.waiting.keys().rev().skip(newcomers).take(without - newcomers);
+            leaving.extend(ended.map(|&number| (number, end.again())));
+        }
+        let unneeded = self.booked.saturating_sub(self.waiting.len());
+        let slots = self.slots.iter().rev();
+        let moments = slots.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
+        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
+        let back = theirs.len().checked_sub(1).map(|others| without + others);
+        let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
+        let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
+        // Timers of one tick fire in the order in which they were set.
+        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
+            if slot > waiting.patience.latest {
+                let wait = Some(slot.saturating_duration_since(now));
+                leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
+            } else {
+                waiting.heard = true;
+                waiting.wake_at(slot);
+            }
+        }
+        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
+        leaving.into_iter().filter_map(take).collect()
+    }
+}

@@ -1,0 +1,72 @@
+//! What one waits for: a slot, how long, and how the wait ends.
+
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::error::{Reason, StoreError};
+use crate::limit::Unused;
+use crate::store::Refusal;
+
+/// Permits of one slot, as this process may use them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slot {
+    /// The first moment.
+    pub(super) at: Instant,
+    /// From this moment no more.
+    pub(super) until: Instant,
+    /// The units of each permit.
+    pub(super) cost: u32,
+    /// How many permits.
+    pub(super) count: u32,
+    /// Slot and stamp in the store's time.
+    pub(super) slot: u64,
+    pub(super) stamp: u64,
+    /// Which life of the store's state granted them.
+    pub(super) incarnation: u64,
+}
+
+impl Slot {
+    pub(super) fn unused(&self) -> Unused {
+        let &Slot { cost, count, slot, stamp, incarnation, .. } = self;
+        Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
+    }
+}
+
+/// How long one waits, and which bound that is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    pub(super) latest: Instant,
+    pub(super) by_deadline: bool,
+}
+
+impl Patience {
+    pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
+        let latest = clock::after(now, max_wait);
+        match deadline {
+            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
+            _ => Patience { latest, by_deadline: false },
+        }
+    }
+
+    pub(super) fn reason(&self, max_wait: Duration) -> Reason {
+        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
+    }
+}
+
+/// How the wait of one ended; kept until its future is polled.
+#[derive(Debug)]
+pub(super) enum Settled {
+    Granted(Slot),
+    Refused(Refusal),
+    Failed(StoreError),
+}
+
+impl Settled {
+    pub(super) fn again(&self) -> Settled {
+        match self {
+            Settled::Granted(slot) => Settled::Granted(*slot),
+            Settled::Refused(refusal) => Settled::Refused(*refusal),
+            Settled::Failed(error) => Settled::Failed(error.clone()),
+        }
+    }
+}
