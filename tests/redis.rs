@@ -138,7 +138,8 @@ async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_keys_need_one_connection() {
     let server = RedisServer::start().unwrap();
-    let limiter = limiter(&store(&server), Quota::per_minute(2), Duration::ZERO);
+    // On a busy machine one of them may miss its slot, and waits for the next.
+    let limiter = limiter(&store(&server), Quota::per_minute(2), Duration::from_secs(5));
     let before: String = server.command(&["INFO", "clients"]);
     assert!(before.contains("connected_clients:1"), "only the one who asks: {before}");
     let calls = (0..1000u32).map(|number| limiter.acquire(Key::new(number.to_le_bytes())));

@@ -73,11 +73,6 @@ impl Line {
 
     fn wait_again(&mut self, desk: &Desk<'_>, waiter: &mut Place, died: Slot) {
         waiter.turns += 1;
-        let patience = &mut waiter.patience;
-        if waiter.turns == 2 && !patience.by_deadline {
-            // It came in time; that its task was late must not be the end of one who cannot wait.
-            patience.latest = patience.latest.max(desk.now);
-        }
         self.lengthen_life(desk);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
