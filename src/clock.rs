@@ -57,7 +57,6 @@ pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
 }
 
 /// Waits until `instant`.
-#[cfg(feature = "redis")]
 pub(crate) async fn sleep_until(instant: Instant) {
     tokio::time::sleep_until(instant.into()).await;
 }

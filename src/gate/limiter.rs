@@ -8,7 +8,7 @@ use super::acquire::{Acquire, Waiter};
 use super::line::{Desk, Entered, Errand, Line};
 use super::queue::Wakers;
 use super::slot::{Patience, Slot};
-use crate::clock::{self, Timer};
+use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::events;
 use crate::key::Key;
@@ -322,8 +322,7 @@ impl Limiter {
         let (limiter, mut next) = (self.clone(), Some(at));
         runtime.spawn(async move {
             while let Some(at) = next {
-                let mut timer = Timer::at(at);
-                std::future::poll_fn(|cx| timer.poll(cx)).await;
+                clock::sleep_until(at).await;
                 next = limiter.at_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
             }
         });
@@ -351,8 +350,7 @@ impl Limiter {
                 if delay.is_zero() {
                     tokio::task::yield_now().await;
                 } else {
-                    let mut timer = Timer::at(clock::after(now, delay));
-                    std::future::poll_fn(|cx| timer.poll(cx)).await;
+                    clock::sleep_until(clock::after(now, delay)).await;
                 }
                 drop(pending);
             })),

@@ -155,9 +155,7 @@ impl Line {
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
-                if let Some(segment) = &lease.prefetched {
-                    self.stock.fill(&slot(&lease, segment, (desk.now, desk.now)));
-                }
+                self.remember(desk, &lease, desk.now, desk.now);
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
+use crate::limit::micros_down;
 use crate::store::{Lease, Memory, Segment, Unused};
 
 pub(super) struct Remembered {
@@ -55,7 +56,7 @@ impl Remembered {
         self.until = clock::after(sent, lease.remember);
         // What was granted a window ago makes room once what came before it is a window old.
         let old = |granted: &Granted| granted.until.is_none_or(|until| clock::after(until, window) <= now);
-        if old(&self.granted_before) && self.granted.from.saturating_add(micros(window)) <= lease.now {
+        if old(&self.granted_before) && self.granted.from.saturating_add(micros_down(window)) <= lease.now {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = lease.now;
         }
@@ -118,8 +119,4 @@ impl Remembered {
     pub(super) fn until(&self) -> Instant {
         self.until
     }
-}
-
-fn micros(span: Duration) -> u64 {
-    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }

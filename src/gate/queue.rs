@@ -126,8 +126,7 @@ impl Queue {
     /// Adds what lies at hand, for those without a slot.
     pub(super) fn take_from(&mut self, stock: &mut Stock, now: Instant) {
         for (cost, class) in &mut self.classes {
-            let missing = class.waiting.len().saturating_sub(class.booked + class.asked);
-            if let Some(slot) = stock.take_many(*cost, missing, now) {
+            if let Some(slot) = stock.take_many(*cost, class.missing(), now) {
                 class.add(slot);
             }
         }
@@ -196,7 +195,7 @@ impl Queue {
     pub(super) fn needs(&self, most: usize) -> SmallVec<[Need; 2]> {
         let mut needs: SmallVec<[(Number, Need); 2]> = SmallVec::new();
         for (&cost, class) in &self.classes {
-            let missing = class.waiting.len().saturating_sub(class.booked + class.asked);
+            let missing = class.missing();
             if let Some((&first, _)) = class.waiting.iter().next()
                 && missing > 0
             {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Answer, Ask, Lease, Memory, Need, Refusal, Segment, Store, StoreError, Terms, Unused, Usage};
-use crate::clock::{self, Timer};
+use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
 
@@ -106,8 +106,7 @@ async fn answer<T>(answer: Answer<T>) -> Result<T, StoreError> {
 }
 
 async fn pass(span: Duration) {
-    let mut timer = Timer::at(clock::after(clock::now(), span));
-    std::future::poll_fn(|cx| timer.poll(cx)).await;
+    clock::sleep_until(clock::after(clock::now(), span)).await;
 }
 
 fn granted(lease: &Lease) -> u32 {

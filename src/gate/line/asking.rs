@@ -143,14 +143,14 @@ impl Line {
         None
     }
 
-    pub(super) fn mark_asked(&mut self, needs: &[Need]) {
+    fn mark_asked(&mut self, needs: &[Need]) {
         if let Some(queue) = &mut self.queue {
             queue.asking(needs);
         }
     }
 
     /// The call sent at `desk.now` has been answered.
-    pub(super) fn answered(
+    fn answered(
         &mut self,
         desk: &Desk<'_>,
         answer: Result<Lease, StoreError>,
@@ -185,9 +185,10 @@ impl Line {
         }
     }
 
-    pub(super) fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
-        let trust = trust(desk.terms.quota().longest_memory());
-        self.memory.as_ref().is_none_or(|memory| memory.is_trusted(trust, now))
+    fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
+        let trusted =
+            |memory: &Remembered| memory.is_trusted(trust(desk.terms.quota().longest_memory()), now);
+        self.memory.as_deref().is_none_or(trusted)
     }
 
     /// The call sent at `sent`, which answered later, has been answered.

@@ -48,6 +48,11 @@ impl Waiting {
 }
 
 impl Class {
+    /// How many have no slot, and none asked for.
+    pub(super) fn missing(&self) -> usize {
+        self.waiting.len().saturating_sub(self.booked + self.asked)
+    }
+
     pub(super) fn add(&mut self, slot: Slot) {
         let index = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(index, slot);

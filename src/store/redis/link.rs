@@ -65,7 +65,6 @@ pub(super) struct Link {
     store_timeout: Duration,
 }
 
-#[derive(Clone)]
 enum State {
     /// Nobody asked yet, or the first try is under way.
     New,

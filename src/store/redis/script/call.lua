@@ -30,13 +30,12 @@ local REPLY, REPLY_WITH_ONE = '<BBI7I7I7I7I7BI4I7I4BI4I7I4I4I7I2', '<BBI7I7I7I7I
 local LIVES_ON = 2000000
 local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
 
-
 local raw = redis.call('TIME')
 raw = raw[1] * 1000000 + raw[2]
 
 local ARG = ARGV[1]
-local version, operation, dice, known, known_writes, seen, since, on_way, granted_before, slack, guard, latest, life, ahead, ahead_life,
-  limit_count, need_count, return_count, at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
+local version, operation, dice, known, known_writes, seen, since, on_way, granted_before, slack, guard, latest, life,
+  ahead, ahead_life, limit_count, need_count, return_count, at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
 if version ~= VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. VERSION)
 end

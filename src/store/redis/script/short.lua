@@ -22,8 +22,8 @@ repeat
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
     local asked_kind, asked_count, asked_window = struct.unpack('<BI4I7', ARG, at + 16 * (i - 1))
-    if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window or coarse > 0 or floor > 0 or index > 0
-      or cost > count or n == 0 or stamp < newest then
+    if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
+      or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
       unusual = true
       break
     end
@@ -83,8 +83,8 @@ repeat
 
   if wait > 0 then
     -- A refusal leaves no trace.
-    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, limit.kind, limit.count, limit.window,
-      limit.capacity, 0, 0, 0, 0, 0, 0, 0)
+    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, limit.kind, limit.count,
+      limit.window, limit.capacity, 0, 0, 0, 0, 0, 0, 0)
   end
   local left = fresh - now
   if pushed then
