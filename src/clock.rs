@@ -64,6 +64,7 @@ pub(crate) async fn sleep_until(instant: Instant) {
 /// A timer that any thread may set anew; it wakes the task that polled it last.
 ///
 /// Needs a Tokio runtime to be made in.
+#[derive(Debug)]
 pub(crate) struct Timer(Pin<Box<tokio::time::Sleep>>);
 
 impl Timer {

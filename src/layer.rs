@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{ConfigError, Limited};
-use crate::gate::{Entry, LIFE, Limiter, OnStoreError, Sent, Settings, Started, Waiter};
+use crate::gate::{Entry, LIFE, Limiter, OnStoreError, Seat, Sent, Settings, Started, Waiter};
 use crate::key::{Cost, Deadline, Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
@@ -89,6 +89,7 @@ impl RateLimitLayer {
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             transit_slack: Duration::from_millis(10),
             boundary_slack: Duration::from_millis(100),
+            in_flight_life: Duration::from_secs(10),
         }
     }
 
@@ -105,11 +106,11 @@ impl RateLimitLayer {
         };
         let label = || entry.key.label(Some(request));
         let started = match self.limiter.send_at_once(&entry) {
-            Ok(()) => return Entered::Sent(self.sent(&entry, label)),
+            Ok(()) => return Entered::Sent(self.sent(&entry, None, label)),
             Err(now) => self.limiter.start_slow(&entry, now, label),
         };
         match started {
-            Started::Granted(_) => Entered::Sent(self.sent(&entry, label)),
+            Started::Granted(_, seat) => Entered::Sent(self.sent(&entry, seat, label)),
             Started::Waiting(waiter) => Entered::Waiting(waiter),
             Started::Limited(limited) => Entered::Limited(limited),
         }
@@ -117,10 +118,11 @@ impl RateLimitLayer {
 
     /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
     #[inline]
-    fn sent(&self, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Sent {
+    fn sent(&self, entry: &Entry, seat: Option<Seat>, label: impl FnOnce() -> Box<str>) -> Sent {
+        let sent = Sent::at_once(entry.key, seat);
         match self.reading.upstream_limit {
-            UpstreamLimit::Passes => Sent::at_once(entry.key),
-            UpstreamLimit::IsError => Sent::named(entry.key, label()),
+            UpstreamLimit::Passes => sent,
+            UpstreamLimit::IsError => sent.named(label()),
         }
     }
 
@@ -137,12 +139,17 @@ pub(crate) enum Entered {
     Limited(Limited),
 }
 
-/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors.
+/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors. Its call is in
+/// flight until the seat, if there is one, is dropped.
 #[inline]
-pub(crate) fn leave(sent: Sent, response: &impl AsResponseInfo, limit: UpstreamLimit) -> Result<(), Limited> {
+pub(crate) fn leave(
+    sent: Sent,
+    response: &impl AsResponseInfo,
+    limit: UpstreamLimit,
+) -> Result<Option<Seat>, Limited> {
     match sent.answered(&Signal::read(response)) {
-        Some(limited) if limit == UpstreamLimit::IsError => Err(limited),
-        _ => Ok(()),
+        (_, Some(limited)) if limit == UpstreamLimit::IsError => Err(limited),
+        (seat, _) => Ok(seat),
     }
 }
 
@@ -203,12 +210,15 @@ pub struct RateLimitBuilder {
     max_keys: usize,
     transit_slack: Duration,
     boundary_slack: Duration,
+    in_flight_life: Duration,
 }
 
 impl RateLimitBuilder {
     const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
     const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
+    const SHORTEST_LIFE: Duration = Duration::from_millis(300);
+    const LONGEST_LIFE: Duration = Duration::from_secs(3600);
 
     /// The key of a request: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure that returns a
     /// [`Key`] or an `Option<Key>`. Default: one key for everything ([`Key::ALL`]).
@@ -297,6 +307,17 @@ impl RateLimitBuilder {
         self
     }
 
+    /// For how long the calls [in flight](Quota::in_flight) of a process stay counted that can no longer say that they are
+    /// there. Default: 10 s; from 300 ms to an hour.
+    ///
+    /// A process that dies leaves its places to others after so long. One that lives says every third of it that its calls
+    /// are there, and gives them up, with [`StoreError::SeatLost`](crate::store::StoreError::SeatLost), when it could not
+    /// for all of it: so a store may be away for so long before calls in flight are harmed. Of no use in memory.
+    pub fn in_flight_life(mut self, in_flight_life: Duration) -> Self {
+        self.in_flight_life = in_flight_life;
+        self
+    }
+
     /// Turns a 429 of the upstream into [`Limited::Upstream`]. Default: it passes as a response.
     ///
     /// The body of the response is dropped then.
@@ -313,6 +334,11 @@ impl RateLimitBuilder {
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
         at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
         at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        if !(RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE).contains(&self.in_flight_life) {
+            let value = format!("{:?}", self.in_flight_life);
+            let allowed = "from 300 ms to an hour";
+            return Err(ConfigError::OutOfRange { setting: "in_flight_life", value, allowed });
+        }
         if self.max_waiting == 0 {
             let allowed = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
             return Err(ConfigError::OutOfRange { setting: "max_waiting", value: "0".into(), allowed });
@@ -332,6 +358,7 @@ impl RateLimitBuilder {
             max_wait: self.max_wait,
             max_waiting: self.max_waiting,
             max_keys: self.max_keys,
+            in_flight_life: self.in_flight_life,
             on_store_error: self.on_store_error,
         });
         Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })

@@ -63,6 +63,7 @@
 //! | wants a pause between two calls | [`Quota::every`] |
 //! | runs a token bucket | [`Quota::bucket`] and its [`refill`](Bucket::refill) |
 //! | counts each full second, minute or hour of the clock | [`Quota::fixed`] |
+//! | allows so many calls at the same time | [`Quota::in_flight`] |
 //! | has several limits at once | one [`.and`](Quota::and) the other |
 //! | is described in your configuration | `"25/5s, 300/60s".parse::<Quota>()?` |
 //!
@@ -177,6 +178,7 @@ mod quota;
 mod signal;
 pub mod store;
 
+pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};
 pub use edge::tower::{RateLimit, ResponseFuture};
 pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
 pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit};

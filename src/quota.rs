@@ -18,6 +18,8 @@ use crate::error::ConfigError;
 /// Quota::every(Duration::from_secs(2));                           // at least 2 s between two calls
 /// Quota::bucket(40).refill(2, Duration::from_secs(1));            // a token bucket of the upstream
 /// Quota::fixed(5000, Duration::from_secs(3600));                  // a count for each full hour
+/// Quota::in_flight(8);                                            // at most 8 at the same time
+/// Quota::per_second(50).and(Quota::in_flight(8));                 // and no more than 50 in any second
 ///
 /// let from_config: Quota = "25/5s, 300/60s".parse()?;
 /// # assert_eq!(from_config, Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)));
@@ -32,6 +34,7 @@ use crate::error::ConfigError;
 pub struct Quota {
     limits: [Limit; Quota::MOST_LIMITS],
     len: usize,
+    in_flight: Option<u32>,
     /// What a constructor saw and `check` reports.
     misuse: Option<Misuse>,
 }
@@ -40,6 +43,7 @@ pub struct Quota {
 enum Misuse {
     TooManyLimits,
     BurstOfBucket,
+    BurstOfInFlight,
 }
 
 /// One limit of a [`Quota`].
@@ -69,6 +73,11 @@ pub enum Limit {
         /// In each window of this length.
         window: Duration,
     },
+    /// At most `count` at the same time.
+    InFlight {
+        /// How many calls.
+        count: u32,
+    },
 }
 
 impl Quota {
@@ -85,7 +94,7 @@ impl Quota {
     pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
 
     const fn of(limit: Limit) -> Self {
-        Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, misuse: None }
+        Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, in_flight: None, misuse: None }
     }
 
     /// At most `count` in any interval of the length `window`: a sliding window, which is also safe for every fixed
@@ -141,6 +150,36 @@ impl Quota {
         Quota::of(Limit::Fixed { count, window })
     }
 
+    /// At most `count` calls at the same time, over all processes that share the store.
+    ///
+    /// A call counts from its permit to the head of its response, or until its future or [`Permit`](crate::Permit) is
+    /// dropped; to count until the end of the body, see
+    /// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end). Each call counts as one, whatever its cost;
+    /// one of cost 0 does not.
+    ///
+    /// Together with limits of rate, a call first waits for its turn in flight, then for its slot.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::in_flight(2))?.limiter();
+    /// let (one, two) = (limiter.acquire(Key::ALL).await?, limiter.acquire(Key::ALL).await?);
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 0);
+    ///
+    /// drop(one); // its call has ended
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 1);
+    /// # drop(two);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub const fn in_flight(count: u32) -> Self {
+        let mut quota = Quota::of(Limit::InFlight { count });
+        (quota.len, quota.in_flight) = (0, Some(count));
+        quota
+    }
+
     /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
     ///
     /// Like a [`bucket`](Quota::bucket), it gives a little less than `burst` at once. Take it for large counts: a
@@ -150,11 +189,13 @@ impl Quota {
     /// It shapes the last limit only; in `a.and(b)` that is `b`.
     #[must_use]
     pub const fn burst(mut self, burst: u32) -> Self {
-        match self.limits[self.len - 1] {
+        // Where there is no limit of rate, the first is the filler: in flight.
+        match self.limits[self.len.saturating_sub(1)] {
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
                 self.push(Limit::Bucket { capacity: burst, count, window });
             }
             Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
+            Limit::InFlight { .. } => self.misuse = Some(Misuse::BurstOfInFlight),
         }
         self
     }
@@ -167,6 +208,11 @@ impl Quota {
             self.push(other.limits[index]);
             index += 1;
         }
+        self.in_flight = match (self.in_flight, other.in_flight) {
+            (Some(ours), Some(theirs)) if theirs > ours => Some(ours),
+            (ours, None) => ours,
+            (_, theirs) => theirs,
+        };
         if self.misuse.is_none() {
             self.misuse = other.misuse;
         }
@@ -182,17 +228,22 @@ impl Quota {
         }
     }
 
-    /// The limits, in the order in which they were given.
+    /// The limits of rate, in the order in which they were given.
     pub fn limits(&self) -> &[Limit] {
         &self.limits[..self.len]
     }
 
-    /// The most units one call can cost: the smallest count, capacity or burst.
-    pub fn largest_cost(&self) -> u32 {
-        self.limits().iter().map(Limit::largest_cost).min().unwrap_or(0)
+    /// How many calls may be in flight at the same time, where that is limited.
+    pub fn most_in_flight(&self) -> Option<u32> {
+        self.in_flight
     }
 
-    /// The shortest window of its limits.
+    /// The most units one call can cost: the smallest count, capacity or burst.
+    pub fn largest_cost(&self) -> u32 {
+        self.limits().iter().map(Limit::largest_cost).min().unwrap_or(u32::MAX)
+    }
+
+    /// The shortest window of its limits of rate.
     pub fn shortest_window(&self) -> Duration {
         self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
     }
@@ -216,7 +267,11 @@ impl Quota {
         match self.misuse {
             Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
             Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
+            Some(Misuse::BurstOfInFlight) => return Err(ConfigError::BurstOfInFlight),
             None => {}
+        }
+        if let Some(count) = self.in_flight {
+            Limit::InFlight { count }.check(margin, boundary_slack)?;
         }
         self.limits().iter().try_for_each(|limit| limit.check(margin, boundary_slack))
     }
@@ -242,22 +297,27 @@ impl Limit {
         match *self {
             Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
             Limit::Bucket { capacity, .. } => capacity,
+            Limit::InFlight { .. } => u32::MAX,
         }
     }
 
-    /// How many units the limit allows in its [`window`](Limit::window), in the long run.
+    /// How many units the limit allows in its [`window`](Limit::window), in the long run; or calls at the same time.
     pub fn count(&self) -> u32 {
         match *self {
-            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } | Limit::Bucket { count, .. } => count,
+            Limit::Sliding { count, .. }
+            | Limit::Fixed { count, .. }
+            | Limit::Bucket { count, .. }
+            | Limit::InFlight { count } => count,
         }
     }
 
-    /// The length of its window.
+    /// The length of its window; zero for calls in flight, which have none.
     pub fn window(&self) -> Duration {
         match *self {
             Limit::Sliding { window, .. } | Limit::Fixed { window, .. } | Limit::Bucket { window, .. } => {
                 window
             }
+            Limit::InFlight { .. } => Duration::ZERO,
         }
     }
 
@@ -266,14 +326,21 @@ impl Limit {
         if self.count() == 0 || self.largest_cost() == 0 {
             return Err(ConfigError::ZeroCount { limit });
         }
-        if self.count().max(self.largest_cost()) > Quota::LARGEST_COUNT {
+        let largest = match *self {
+            Limit::Bucket { capacity, count, .. } => capacity.max(count),
+            _ => self.count(),
+        };
+        if largest > Quota::LARGEST_COUNT {
             return Err(ConfigError::CountTooLarge { limit });
+        }
+        if let Limit::InFlight { .. } = limit {
+            return Ok(());
         }
         if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
             return Err(ConfigError::WindowOutOfRange { limit });
         }
         match *self {
-            Limit::Sliding { .. } => Ok(()),
+            Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(()),
             Limit::Bucket { capacity, count, window } => {
                 let full_after = window.saturating_mul(capacity) / count;
                 if full_after > Quota::LONGEST_WINDOW {
@@ -327,13 +394,15 @@ impl fmt::Display for Limit {
                 write!(f, "{capacity} at once, then {count}/{window:?}")
             }
             Limit::Fixed { count, window } => write!(f, "{count} per full {window:?}"),
+            Limit::InFlight { count } => write!(f, "{count} in flight"),
         }
     }
 }
 
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, limit) in self.limits().iter().enumerate() {
+        let in_flight = self.in_flight.map(|count| Limit::InFlight { count });
+        for (index, limit) in self.limits().iter().chain(&in_flight).enumerate() {
             let separator = if index == 0 { "" } else { ", " };
             write!(f, "{separator}{limit}")?;
         }
@@ -347,7 +416,8 @@ impl fmt::Debug for Quota {
     }
 }
 
-/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`.
+/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`; and calls in flight:
+/// `50/s, 8 in flight`.
 ///
 /// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals.
 impl FromStr for Quota {
@@ -359,7 +429,7 @@ impl FromStr for Quota {
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
             let shown = if part.trim().is_empty() { text } else { part };
-            let one = parse_window(part.trim()).ok_or_else(|| unreadable(shown))?;
+            let one = parse_limit(part.trim()).ok_or_else(|| unreadable(shown))?;
             quota = Some(match quota {
                 None => one,
                 Some(sofar) => sofar.and(one),
@@ -371,7 +441,10 @@ impl FromStr for Quota {
     }
 }
 
-fn parse_window(text: &str) -> Option<Quota> {
+fn parse_limit(text: &str) -> Option<Quota> {
+    if let Some(count) = text.strip_suffix("in flight") {
+        return count.trim().parse().ok().map(Quota::in_flight);
+    }
     let (count, window) = text.split_once('/')?;
     let count = count.trim().parse::<u32>().ok()?;
     let window = window.trim();
@@ -408,6 +481,8 @@ mod tests {
             (" 5 / second ", Quota::per_second(5)),
             ("25/5s,300/1m", Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300))),
             ("10/250ms", Quota::new(10, Duration::from_millis(250))),
+            ("8 in flight", Quota::in_flight(8)),
+            ("5/s, 8 in flight", Quota::per_second(5).and(Quota::in_flight(8))),
             ("7/2 days", Quota::new(7, Duration::from_secs(172_800))),
         ] {
             assert_eq!(text.parse::<Quota>().unwrap(), quota, "{text}");
@@ -450,6 +525,9 @@ mod tests {
             (Quota::bucket(5).refill(0, hour), "0"),
             (Quota::per_second(50).burst(0), "0"),
             (Quota::per_second(u32::MAX), "1000000000"),
+            (Quota::in_flight(0), "0 in flight"),
+            (Quota::in_flight(u32::MAX), "1000000000"),
+            (Quota::in_flight(3).burst(2), "in flight"),
             (Quota::bucket(u32::MAX).refill(1, hour), "1000000000"),
             (Quota::new(1, Duration::ZERO), "1ms"),
             (Quota::new(1, Duration::MAX), "366 days"),
@@ -491,6 +569,16 @@ mod tests {
         ] {
             assert_eq!(check(fine), Ok(()), "{fine}");
         }
+    }
+
+    #[test]
+    fn of_two_limits_in_flight_the_smaller_holds() {
+        for (one, other) in [(3, 8), (8, 3), (3, 3)] {
+            assert_eq!(Quota::in_flight(one).and(Quota::in_flight(other)).most_in_flight(), Some(3));
+        }
+        let both = Quota::in_flight(8).and(Quota::per_second(5)).burst(2);
+        assert_eq!(both.to_string(), "5/1s, 2 at once, then 5/1s, 8 in flight");
+        assert_eq!(both.limits().len(), 2);
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! reqwest: its requests and responses, and the middleware of reqwest-middleware.
 
 use http::{HeaderMap, Method, StatusCode};
+use reqwest::ResponseBuilderExt;
 
+use super::held::{HeldBody, HoldBody, InFlight};
 use crate::key::AsRequestInfo;
 use crate::signal::AsResponseInfo;
 
@@ -33,13 +35,34 @@ impl AsResponseInfo for reqwest::Response {
     }
 }
 
+impl HoldBody for reqwest::Response {
+    type Held = reqwest::Response;
+
+    fn hold(self, call: InFlight) -> reqwest::Response {
+        // On its way through `http` a response forgets its URL, unless it is told again.
+        let url = self.url().clone();
+        let (parts, body) = http::Response::from(self).into_parts();
+        let held = reqwest::Body::wrap(HeldBody::new(body, call));
+        let told = http::Response::builder().url(url).body(()).map(|told| told.into_parts().0.extensions);
+        let mut response = http::Response::from_parts(parts, held);
+        response.extensions_mut().extend(told.unwrap_or_default());
+        response.into()
+    }
+}
+
 #[cfg(feature = "reqwest-middleware")]
 mod middleware {
+    use std::future::{Future, poll_fn};
+    use std::pin::pin;
+    use std::task::Poll;
+
     use http::Extensions;
     use reqwest::{Request, Response};
     use reqwest_middleware::{Error as MiddlewareError, Middleware, Next, Result};
 
+    use crate::edge::held::{HoldBody, HoldUntilBodyEnd, InFlight};
     use crate::error::Error;
+    use crate::gate::Seat;
     use crate::key::RequestInfo;
     use crate::layer::{Entered, RateLimitLayer, leave};
 
@@ -59,15 +82,42 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            let entered = self.enter(&RequestInfo::new(&request).with_extensions(extensions));
-            let sent = match entered {
-                Entered::Sent(sent) => sent,
-                Entered::Waiting(waiter) => waiter.await.map_err(Error::from)?.sent(),
-                Entered::Limited(limited) => return Err(Error::from(limited).into()),
-            };
-            let response = next.run(request, extensions).await?;
-            leave(sent, &response, self.upstream_limit()).map_err(Error::from)?;
-            Ok(response)
+            run(self, request, extensions, next).await.map(|(response, _)| response)
         }
+    }
+
+    #[async_trait::async_trait]
+    impl Middleware for HoldUntilBodyEnd {
+        async fn handle(
+            &self,
+            request: Request,
+            extensions: &mut Extensions,
+            next: Next<'_>,
+        ) -> Result<Response> {
+            let (response, seat) = run(&self.layer, request, extensions, next).await?;
+            Ok(response.hold(InFlight(seat)))
+        }
+    }
+
+    async fn run(
+        layer: &RateLimitLayer,
+        request: Request,
+        extensions: &mut Extensions,
+        next: Next<'_>,
+    ) -> Result<(Response, Option<Seat>)> {
+        let entered = layer.enter(&RequestInfo::new(&request).with_extensions(extensions));
+        let sent = match entered {
+            Entered::Sent(sent) => sent,
+            Entered::Waiting(waiter) => waiter.await.map_err(Error::from)?.sent(),
+            Entered::Limited(limited) => return Err(Error::from(limited).into()),
+        };
+        let mut call = pin!(next.run(request, extensions));
+        let response = poll_fn(|cx| match call.as_mut().poll(cx) {
+            Poll::Pending => sent.poll_lost(cx).map(|limited| Err(Error::from(limited).into())),
+            ready => ready,
+        })
+        .await?;
+        let seat = leave(sent, &response, layer.upstream_limit()).map_err(Error::from)?;
+        Ok((response, seat))
     }
 }

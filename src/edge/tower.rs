@@ -10,7 +10,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::error::{BoxError, Error, Limited};
-use crate::gate::{Permit, Sent, Waiter};
+use crate::gate::{Permit, Seat, Sent, Waiter};
 use crate::key::{AsRequestInfo, RequestInfo};
 use crate::layer::{Entered, RateLimitLayer, UpstreamLimit, leave};
 use crate::signal::AsResponseInfo;
@@ -174,25 +174,31 @@ where
     }
 }
 
-impl<S, R> Future for ResponseFuture<S, R>
+impl<S, R> ResponseFuture<S, R>
 where
     R: AsRequestInfo,
     S: Service<R>,
     S::Response: AsResponseInfo,
     S::Error: Into<BoxError>,
 {
-    type Output = Result<S::Response, Error>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    /// The response; its call is in flight until the seat, if there is one, is dropped.
+    pub(super) fn poll_answer(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(S::Response, Option<Seat>), Error>> {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
                 StateProj::Calling { call } => {
-                    let response = ready!(call.poll(cx)).map_err(Error::inner)?;
-                    if let Some(sent) = this.sent.take() {
-                        leave(sent, &response, *this.upstream_limit)?;
-                    }
-                    return Poll::Ready(Ok(response));
+                    let Poll::Ready(response) = call.poll(cx) else {
+                        let lost = this.sent.as_ref().map_or(Poll::Pending, |sent| sent.poll_lost(cx));
+                        return lost.map(|limited| Err(limited.into()));
+                    };
+                    let response = response.map_err(Error::inner);
+                    let sent = this.sent.take().expect("a future is not polled after it was ready");
+                    let response = response?;
+                    let seat = leave(sent, &response, *this.upstream_limit)?;
+                    return Poll::Ready(Ok((response, seat)));
                 }
                 StateProj::Waiting { errand } => {
                     let waiting = errand.as_mut().expect("a future is not polled after it was ready");
@@ -216,6 +222,20 @@ where
                 }
             }
         }
+    }
+}
+
+impl<S, R> Future for ResponseFuture<S, R>
+where
+    R: AsRequestInfo,
+    S: Service<R>,
+    S::Response: AsResponseInfo,
+    S::Error: Into<BoxError>,
+{
+    type Output = Result<S::Response, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.poll_answer(cx).map_ok(|(response, _)| response)
     }
 }
 

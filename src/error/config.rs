@@ -52,6 +52,8 @@ pub enum ConfigError {
     TooManyLimits,
     /// `burst` was called on a bucket, which has its capacity, or on `every`, which has none.
     BurstOfBucket,
+    /// `burst` was called on a limit of calls in flight, which has no rate.
+    BurstOfInFlight,
     /// A text that is no quota.
     Unparsable {
         /// The text.
@@ -111,9 +113,13 @@ impl fmt::Display for ConfigError {
                 "burst() shapes a window; a spacing or a bucket has it as its capacity: for every(d) write \
                  Quota::bucket(burst).refill(1, d)"
             ),
+            ConfigError::BurstOfInFlight => write!(
+                f,
+                "burst() shapes a rate, and calls in flight have none: write in_flight(n).and(per_second(50).burst(10))"
+            ),
             ConfigError::Unparsable { text } => write!(
                 f,
-                "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s"
+                "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, or 8 in flight"
             ),
             ConfigError::RedisUrl { reason } => write!(
                 f,

@@ -30,6 +30,10 @@ pub enum StoreError {
     },
     /// It was asked, and the answer was lost: what it may have granted counts as spent.
     Lost,
+    /// It could not be told for so long that a call is in flight that others may take its place: the call was given up.
+    SeatLost,
+    /// It cannot do what the quota needs.
+    Unsupported(&'static str),
 }
 
 #[cfg(feature = "redis")]
@@ -60,6 +64,11 @@ impl fmt::Display for StoreError {
                  bring the store nearer, or use a longer window"
             ),
             StoreError::Lost => write!(f, "the answer of the store was lost"),
+            StoreError::SeatLost => write!(
+                f,
+                "the store was away for longer than calls in flight are counted without it: this one was given up"
+            ),
+            StoreError::Unsupported(what) => write!(f, "this store does not know {what}"),
         }
     }
 }
@@ -68,7 +77,7 @@ impl StdError for StoreError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             StoreError::Away(source) | StoreError::Failed(source) => Some(source.as_ref()),
-            StoreError::Full { .. } | StoreError::TooSlow { .. } | StoreError::Lost => None,
+            _ => None,
         }
     }
 }

@@ -2,49 +2,78 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use super::limiter::{Entry, Limiter, Started, report, told};
+use super::flight::Unseated;
+use super::limiter::{Entry, Limiter, Reached, Started, refused, report, told};
 use super::line::Place;
 use super::permit::{Permit, Wait};
-use super::queue::Number;
-use super::slot::{Patience, Settled};
-use crate::clock;
-use crate::error::Limited;
+use super::queue::{ANSWER, Number};
+use super::seat::{Seat, Sitting};
+use super::slot::{Patience, Settled, Slot};
+use crate::clock::{self, Timer};
+use crate::error::{Limited, Report, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::store::Refusal;
 
-/// A place in the line. Dropping it gives it up.
+/// One who waits: for a seat, where calls in flight are limited, then for a slot. Dropping it gives up its place.
 #[derive(Debug)]
 pub(crate) struct Waiter {
     limiter: Limiter,
     key: Key,
     place: Place,
-    /// Whether it is in the line now.
-    waits: bool,
+    stage: Stage,
+    seat: Option<Seat>,
     since: Instant,
     label: Box<str>,
+}
+
+// ForSeat => InLine | Nowhere
+// InLine => Nowhere
+// Nowhere => InLine, when the permit died before it could be used
+#[derive(Debug)]
+enum Stage {
+    ForSeat { number: Number, until: Instant, timer: Option<Timer> },
+    InLine,
+    Nowhere,
 }
 
 impl Waiter {
     pub(super) fn new(
         limiter: Limiter,
         &Entry { key, cost, .. }: &Entry,
-        number: Number,
         patience: Patience,
         since: Instant,
         label: Box<str>,
     ) -> Self {
-        let place = Place { number, cost, patience, turns: 1 };
-        Waiter { limiter, key, place, waits: true, since, label }
+        let place = Place { number: 0, cost, patience, turns: 1 };
+        Waiter { limiter, key, place, stage: Stage::Nowhere, seat: None, since, label }
+    }
+
+    /// It waits for a seat.
+    pub(super) fn for_seat(mut self, number: Number) -> Self {
+        let latest = self.place.patience.latest;
+        // One who cannot wait still waits for what the store answers.
+        let until = if latest <= self.since { clock::after(self.since, ANSWER) } else { latest };
+        self.stage = Stage::ForSeat { number, until, timer: None };
+        self
+    }
+
+    /// It waits for a slot.
+    pub(super) fn in_line(mut self, number: Number, seat: Option<Seat>) -> Self {
+        self.place.number = number;
+        (self.stage, self.seat) = (Stage::InLine, seat);
+        self
     }
 
     /// Its permit died before it could be used: it waits in its old place.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
-        let Some(slot) = permit.into_slot() else { return };
-        self.waits = true;
+        let (slot, seat) = permit.into_parts();
+        self.seat = seat;
+        let Some(slot) = slot else { return };
+        self.stage = Stage::InLine;
         let place = &mut self.place;
         // Without room for the line, the next poll finds no place and ends the wait.
         let opened = self.limiter.open_line(self.key, clock::now(), |line, desk, wakers| {
@@ -55,32 +84,71 @@ impl Waiter {
         }
     }
 
+    fn permit(&mut self, slot: Option<Slot>, now: Instant) -> Permit {
+        let (turns, label) = (self.place.turns, self.label.clone());
+        let waited = now.saturating_duration_since(self.since);
+        events::waited(&label, waited, turns);
+        let permit = Permit::new(self.limiter.clone(), self.key, slot, self.seat.take());
+        permit.after(Wait { label, waited, turns })
+    }
+
+    fn report(&self, refusal: Refusal, now: Instant) -> Report {
+        report(self.label.clone(), refusal, self.since, now, self.place.turns)
+    }
+
+    fn failed(&mut self, source: StoreError, now: Instant) -> Result<Permit, Limited> {
+        if self.limiter.passes(&source) {
+            events::passed(&self.label, &source);
+            return Ok(self.permit(None, now));
+        }
+        Err(told(Limited::Store { source, report: self.report(Refusal::NEVER, now) }))
+    }
+
     fn settled(&mut self, settled: Settled, now: Instant) -> Result<Permit, Limited> {
-        self.waits = false;
-        let turns = self.place.turns;
-        let label = self.label.clone();
+        self.stage = Stage::Nowhere;
         match settled {
-            Settled::Granted(slot) => {
-                let waited = now.saturating_duration_since(self.since);
-                events::waited(&label, waited, turns);
-                let permit = Permit::new(self.limiter.clone(), self.key, Some(slot));
-                Ok(permit.after(Wait { label, waited, turns }))
-            }
+            Settled::Granted(slot) => Ok(self.permit(Some(slot), now)),
             Settled::Refused(refusal) => {
                 let reason = self.place.patience.reason(self.limiter.max_wait());
-                let report = report(label, self.limiter.which(refusal), self.since, now, turns);
-                Err(told(Limited::Local { reason, report }))
+                Err(refused(reason, self.report(self.limiter.which(refusal), now)))
             }
-            Settled::Failed(source) if self.limiter.passes(&source) => {
-                events::passed(&label, &source);
-                let waited = now.saturating_duration_since(self.since);
-                Ok(Permit::new(self.limiter.clone(), self.key, None).after(Wait { label, waited, turns }))
-            }
-            Settled::Failed(source) => {
-                let report = report(label, Refusal::NEVER, self.since, now, turns);
-                Err(told(Limited::Store { source, report }))
-            }
+            Settled::Failed(source) => self.failed(source, now),
         }
+    }
+
+    /// It waits for its seat, and then lines up for a slot. Ready when that is not needed, or not to be had.
+    fn poll_seat(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let Stage::ForSeat { number, until, timer } = &mut self.stage else { return Poll::Pending };
+        let number = *number;
+        let (key, patience) = (self.key, self.place.patience);
+        let seated = match self.limiter.poll_seat(key, number, cx) {
+            Poll::Ready(seated) => seated,
+            Poll::Pending => {
+                ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));
+                self.limiter.leave_seats(key, number);
+                Err(Unseated::Refused)
+            }
+        };
+        self.stage = Stage::Nowhere;
+        let reached = match self.limiter.seated(key, number, patience, seated) {
+            Sitting::Sits(seat) => {
+                self.seat = seat;
+                let entry = Entry { key, cost: self.place.cost, deadline: None };
+                self.limiter.line_up(&entry, patience, now)
+            }
+            Sitting::Ended(reached) => reached,
+            Sitting::Waits(_) => unreachable!("its wait has ended"),
+        };
+        Poll::Ready(match reached {
+            Reached::Slot(slot) => Ok(self.permit(slot, now)),
+            Reached::Place(number) => {
+                self.place.number = number;
+                self.stage = Stage::InLine;
+                return Poll::Pending;
+            }
+            Reached::Refused(reason, refusal) => Err(refused(reason, self.report(refusal, now))),
+            Reached::Failed(source) => self.failed(source, now),
+        })
     }
 }
 
@@ -90,6 +158,12 @@ impl Future for Waiter {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
         let waiter = &mut *self;
+        if let Poll::Ready(done) = waiter.poll_seat(now, cx) {
+            return Poll::Ready(done);
+        }
+        if !matches!(waiter.stage, Stage::InLine) {
+            return Poll::Pending;
+        }
         let place = &mut waiter.place;
         let polled =
             waiter.limiter.at_line(waiter.key, now, |line, desk, wakers| line.poll(desk, place, cx, wakers));
@@ -100,10 +174,14 @@ impl Future for Waiter {
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        if self.waits {
-            let place = &self.place;
-            self.limiter
-                .at_line(self.key, clock::now(), |line, desk, wakers| ((), line.leave(desk, place, wakers)));
+        match self.stage {
+            Stage::ForSeat { number, .. } => self.limiter.leave_seats(self.key, number),
+            Stage::InLine => {
+                let place = &self.place;
+                self.limiter
+                    .at_line(self.key, clock::now(), |line, desk, wakers| ((), line.leave(desk, place, wakers)));
+            }
+            Stage::Nowhere => {}
         }
     }
 }
@@ -158,8 +236,8 @@ impl Future for Acquire {
                         continue;
                     };
                     match started {
-                        Started::Granted(slot) => {
-                            return Poll::Ready(Ok(Permit::new(limiter, entry.key, slot)));
+                        Started::Granted(slot, seat) => {
+                            return Poll::Ready(Ok(Permit::new(limiter, entry.key, slot, seat)));
                         }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
                         Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
 use super::line::{Desk, Entered, Errand, Line};
-use super::queue::Wakers;
+use super::queue::{Number, Wakers};
+use super::seat::{Flights, Seat, Sitting};
 use super::slot::{Patience, Slot};
 use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
@@ -14,6 +15,7 @@ use crate::events;
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;
+use crate::quota::Limit;
 use crate::store::{Answer, Lease, LimitUsage, Refusal, Store, Usage};
 
 /// The gate, without HTTP: for job workers, gRPC, anything. Clones share one count.
@@ -36,11 +38,13 @@ use crate::store::{Answer, Lease, LimitUsage, Refusal, Store, Usage};
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Limiter(Arc<Gate>);
+pub struct Limiter(pub(super) Arc<Gate>);
 
-struct Gate {
+pub(super) struct Gate {
     lines: Keyed<Line>,
-    settings: Settings,
+    /// Only where calls in flight are limited.
+    pub(super) flights: Option<Flights>,
+    pub(super) settings: Settings,
     /// Whether it was told that other processes assert other limits.
     warned: AtomicBool,
 }
@@ -52,6 +56,7 @@ pub(crate) struct Settings {
     pub(crate) max_wait: Duration,
     pub(crate) max_waiting: usize,
     pub(crate) max_keys: usize,
+    pub(crate) in_flight_life: Duration,
     pub(crate) on_store_error: OnStoreError,
 }
 
@@ -76,10 +81,20 @@ pub(crate) struct Entry {
 
 /// What came of entering.
 pub(crate) enum Started {
-    /// With a slot that is due, or none for what costs nothing.
-    Granted(Option<Slot>),
+    /// With a slot that is due, or none for what costs nothing; and with a seat, where those are limited.
+    Granted(Option<Slot>, Option<Seat>),
     Waiting(Box<Waiter>),
     Limited(Limited),
+}
+
+/// How far one got that came to the gate.
+pub(super) enum Reached {
+    /// A slot that is due, or that rates are not limited.
+    Slot(Option<Slot>),
+    /// A place in the line.
+    Place(Number),
+    Refused(Reason, Refusal),
+    Failed(StoreError),
 }
 
 /// The state of a key, as [`Limiter::peek`] tells it.
@@ -90,7 +105,7 @@ pub struct Peek {
     pub limits: Vec<LimitUsage>,
     /// How many units could go now, those this process has at hand included.
     pub free: u64,
-    /// Until one unit could go: zero when `free` is not 0.
+    /// Until one unit could go: zero when `free` is not 0. Nobody knows when a call in flight ends: as far as rates allow.
     pub next_slot: Duration,
     /// How many wait in this process.
     pub waiting: usize,
@@ -100,6 +115,7 @@ impl Limiter {
     pub(crate) fn new(settings: Settings) -> Self {
         Limiter(Arc::new(Gate {
             lines: Keyed::new(settings.max_keys),
+            flights: Flights::new(&settings),
             settings,
             warned: AtomicBool::new(false),
         }))
@@ -139,7 +155,9 @@ impl Limiter {
         let now = clock::now();
         let (waiting, at_hand) =
             self.0.lines.find(key, |line| (line.waiting(), line.at_hand(now))).unwrap_or_default();
-        let free = free + u64::from(at_hand);
+        let seats = limits.iter().filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
+        let free = seats.fold(free.saturating_add(u64::from(at_hand)), |free, seats| free.min(seats.free));
+        let waiting = waiting + self.waiting_for_seats(key);
         let next_slot = if free > 0 { Duration::ZERO } else { next_slot };
         Ok(Peek { limits, free, next_slot, waiting })
     }
@@ -180,6 +198,9 @@ impl Limiter {
         if entry.cost == 0 {
             return Ok(None);
         }
+        if self.0.flights.is_some() {
+            return Err(now);
+        }
         if entry.deadline.is_some_and(|deadline| deadline < now) {
             return Err(now);
         }
@@ -197,7 +218,7 @@ impl Limiter {
     #[inline]
     pub(crate) fn start(&self, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
         match self.take(entry, Line::take) {
-            Ok(slot) => Started::Granted(slot),
+            Ok(slot) => Started::Granted(slot, None),
             Err(now) => self.start_slow(entry, now, label),
         }
     }
@@ -211,45 +232,74 @@ impl Limiter {
     ) -> Started {
         let settings = &self.0.settings;
         let patience = Patience::new(entry.deadline, now, settings.max_wait);
-        let refused = |reason, refusal: Refusal, label: Box<str>| {
-            let report = report(label, self.which(refusal), now, now, 0);
-            Started::Limited(told(Limited::Local { reason, report }))
-        };
         let largest = settings.terms.quota().largest_cost();
-        if entry.cost > largest {
-            return refused(Reason::CostAboveLimit { cost: entry.cost, largest }, Refusal::NEVER, label());
-        }
-        if patience.latest < now {
-            return refused(Reason::Deadline, Refusal::NEVER, label());
-        }
-        let entered = self.open_line(entry.key, now, |line, desk, wakers| {
-            let (entered, errand) = line.enter(desk, entry.cost, patience, wakers);
-            ((entered, line.waiting()), errand)
-        });
-        let Ok((entered, in_line)) = entered else {
-            return refused(Reason::TooManyKeys(settings.max_keys), Refusal::NEVER, label());
+        let reason = if entry.cost > largest {
+            Some(Reason::CostAboveLimit { cost: entry.cost, largest })
+        } else {
+            (patience.latest < now).then_some(Reason::Deadline)
         };
-        match entered {
-            Entered::Granted(slot) => Started::Granted(Some(slot)),
-            Entered::Refused(refusal) => refused(patience.reason(settings.max_wait), refusal, label()),
-            Entered::LineFull => refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER, label()),
-            // The embedded store is not away when it is full.
-            Entered::Failed(StoreError::Full { max_keys }) => {
-                refused(Reason::TooManyKeys(max_keys), Refusal::NEVER, label())
+        if let Some(reason) = reason {
+            return Started::Limited(refused(reason, report(label(), Refusal::NEVER, now, now, 0)));
+        }
+        let sitting = match &self.0.flights {
+            Some(flights) => self.sit(flights, entry.key, patience, now),
+            None => Sitting::Sits(None),
+        };
+        let (reached, seat) = match sitting {
+            Sitting::Sits(seat) => (self.line_up(entry, patience, now), seat),
+            Sitting::Waits(number) => {
+                let label = label();
+                events::waiting(&label, self.waiting_for_seats(entry.key));
+                let waiter = Waiter::new(self.clone(), entry, patience, now, label);
+                return Started::Waiting(Box::new(waiter.for_seat(number)));
             }
-            Entered::Failed(source) if self.passes(&source) => {
+            Sitting::Ended(reached) => (reached, None),
+        };
+        match reached {
+            Reached::Slot(slot) => Started::Granted(slot, seat),
+            Reached::Place(number) => {
+                let label = label();
+                events::waiting(&label, self.0.lines.find(entry.key, |line| line.waiting()).unwrap_or(1));
+                let waiter = Waiter::new(self.clone(), entry, patience, now, label);
+                Started::Waiting(Box::new(waiter.in_line(number, seat)))
+            }
+            Reached::Refused(reason, refusal) => {
+                Started::Limited(refused(reason, report(label(), refusal, now, now, 0)))
+            }
+            Reached::Failed(source) if self.passes(&source) => {
                 events::passed(&label(), &source);
-                Started::Granted(None)
+                Started::Granted(None, seat)
             }
-            Entered::Failed(source) => {
+            Reached::Failed(source) => {
                 let report = report(label(), Refusal::NEVER, now, now, 0);
                 Started::Limited(told(Limited::Store { source, report }))
             }
-            Entered::Waiting(number) => {
-                let label = label();
-                events::waiting(&label, in_line);
-                Started::Waiting(Box::new(Waiter::new(self.clone(), entry, number, patience, now, label)))
+        }
+    }
+
+    /// One enters the line of its key, if rates are limited.
+    pub(super) fn line_up(&self, entry: &Entry, patience: Patience, now: Instant) -> Reached {
+        let settings = &self.0.settings;
+        if settings.terms.quota().limits().is_empty() {
+            return Reached::Slot(None);
+        }
+        let entered = self
+            .open_line(entry.key, now, |line, desk, wakers| line.enter(desk, entry.cost, patience, wakers));
+        match entered {
+            Ok(Entered::Granted(slot)) => Reached::Slot(Some(slot)),
+            Ok(Entered::Waiting(number)) => Reached::Place(number),
+            Ok(Entered::Refused(refusal)) => {
+                Reached::Refused(patience.reason(settings.max_wait), self.which(refusal))
             }
+            Ok(Entered::LineFull) => {
+                Reached::Refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER)
+            }
+            // The embedded store is not away when it is full.
+            Ok(Entered::Failed(StoreError::Full { max_keys })) => {
+                Reached::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)
+            }
+            Ok(Entered::Failed(source)) => Reached::Failed(source),
+            Err(Full) => Reached::Refused(Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         }
     }
 
@@ -301,10 +351,7 @@ impl Limiter {
     #[cold]
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        told(Limited::Local {
-            reason: Reason::NoKey,
-            report: report("none".into(), Refusal::NEVER, now, now, 0),
-        })
+        refused(Reason::NoKey, report("none".into(), Refusal::NEVER, now, now, 0))
     }
 
     pub(super) fn give_back(&self, key: Key, slot: Slot) {
@@ -413,6 +460,10 @@ pub(super) fn report(key: Box<str>, refusal: Refusal, since: Instant, now: Insta
     let Refusal { wait, limit } = refusal;
     let waited = now.saturating_duration_since(since);
     Report::new(Facts { key, limit, retry_after: wait, at: clock::wall(now), waited, turns })
+}
+
+pub(super) fn refused(reason: Reason, report: Report) -> Limited {
+    told(Limited::Local { reason, report })
 }
 
 pub(super) fn told(limited: Limited) -> Limited {

@@ -203,7 +203,7 @@ impl Line {
 }
 
 /// One count for the process: a line may be forgotten and opened anew while somebody means to come back to its place.
-fn next_number() -> Number {
+pub(super) fn next_number() -> Number {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }

@@ -7,11 +7,13 @@
 //! What this does not do: count. Counting is the store's.
 
 mod acquire;
+mod flight;
 mod limiter;
 mod line;
 mod memory;
 mod permit;
 mod queue;
+mod seat;
 mod slot;
 mod stock;
 
@@ -22,3 +24,4 @@ pub use limiter::{Limiter, OnStoreError, Peek};
 pub(crate) use line::LIFE;
 pub use permit::Permit;
 pub(crate) use permit::Sent;
+pub(crate) use seat::Seat;

@@ -1,13 +1,16 @@
 //! The right to send one request.
 
+use std::future::poll_fn;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
 use super::limiter::Limiter;
+use super::seat::Seat;
 use super::slot::Slot;
 use crate::clock;
-use crate::error::{Facts, Limited, Report};
+use crate::error::{Facts, Limited, Report, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
@@ -16,12 +19,17 @@ use crate::signal::Signal;
 ///
 /// It ends exactly once: [`answered`](Permit::answered), or [`give_back`](Permit::give_back), which is only for a
 /// request that was surely not sent. Dropped, it counts as spent: nobody knows whether the request had left.
+///
+/// Where calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), its call is in flight until it
+/// ends: keep it until the response is there.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct Permit {
     limiter: Limiter,
     key: Key,
-    /// `None` for a request that costs nothing.
+    /// `None` for a request that costs nothing, or where rates are not limited.
     slot: Option<Slot>,
+    /// Where calls in flight are limited.
+    seat: Option<Seat>,
     /// How the request waited for it.
     wait: Option<Box<Wait>>,
 }
@@ -36,8 +44,8 @@ pub(super) struct Wait {
 
 impl Permit {
     #[inline]
-    pub(super) fn new(limiter: Limiter, key: Key, slot: Option<Slot>) -> Self {
-        Permit { limiter, key, slot, wait: None }
+    pub(super) fn new(limiter: Limiter, key: Key, slot: Option<Slot>, seat: Option<Seat>) -> Self {
+        Permit { limiter, key, slot, seat, wait: None }
     }
 
     pub(super) fn after(self, wait: Wait) -> Self {
@@ -49,7 +57,7 @@ impl Permit {
         self.key
     }
 
-    /// Until when the request must have left. `None` when it costs nothing.
+    /// Until when the request must have left. `None` when it costs nothing, or rates are not limited.
     ///
     /// A permit that is used later may put the upstream over its limit: give it back and acquire anew.
     pub fn deadline(&self) -> Option<Instant> {
@@ -61,6 +69,21 @@ impl Permit {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
+    /// Ends when the store may have given this call's place in flight to others, because it could not be told for too long
+    /// that the call is still there: then the call has to end. Never ends where calls in flight are not limited, where
+    /// they are counted in memory, or with [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
+    ///
+    /// # Cancel safety
+    ///
+    /// May be dropped at any time.
+    pub async fn lost(&self) -> StoreError {
+        poll_fn(|cx| match &self.seat {
+            Some(seat) => seat.poll_lost(cx),
+            None => Poll::Pending,
+        })
+        .await
+    }
+
     /// How long the request waited for it.
     pub fn waited(&self) -> Duration {
         self.wait.as_ref().map_or(Duration::ZERO, |wait| wait.waited)
@@ -70,16 +93,16 @@ impl Permit {
     /// that want one.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
-        self.sent().answered(signal)
+        self.sent().answered(signal).1
     }
 
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
-        Sent { key: self.key, wait: self.wait }
+        Sent { key: self.key, seat: self.seat, wait: self.wait }
     }
 
-    pub(super) fn into_slot(self) -> Option<Slot> {
-        self.slot
+    pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
+        (self.slot, self.seat)
     }
 
     /// The request was surely not sent: the next in line gets the slot, or the store.
@@ -93,30 +116,39 @@ impl Permit {
 /// A request on its way: its permit is spent, its answer is to come.
 pub(crate) struct Sent {
     key: Key,
+    seat: Option<Seat>,
     wait: Option<Box<Wait>>,
 }
 
 impl Sent {
     /// One that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(key: Key) -> Self {
-        Sent { key, wait: None }
+    pub(crate) fn at_once(key: Key, seat: Option<Seat>) -> Self {
+        Sent { key, seat, wait: None }
     }
 
-    /// One that got its permit at once and keeps the name of its key.
-    pub(crate) fn named(key: Key, label: Box<str>) -> Self {
-        Sent { key, wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })) }
+    /// The same, and it keeps the name of its key.
+    pub(crate) fn named(self, label: Box<str>) -> Self {
+        Sent { wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })), ..self }
     }
 
-    /// See [`Permit::answered`].
+    /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
+    /// it has one, is dropped.
     #[inline]
-    pub(crate) fn answered(self, signal: &Signal) -> Option<Limited> {
-        signal.limited().map(|status| self.upstream_limited(status, signal))
+    pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
+        let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
+        (self.seat, limited)
+    }
+
+    /// The error of a call that has to end, because its seat may have been given to others.
+    #[inline]
+    pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
+        self.seat.as_ref().map_or(Poll::Pending, |seat| seat.poll_limited(cx))
     }
 
     #[cold]
-    fn upstream_limited(self, status: StatusCode, signal: &Signal) -> Limited {
-        let Wait { label, waited, turns } = match self.wait {
+    fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
+        let Wait { label, waited, turns } = match self.wait.take() {
             Some(wait) => *wait,
             None => Wait { label: self.key.label(None), waited: Duration::ZERO, turns: 0 },
         };

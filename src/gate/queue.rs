@@ -28,13 +28,17 @@ use class::{Class, Waiting};
 pub(super) struct Wakers(SmallVec<[Waker; 4]>);
 
 impl Wakers {
+    pub(super) fn add(&mut self, waker: Option<Waker>) {
+        self.0.extend(waker);
+    }
+
     pub(super) fn wake(self) {
         self.0.into_iter().for_each(Waker::wake);
     }
 }
 
 /// How long one waits for the store's answer who cannot wait so long for a slot.
-const ANSWER: Duration = Duration::from_secs(1);
+pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
 /// The longest that a call waits for others to join it: by so much may one be overtaken who asked in another process.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);

@@ -21,6 +21,7 @@ mod fixed;
 #[cfg(test)]
 mod laws;
 mod pool;
+mod seats;
 mod window;
 
 use std::time::Duration;
@@ -29,6 +30,7 @@ use crate::quota::{Limit, Quota};
 use bucket::Bucket;
 use fixed::Fixed;
 use pool::Pool;
+pub(crate) use seats::{Claimed, Seats, Told};
 use window::Window;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
@@ -293,7 +295,7 @@ impl Ledger {
     /// How many units could go now.
     pub(crate) fn free(&mut self) -> u64 {
         let now = self.now;
-        self.accounts.iter_mut().map(|account| account.rule.free(now)).min().unwrap_or(0)
+        self.accounts.iter_mut().map(|account| account.rule.free(now)).min().unwrap_or(u64::MAX)
     }
 
     /// Each limit with the units used of it and those free now.
@@ -337,6 +339,7 @@ impl Rule {
             Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
             Limit::Bucket { capacity, count, .. } => Rule::Bucket(Bucket::new(capacity, count, window)),
             Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
+            Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }
     }
 

@@ -3,11 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Answer, Ask, Lease, LimitUsage, Refusal, Segment, Store, StoreError, Usage};
+use super::{
+    Answer, Ask, Claim, Lease, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError, Usage,
+};
 use crate::clock;
 use crate::key::Key;
 use crate::keyed::{Full, Idle, Keyed};
-use crate::limit::{Grant, Ledger, Micros, Terms, Unused, micros_down, micros_up};
+use crate::limit::{
+    Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
+};
 
 /// Counts permits in this process.
 ///
@@ -28,7 +32,15 @@ use crate::limit::{Grant, Ledger, Micros, Terms, Unused, micros_down, micros_up}
 /// ```
 pub struct MemoryStore {
     ledgers: Keyed<Ledger>,
+    flights: Keyed<Flight>,
     max_keys: usize,
+}
+
+/// The calls of a key in flight, and whom to tell about them.
+#[derive(Default)]
+struct Flight {
+    seats: Seats,
+    listeners: Vec<(u64, Arc<dyn Listener>)>,
 }
 
 impl MemoryStore {
@@ -39,7 +51,7 @@ impl MemoryStore {
     ///
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
-        MemoryStore { ledgers: Keyed::new(max_keys), max_keys }
+        MemoryStore { ledgers: Keyed::new(max_keys), flights: Keyed::new(max_keys), max_keys }
     }
 
     fn with<R>(
@@ -78,6 +90,33 @@ impl Idle for Ledger {
     }
 }
 
+impl Idle for Flight {
+    type Now = Micros;
+
+    fn idle_from(&self) -> Option<Micros> {
+        self.seats.is_empty().then_some(0)
+    }
+}
+
+impl Flight {
+    fn claim(&mut self, claim: &Claim, listener: &Arc<dyn Listener>) -> Vec<(u64, Arc<dyn Listener>, News)> {
+        let &Claim { holder: id, number, most, sits, wants, heard, .. } = claim;
+        if !self.listeners.iter().any(|(holder, _)| *holder == id) {
+            self.listeners.push((id, listener.clone()));
+        }
+        // Here nobody can be silent without having left.
+        let claimed = Claimed { id, number, most, sits, wants, heard, life: Micros::MAX };
+        let (Flight { seats, listeners }, mut news) = (self, Vec::new());
+        seats.claim(0, claimed, |Told { id, number, given, others_wait, version }| {
+            if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
+                news.push((id, listener.clone(), News::seats(number, given, others_wait, version)));
+            }
+        });
+        listeners.retain(|(holder, _)| seats.knows(*holder));
+        news
+    }
+}
+
 impl Store for MemoryStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let now = clock::micros(clock::now());
@@ -92,13 +131,28 @@ impl Store for MemoryStore {
         });
     }
 
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        let (key, now) = (claim.key, clock::micros(clock::now()));
+        match self.flights.enter(key, now, Flight::default, |flight| flight.claim(&claim, listener)) {
+            Ok(news) => news.into_iter().for_each(|(holder, listener, news)| listener.hear(key, holder, news)),
+            Err(Full) => {
+                let full = StoreError::Full { max_keys: self.max_keys };
+                listener.clone().hear(key, claim.holder, News::Failed(full));
+            }
+        }
+    }
+
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
         let now = clock::micros(clock::now());
         let known = self.ledgers.find(key, |ledger| {
             let now = ledger.advance(terms, now);
             usage(ledger, now)
         });
-        Answer::Now(Ok(known.unwrap_or_else(|| usage(&mut Ledger::new(terms, now), now))))
+        let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(terms, now), now));
+        let Some(most) = terms.quota().most_in_flight() else { return Answer::Now(Ok(rates)) };
+        let taken = self.flights.find(key, |flight| flight.seats.usage(most));
+        let (taken, free) = taken.unwrap_or((0, most));
+        Answer::Now(Ok(rates.in_flight(most, taken, free)))
     }
 }
 

@@ -16,6 +16,8 @@
 //! 7. **A limited key is never forgotten** before its limits would have forgotten what it used.
 //! 8. **An answer comes.** One that comes later comes within a second, if only to say that the store is away.
 //! 9. **Keys are independent**, and [`Store::peek`] consumes nothing.
+//! 10. **Never over in flight.** What holders sit on, each within the life of its last claim, is never more than the
+//!     smallest number that one of them asserts; those who wait are served in the order in which they came.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
@@ -24,6 +26,7 @@
 #[cfg(feature = "contract")]
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;
+mod flight;
 mod memory;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
@@ -40,6 +43,7 @@ pub use crate::error::StoreError;
 use crate::key::Key;
 pub use crate::limit::{Terms, Unused};
 use crate::quota::Limit;
+pub use flight::{Claim, Listener, News};
 pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
@@ -65,6 +69,18 @@ pub trait Store: Send + Sync + 'static {
     /// Takes back permits of `key` early that were surely not used. Does not block and cannot fail: what is lost on
     /// the way runs out by itself.
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]);
+
+    /// Says how many calls of a key a gate has in flight, and how many more it wants. Does not block and cannot fail: what
+    /// it is given, and what it cannot be, `listener` is told, now or later, from any thread.
+    ///
+    /// A store whose claims run out repeats the last one every third of its life, until it claims nothing.
+    ///
+    /// By default for stores that know nothing of calls in flight: all are refused, with [`StoreError::Unsupported`].
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        if claim.wants > 0 {
+            listener.clone().hear(claim.key, claim.holder, News::Failed(StoreError::Unsupported("limits of calls in flight")));
+        }
+    }
 
     /// Tells the state of `key`, and consumes nothing.
     ///
@@ -235,6 +251,16 @@ pub struct Usage {
     pub free: u64,
     /// Until one unit could go.
     pub next_slot: Duration,
+}
+
+impl Usage {
+    /// Besides, `taken` calls are in flight, and `free` more could be, of `most`.
+    pub(crate) fn in_flight(mut self, most: u32, taken: u32, free: u32) -> Self {
+        let (limit, used, free) = (Limit::InFlight { count: most }, u64::from(taken), u64::from(free));
+        self.limits.push(LimitUsage { limit, used, free });
+        self.free = self.free.min(free);
+        self
+    }
 }
 
 /// How much of a limit is used.

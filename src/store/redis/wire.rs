@@ -56,6 +56,7 @@ impl Call {
                 Limit::Sliding { .. } => (WINDOW, 0),
                 Limit::Bucket { capacity, .. } => (BUCKET, capacity),
                 Limit::Fixed { .. } => (FIXED, 0),
+                Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
             };
             self.byte(kind);
             self.int(limit.count());

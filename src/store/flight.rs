@@ -1,0 +1,66 @@
+//! What a store is told of calls in flight, and what it tells.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::StoreError;
+use crate::key::Key;
+
+/// What a gate says about the calls of a key: how many are in flight, and how many wait.
+///
+/// It says how things are, not what changed: one that is lost is made up for by the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Claim {
+    /// Whose calls.
+    pub key: Key,
+    /// Who says so: another number in each gate of a process, and another one for what it says of the key anew.
+    pub holder: u64,
+    /// Larger than that of the holder's claims before; one that arrives after a later one is passed over.
+    pub number: u64,
+    /// How many may be in flight at the same time.
+    pub most: u32,
+    /// How many seats it sits on: calls in flight.
+    pub sits: u32,
+    /// How many more it wants, for those who wait.
+    pub wants: u32,
+    /// How many seats it knows that it was ever given.
+    pub heard: u64,
+    /// For how long a claim is good that is not repeated, when its process dies.
+    pub life: Duration,
+}
+
+/// What a store tells a gate about calls in flight.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum News {
+    /// How things are.
+    #[non_exhaustive]
+    Seats {
+        /// The last claim that was taken in.
+        number: u64,
+        /// How many seats it was ever given.
+        given: u64,
+        /// Whether other gates wait: then a seat whose call has ended is to go back, not to the next who waits here.
+        others_wait: bool,
+        /// Grows with what changes: what has a smaller one is older.
+        version: u64,
+    },
+    /// The claim could not be made; the store tries again while any seats are taken.
+    Failed(StoreError),
+    /// The last claim has run out, and could not be repeated: the seats may be given to others.
+    Lost,
+}
+
+impl News {
+    /// How things are: for stores of your own.
+    pub fn seats(number: u64, given: u64, others_wait: bool, version: u64) -> Self {
+        News::Seats { number, given, others_wait, version }
+    }
+}
+
+/// Who is told about calls in flight: a gate.
+pub trait Listener: Send + Sync + 'static {
+    /// Hears what there is to know about the calls of `key` for which `holder` claimed. Does not block.
+    fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
+}

@@ -1,0 +1,291 @@
+//! Limits of calls in flight: the gate, the edges, alone and with rates. Under a paused clock.
+
+#[path = "support/mod.rs"]
+mod support;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::FutureExt;
+use futures::future::join_all;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Full, StreamBody};
+use support::{Failing, Upstream, get, ms, waiting, who_said_no};
+use tokio::time::{Instant, sleep};
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limit, Limited, OnStoreError, Quota, RateLimitLayer, Reason};
+use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+
+fn layer(quota: Quota) -> RateLimitLayer {
+    RateLimitLayer::new(quota).unwrap()
+}
+
+async fn free(layer: &RateLimitLayer) -> u64 {
+    support::peek(layer, Key::ALL).await.free
+}
+
+#[tokio::test(start_paused = true)]
+async fn never_more_than_the_limit_at_the_same_time_and_nothing_idle() {
+    let limiter = layer(Quota::in_flight(8)).limiter();
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let start = Instant::now();
+    join_all((0..400).map(|_| async {
+        let permit = limiter.acquire(Key::ALL).await.unwrap();
+        most.fetch_max(now.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+        sleep(ms(50)).await;
+        now.fetch_sub(1, Ordering::Relaxed);
+        drop(permit);
+    }))
+    .await;
+    assert_eq!(most.load(Ordering::Relaxed), 8);
+    // Fifty rounds of 50 ms, each with the millisecond to which timers are rounded.
+    assert!(start.elapsed() <= ms(50 * 51 + 1), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_are_served_in_order_and_polled_once_more() {
+    let layer = layer(Quota::in_flight(3));
+    let limiter = layer.limiter();
+    let (order, polls) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = Vec::new();
+    for number in 0..60 {
+        let (limiter, order, polls) = (limiter.clone(), order.clone(), polls.clone());
+        tasks.push(tokio::spawn(async move {
+            let mut acquire = std::pin::pin!(limiter.acquire(Key::ALL));
+            let permit = std::future::poll_fn(|cx| {
+                polls.fetch_add(1, Ordering::Relaxed);
+                acquire.as_mut().poll_unpin(cx)
+            });
+            let permit = permit.await.unwrap();
+            order.lock().unwrap().push(number);
+            sleep(ms(10)).await;
+            drop(permit);
+        }));
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(waiting(&layer).await, 57);
+    join_all(tasks).await;
+    assert_eq!(*order.lock().unwrap(), (0..60).collect::<Vec<_>>());
+    assert_eq!(polls.load(Ordering::Relaxed), 3 + 2 * 57);
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_at_any_await_nothing_is_lost() {
+    let layer = layer(Quota::in_flight(2));
+    let limiter = layer.limiter();
+    for polls in 0..4 {
+        let held = limiter.acquire(Key::ALL).await.unwrap();
+        let other = limiter.acquire(Key::ALL).await.unwrap();
+        let mut waits = Box::pin(limiter.acquire(Key::ALL));
+        for poll in 0..polls {
+            assert!(waits.as_mut().now_or_never().is_none(), "poll {poll}");
+        }
+        if polls == 3 {
+            // It has its seat, and is dropped before it hears of it.
+            drop(other);
+        }
+        drop(waits);
+        drop(held);
+        assert_eq!(waiting(&layer).await, 0);
+    }
+    assert_eq!(free(&layer).await, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_cannot_wait_is_told_at_once_and_names_the_limit() {
+    let layer = RateLimitLayer::builder(Quota::in_flight(3)).max_wait(Duration::ZERO).build().unwrap();
+    let limiter = layer.limiter();
+    let held: Vec<_> = join_all((0..3).map(|_| limiter.acquire(Key::ALL))).await;
+    assert!(held.iter().all(Result::is_ok), "{held:?}");
+    let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    let Limited::Local { reason: Reason::MaxWait(Duration::ZERO), report, .. } = &refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(report.limit(), Some(Limit::InFlight { count: 3 }));
+    assert_eq!(report.retry_after(), None);
+    assert!(refused.to_string().contains("3 in flight"), "{refused}");
+    drop(held);
+    assert!(limiter.acquire(Key::ALL).await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_ends_after_max_wait_or_at_the_deadline() {
+    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_wait(ms(500)).build().unwrap();
+    let limiter = layer.limiter();
+    let _held = limiter.acquire(Key::ALL).await.unwrap();
+    let start = Instant::now();
+    let late = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(late, Limited::Local { reason: Reason::MaxWait(_), .. }), "{late:?}");
+    assert_eq!(start.elapsed(), ms(500));
+    let deadline = (Instant::now() + ms(100)).into_std();
+    let late = limiter.acquire(Key::ALL).deadline(deadline).await.unwrap_err();
+    assert!(matches!(late, Limited::Local { reason: Reason::Deadline, .. }), "{late:?}");
+    assert_eq!(start.elapsed(), ms(600));
+    assert_eq!(waiting(&layer).await, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_line_that_is_full_refuses_the_next() {
+    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_waiting(1).build().unwrap();
+    let limiter = layer.limiter();
+    let held = limiter.acquire(Key::ALL).await.unwrap();
+    let mut waits = Box::pin(limiter.acquire(Key::ALL));
+    assert!(waits.as_mut().now_or_never().is_none());
+    let full = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(full, Limited::Local { reason: Reason::LineFull(1), .. }), "{full:?}");
+    drop(held);
+    assert!(waits.await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_a_rate_both_hold_and_no_slot_is_spent_on_one_who_waits_for_a_seat() {
+    // Ten a second would allow more, but each call takes a second and two may be in flight.
+    let layer = layer(Quota::per_second(10).and(Quota::in_flight(2)));
+    let upstream = Upstream::taking(ms(1000));
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    join_all((0..6).map(|_| service.clone().oneshot(get("/")))).await;
+    assert_eq!(upstream.arrivals(), [0, 0, 1000, 1000, 2000, 2000]);
+
+    // Two a second, and each call takes no time: the rate is what holds back.
+    let slow = RateLimitLayer::new(Quota::per_second(2).and(Quota::in_flight(2))).unwrap();
+    let upstream = Upstream::new();
+    let service = ServiceBuilder::new().layer(slow).service(upstream.clone());
+    join_all((0..6).map(|_| service.clone().oneshot(get("/")))).await;
+    upstream.was_never_over(2, ms(1000));
+    assert_eq!(upstream.count(), 6);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_ends_with_the_head_its_error_or_its_future() {
+    let layer = layer(Quota::in_flight(1));
+    let client = service_fn(|request: Request<String>| async move {
+        match request.uri().path() {
+            "/ok" => Ok(Response::new(String::new())),
+            "/fails" => Err("no connection".into()),
+            _ => std::future::pending::<Result<Response<String>, BoxError>>().await,
+        }
+    });
+    let service = ServiceBuilder::new().layer(layer.clone()).service(client);
+    let response = service.clone().oneshot(get("/ok")).await.unwrap();
+    assert_eq!(free(&layer).await, 1, "the head is there");
+    drop(response);
+    assert!(service.clone().oneshot(get("/fails")).await.is_err());
+    assert_eq!(free(&layer).await, 1);
+    let mut hangs = Box::pin(service.clone().oneshot(get("/hangs")));
+    assert!(hangs.as_mut().now_or_never().is_none());
+    assert_eq!(free(&layer).await, 0);
+    drop(hangs);
+    assert_eq!(free(&layer).await, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn held_until_the_body_ends_a_call_is_in_flight_until_then() {
+    let layer = layer(Quota::in_flight(1));
+    let client = service_fn(|request: Request<String>| async move {
+        let parts = ["one ", "two"].map(|part| Ok::<_, BoxError>(http_body::Frame::data(Bytes::from(part))));
+        let body = match request.uri().path() {
+            "/empty" => http_body_util::Either::Left(Full::new(Bytes::new())),
+            _ => http_body_util::Either::Right(StreamBody::new(futures::stream::iter(parts))),
+        };
+        Ok::<_, BoxError>(Response::new(body))
+    });
+    let service = ServiceBuilder::new().layer(layer.clone().hold_until_body_end()).service(client);
+    let response = service.clone().oneshot(get("/")).await.unwrap();
+    assert_eq!(free(&layer).await, 0);
+    let mut body = response.into_body();
+    let first = body.frame().await.unwrap().unwrap();
+    assert_eq!(first.into_data().unwrap(), "one ");
+    assert_eq!(free(&layer).await, 0, "more is to come");
+    body.collect().await.unwrap();
+    assert_eq!(free(&layer).await, 1);
+
+    let dropped = service.clone().oneshot(get("/")).await.unwrap();
+    assert_eq!(free(&layer).await, 0);
+    drop(dropped);
+    assert_eq!(free(&layer).await, 1);
+
+    let empty = service.clone().oneshot(get("/empty")).await.unwrap();
+    assert_eq!(free(&layer).await, 1, "there is nothing to read");
+    drop(empty);
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_that_share_a_store_share_the_seats_in_order() {
+    let store = Arc::new(MemoryStore::default());
+    let build = || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
+    let (ours, theirs) = (build(), build());
+    let one = ours.acquire(Key::ALL).await.unwrap();
+    let two = ours.acquire(Key::ALL).await.unwrap();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = Vec::new();
+    for (name, limiter) in [("a", &ours), ("b", &theirs), ("c", &ours), ("d", &theirs), ("e", &ours)] {
+        let (limiter, order) = (limiter.clone(), order.clone());
+        tasks.push(tokio::spawn(async move {
+            let permit = limiter.acquire(Key::ALL).await.unwrap();
+            order.lock().unwrap().push(name);
+            sleep(ms(10)).await;
+            drop(permit);
+        }));
+        tokio::task::yield_now().await;
+    }
+    drop((one, two));
+    join_all(tasks).await;
+    assert_eq!(*order.lock().unwrap(), ["a", "b", "c", "d", "e"]);
+    assert_eq!(ours.peek(Key::ALL).await.unwrap().free, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_stricter_of_two_limits_holds_while_both_are_asserted() {
+    let store = Arc::new(MemoryStore::default());
+    let build = |most| {
+        RateLimitLayer::builder(Quota::in_flight(most)).store(store.clone()).build().unwrap().limiter()
+    };
+    let (strict, loose) = (build(1), build(5));
+    let held = strict.acquire(Key::ALL).await.unwrap();
+    assert!(loose.acquire(Key::ALL).now_or_never().is_none());
+    drop(held);
+    let all = join_all((0..5).map(|_| loose.acquire(Key::ALL))).now_or_never().expect("all at once");
+    assert!(all.iter().all(Result::is_ok));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_knows_no_calls_in_flight_says_so_and_fail_open_passes() {
+    let build = |on_store_error| {
+        let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(Failing::away(false)));
+        builder.on_store_error(on_store_error).build().unwrap().limiter()
+    };
+    let error = build(OnStoreError::FailClosed).acquire(Key::ALL).await.unwrap_err();
+    assert_eq!(who_said_no(&error), "store");
+    assert!(error.to_string().contains("calls in flight"), "{error}");
+    let open = build(OnStoreError::FailOpen);
+    let (one, two) = (open.acquire(Key::ALL).await, open.acquire(Key::ALL).await);
+    assert!(one.is_ok() && two.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_cost_needs_no_seat() {
+    let limiter = layer(Quota::in_flight(1)).limiter();
+    let _held = limiter.acquire(Key::ALL).await.unwrap();
+    assert!(limiter.acquire(Key::ALL).cost(0).await.is_ok());
+}
+
+#[test]
+fn a_runtime_that_is_dropped_leaves_no_call_in_flight() {
+    let layer = layer(Quota::in_flight(60));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        for _ in 0..50 {
+            let permit = layer.limiter().acquire(Key::ALL).await.unwrap();
+            tokio::spawn(async move {
+                std::future::pending::<()>().await;
+                drop(permit);
+            });
+        }
+        tokio::task::yield_now().await;
+        assert_eq!(free(&layer).await, 10);
+    });
+    drop(runtime);
+    assert_eq!(free(&layer).now_or_never(), Some(60));
+}
