@@ -4,6 +4,9 @@
 //! without a word to the store, unless others wait elsewhere: then it goes back, and the store gives it to whoever
 //! came first.
 
+#[cfg(test)]
+mod laws;
+
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -33,9 +36,9 @@ pub(super) struct Flight {
     /// Seats that were ever given.
     given: u64,
     version: u64,
-    /// The last claim that was answered.
-    answered: u64,
-    /// Whether a claim failed: the store knows of who waits no more.
+    /// Whether the last claim is still to be answered: until then nothing else is claimed.
+    asking: bool,
+    /// Whether it failed. The store tries again, and who comes meanwhile wants to know.
     failed: bool,
     others_wait: bool,
     /// Seats with a smaller number are lost.
@@ -83,7 +86,7 @@ impl Flight {
             known: (0, 0),
             given: 0,
             version: 0,
-            answered: 0,
+            asking: false,
             failed: false,
             others_wait: false,
             lost_before: 0,
@@ -106,7 +109,7 @@ impl Flight {
         self.empty_since = None;
         // Where some wait and all was answered, nothing is free.
         let waits = !self.waiting.is_empty() || self.known.1 > 0;
-        if impatient && waits && self.free == 0 && self.answered == self.number && !self.failed {
+        if impatient && waits && self.free == 0 && !self.asking && !self.failed {
             self.settled.insert(number, Err(Unseated::Refused));
             return;
         }
@@ -122,11 +125,11 @@ impl Flight {
         let (taken, known_wants) = self.known;
         // That fewer wait matters only to others.
         let changed = self.sits < taken || wants > known_wants || (wants < known_wants && self.others_wait);
-        if !changed && !self.failed {
+        if !(changed || self.failed) || self.asking {
             return None;
         }
         self.number += 1;
-        self.failed = false;
+        (self.asking, self.failed) = (true, false);
         self.known = (self.sits, wants);
         // What is free goes back: it is not claimed.
         self.free = 0;
@@ -194,9 +197,10 @@ impl Flight {
     /// The store has told something.
     pub(super) fn hear(&mut self, news: News, now: Instant, wakers: &mut Wakers) {
         match news {
-            News::Seats { version, .. } if version < self.version => {}
+            News::Seats { number, version, .. } if number != self.number || version < self.version => {}
             News::Seats { number, given, others_wait, version } => {
-                (self.version, self.answered, self.others_wait) = (version, number, others_wait);
+                (self.version, self.others_wait) = (version, others_wait);
+                (self.asking, self.failed) = (false, false);
                 let more = given.saturating_sub(self.given);
                 self.given += more;
                 let more = u32::try_from(more).unwrap_or(u32::MAX);
@@ -210,7 +214,7 @@ impl Flight {
                 }
             }
             News::Failed(error) => {
-                self.failed = true;
+                (self.asking, self.failed) = (false, true);
                 self.settle(|_| true, &Unseated::Failed(error), wakers);
             }
             News::Lost => {

@@ -37,6 +37,7 @@ fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
         Limit::Fixed { count, window } => [0, GUARD - 1, 2 * GUARD - 2]
             .into_iter()
             .find_map(|offset| over_fixed(&arrivals, u64::from(count), micros_up(window), offset)),
+        Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
     })
 }
 

@@ -37,7 +37,7 @@ struct Holder {
     most: u32,
     /// Seats it sits on, or was given.
     taken: u32,
-    /// Seats it was ever given.
+    /// Seats it was ever given, as far as it could keep them.
     given: u64,
     /// Whether it was told that others wait.
     told: bool,
@@ -137,10 +137,11 @@ impl Seats {
 
     fn take_in(&mut self, now: Micros, claim: Claimed, index: usize) {
         let holder = &mut self.holders[index];
-        // What it was given and had not heard of when it spoke is for those it says are waiting.
+        // What it was given and had not heard of when it spoke is for those it says are waiting, as far as they are so
+        // many. What it will hear of the rest is older than its claim: it passes that over.
         let unheard = holder.given.saturating_sub(claim.heard).min(u64::from(holder.taken)) as u32;
         let kept = unheard.min(claim.wants);
-        (holder.number, holder.given) = (claim.number, holder.given.max(claim.heard));
+        (holder.number, holder.given) = (claim.number, claim.heard + u64::from(kept));
         holder.most = claim.most;
         holder.taken = claim.sits.saturating_add(kept);
         holder.until = now.saturating_add(claim.life);

@@ -37,7 +37,7 @@ pub enum News {
     /// How things are.
     #[non_exhaustive]
     Seats {
-        /// The last claim that was taken in.
+        /// The last claim that was taken in. Where that is not the last that was made, this is old news.
         number: u64,
         /// How many seats it was ever given.
         given: u64,
