@@ -60,6 +60,16 @@ mod told {
         );
     }
 
+    /// Who waits in other processes cannot be told that it is their turn.
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_cannot_tell() {
+        tracing::warn!(
+            target: "tollgate",
+            "PUBLISH is forbidden: those who wait for calls in flight to end have to ask; allow +publish, +subscribe and \
+             the channels of the prefix"
+        );
+    }
+
     /// The upstream answered that it was too much.
     pub(crate) fn upstream_limited(key: &str, status: http::StatusCode, retry_after: Option<Duration>) {
         tracing::warn!(target: "tollgate", key, %status, ?retry_after, "limited by the upstream");
@@ -88,6 +98,9 @@ mod told {
 
     #[cfg(feature = "redis")]
     pub(crate) fn store_may_evict(_policy: &str) {}
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn store_cannot_tell() {}
 
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 

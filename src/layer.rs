@@ -334,7 +334,8 @@ impl RateLimitBuilder {
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
         at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
         at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
-        if !(RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE).contains(&self.in_flight_life) {
+        if !(RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE).contains(&self.in_flight_life)
+        {
             let value = format!("{:?}", self.in_flight_life);
             let allowed = "from 300 ms to an hour";
             return Err(ConfigError::OutOfRange { setting: "in_flight_life", value, allowed });

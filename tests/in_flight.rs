@@ -214,7 +214,8 @@ async fn held_until_the_body_ends_a_call_is_in_flight_until_then() {
 #[tokio::test(start_paused = true)]
 async fn layers_that_share_a_store_share_the_seats_in_order() {
     let store = Arc::new(MemoryStore::default());
-    let build = || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
+    let build =
+        || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
     let (ours, theirs) = (build(), build());
     let one = ours.acquire(Key::ALL).await.unwrap();
     let two = ours.acquire(Key::ALL).await.unwrap();

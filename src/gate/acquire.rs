@@ -178,8 +178,9 @@ impl Drop for Waiter {
             Stage::ForSeat { number, .. } => self.limiter.leave_seats(self.key, number),
             Stage::InLine => {
                 let place = &self.place;
-                self.limiter
-                    .at_line(self.key, clock::now(), |line, desk, wakers| ((), line.leave(desk, place, wakers)));
+                self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
+                    ((), line.leave(desk, place, wakers))
+                });
             }
             Stage::Nowhere => {}
         }

@@ -31,14 +31,16 @@ pub(super) struct Flight {
     settled: BTreeMap<Number, Result<(), Unseated>>,
     /// How many of those who wait cannot: they want what is free now.
     impatient: usize,
-    /// What the store knows: seats taken, and how many wait.
+    /// What was claimed last: seats, and how many wait.
+    claimed: (u32, u32),
+    /// What the store knows of that: seats taken, what it gave since included, and how many still wait.
     known: (u32, u32),
     /// Seats that were ever given.
     given: u64,
     version: u64,
     /// Whether the last claim is still to be answered: until then nothing else is claimed.
     asking: bool,
-    /// Whether it failed. The store tries again, and who comes meanwhile wants to know.
+    /// Whether it failed. The store tries again.
     failed: bool,
     others_wait: bool,
     /// Seats with a smaller number are lost.
@@ -83,6 +85,7 @@ impl Flight {
             waiting: BTreeMap::new(),
             settled: BTreeMap::new(),
             impatient: 0,
+            claimed: (0, 0),
             known: (0, 0),
             given: 0,
             version: 0,
@@ -124,13 +127,18 @@ impl Flight {
         let wants = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
         let (taken, known_wants) = self.known;
         // That fewer wait matters only to others.
-        let changed = self.sits < taken || wants > known_wants || (wants < known_wants && self.others_wait);
-        if !(changed || self.failed) || self.asking {
+        let changed = if self.failed {
+            // It is said again anyway.
+            self.claimed != (self.sits, wants)
+        } else {
+            self.sits < taken || wants > known_wants || (wants < known_wants && self.others_wait)
+        };
+        if !changed || self.asking {
             return None;
         }
         self.number += 1;
-        (self.asking, self.failed) = (true, false);
-        self.known = (self.sits, wants);
+        self.asking = true;
+        (self.claimed, self.known) = ((self.sits, wants), (self.sits, wants));
         // What is free goes back: it is not claimed.
         self.free = 0;
         let &mut Flight { holder, number, sits, given: heard, .. } = self;
@@ -209,7 +217,8 @@ impl Flight {
                 self.free = self.free.saturating_add(more);
                 self.seat(wakers);
                 if self.impatient > 0 {
-                    let answered = |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
+                    let answered =
+                        |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
                     self.settle(answered, &Unseated::Refused, wakers);
                 }
             }

@@ -291,9 +291,7 @@ impl Limiter {
             Ok(Entered::Refused(refusal)) => {
                 Reached::Refused(patience.reason(settings.max_wait), self.which(refusal))
             }
-            Ok(Entered::LineFull) => {
-                Reached::Refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER)
-            }
+            Ok(Entered::LineFull) => Reached::Refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER),
             // The embedded store is not away when it is full.
             Ok(Entered::Failed(StoreError::Full { max_keys })) => {
                 Reached::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)

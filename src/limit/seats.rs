@@ -94,11 +94,11 @@ impl Seats {
             self.holders.push(Holder { id: claim.id, given: claim.heard, ..Holder::default() });
             self.holders.len() - 1
         });
+        self.version += 1;
         if self.holders[index].number < claim.number {
-            self.version += 1;
             self.take_in(now, claim, index);
-            self.give();
         }
+        self.give();
         let Seats { holders, queue, version } = self;
         for holder in &mut *holders {
             let others_wait = queue.iter().any(|batch| batch.holder != holder.id);

@@ -30,6 +30,27 @@ pub struct Claim {
     pub life: Duration,
 }
 
+impl Claim {
+    /// Of nobody.
+    #[cfg(feature = "redis")]
+    pub(crate) const NONE: Claim = Claim {
+        key: Key::ALL,
+        holder: 0,
+        number: 0,
+        most: 0,
+        sits: 0,
+        wants: 0,
+        heard: 0,
+        life: Duration::ZERO,
+    };
+
+    /// Whether its holder sits on nothing and wants nothing: it leaves.
+    #[cfg(feature = "redis")]
+    pub(crate) fn is_over(&self) -> bool {
+        self.sits == 0 && self.wants == 0
+    }
+}
+
 /// What a store tells a gate about calls in flight.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -9,9 +9,7 @@ use super::{
 use crate::clock;
 use crate::key::Key;
 use crate::keyed::{Full, Idle, Keyed};
-use crate::limit::{
-    Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
-};
+use crate::limit::{Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up};
 
 /// Counts permits in this process.
 ///
@@ -134,7 +132,9 @@ impl Store for MemoryStore {
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
         let (key, now) = (claim.key, clock::micros(clock::now()));
         match self.flights.enter(key, now, Flight::default, |flight| flight.claim(&claim, listener)) {
-            Ok(news) => news.into_iter().for_each(|(holder, listener, news)| listener.hear(key, holder, news)),
+            Ok(news) => {
+                news.into_iter().for_each(|(holder, listener, news)| listener.hear(key, holder, news))
+            }
             Err(Full) => {
                 let full = StoreError::Full { max_keys: self.max_keys };
                 listener.clone().hear(key, claim.holder, News::Failed(full));

@@ -70,16 +70,15 @@ pub trait Store: Send + Sync + 'static {
     /// the way runs out by itself.
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]);
 
-    /// Says how many calls of a key a gate has in flight, and how many more it wants. Does not block and cannot fail: what
-    /// it is given, and what it cannot be, `listener` is told, now or later, from any thread.
+    /// Says how many calls of a key a gate has in flight, and how many more it wants. Does not block: the answer, and
+    /// whatever changes later because of others, is told to `listener`, from any thread.
     ///
     /// A store whose claims run out repeats the last one every third of its life, until it claims nothing.
     ///
-    /// By default for stores that know nothing of calls in flight: all are refused, with [`StoreError::Unsupported`].
+    /// By default as for a store that knows nothing of calls in flight: it fails, with [`StoreError::Unsupported`].
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
-        if claim.wants > 0 {
-            listener.clone().hear(claim.key, claim.holder, News::Failed(StoreError::Unsupported("limits of calls in flight")));
-        }
+        let unsupported = StoreError::Unsupported("limits of calls in flight");
+        listener.clone().hear(claim.key, claim.holder, News::Failed(unsupported));
     }
 
     /// Tells the state of `key`, and consumes nothing.

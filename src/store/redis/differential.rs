@@ -2,6 +2,8 @@
 //!
 //! The script runs in a real server, under the time of the test.
 
+mod seats;
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -6,8 +6,10 @@
 //!
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
 
+mod claims;
 #[cfg(test)]
 mod differential;
+mod ears;
 mod link;
 mod script;
 mod wire;
@@ -23,14 +25,14 @@ use redis::io::tcp::TcpSettings;
 use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
-use super::{Answer, Ask, Lease, Store, StoreError, Terms, Unused, Usage};
+use super::{Answer, Ask, Claim, Lease, Listener, News, Store, StoreError, Terms, Unused, Usage};
 use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
 use link::{Factory, RedisFailure};
 use wire::Garbled;
-use worker::{Job, Jobs};
+use worker::{Job, Jobs, Setup};
 
 /// Counts permits in Redis, for many processes.
 ///
@@ -59,9 +61,16 @@ pub struct RedisStore {
     secret: Option<Key>,
     store_timeout: Duration,
     /// Taken when the thread starts.
-    factory: Mutex<Option<Factory>>,
+    connecting: Mutex<Option<Connecting>>,
     /// To the thread that talks to Redis, started when it is first needed.
     jobs: OnceLock<Result<Jobs, StoreError>>,
+}
+
+/// How to get to Redis.
+struct Connecting {
+    factory: Factory,
+    /// Where to listen to what other processes do; a connection of the user's is for commands.
+    ears: Option<Client>,
 }
 
 impl RedisStore {
@@ -90,7 +99,10 @@ impl RedisStore {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn builder(url: &str) -> RedisStoreBuilder {
-        RedisStoreBuilder::of(client(url).map(link::factory_of))
+        RedisStoreBuilder::of(client(url).map(|client| {
+            let ears = Some(client.clone());
+            Connecting { factory: link::factory_of(client), ears }
+        }))
     }
 
     /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
@@ -103,7 +115,8 @@ impl RedisStore {
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
         let connection = link::connection(connection);
-        RedisStoreBuilder::of(Ok(Box::new(move || Box::pin(std::future::ready(Ok(connection.clone()))))))
+        let factory = Box::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
+        RedisStoreBuilder::of(Ok(Connecting { factory, ears: None }))
     }
 
     /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
@@ -128,10 +141,11 @@ impl RedisStore {
         Fut: Future<Output = Result<C, RedisError>> + Send + 'static,
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        RedisStoreBuilder::of(Ok(Box::new(move || {
+        let factory = Box::new(move || {
             let making = factory();
-            Box::pin(async move { Ok(link::connection(making.await?)) })
-        })))
+            Box::pin(async move { Ok(link::connection(making.await?)) }) as _
+        });
+        RedisStoreBuilder::of(Ok(Connecting { factory, ears: None }))
     }
 
     /// Answers when Redis does: for programs that would rather not start without it.
@@ -152,10 +166,17 @@ impl RedisStore {
         format!("{}:{{{}}}", self.prefix, digest.hex())
     }
 
+    /// The name of the calls of `key` in flight, in the same slot of a cluster.
+    fn seats_name(&self, key: Key) -> String {
+        format!("{}:seats", self.name(key))
+    }
+
     fn send(&self, job: Job) -> Result<(), StoreError> {
         let start = || {
-            let factory = self.factory.lock().unwrap_or_else(PoisonError::into_inner).take();
-            worker::start(factory.ok_or(StoreError::Lost)?, self.store_timeout)
+            let connecting = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Connecting { factory, ears } = connecting.ok_or(StoreError::Lost)?;
+            let channels = format!("{}:told:", self.prefix);
+            worker::start(Setup { factory, store_timeout: self.store_timeout, channels, ears })
         };
         let jobs = self.jobs.get_or_init(start).as_ref().map_err(StoreError::clone)?;
         jobs.send(job).map_err(|_| StoreError::Lost)
@@ -177,13 +198,13 @@ impl RedisStore {
     /// Runs the script, and reads what it answers.
     fn call<T: Send + 'static>(
         &self,
-        key: Key,
+        key: String,
         call: Vec<u8>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
-    ) -> Answer<T> {
+    ) -> Asking<T> {
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.ask(|answer| Job::Call { key: self.name(key), call, answer });
-        Answer::Later(Box::pin(async move {
+        let answer = self.ask(|answer| Job::Call { key, call, answer });
+        Box::pin(async move {
             let answer = answer.await?;
             // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
             // recent, so what it decided may be off by as much.
@@ -191,16 +212,15 @@ impl RedisStore {
                 return Err(RedisFailure::Silent(store_timeout).to_error());
             }
             read(&answer).map_err(StoreError::failed)
-        }))
+        })
     }
 }
 
 impl Store for RedisStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let slack = ask.terms.transit_slack();
-        self.call(ask.key, wire::lease(&ask, self.store_timeout, dice()), move |answer| {
-            wire::read_lease(answer, slack)
-        })
+        let call = wire::lease(&ask, self.store_timeout, dice());
+        Answer::Later(self.call(self.name(ask.key), call, move |answer| wire::read_lease(answer, slack)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -210,7 +230,22 @@ impl Store for RedisStore {
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.call(key, wire::peek(terms, dice()), wire::read_peek)
+        let rates = self.call(self.name(key), wire::peek(terms, dice()), wire::read_peek);
+        let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
+        let (name, call) = (self.seats_name(key), wire::peek_seats(most, dice()));
+        let seats = self.ask(|answer| Job::PeekSeats { name, call, answer });
+        Answer::Later(Box::pin(async move {
+            let rates = rates.await?;
+            let (taken, free) = wire::read_peek_seats(&seats.await?).map_err(StoreError::failed)?;
+            Ok(rates.in_flight(most, taken, free))
+        }))
+    }
+
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        let name = self.seats_name(claim.key);
+        if let Err(error) = self.send(Job::Claim { name, claim, listener: listener.clone() }) {
+            listener.clone().hear(claim.key, claim.holder, News::Failed(error));
+        }
     }
 
     fn flush(&self) -> Answer<()> {
@@ -232,7 +267,7 @@ type Asking<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 /// Sets up a [`RedisStore`].
 #[must_use = "a builder does nothing until build"]
 pub struct RedisStoreBuilder {
-    factory: Result<Factory, ConfigError>,
+    connecting: Result<Connecting, ConfigError>,
     prefix: String,
     secret: Option<Key>,
     store_timeout: Duration,
@@ -243,9 +278,9 @@ impl RedisStoreBuilder {
     const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
     const LONGEST_PREFIX: usize = 64;
 
-    fn of(factory: Result<Factory, ConfigError>) -> Self {
+    fn of(connecting: Result<Connecting, ConfigError>) -> Self {
         RedisStoreBuilder {
-            factory,
+            connecting,
             prefix: "tollgate".into(),
             secret: None,
             store_timeout: RedisStoreBuilder::DEFAULT_TIMEOUT,
@@ -283,8 +318,8 @@ impl RedisStoreBuilder {
     ///
     /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
     pub fn build(self) -> Result<RedisStore, ConfigError> {
-        let RedisStoreBuilder { factory, prefix, secret, store_timeout } = self;
-        let factory = factory?;
+        let RedisStoreBuilder { connecting, prefix, secret, store_timeout } = self;
+        let connecting = connecting?;
         let out_of_range =
             |setting, value: String, allowed| Err(ConfigError::OutOfRange { setting, value, allowed });
         let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
@@ -299,7 +334,7 @@ impl RedisStoreBuilder {
             prefix,
             secret,
             store_timeout,
-            factory: Mutex::new(Some(factory)),
+            connecting: Mutex::new(Some(connecting)),
             jobs: OnceLock::new(),
         })
     }

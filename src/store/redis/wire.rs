@@ -6,11 +6,12 @@ use smallvec::SmallVec;
 
 use crate::limit::{Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
-use crate::store::{Ask, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
+use crate::store::{Ask, Claim, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
 
 /// The format of calls, answers and of the state; they change together.
 const VERSION: u8 = 1;
 
+const CLAIM: u8 = 1;
 const LEASE: u8 = 1;
 const PEEK: u8 = 2;
 const RETURN: u8 = 3;
@@ -152,6 +153,43 @@ pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
     call(PEEK, terms, Memory::default(), Duration::ZERO, dice, Spans::NONE, &[], &[])
 }
 
+/// The claim of a holder in `instance`, numbered anew; `memory` is what it remembers of earlier answers.
+pub(super) fn claim(
+    claim: &Claim,
+    number: u64,
+    instance: u64,
+    memory: Memory,
+    store_timeout: Duration,
+    dice: u64,
+) -> Vec<u8> {
+    let mut call = Call(Vec::with_capacity(91));
+    call.byte(VERSION);
+    call.byte(CLAIM);
+    call.long(dice % (NEVER - 1) + 1);
+    call.long(memory.incarnation);
+    call.long(memory.writes);
+    call.long(memory.seen);
+    call.long(micros_down(memory.since));
+    call.long(micros_up(memory.trip.saturating_add(store_timeout)));
+    call.long(instance);
+    call.long(claim.holder);
+    call.long(number);
+    call.int(claim.most);
+    call.int(claim.sits);
+    call.int(claim.wants);
+    call.long(claim.heard);
+    call.long(micros_up(claim.life));
+    call.0
+}
+
+/// The call that asks how many are in flight, of `most`.
+pub(super) fn peek_seats(most: u32, dice: u64) -> Vec<u8> {
+    let nobody = Claim { most, ..Claim::NONE };
+    let mut call = claim(&nobody, 0, 0, Memory::default(), Duration::ZERO, dice);
+    call[1] = PEEK;
+    call
+}
+
 // ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 /// An answer that is not as the page of the format says.
@@ -252,4 +290,55 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
         limits.push(LimitUsage { limit, used: answer.long()?, free: answer.long()? });
     }
     Ok(Usage { limits, free, next_slot })
+}
+
+/// What is told to a holder: in answer to its claim, or because of another's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ToldSeats {
+    pub(super) incarnation: u64,
+    pub(super) changes: u64,
+    pub(super) number: u64,
+    pub(super) given: u64,
+    pub(super) others_wait: bool,
+}
+
+/// The answer to [`claim`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Claimed {
+    pub(super) told: ToldSeats,
+    /// Whether others could not be told what concerns them.
+    pub(super) mute: bool,
+    pub(super) now: u64,
+    /// Until the first of the others will have been silent for a life, unless they are heard of.
+    pub(super) first_end: Option<Duration>,
+    /// For how long nothing is given, because a lost state is learnt anew.
+    pub(super) learning: Duration,
+}
+
+/// Reads the answer to [`claim`].
+pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
+    let mut answer = Answer(answer);
+    answer.version()?;
+    let mute = answer.byte()? != 0;
+    let (incarnation, changes, now) = (answer.long()?, answer.long()?, answer.long()?);
+    let (number, given, others_wait) = (answer.long()?, answer.long()?, answer.byte()? != 0);
+    let told = ToldSeats { incarnation, changes, number, given, others_wait };
+    let first_end = Some(answer.span()?).filter(|span| !span.is_zero());
+    Ok(Claimed { told, mute, now, first_end, learning: answer.span()? })
+}
+
+/// Reads what is told to a holder on its channel.
+pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
+    let mut message = Answer(message);
+    message.version()?;
+    let (incarnation, changes, holder) = (message.long()?, message.long()?, message.long()?);
+    let (number, given, others_wait) = (message.long()?, message.long()?, message.byte()? != 0);
+    Ok((holder, ToldSeats { incarnation, changes, number, given, others_wait }))
+}
+
+/// Reads the answer to [`peek_seats`]: taken and free.
+pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
+    let mut answer = Answer(answer);
+    answer.version()?;
+    Ok((answer.int()?, answer.int()?))
 }

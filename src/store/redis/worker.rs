@@ -7,16 +7,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use redis::Client;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
+use super::claims::Claims;
+use super::ears::{self, Heard};
 use super::link::{Factory, Link};
-use super::script::Script;
+use super::script::{Script, TEXT};
 use super::wire::{self, MOST_RETURNS};
 use crate::clock;
 use crate::error::StoreError;
 use crate::jitter::dice;
 use crate::limit::{Terms, Unused};
+use crate::store::{Claim, Listener};
 
 /// How long what is given back waits for more.
 const GATHERING: Duration = Duration::from_millis(2);
@@ -31,10 +35,21 @@ pub(super) enum Job {
         call: Vec<u8>,
         answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
+    /// Asks for the calls in flight.
+    PeekSeats {
+        name: String,
+        call: Vec<u8>,
+        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+    },
     GiveBack {
         key: String,
         terms: Arc<Terms>,
         unused: Vec<Unused>,
+    },
+    Claim {
+        name: String,
+        claim: Claim,
+        listener: Arc<dyn Listener>,
     },
     /// Answers when all that was given back before has arrived.
     Flush(oneshot::Sender<Result<(), StoreError>>),
@@ -42,17 +57,32 @@ pub(super) enum Job {
     Ping(oneshot::Sender<Result<(), StoreError>>),
 }
 
+/// What the thread is started with.
+pub(super) struct Setup {
+    pub(super) factory: Factory,
+    pub(super) store_timeout: Duration,
+    /// What the names of channels begin with.
+    pub(super) channels: String,
+    /// Whom to ask for a connection to listen on, where that is known.
+    pub(super) ears: Option<Client>,
+}
+
 /// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
-pub(super) fn start(factory: Factory, store_timeout: Duration) -> Result<Jobs, StoreError> {
+pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
+    let Setup { factory, store_timeout, channels, ears } = setup;
     let link = Link::new(factory, store_timeout);
     std::thread::Builder::new()
         .name("tollgate-redis".into())
         .spawn(move || {
-            let (link, script) = (Arc::new(link), Arc::new(Script::new()));
-            let worker = Worker { link, script, returns: Returns::new(), release_at: None, lost: None };
+            let (link, script, instance) = (Arc::new(link), Arc::new(Script::new(TEXT)), dice() >> 11);
+            let ears = ears.map(|client| (client, format!("{channels}{instance}")));
+            let claims = Claims::new(link.clone(), instance, channels, store_timeout);
+            let returns = Returns::new();
+            let worker =
+                Worker { link, script, returns, release_at: None, lost: None, claims, ears, heard: None };
             runtime.block_on(worker.run(incoming));
             // A resolver of names may be at work still; nobody waits for it.
             runtime.shutdown_background();
@@ -74,6 +104,10 @@ struct Worker {
     release_at: Option<Instant>,
     /// Why something that was given back did not arrive; told to who asks next whether all has.
     lost: Option<StoreError>,
+    claims: Claims,
+    /// Where to listen, until somebody claims.
+    ears: Option<(Client, String)>,
+    heard: Option<mpsc::UnboundedReceiver<Heard>>,
 }
 
 impl Worker {
@@ -81,16 +115,30 @@ impl Worker {
         let link = self.link.clone();
         let keeper = tokio::spawn(async move { link.keep().await });
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
-        loop {
-            let release_at = self.release_at;
+        // Until the last gate is gone, and the store has heard of all who left.
+        let mut open = true;
+        while open || !self.claims.all_heard() {
+            if jobs.is_empty() {
+                self.claims.rest();
+            }
+            let (release_at, claims_at) = (self.release_at, self.claims.due_at());
             tokio::select! {
-                job = jobs.recv() => match job {
+                job = jobs.recv(), if open => match job {
                     Some(job) => self.take(job, &mut calls, &mut releases),
-                    None => break,
+                    None => open = false,
                 },
                 () = clock::sleep_until(release_at.unwrap_or_else(clock::now)), if release_at.is_some() => {
                     self.release(&mut releases);
                 }
+                () = clock::sleep_until(claims_at.unwrap_or_else(clock::now)), if claims_at.is_some() => {
+                    self.claims.due();
+                }
+                Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
+                Some(heard) = next(&mut self.heard) => match heard {
+                    Heard::Open => self.claims.set_told(true),
+                    Heard::Deaf => self.claims.set_told(false),
+                    Heard::Message(message) => self.claims.hear(&message),
+                },
                 Some(_) = calls.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
@@ -109,7 +157,13 @@ impl Worker {
                 let (script, link) = (self.script.clone(), self.link.clone());
                 calls.spawn(async move {
                     // Whoever asked may have gone meanwhile: what was granted runs out by itself.
-                    let _ = answer.send(script.run(&link, &key, &call).await);
+                    let _ = answer.send(script.run(&link, &key, &[&call]).await);
+                });
+            }
+            Job::PeekSeats { name, call, answer } => {
+                let (script, link) = (self.claims.script(), self.link.clone());
+                calls.spawn(async move {
+                    let _ = answer.send(script.run(&link, &name, &[&call]).await);
                 });
             }
             Job::GiveBack { key, terms, unused } => {
@@ -119,12 +173,23 @@ impl Worker {
                 }
                 self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
+            Job::Claim { name, claim, listener } => {
+                if let Some((client, channel)) = self.ears.take() {
+                    let (sender, heard) = mpsc::unbounded_channel();
+                    tokio::spawn(ears::listen(client, channel, sender));
+                    self.heard = Some(heard);
+                }
+                self.claims.take(name, claim, listener);
+            }
             Job::Flush(answer) => {
                 self.release(releases);
                 let (releases, lost) = (std::mem::take(releases), self.lost.take());
+                let (all_left, left) = oneshot::channel();
+                self.claims.flush(all_left);
                 calls.spawn(async move {
-                    let flushed = releases.join_all().await.into_iter().collect();
-                    let _ = answer.send(lost.map_or(flushed, Err));
+                    let flushed: Result<(), StoreError> = releases.join_all().await.into_iter().collect();
+                    let left = left.await.unwrap_or(Err(StoreError::Lost));
+                    let _ = answer.send(lost.map_or(flushed.and(left), Err));
                 });
             }
             Job::Ping(answer) => {
@@ -149,8 +214,12 @@ impl Worker {
             for unused in unused.chunks(MOST_RETURNS) {
                 let call = wire::give_back(&terms, unused, dice());
                 let (script, link, key) = (self.script.clone(), self.link.clone(), key.clone());
-                releases.spawn(async move { script.run(&link, &key, &call).await.map(|_| ()) });
+                releases.spawn(async move { script.run(&link, &key, &[&call]).await.map(|_| ()) });
             }
         }
     }
+}
+
+async fn next(heard: &mut Option<mpsc::UnboundedReceiver<Heard>>) -> Option<Heard> {
+    heard.as_mut()?.recv().await
 }

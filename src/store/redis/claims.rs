@@ -1,0 +1,338 @@
+//! The claims of this process: said once when something changes, again every third of a life, and again when the store
+//! was away; so the gates need not be asked, and their runtimes may be gone.
+//!
+//! A claim says how things are: of each holder only the last one counts, and one at a time is on its way.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+
+use super::link::Link;
+use super::script::Script;
+use super::wire::{self, Claimed, ToldSeats};
+use crate::clock;
+use crate::error::StoreError;
+use crate::events;
+use crate::jitter::{dice, jittered};
+use crate::store::{Claim, Listener, Memory, News};
+
+/// How often a holder may say its last claim again: its numbers leave so much room.
+const AGAIN: u64 = 1 << 20;
+
+/// Where nobody tells those who wait that they have been given seats, they ask after so long.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
+
+/// Between two tries where the store is away; jittered, and doubled up to the longest.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What runs out has run out a little later.
+const A_LITTLE: Duration = Duration::from_millis(2);
+
+pub(super) struct Claims {
+    link: Arc<Link>,
+    script: Arc<Script>,
+    /// Which store this is, to others.
+    instance: u64,
+    /// What the names of channels begin with.
+    channels: String,
+    store_timeout: Duration,
+    /// By their number.
+    holders: HashMap<u64, Holder>,
+    timers: BTreeSet<(Instant, u64)>,
+    on_their_way: JoinSet<(u64, Result<Claimed, StoreError>)>,
+    /// Whether this process is told what others do.
+    told: bool,
+    warned: bool,
+    /// Why the store has not heard of one who left.
+    unheard: Option<StoreError>,
+    /// Those who want to know when the store has heard all.
+    flushes: Vec<oneshot::Sender<Result<(), StoreError>>>,
+}
+
+struct Holder {
+    name: Arc<str>,
+    claim: Claim,
+    listener: Arc<dyn Listener>,
+    /// How often the claim was said.
+    said: u64,
+    /// When the claim that is on its way was sent, and what it was.
+    sent: Option<(Instant, Claim)>,
+    memory: Option<Remembered>,
+    /// Until when the last claim that was answered is good.
+    good_until: Option<Instant>,
+    lost: bool,
+    failures: u32,
+    /// What arrived before the answer that came before it.
+    early: Option<ToldSeats>,
+    /// How much was told: what comes later is newer.
+    version: u64,
+    timer: Option<Instant>,
+}
+
+#[derive(Clone, Copy)]
+struct Remembered {
+    incarnation: u64,
+    changes: u64,
+    seen: u64,
+    sent: Instant,
+    heard: Instant,
+}
+
+impl Claims {
+    pub(super) fn new(link: Arc<Link>, instance: u64, channels: String, store_timeout: Duration) -> Self {
+        Claims {
+            link,
+            script: Arc::new(Script::new(super::script::SEATS)),
+            instance,
+            channels,
+            store_timeout,
+            holders: HashMap::new(),
+            timers: BTreeSet::new(),
+            on_their_way: JoinSet::new(),
+            told: false,
+            warned: false,
+            unheard: None,
+            flushes: Vec::new(),
+        }
+    }
+
+    pub(super) fn script(&self) -> Arc<Script> {
+        self.script.clone()
+    }
+
+    /// A gate claims.
+    pub(super) fn take(&mut self, name: String, claim: Claim, listener: Arc<dyn Listener>) {
+        let id = claim.holder;
+        let holder = self.holders.entry(id).or_insert_with(|| Holder {
+            name: name.into(),
+            claim: Claim::NONE,
+            listener,
+            said: 0,
+            sent: None,
+            memory: None,
+            good_until: None,
+            lost: false,
+            failures: 0,
+            early: None,
+            version: 0,
+            timer: None,
+        });
+        if claim.number <= holder.claim.number {
+            return;
+        }
+        (holder.claim, holder.said) = (claim, 0);
+        if holder.sent.is_none() {
+            self.send(id);
+        }
+    }
+
+    /// When something is to be done.
+    pub(super) fn due_at(&self) -> Option<Instant> {
+        self.timers.first().map(|(at, _)| *at)
+    }
+
+    /// Does what is due.
+    pub(super) fn due(&mut self) {
+        let now = clock::now();
+        while let Some(&(at, id)) = self.timers.first()
+            && at <= now
+        {
+            self.timers.pop_first();
+            let Some(holder) = self.holders.get_mut(&id) else { continue };
+            holder.timer = None;
+            holder.tell_if_lost(now);
+            if holder.sent.is_none() {
+                self.send(id);
+            } else {
+                self.set_timer(id, clock::after(now, self.store_timeout));
+            }
+        }
+    }
+
+    /// Answers when a claim has been answered, and what.
+    pub(super) async fn answer(&mut self) -> Option<(u64, Result<Claimed, StoreError>)> {
+        // One that panicked is as one without an answer: its timer says it again.
+        self.on_their_way.join_next().await?.ok()
+    }
+
+    fn set_timer(&mut self, id: u64, at: Instant) {
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let at = match holder.good_until {
+            Some(good_until) if !holder.lost && holder.claim.sits > 0 => at.min(good_until),
+            _ => at,
+        };
+        if let Some(timer) = holder.timer.replace(at) {
+            self.timers.remove(&(timer, id));
+        }
+        self.timers.insert((at, id));
+    }
+
+    fn send(&mut self, id: u64) {
+        let (now, instance, store_timeout) = (clock::now(), self.instance, self.store_timeout);
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let claim = holder.claim;
+        let number = claim.number.saturating_mul(AGAIN) + holder.said.min(AGAIN - 1);
+        holder.said += 1;
+        holder.sent = Some((now, claim));
+        let memory = holder.memory.filter(|memory| now.saturating_duration_since(memory.heard) < claim.life);
+        let memory = memory.map_or_else(Memory::default, |memory| memory.tell(now));
+        let call = wire::claim(&claim, number, instance, memory, store_timeout, dice());
+        let (script, link, name) = (self.script.clone(), self.link.clone(), holder.name.clone());
+        let channels = self.channels.clone();
+        self.on_their_way.spawn(async move {
+            let answer = script.run(&link, &name, &[&call, channels.as_bytes()]).await;
+            (id, answer.and_then(|answer| wire::read_claimed(&answer).map_err(StoreError::failed)))
+        });
+        self.set_timer(id, clock::after(now, claim.life / 3));
+    }
+
+    /// A claim has been answered.
+    pub(super) fn answered(&mut self, id: u64, answer: Result<Claimed, StoreError>) {
+        let (now, told) = (clock::now(), self.told);
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let Some((sent, claim)) = holder.sent.take() else { return };
+        let next = match answer {
+            Ok(answer) => {
+                if answer.mute && !std::mem::replace(&mut self.warned, true) {
+                    events::store_cannot_tell();
+                }
+                holder.heard(sent, claim, &answer, now, told)
+            }
+            Err(error) => {
+                holder.failures += 1;
+                holder.tell_if_lost(now);
+                holder.listener.clone().hear(claim.key, id, News::Failed(error.clone()));
+                if holder.claim.is_over() {
+                    self.unheard = Some(error);
+                    if holder.good_until.is_none_or(|until| until <= now) {
+                        // It is not counted any more.
+                        return self.forget(id);
+                    }
+                }
+                let pause = SHORTEST_PAUSE.saturating_mul(1 << holder.failures.min(10)).min(LONGEST_PAUSE);
+                jittered(pause.min(claim.life / 6))
+            }
+        };
+        if holder.claim.number > claim.number {
+            self.send(id);
+        } else if holder.claim.is_over() && holder.failures == 0 {
+            self.unheard = None;
+            self.forget(id);
+        } else {
+            self.set_timer(id, clock::after(now, next));
+        }
+    }
+
+    fn forget(&mut self, id: u64) {
+        if let Some(timer) = self.holders.remove(&id).and_then(|holder| holder.timer) {
+            self.timers.remove(&(timer, id));
+        }
+    }
+
+    /// Whether the store has heard all there is to say.
+    pub(super) fn all_heard(&self) -> bool {
+        self.holders.values().all(|holder| holder.sent.is_none() && !holder.claim.is_over())
+    }
+
+    /// Answers when the store has heard all there is to say.
+    pub(super) fn flush(&mut self, answer: oneshot::Sender<Result<(), StoreError>>) {
+        self.flushes.push(answer);
+    }
+
+    /// There is nothing else to be done at the moment.
+    pub(super) fn rest(&mut self) {
+        if self.flushes.is_empty() || !(self.all_heard() || self.unheard.is_some()) {
+            return;
+        }
+        let heard = self.unheard.take().map_or(Ok(()), Err);
+        for flush in self.flushes.drain(..) {
+            let _ = flush.send(heard.clone());
+        }
+    }
+
+    /// The other side has told a holder something.
+    pub(super) fn hear(&mut self, message: &[u8]) {
+        if let Ok((id, told)) = wire::read_told(message)
+            && let Some(holder) = self.holders.get_mut(&id)
+        {
+            match &mut holder.memory {
+                Some(memory) if memory.incarnation == told.incarnation => {
+                    if memory.changes < told.changes {
+                        memory.changes = told.changes;
+                        holder.tell(told);
+                    }
+                }
+                _ => holder.early = Some(told),
+            }
+        }
+    }
+
+    /// From now on this process is told what others do, or is no longer. What it was not told meanwhile, it asks.
+    pub(super) fn set_told(&mut self, told: bool) {
+        self.told = told;
+        let now = clock::now();
+        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.sits + holder.claim.wants > 0);
+        for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.set_timer(id, now);
+        }
+    }
+}
+
+impl Holder {
+    /// Takes in an answer. Answers after how long the claim is to be said again.
+    fn heard(&mut self, sent: Instant, claim: Claim, answer: &Claimed, now: Instant, told: bool) -> Duration {
+        // What others did since may have been told already.
+        let ToldSeats { incarnation, changes, .. } = answer.told;
+        let newer = |told: &ToldSeats| told.incarnation == incarnation && told.changes > changes;
+        let newest = self.early.take().filter(newer).unwrap_or(answer.told);
+        let known =
+            self.memory.filter(|memory| memory.incarnation == incarnation).map(|memory| memory.changes);
+        let is_news = known.is_none_or(|known| known <= newest.changes);
+        let changes = known.unwrap_or(0).max(newest.changes);
+        self.failures = 0;
+        self.memory = Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now });
+        if is_news {
+            self.tell(newest);
+        }
+        (self.good_until, self.lost) = (Some(clock::after(sent, claim.life)), false);
+        let third = claim.life / 3;
+        if claim.wants == 0 {
+            return third;
+        }
+        let first_end = answer.first_end.map(|span| span + A_LITTLE);
+        let learnt = (!answer.learning.is_zero()).then(|| answer.learning + A_LITTLE);
+        let ask = (!told || answer.mute).then(|| jittered(ASK_AGAIN));
+        [first_end, learnt, ask].into_iter().flatten().fold(third, Duration::min)
+    }
+
+    fn tell(&mut self, told: ToldSeats) {
+        self.version += 1;
+        let ToldSeats { number, given, others_wait, .. } = told;
+        let news = News::seats(number / AGAIN, given, others_wait, self.version);
+        self.listener.clone().hear(self.claim.key, self.claim.holder, news);
+    }
+
+    fn tell_if_lost(&mut self, now: Instant) {
+        if !self.lost && self.claim.sits > 0 && self.good_until.is_some_and(|until| until <= now) {
+            self.lost = true;
+            self.listener.clone().hear(self.claim.key, self.claim.holder, News::Lost);
+        }
+    }
+}
+
+impl Remembered {
+    fn tell(&self, now: Instant) -> Memory {
+        Memory {
+            incarnation: self.incarnation,
+            writes: self.changes,
+            seen: self.seen,
+            since: now.saturating_duration_since(self.heard),
+            trip: self.heard.saturating_duration_since(self.sent),
+            granted: 0,
+        }
+    }
+}

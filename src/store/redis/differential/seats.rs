@@ -1,0 +1,111 @@
+//! The same for calls in flight: the same claims get the same seats, and the same holders are told.
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use redis_server::RedisServer;
+
+use super::super::script::SEATS;
+use super::super::wire::{self, ToldSeats};
+use super::{START, millis};
+use crate::limit::{Claimed, Micros, Seats};
+use crate::store::{Claim, Memory};
+
+const INSTANCE: u64 = 77;
+
+#[derive(Clone, Debug)]
+struct Step {
+    wait: Micros,
+    holder: u64,
+    sits: u32,
+    wants: u32,
+    /// How many of the seats it was given it has not heard of.
+    unheard: u64,
+    most: u32,
+    /// Whether the claim is one that was made before.
+    old: bool,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let waits = prop::sample::select(vec![0u64, 1, 5_000, 400_000, 900_000]);
+    let most = prop_oneof![8 => Just(6u32), 1 => 2u32..9];
+    (waits, 1u64..5, 0u32..4, 0u32..6, 0u64..3, most, prop::bool::weighted(0.1)).prop_map(
+        |(wait, holder, sits, wants, unheard, most, old)| Step {
+            wait,
+            holder,
+            sits,
+            wants,
+            unheard,
+            most,
+            old,
+        },
+    )
+}
+
+/// The script under the time of the caller, and what it tells in a list.
+fn script() -> redis::Script {
+    let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
+    let tells = "redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', h.instance), ";
+    assert_eq!((SEATS.matches(asks).count(), SEATS.matches(tells).count()), (1, 1));
+    let text = SEATS.replace(asks, "local raw = tonumber(ARGV[3])\n");
+    redis::Script::new(&text.replace(tells, "redis.pcall('RPUSH', 'told', "))
+}
+
+type Told = (u64, u64, u64, bool);
+
+fn of(told: ToldSeats, holder: u64) -> Told {
+    (holder, told.number, told.given, told.others_wait)
+}
+
+fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCaseError> {
+    let () = redis::cmd("FLUSHALL").query(redis).expect("a server");
+    let (script, mut seats, mut now, mut number) = (script(), Seats::default(), START, 0);
+    let mut given = [0u64; 5];
+    for step in steps {
+        now += step.wait;
+        number += 1;
+        let number = if step.old { number / 2 } else { number };
+        let heard = given[step.holder as usize].saturating_sub(step.unheard);
+        let Step { holder, sits, wants, most, .. } = *step;
+        let life = millis(1000);
+        let claim = Claim { holder, number, most, sits, wants, heard, life, ..Claim::NONE };
+
+        let mut here: Vec<Told> = Vec::new();
+        let claimed = Claimed { id: holder, number, most, sits, wants, heard, life: 1_000_000 };
+        seats.claim(now, claimed, |told| here.push((told.id, told.number, told.given, told.others_wait)));
+
+        let call = wire::claim(&claim, number, INSTANCE, Memory::default(), millis(0), 1);
+        let answer: Vec<u8> =
+            script.key("seats").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
+        let answer = wire::read_claimed(&answer).expect("an answer that can be read");
+        let messages: Vec<Vec<u8>> =
+            redis::cmd("LRANGE").arg(&["told", "0", "-1"]).query(redis).expect("a list");
+        let () = redis::cmd("DEL").arg("told").query(redis).expect("a list");
+        let mut there = vec![of(answer.told, holder)];
+        for message in messages {
+            let (id, told) = wire::read_told(&message).expect("a message that can be read");
+            there.push(of(told, id));
+        }
+        here.sort_unstable();
+        there.sort_unstable();
+        prop_assert_eq!(&here, &there);
+        for (id, _, total, _) in here {
+            given[id as usize] = total;
+        }
+        let peek = wire::peek_seats(6, 1);
+        let peeked: Vec<u8> =
+            script.key("seats").arg(peek).arg("").arg(now).invoke(redis).expect("an answer");
+        prop_assert_eq!(wire::read_peek_seats(&peeked).expect("two numbers"), seats.usage(6));
+    }
+    Ok(())
+}
+
+#[test]
+fn seats_are_given_in_redis_as_in_memory() {
+    let server = RedisServer::start().expect("redis-server");
+    let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
+    let config = ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() };
+    let mut runner = TestRunner::new(config);
+    let steps = prop::collection::vec(step(), 1..60);
+    let run = runner.run(&steps, |steps| history(&mut redis.borrow_mut(), &steps));
+    run.unwrap_or_else(|error| panic!("{error}"));
+}

@@ -1,0 +1,291 @@
+//! Limits of calls in flight that many processes share: stores of their own stand for processes. With a real Redis.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::future::join_all;
+use redis_server::RedisServer;
+use tokio::time::{Instant, sleep};
+use tollgate::store::{RedisStore, StoreError};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+fn builder(server: &RedisServer, quota: Quota) -> RateLimitBuilder {
+    RateLimitLayer::builder(quota).store(Arc::new(RedisStore::new(&server.url()).unwrap()))
+}
+
+/// A process: a limiter with a store of its own.
+fn process(server: &RedisServer, quota: Quota) -> Limiter {
+    builder(server, quota).build().unwrap().limiter()
+}
+
+/// How many calls are in flight, and the most there ever were.
+#[derive(Default)]
+struct Upstream {
+    now: AtomicUsize,
+    most: AtomicUsize,
+    calls: AtomicUsize,
+}
+
+impl Upstream {
+    async fn call(&self, takes: Duration) {
+        let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
+        let _end = End(&self.now);
+        self.most.fetch_max(now, Ordering::Relaxed);
+        sleep(takes).await;
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn most(&self) -> usize {
+        self.most.load(Ordering::Relaxed)
+    }
+
+    fn calls(&self) -> usize {
+        self.calls.load(Ordering::Relaxed)
+    }
+}
+
+struct End<'a>(&'a AtomicUsize);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+async fn free(limiter: &Limiter) -> u64 {
+    limiter.peek(Key::ALL).await.unwrap().free
+}
+
+/// Waits until so many are free. A store far away needs a moment.
+async fn until_free(limiter: &Limiter, wanted: u64) {
+    let give_up = Instant::now() + Duration::from_secs(20);
+    while limiter.peek(Key::ALL).await.map(|peek| peek.free).ok() != Some(wanted) {
+        assert!(Instant::now() < give_up, "not {wanted} free: {:?}", limiter.peek(Key::ALL).await);
+        sleep(millis(5)).await;
+    }
+}
+
+fn scripts_run(server: &RedisServer) -> u64 {
+    let stats: String = server.command(&["INFO", "commandstats"]);
+    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+#[tokio::test]
+async fn processes_share_the_seats_and_nobody_polls() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Arc::new(Upstream::default());
+    let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::in_flight(8))).collect();
+    join_all(processes.iter().map(|limiter| free(limiter))).await;
+    let before = scripts_run(&server);
+    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 16]).map(|limiter| {
+        let upstream = upstream.clone();
+        tokio::spawn(async move {
+            for _ in 0..10 {
+                let permit = limiter.acquire(Key::ALL).await.unwrap();
+                upstream.call(millis(10)).await;
+                drop(permit);
+            }
+        })
+    });
+    join_all(callers).await;
+    assert_eq!((upstream.most(), upstream.calls()), (8, 640));
+    let scripts = scripts_run(&server) - before;
+    println!("{scripts} store calls for 640 calls in flight");
+    // Each end and each coming are said at most once, and many at a time.
+    assert!(scripts <= 2 * 640 + 100, "{scripts}");
+    until_free(&processes[0], 8).await;
+}
+
+#[tokio::test]
+async fn one_process_alone_passes_seats_on_without_the_store() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Arc::new(Upstream::default());
+    let limiter = process(&server, Quota::in_flight(4));
+    free(&limiter).await;
+    let before = scripts_run(&server);
+    let callers = (0..16).map(|_| {
+        let (limiter, upstream) = (limiter.clone(), upstream.clone());
+        tokio::spawn(async move {
+            for _ in 0..20 {
+                let permit = limiter.acquire(Key::ALL).await.unwrap();
+                upstream.call(millis(5)).await;
+                drop(permit);
+            }
+        })
+    });
+    join_all(callers).await;
+    assert_eq!((upstream.most(), upstream.calls()), (4, 320));
+    let scripts = scripts_run(&server) - before;
+    println!("{scripts} store calls for 320 calls in flight");
+    assert!(scripts < 80, "{scripts}");
+}
+
+#[tokio::test]
+async fn those_who_came_first_go_first_whichever_process_they_are_in() {
+    let server = RedisServer::start().unwrap();
+    let (ours, theirs) = (process(&server, Quota::in_flight(1)), process(&server, Quota::in_flight(1)));
+    let held = ours.acquire(Key::ALL).await.unwrap();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = VecDeque::new();
+    for number in 0..12 {
+        let limiter = if number % 3 == 0 { &ours } else { &theirs };
+        let (limiter, order) = (limiter.clone(), order.clone());
+        tasks.push_back(tokio::spawn(async move {
+            let permit = limiter.acquire(Key::ALL).await.unwrap();
+            order.lock().unwrap().push(number);
+            drop(permit);
+        }));
+        // Each is heard of before the next comes.
+        sleep(millis(30)).await;
+    }
+    drop(held);
+    join_all(tasks).await;
+    assert_eq!(*order.lock().unwrap(), (0..12).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn an_upstream_slower_than_the_life_never_sees_more() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Arc::new(Upstream::default());
+    let processes: Vec<_> = (0..3)
+        .map(|_| builder(&server, Quota::in_flight(5)).in_flight_life(millis(600)).build().unwrap().limiter())
+        .collect();
+    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 5]).map(|limiter| {
+        let upstream = upstream.clone();
+        tokio::spawn(async move {
+            let permit = limiter.acquire(Key::ALL).await.unwrap();
+            upstream.call(millis(2000)).await;
+            drop(permit);
+        })
+    });
+    join_all(callers).await;
+    assert_eq!((upstream.most(), upstream.calls()), (5, 15));
+}
+
+#[test]
+fn a_runtime_that_is_dropped_with_fifty_held_leaves_none() {
+    let server = RedisServer::start().unwrap();
+    let (ours, theirs) = (process(&server, Quota::in_flight(60)), process(&server, Quota::in_flight(60)));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        for _ in 0..50 {
+            let permit = ours.acquire(Key::ALL).await.unwrap();
+            tokio::spawn(async move {
+                std::future::pending::<()>().await;
+                drop(permit);
+            });
+        }
+        tokio::task::yield_now().await;
+        until_free(&theirs, 10).await;
+    });
+    drop(runtime);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(until_free(&theirs, 60));
+}
+
+#[tokio::test]
+async fn a_server_that_forgets_gives_nothing_to_others_while_calls_are_in_flight() {
+    let server = RedisServer::start().unwrap();
+    let build =
+        || builder(&server, Quota::in_flight(4)).in_flight_life(millis(900)).build().unwrap().limiter();
+    let (ours, theirs) = (build(), build());
+    let upstream = Arc::new(Upstream::default());
+    let call = |limiter: &Limiter, takes| {
+        let (limiter, upstream) = (limiter.clone(), upstream.clone());
+        tokio::spawn(async move {
+            let permit = limiter.acquire(Key::ALL).await.unwrap();
+            upstream.call(takes).await;
+            drop(permit);
+        })
+    };
+    let mut calls: Vec<_> = (0..4).map(|_| call(&ours, millis(2500))).collect();
+    until_free(&theirs, 0).await;
+    // Both processes know of the state that is about to be lost.
+    calls.push(call(&theirs, millis(100)));
+    sleep(millis(100)).await;
+    let () = server.command(&["FLUSHALL"]);
+    calls.extend((0..8).map(|_| call(&theirs, millis(300))));
+    calls.extend((0..8).map(|_| call(&ours, millis(300))));
+    join_all(calls).await;
+    assert_eq!((upstream.most(), upstream.calls()), (4, 21));
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_is_told_at_once_and_found_again() {
+    let mut server = RedisServer::start().unwrap();
+    let limiter = process(&server, Quota::in_flight(2));
+    let held = limiter.acquire(Key::ALL).await.unwrap();
+    server.kill();
+    sleep(millis(100)).await;
+    let error = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(error, Limited::Store { source: StoreError::Away(_), .. }), "{error:?}");
+    server.restart().unwrap();
+    let give_up = Instant::now() + Duration::from_secs(20);
+    let permit = loop {
+        match limiter.acquire(Key::ALL).await {
+            Ok(permit) => break permit,
+            Err(error) => assert!(Instant::now() < give_up, "{error}"),
+        }
+        sleep(millis(20)).await;
+    };
+    drop((held, permit));
+    until_free(&limiter, 2).await;
+}
+
+#[tokio::test]
+async fn a_call_whose_seat_may_be_anothers_is_given_up_or_goes_on_as_told() {
+    let mut server = RedisServer::start().unwrap();
+    let life = millis(400);
+    let closed = builder(&server, Quota::in_flight(2)).in_flight_life(life).build().unwrap().limiter();
+    let open = builder(&server, Quota::in_flight(2)).in_flight_life(life);
+    let open = open.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
+    let (one, two) = (closed.acquire(Key::ALL).await.unwrap(), open.acquire(Key::ALL).await.unwrap());
+    server.kill();
+    let lost = one.lost().await;
+    assert!(matches!(lost, StoreError::SeatLost), "{lost:?}");
+    let goes_on = tokio::time::timeout(millis(500), two.lost()).await;
+    assert!(goes_on.is_err(), "{goes_on:?}");
+    // What is lost ends like any other.
+    drop((one, two));
+    server.restart().unwrap();
+    until_free(&closed, 2).await;
+}
+
+#[tokio::test]
+async fn a_connection_of_ones_own_asks_where_nobody_tells() {
+    let server = RedisServer::start().unwrap();
+    let client = redis::Client::open(server.url()).unwrap();
+    let build = || {
+        let client = client.clone();
+        let store = RedisStore::with_factory(move || {
+            let client = client.clone();
+            async move { client.get_multiplexed_async_connection().await }
+        });
+        let store = Arc::new(store.build().unwrap());
+        RateLimitLayer::builder(Quota::in_flight(1)).store(store).build().unwrap().limiter()
+    };
+    let (ours, theirs) = (build(), build());
+    let held = ours.acquire(Key::ALL).await.unwrap();
+    let waits = tokio::spawn(async move { theirs.acquire(Key::ALL).await.map(drop) });
+    sleep(millis(100)).await;
+    drop(held);
+    waits.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn shutdown_answers_when_the_store_has_heard_of_all_who_left() {
+    let server = RedisServer::start().unwrap();
+    let limiter = process(&server, Quota::in_flight(9).and(Quota::per_second(100)));
+    let held = join_all((0..9).map(|_| limiter.acquire(Key::ALL))).await;
+    assert_eq!(free(&limiter).await, 0);
+    drop(held);
+    limiter.shutdown().await.unwrap();
+    assert_eq!(free(&limiter).await, 9);
+}
