@@ -1,7 +1,8 @@
 //! How much is allowed: a [`Quota`] is one or more [`Limit`]s on one key.
 
+mod parse;
+
 use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::error::ConfigError;
@@ -416,52 +417,6 @@ impl fmt::Debug for Quota {
     }
 }
 
-/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`; and calls in flight:
-/// `50/s, 8 in flight`.
-///
-/// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals.
-impl FromStr for Quota {
-    type Err = ConfigError;
-
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let unreadable =
-            |part: &str| ConfigError::Unparsable { text: part.trim().chars().take(64).collect() };
-        let mut quota: Option<Quota> = None;
-        for part in text.split(',') {
-            let shown = if part.trim().is_empty() { text } else { part };
-            let one = parse_limit(part.trim()).ok_or_else(|| unreadable(shown))?;
-            quota = Some(match quota {
-                None => one,
-                Some(sofar) => sofar.and(one),
-            });
-        }
-        let quota = quota.ok_or_else(|| unreadable(text))?;
-        quota.check(Duration::ZERO, Duration::ZERO)?;
-        Ok(quota)
-    }
-}
-
-fn parse_limit(text: &str) -> Option<Quota> {
-    if let Some(count) = text.strip_suffix("in flight") {
-        return count.trim().parse().ok().map(Quota::in_flight);
-    }
-    let (count, window) = text.split_once('/')?;
-    let count = count.trim().parse::<u32>().ok()?;
-    let window = window.trim();
-    let digits = window.bytes().take_while(u8::is_ascii_digit).count();
-    let (number, unit) = window.split_at(digits);
-    let number = if number.is_empty() { 1 } else { number.parse::<u64>().ok()? };
-    let millis: u64 = match unit.trim() {
-        "ms" => 1,
-        "s" | "sec" | "secs" | "second" | "seconds" => 1000,
-        "m" | "min" | "mins" | "minute" | "minutes" => 60_000,
-        "h" | "hour" | "hours" => 3_600_000,
-        "d" | "day" | "days" => 86_400_000,
-        _ => return None,
-    };
-    Some(Quota::new(count, Duration::from_millis(number.checked_mul(millis)?)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -471,49 +426,6 @@ mod tests {
 
     fn check(quota: Quota) -> Result<(), ConfigError> {
         quota.check(MARGIN, BOUNDARY)
-    }
-
-    #[test]
-    fn quotas_are_read_as_people_write_them() {
-        for (text, quota) in [
-            ("100/60s", Quota::per_minute(100)),
-            ("100/min", Quota::per_minute(100)),
-            (" 5 / second ", Quota::per_second(5)),
-            ("25/5s,300/1m", Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300))),
-            ("10/250ms", Quota::new(10, Duration::from_millis(250))),
-            ("8 in flight", Quota::in_flight(8)),
-            ("5/s, 8 in flight", Quota::per_second(5).and(Quota::in_flight(8))),
-            ("7/2 days", Quota::new(7, Duration::from_secs(172_800))),
-        ] {
-            assert_eq!(text.parse::<Quota>().unwrap(), quota, "{text}");
-        }
-    }
-
-    #[test]
-    fn an_unreadable_quota_is_an_error_that_shows_a_good_one() {
-        for text in [
-            "",
-            "100",
-            "100/",
-            "/60s",
-            "-1/s",
-            "1.5/s",
-            "100/60x",
-            "1/s,",
-            "99999999999/s",
-            "x/y",
-            "5/99999999999999999999s",
-        ] {
-            let error = text.parse::<Quota>().unwrap_err().to_string();
-            assert!(error.contains("100/60s"), "{text}: {error}");
-        }
-        assert!(matches!("0/s".parse::<Quota>(), Err(ConfigError::ZeroCount { .. })));
-        assert!(matches!("5/0s".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
-        assert!(matches!("5/999999999 days".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
-        assert!(matches!(
-            "5/18446744073709551615ms".parse::<Quota>(),
-            Err(ConfigError::WindowOutOfRange { .. })
-        ));
     }
 
     #[test]

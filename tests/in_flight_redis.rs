@@ -82,7 +82,7 @@ async fn processes_share_the_seats_and_nobody_polls() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::in_flight(8))).collect();
-    join_all(processes.iter().map(|limiter| free(limiter))).await;
+    join_all(processes.iter().map(free)).await;
     let before = scripts_run(&server);
     let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 16]).map(|limiter| {
         let upstream = upstream.clone();

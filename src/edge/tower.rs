@@ -174,6 +174,9 @@ where
     }
 }
 
+/// A response, and the seat of its call where it has one.
+type Answered<T> = (T, Option<Seat>);
+
 impl<S, R> ResponseFuture<S, R>
 where
     R: AsRequestInfo,
@@ -185,7 +188,7 @@ where
     pub(super) fn poll_answer(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(S::Response, Option<Seat>), Error>> {
+    ) -> Poll<Result<Answered<S::Response>, Error>> {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {

@@ -1,7 +1,7 @@
 //! The gate with a quota.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
@@ -16,7 +16,7 @@ use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;
 use crate::quota::Limit;
-use crate::store::{Answer, Lease, LimitUsage, Refusal, Store, Usage};
+use crate::store::{Answer, LimitUsage, Refusal, Store, Usage};
 
 /// The gate, without HTTP: for job workers, gRPC, anything. Clones share one count.
 ///
@@ -41,12 +41,12 @@ use crate::store::{Answer, Lease, LimitUsage, Refusal, Store, Usage};
 pub struct Limiter(pub(super) Arc<Gate>);
 
 pub(super) struct Gate {
-    lines: Keyed<Line>,
+    pub(super) lines: Keyed<Line>,
     /// Only where calls in flight are limited.
     pub(super) flights: Option<Flights>,
     pub(super) settings: Settings,
     /// Whether it was told that other processes assert other limits.
-    warned: AtomicBool,
+    pub(super) warned: AtomicBool,
 }
 
 /// What a gate is built from, checked.
@@ -361,45 +361,9 @@ impl Limiter {
         }
     }
 
-    /// Looks after permits that were fetched ahead, until none are left.
-    fn sweep(&self, key: Key, at: Instant) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (limiter, mut next) = (self.clone(), Some(at));
-        runtime.spawn(async move {
-            while let Some(at) = next {
-                clock::sleep_until(at).await;
-                next = limiter.at_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
-            }
-        });
-    }
-
     /// Whether a request passes that could not be counted because of `error`.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         self.0.settings.on_store_error == OnStoreError::FailOpen && !matches!(error, StoreError::Full { .. })
-    }
-
-    /// Does what a line left to be done without its lock.
-    fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
-        wakers.wake();
-        let Some(errand) = errand else { return };
-        let calls = matches!(errand, Errand::Call(_));
-        let mut pending = Pending { limiter: self.clone(), key, since: now, calls, open: true };
-        // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        match errand {
-            Errand::Call(call) => drop(runtime.spawn(async move {
-                let answer = call.await;
-                pending.answered(answer);
-            })),
-            Errand::Gather(delay) => drop(runtime.spawn(async move {
-                if delay.is_zero() {
-                    tokio::task::yield_now().await;
-                } else {
-                    clock::sleep_until(clock::after(now, delay)).await;
-                }
-                drop(pending);
-            })),
-        }
     }
 }
 
@@ -412,45 +376,6 @@ impl std::fmt::Debug for Limiter {
             .field("max_waiting", max_waiting)
             .field("max_keys", max_keys)
             .finish_non_exhaustive()
-    }
-}
-
-/// What a line waits for: the answer to a call, or that others join the next one. It ends exactly once; dropped with its
-/// runtime, a call ends as lost.
-struct Pending {
-    limiter: Limiter,
-    key: Key,
-    since: Instant,
-    calls: bool,
-    open: bool,
-}
-
-impl Pending {
-    fn answered(&mut self, answer: Result<Lease, StoreError>) {
-        self.open = false;
-        if let Ok(Lease { foreign: Some(limit), .. }) = &answer
-            && !self.limiter.0.warned.swap(true, Ordering::Relaxed)
-        {
-            events::foreign_limit(self.key, *limit, self.limiter.0.settings.terms.quota());
-        }
-        let sweep_at = self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
-            let errand = line.call_answered(desk, answer, self.since, wakers);
-            (line.start_sweep(desk.now), errand)
-        });
-        if let Some(at) = sweep_at.flatten() {
-            self.limiter.sweep(self.key, at);
-        }
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if self.open && self.calls {
-            self.answered(Err(StoreError::Lost));
-        } else if self.open {
-            let now = clock::now();
-            self.limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, wakers)));
-        }
     }
 }
 

@@ -7,6 +7,7 @@
 //! What this does not do: count. Counting is the store's.
 
 mod acquire;
+mod errands;
 mod flight;
 mod limiter;
 mod line;
