@@ -16,7 +16,7 @@ use support::{Failing, Upstream, get, ms, waiting, who_said_no};
 use tokio::time::{Instant, sleep};
 use tollgate::store::MemoryStore;
 use tollgate::{Key, Limit, Limited, OnStoreError, Quota, RateLimitLayer, Reason};
-use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+use tower::{BoxError, ServiceBuilder, ServiceExt, service_fn};
 
 fn layer(quota: Quota) -> RateLimitLayer {
     RateLimitLayer::new(quota).unwrap()

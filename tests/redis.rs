@@ -173,6 +173,7 @@ async fn a_user_with_few_rights_is_enough() {
         "resetkeys",
         "~tollgate:*",
         "resetchannels",
+        "&tollgate:*",
         "-@all",
         "+eval",
         "+evalsha",
@@ -180,8 +181,11 @@ async fn a_user_with_few_rights_is_enough() {
         "+time",
         "+getrange",
         "+setrange",
+        "+get",
         "+set",
         "+pexpire",
+        "+publish",
+        "+subscribe",
     ]);
     let url = format!("redis://limits:s3cr3t@127.0.0.1:{}/", server.port());
     let store = Arc::new(RedisStore::new(&url).unwrap());
@@ -189,6 +193,20 @@ async fn a_user_with_few_rights_is_enough() {
     assert_eq!(granted(&limiter, Key::ALL, 12).await, 12);
     limiter.peek(Key::ALL).await.unwrap();
     limiter.shutdown().await.unwrap();
+
+    // Calls in flight: one process waits for another, and is told.
+    let quota = Quota::in_flight(1);
+    let other = Arc::new(RedisStore::new(&url).unwrap());
+    let wait = Duration::from_secs(5);
+    let (ours, theirs) = (self::limiter(&store, quota, wait), self::limiter(&other, quota, wait));
+    let held = ours.acquire(Key::ALL).await.unwrap();
+    let waits = tokio::spawn(async move { theirs.acquire(Key::ALL).await.map(drop) });
+    tokio::time::sleep(millis(200)).await;
+    drop(held);
+    waits.await.unwrap().unwrap();
+    let denied: Vec<std::collections::HashMap<String, redis::Value>> = server.command(&["ACL", "LOG"]);
+    let info = redis::Value::BulkString(b"info".to_vec());
+    assert!(denied.iter().all(|entry| entry["object"] == info), "INFO is nice to have: {denied:?}");
 }
 
 #[tokio::test]

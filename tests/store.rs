@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tollgate::Key;
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, Terms, Unused, Usage, contract};
+use tollgate::store::{
+    Answer, Ask, Claim, Lease, Listener, MemoryStore, Store, Terms, Unused, Usage, contract,
+};
 
 #[tokio::test(start_paused = true)]
 async fn the_memory_store_keeps_the_contract() {
@@ -29,6 +31,10 @@ impl Store for Later {
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
         self.0.give_back(key, terms, unused);
+    }
+
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        self.0.claim(claim, listener);
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
@@ -70,6 +76,9 @@ mod broken {
         RefusesAll,
         IgnoresLatest,
         Hoards,
+        SeatsOneTooMany,
+        TakesInWhatIsLate,
+        PassesSeatsOver,
     }
 
     impl Store for Broken {
@@ -84,7 +93,7 @@ mod broken {
                 Fault::ReturnsTwice => ask.returns = &twice,
                 Fault::RefusesAll => ask.needs = &[],
                 Fault::IgnoresLatest => ask.latest = Duration::from_secs(9999),
-                Fault::GrantsTwice | Fault::Hoards => {}
+                _ => {}
             }
             let prefetch = ask.prefetch;
             let Answer::Now(Ok(mut lease)) = self.store.lease(ask) else {
@@ -106,6 +115,19 @@ mod broken {
             self.store.give_back(key, terms, unused);
         }
 
+        fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+            let mut claim = claim;
+            match self.fault {
+                Fault::SeatsOneTooMany => claim.most += 1,
+                Fault::TakesInWhatIsLate => {
+                    claim.number = self.calls.fetch_add(1, Ordering::Relaxed) as u64 + claim.number
+                }
+                Fault::PassesSeatsOver => claim.sits += claim.wants,
+                _ => {}
+            }
+            self.store.claim(claim, listener);
+        }
+
         fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
             self.store.peek(key, terms)
         }
@@ -121,6 +143,9 @@ mod broken {
             Fault::RefusesAll,
             Fault::IgnoresLatest,
             Fault::Hoards,
+            Fault::SeatsOneTooMany,
+            Fault::TakesInWhatIsLate,
+            Fault::PassesSeatsOver,
         ] {
             let store = Arc::new(Broken { store: MemoryStore::default(), fault, calls: AtomicUsize::new(0) });
             let checked = tokio::spawn(contract::check(store)).await;

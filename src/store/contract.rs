@@ -14,6 +14,8 @@
 //! as on a fast one, and nothing in it depends on when a task wakes. It takes about two seconds; under a paused clock,
 //! if the store stands on Tokio's, none.
 
+mod in_flight;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +43,7 @@ pub async fn check(store: Arc<dyn Store>) {
     forgets_no_sooner_and_no_later_than_the_window(&store).await;
     keeps_keys_apart_and_peeks_without_a_trace(&store).await;
     decides_in_one_step(&store).await;
+    in_flight::counts_calls_in_flight(&store).await;
 }
 
 // ── how the suite asks ──────────────────────────────────────────────────────────────────────────────────────────────
