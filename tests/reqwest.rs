@@ -308,3 +308,45 @@ async fn an_upstream_error_is_fatal_to_the_default_retry_strategy() {
     let error = client.get("http://a/").send().await.unwrap_err();
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1), "so that a 429 passes by default");
 }
+
+/// The head frees the place, or the body does; what the caller sees of the response is the same.
+#[tokio::test]
+async fn a_call_in_flight_ends_with_the_head_or_with_the_body() {
+    let server = Server::open();
+    let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
+    let free = async || support::peek(&limit, Key::ALL).await.free;
+    let held = limit.clone().hold_until_body_end();
+
+    let service = ServiceBuilder::new().layer(limit.clone()).service(client());
+    let plain = service.oneshot(request(&server)).await.unwrap();
+    assert_eq!(free().await, 1, "the head is there");
+
+    let service = ServiceBuilder::new().layer(held.clone()).service(client());
+    let of_tower = service.oneshot(request(&server)).await.unwrap();
+    assert_eq!(free().await, 0, "the body is still to be read");
+    assert_eq!((of_tower.url(), of_tower.status()), (plain.url(), plain.status()));
+    assert_eq!(of_tower.content_length(), plain.content_length());
+    assert_eq!(of_tower.remote_addr(), plain.remote_addr());
+    let text = plain.text().await.unwrap();
+    assert_eq!(of_tower.text().await.unwrap(), text);
+    assert_eq!(free().await, 1);
+
+    let middleware = ClientBuilder::new(client()).with(held).build();
+    let of_middleware = middleware.execute(request(&server)).await.unwrap();
+    assert_eq!(free().await, 0);
+    assert_eq!(of_middleware.url().as_str(), server.url());
+    drop(of_middleware);
+    assert_eq!(free().await, 1, "nobody will read it");
+}
+
+/// One that waits behind a call in flight goes when that ends, with reqwest-middleware too.
+#[tokio::test]
+async fn a_middleware_waits_for_a_call_in_flight_to_end() {
+    let server = Server::open().latency(ms(50));
+    let limit = RateLimitLayer::new(Quota::in_flight(2)).unwrap();
+    let client = with(limit);
+    let calls = (0..6).map(|_| client.execute(request(&server)));
+    let answers = futures::future::join_all(calls).await;
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    assert_eq!(server.log().len(), 6);
+}
