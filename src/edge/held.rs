@@ -18,7 +18,7 @@ use crate::layer::RateLimitLayer;
 use crate::signal::AsResponseInfo;
 
 impl RateLimitLayer {
-    /// The same layer, under which a call is [in flight](Quota::in_flight) until the body of its response has been read or
+    /// The same layer, under which a call is [in flight](crate::Quota::in_flight) until the body of its response has been read or
     /// dropped, not only until the head is there.
     ///
     /// Around a service of `http::Request` it makes the response an `http::Response<`[`HeldBody<B>`](crate::HeldBody)`>`;
