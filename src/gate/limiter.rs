@@ -328,7 +328,9 @@ impl Limiter {
     ) -> Result<R, Full> {
         let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
         let open = || Line::new(now);
-        let (done, errand) = self.0.lines.enter(key, now, open, |line| act(line, &desk, &mut wakers))?;
+        let forgotten = |key, mut line: Line| line.forgotten(&self.desk(key, now));
+        let at_line = |line: &mut Line| act(line, &desk, &mut wakers);
+        let (done, errand) = self.0.lines.enter(key, now, open, forgotten, at_line)?;
         self.finish(key, now, errand, wakers);
         Ok(done)
     }

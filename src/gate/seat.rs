@@ -59,7 +59,7 @@ impl Limiter {
             flight.enter(number, patience.latest <= now);
             Ok(flight.claim(key, flights.most, flights.life))
         };
-        let claim = match flights.keyed.enter(key, now, Flight::new, enter) {
+        let claim = match flights.keyed.enter(key, now, Flight::new, |_, _| (), enter) {
             Ok(Ok(claim)) => claim,
             Ok(Err(reason)) => return Sitting::Ended(Reached::Refused(reason, self.no_seat())),
             Err(Full) => {

@@ -26,6 +26,8 @@ mod window;
 
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use crate::quota::{Limit, Quota};
 use bucket::Bucket;
 use fixed::Fixed;
@@ -106,7 +108,8 @@ pub(crate) struct TooLate {
 #[derive(Debug)]
 enum Rule {
     Window(Window),
-    Bucket(Bucket),
+    /// Boxed, as it is larger than the others.
+    Bucket(Box<Bucket>),
     Fixed(Fixed),
 }
 
@@ -124,7 +127,8 @@ struct Account {
 /// asserted for two windows and a second.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    accounts: Vec<Account>,
+    /// Most keys have one limit.
+    accounts: SmallVec<[Account; 1]>,
     pool: Pool,
     transit_slack: Micros,
     /// Time as seen here: never back.
@@ -133,7 +137,7 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
-        let mut ledger = Ledger { accounts: Vec::new(), pool: Pool::default(), transit_slack: 0, now };
+        let mut ledger = Ledger { accounts: SmallVec::new(), pool: Pool::default(), transit_slack: 0, now };
         ledger.advance(terms, now);
         ledger
     }
@@ -337,7 +341,9 @@ impl Rule {
         let window = micros_up(limit.window());
         match limit {
             Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
-            Limit::Bucket { capacity, count, .. } => Rule::Bucket(Bucket::new(capacity, count, window)),
+            Limit::Bucket { capacity, count, .. } => {
+                Rule::Bucket(Box::new(Bucket::new(capacity, count, window)))
+            }
             Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
             Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }

@@ -29,7 +29,7 @@ use crate::limit::{Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, m
 /// # }
 /// ```
 pub struct MemoryStore {
-    ledgers: Keyed<Ledger>,
+    counts: Keyed<Counts>,
     flights: Keyed<Flight>,
     max_keys: usize,
 }
@@ -49,7 +49,7 @@ impl MemoryStore {
     ///
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
-        MemoryStore { ledgers: Keyed::new(max_keys), flights: Keyed::new(max_keys), max_keys }
+        MemoryStore { counts: Keyed::new(max_keys), flights: Keyed::new(max_keys), max_keys }
     }
 
     fn with<R>(
@@ -59,12 +59,10 @@ impl MemoryStore {
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> Result<R, StoreError> {
-        let make = || Ledger::new(terms, now);
-        let open = |ledger: &mut Ledger| {
-            let now = ledger.advance(terms, now);
-            with(ledger, now)
-        };
-        self.ledgers.enter(key, now, make, open).map_err(|Full| StoreError::Full { max_keys: self.max_keys })
+        let make = || Counts { fresh_from: 0, ledger: Box::new(Ledger::new(terms, now)) };
+        let count = |counts: &mut Counts| counts.with(terms, now, with);
+        let counted = self.counts.enter(key, now, make, |_, _| (), count);
+        counted.map_err(|Full| StoreError::Full { max_keys: self.max_keys })
     }
 }
 
@@ -80,11 +78,26 @@ impl std::fmt::Debug for MemoryStore {
     }
 }
 
-impl Idle for Ledger {
+/// The ledger of a key, and when it can be forgotten, which is to be known without a look at it.
+struct Counts {
+    fresh_from: Micros,
+    ledger: Box<Ledger>,
+}
+
+impl Counts {
+    fn with<R>(&mut self, terms: &Terms, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
+        let now = self.ledger.advance(terms, now);
+        let done = with(&mut self.ledger, now);
+        self.fresh_from = self.ledger.fresh_from();
+        done
+    }
+}
+
+impl Idle for Counts {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        Some(self.fresh_from())
+        Some(self.fresh_from)
     }
 }
 
@@ -123,15 +136,20 @@ impl Store for MemoryStore {
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
         let now = clock::micros(clock::now());
-        self.ledgers.find(key, |ledger| {
-            ledger.advance(terms, now);
-            unused.iter().for_each(|&unused| ledger.take_back(unused));
+        self.counts.find(key, |counts| {
+            counts.with(terms, now, |ledger, _| unused.iter().for_each(|&unused| ledger.take_back(unused)));
         });
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
         let (key, now) = (claim.key, clock::micros(clock::now()));
-        match self.flights.enter(key, now, Flight::default, |flight| flight.claim(&claim, listener)) {
+        match self.flights.enter(
+            key,
+            now,
+            Flight::default,
+            |_, _| (),
+            |flight| flight.claim(&claim, listener),
+        ) {
             Ok(news) => {
                 news.into_iter().for_each(|(holder, listener, news)| listener.hear(key, holder, news))
             }
@@ -144,10 +162,7 @@ impl Store for MemoryStore {
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
         let now = clock::micros(clock::now());
-        let known = self.ledgers.find(key, |ledger| {
-            let now = ledger.advance(terms, now);
-            usage(ledger, now)
-        });
+        let known = self.counts.find(key, |counts| counts.with(terms, now, usage));
         let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(terms, now), now));
         let Some(most) = terms.quota().most_in_flight() else { return Answer::Now(Ok(rates)) };
         let taken = self.flights.find(key, |flight| flight.seats.usage(most));

@@ -244,6 +244,13 @@ impl Line {
         self.sweep_at
     }
 
+    /// It makes room for others: what was left over goes back.
+    pub(in crate::gate) fn forgotten(&mut self, desk: &Desk<'_>) {
+        if let Some(left) = self.stock.clear() {
+            desk.store.give_back(desk.key, desk.terms, &[left]);
+        }
+    }
+
     /// Takes out what lies at hand, for the store.
     pub(in crate::gate) fn clear(&mut self) -> Option<Unused> {
         let unused = self.stock.clear();
