@@ -1,0 +1,102 @@
+//! What a key costs where there are many: memory, a call, and the worst of all calls.
+//!
+//! What this does not do: talk to a server.
+
+#![expect(clippy::disallowed_methods, reason = "it measures time, and lets some pass")]
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+
+/// Measures, and prints what came of it.
+pub(crate) fn report() {
+    println!("# Many keys, in memory\n");
+    println!("Each key in turn; bytes as the allocator was asked for them, lines and counts together.\n");
+    println!("| quota | keys | call | ns | worst, us | above 1 ms | bytes a key |");
+    println!("|---|--:|---|--:|--:|--:|--:|");
+    let second = Quota::per_second(50);
+    for (quota, keys) in [(second, 10_000), (second, 100_000), (second, 1_000_000)] {
+        in_turn(quota, keys, keys);
+    }
+    // Each stays limited, or worth keeping, for as long as this runs.
+    in_turn(Quota::per_hour(5000), 1_000_000, 1_000_000);
+    println!("\n## More keys than there is room for\n");
+    println!("A million come after the first million; the others are in use, or idle.\n");
+    println!("| they are | ns | worst, us | above 1 ms | refused |");
+    println!("|---|--:|--:|--:|--:|");
+    crowd("in use", Quota::per_hour(1), Duration::ZERO);
+    crowd("idle", Quota::new(1, Duration::from_millis(1)), Duration::from_millis(50));
+    crowd("idle one by one", Quota::new(1, Duration::from_millis(600)), Duration::ZERO);
+}
+
+fn limiter(quota: Quota, keys: usize) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_keys(keys).max_wait(Duration::ZERO);
+    let builder = builder.store(Arc::new(MemoryStore::new(keys)));
+    builder.build().expect("the settings make sense").limiter()
+}
+
+fn in_turn(quota: Quota, keys: usize, max_keys: usize) {
+    let limiter = limiter(quota, max_keys);
+    let mut laps = Laps::default();
+    let used = allocation_counter::measure(|| laps = Laps::run(&limiter, 0..keys));
+    let bytes = used.bytes_current as f64 / keys as f64;
+    println!("| {quota} | {keys} | first | {laps} | {bytes:.0} |");
+    let again = allocation_counter::measure(|| {
+        for _ in 0..3 {
+            laps = Laps::run(&limiter, 0..keys);
+        }
+    });
+    let bytes = (used.bytes_current + again.bytes_current) as f64 / keys as f64;
+    println!("| {quota} | {keys} | fourth | {laps} | {bytes:.0} |");
+}
+
+fn crowd(are: &str, quota: Quota, rest: Duration) {
+    const KEYS: usize = 1_000_000;
+    let limiter = limiter(quota, KEYS);
+    Laps::run(&limiter, 0..KEYS);
+    std::thread::sleep(rest);
+    let laps = Laps::run(&limiter, KEYS..2 * KEYS);
+    println!("| {are} | {laps} | {} |", laps.refused);
+}
+
+/// One call of each of some keys.
+#[derive(Default)]
+struct Laps {
+    calls: usize,
+    took: Duration,
+    worst: Duration,
+    long: usize,
+    refused: usize,
+}
+
+impl Laps {
+    fn run(limiter: &Limiter, keys: std::ops::Range<usize>) -> Laps {
+        let mut laps = Laps { calls: keys.len(), ..Laps::default() };
+        let start = Instant::now();
+        let mut before = start;
+        for number in keys {
+            let cx = &mut Context::from_waker(Waker::noop());
+            let ended = pin!(limiter.acquire(Key::new(number.to_le_bytes()))).poll(cx);
+            laps.refused += usize::from(!matches!(ended, Poll::Ready(Ok(_))));
+            let now = Instant::now();
+            laps.worst = laps.worst.max(now - before);
+            laps.long += usize::from(now - before > Duration::from_millis(1));
+            before = now;
+        }
+        laps.took = start.elapsed();
+        laps
+    }
+}
+
+impl std::fmt::Display for Laps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let nanos = self.took.as_nanos() as f64 / self.calls as f64;
+        let worst = self.worst.as_secs_f64() * 1e6;
+        write!(f, "{nanos:.0} | {worst:.0} | {}", self.long)
+    }
+}
