@@ -295,3 +295,38 @@ fn memory_and_redis_grant_the_same_in_long_lines() {
 fn memory_and_redis_grant_the_same_where_little_is_asked() {
     check(400, Mix::Plain, 200);
 }
+
+/// A call that only gives back knows nothing of the time: it leaves the clock as it is. One that held it up made permits
+/// booked ahead come early.
+#[test]
+fn giving_back_does_not_hold_up_the_clock() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let terms = Arc::new(Terms::new(Quota::per_second(10), millis(10), millis(2)));
+    let step = Step {
+        wait: 0,
+        needs: vec![(1, 2)],
+        latest: millis(0),
+        life: millis(10),
+        prefetch: 0,
+        returns: 0,
+        newest: false,
+        part: 1,
+        other_terms: false,
+    };
+    for _ in 0..4 {
+        // It asserts that the time is the server's.
+        let (ours, theirs) = world.lease(&terms, &step, &[]);
+        assert_eq!(decided(&ours), decided(&theirs));
+        world.now += 100_000;
+        let Segment { slot, stamp, .. } = theirs.segments[0];
+        let unused = Unused { slot, stamp, units: 1, incarnation: theirs.incarnation };
+        world.run(&wire::give_back(&terms, &[unused], 7));
+        if let Some(ledger) = &mut world.ledger {
+            ledger.advance(&terms, world.now);
+            ledger.take_back(unused);
+        }
+        world.now += 100_000;
+    }
+}

@@ -35,11 +35,12 @@ else
     local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
     if now > expected + tolerance + on_way or now < expected - tolerance then now = expected end
   elseif operation == RETURN then
-    -- Who only gives back cannot tell whether the clock stepped, and need not.
+    -- Who only gives back cannot tell whether the clock stepped, and need not: for it, it is as late as at the last write,
+    -- and the offset stays.
     now = last
   end
   if now < last then now = last end
-  if now - raw ~= offset then
+  if operation ~= RETURN and now - raw ~= offset then
     offset, S.changed = now - raw, true
   end
 end
