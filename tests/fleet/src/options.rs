@@ -34,6 +34,8 @@ pub struct Options {
     pub fail_open: bool,
     /// Whether the first call finds the server without its script.
     pub cold: bool,
+    /// Whether each call is printed when it ends, so that one that is killed has told of all it did.
+    pub live: bool,
     /// The name of the worker in the upstream's log.
     pub who: String,
 }
@@ -47,6 +49,16 @@ pub enum Arrivals {
     Once,
     /// A new one after each such span, whatever becomes of the others.
     Every(Duration),
+    /// Each again when its call has ended, in turns: the first begins after `first`, lasts for `on`, and the next begins
+    /// `off` after its end. What is not served by the end of its turn gives up.
+    Turns {
+        /// Until the first.
+        first: Duration,
+        /// How long one lasts.
+        on: Duration,
+        /// Between two.
+        off: Duration,
+    },
 }
 
 impl Default for Options {
@@ -64,19 +76,22 @@ impl Default for Options {
             pause: Duration::from_millis(50),
             fail_open: false,
             cold: false,
+            live: false,
             who: String::new(),
         }
     }
 }
 
 impl Options {
-    /// As words of a command line; spans are in milliseconds.
+    /// As words of a command line; spans are in milliseconds, those between arrivals in microseconds.
     pub fn to_words(&self) -> Vec<String> {
         let ms = |span: Duration| span.as_millis().to_string();
+        let us = |span: Duration| span.as_micros().to_string();
         let arrivals = match self.arrivals {
             Arrivals::Loop => "loop".into(),
             Arrivals::Once => "once".into(),
-            Arrivals::Every(gap) => ms(gap),
+            Arrivals::Every(gap) => us(gap),
+            Arrivals::Turns { first, on, off } => format!("{},{},{}", us(first), us(on), us(off)),
         };
         let pairs = [
             ("quota", self.quota.clone()),
@@ -91,6 +106,7 @@ impl Options {
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
             ("cold", self.cold.to_string()),
+            ("live", self.live.to_string()),
             ("who", self.who.clone()),
         ];
         pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
@@ -115,7 +131,14 @@ impl Options {
                     "--tasks" => options.tasks = value.parse()?,
                     "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,
                     "--arrivals" if value == "once" => options.arrivals = Arrivals::Once,
-                    "--arrivals" => options.arrivals = Arrivals::Every(ms(&value)?),
+                    "--arrivals" => {
+                        let spans = value.split(',').map(|text| text.parse().map(Duration::from_micros));
+                        options.arrivals = match spans.collect::<Result<Vec<_>, _>>()?[..] {
+                            [gap] => Arrivals::Every(gap),
+                            [first, on, off] => Arrivals::Turns { first, on, off },
+                            _ => bail!("one span, or three"),
+                        }
+                    }
                     "--span" => options.span = ms(&value)?,
                     "--max-wait" => options.max_wait = ms(&value)?,
                     "--slack" => options.slack = ms(&value)?,
@@ -123,6 +146,7 @@ impl Options {
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
                     "--cold" => options.cold = value.parse()?,
+                    "--live" => options.live = value.parse()?,
                     "--who" => options.who = value.clone(),
                     _ => bail!("no such option"),
                 }
@@ -146,8 +170,12 @@ mod tests {
             fail_open: true,
             ..Options::default()
         };
-        let read = Options::from_words(options.to_words()).unwrap();
-        assert_eq!(format!("{read:?}"), format!("{options:?}"));
+        let [first, on, off] = [0, 1000, 500].map(Duration::from_millis);
+        let turns = Options { arrivals: Arrivals::Turns { first, on, off }, live: true, ..options.clone() };
+        for options in [options, turns] {
+            let read = Options::from_words(options.to_words()).unwrap();
+            assert_eq!(format!("{read:?}"), format!("{options:?}"));
+        }
         assert!(Options::from_words(["--tasks".to_owned()]).is_err());
         assert!(Options::from_words(["--task", "1"].map(str::to_owned)).is_err());
     }

@@ -96,14 +96,19 @@ fn ears() -> (oneshot::Receiver<()>, oneshot::Receiver<()>) {
 }
 
 async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>>>, end: Instant) {
-    let task = || {
+    let task = |end| {
         let (mut caller, events) = (caller.clone(), Arc::clone(events));
-        let (again, pause) = (options.arrivals == Arrivals::Loop, options.pause);
+        let again = matches!(options.arrivals, Arrivals::Loop | Arrivals::Turns { .. });
+        let (live, pause) = (options.live, options.pause);
         tokio::spawn(timeout_at(end, async move {
             loop {
                 let event = caller.call().await;
                 let outcome = event.outcome;
-                events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+                if live {
+                    println!("{event}");
+                } else {
+                    events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+                }
                 if !again {
                     break;
                 }
@@ -114,15 +119,22 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
         }))
     };
     let mut tasks = Vec::new();
-    if let Arrivals::Every(gap) = options.arrivals {
-        let start = Instant::now();
-        let moments = (0..).map(|number| start + gap * number).take_while(|moment| *moment < end);
-        for moment in moments {
-            sleep_until(moment).await;
-            tasks.push(task());
+    let start = Instant::now();
+    match options.arrivals {
+        Arrivals::Loop | Arrivals::Once => tasks.extend((0..options.tasks).map(|_| task(end))),
+        Arrivals::Every(gap) => {
+            for moment in (0..).map(|number| start + gap * number).take_while(|moment| *moment < end) {
+                sleep_until(moment).await;
+                tasks.push(task(end));
+            }
         }
-    } else {
-        tasks.extend((0..options.tasks).map(|_| task()));
+        Arrivals::Turns { first, on, off } => {
+            let turns = (0..).map(|number| start + first + (on + off) * number);
+            for turn in turns.take_while(|turn| *turn < end) {
+                sleep_until(turn).await;
+                tasks.extend((0..options.tasks).map(|_| task(end.min(turn + on))));
+            }
+        }
     }
     for task in tasks {
         let _: Result<(), _> = task.await.expect("a task that does not panic");

@@ -1,6 +1,11 @@
 //! A process that is killed takes nothing along for long, and one that stalls uses nothing when it is too late.
 
-use fleet::{Options, Outcome, now};
+use std::sync::Arc;
+
+use fleet::{Arrivals, Fleet, Options, Outcome, by_grant, now};
+use redis_server::RedisServer;
+use tollgate::store::RedisStore;
+use tollgate::{Key, RateLimitLayer};
 
 use super::*;
 
@@ -79,4 +84,48 @@ fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
     let back = reports[0].events.iter().filter(|event| event.outcome == Outcome::Granted);
     let last = back.map(|event| event.ended).max();
     assert!(last.is_some_and(|last| now() < last + 4_000_000_000), "it is served again");
+}
+
+/// What lies at hand in a process that is killed is lost for a window, and counted: nobody has it twice.
+#[test]
+fn what_killed_processes_had_fetched_ahead_comes_back_a_window_later() {
+    let _turn = turn();
+    let redis = RedisServer::start().unwrap();
+    let options = Options { quota: "20000/1s".into(), store: redis.url(), live: true, ..Options::default() };
+    let quota = options.quota.parse().unwrap();
+    // Less than the limit: what is not scarce is fetched ahead.
+    let busy = Options { arrivals: Arrivals::Every(Duration::from_micros(400)), ..options.clone() };
+    let heir = Options { tasks: 64, span: ms(3500), ..options };
+    let (mut fleet, mut heirs) = (Fleet::start(WORKER, 4, &busy), Fleet::start(WORKER, 2, &heir));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let store = Arc::new(RedisStore::new(&redis.url()).unwrap());
+    runtime.block_on(store.connect()).unwrap();
+    let limiter = RateLimitLayer::builder(quota).store(store).build().unwrap().limiter();
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(2500));
+    (0..4).for_each(|number| fleet.kill(number));
+    let killed = now();
+    let counted = runtime.block_on(limiter.peek(Key::ALL)).unwrap().limits[0].used;
+    heirs.go();
+    let reports = fleet.finish();
+    assert!(reports.iter().all(|report| !report.ended), "they were killed before their end");
+    let heirs = heirs.finish();
+    assert_all_ended(&heirs);
+    let within = |reports: &[Report], from: u64, to: u64| {
+        by_grant(reports).iter().filter(|event| (from..to).contains(&event.ended)).count()
+    };
+    let (window, margin) = (1_000_000_000, 20_000_000);
+    let used = within(&reports, killed - window - margin, killed);
+    let meanwhile = within(&heirs, killed, killed + window);
+    let after = within(&heirs, killed + window + margin, killed + 2 * (window + margin));
+    println!(
+        "{quota}, 4 processes killed: the store counts {counted}, of which they had used {used} at most; two others have \
+         {meanwhile} in the second after, and {after} in the window behind it"
+    );
+    assert!(counted >= 5_000, "they were at work: {counted}");
+    let all: Vec<_> = reports.into_iter().chain(heirs).collect();
+    assert_never_over(&fleet::log(&all), &quota);
+    // A machine that stalls loses slots.
+    assert!(after >= 18_000, "{after}: all of it is back");
 }

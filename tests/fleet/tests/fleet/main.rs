@@ -8,6 +8,7 @@ mod killed;
 mod lost;
 mod never_over;
 mod sharing;
+mod turns;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
