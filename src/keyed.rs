@@ -320,4 +320,19 @@ mod tests {
         assert!(len(&keyed) < 2_000, "{} keys", len(&keyed));
         assert!(room(&keyed) < 10_000, "room for {}", room(&keyed));
     }
+
+    /// However long it goes on: the room for those in the fullest shard is the most that any shard keeps.
+    #[test]
+    fn keys_that_come_and_go_need_no_more_room_in_the_end() {
+        let keyed = Keyed::new(100_000);
+        let mut most = (0, 0);
+        for number in 0..400_000 {
+            enter(&keyed, number, number, Until(Some(number + 200), 0)).unwrap();
+            if number % 10_000 == 0 {
+                most = most.max((len(&keyed), room(&keyed)));
+            }
+        }
+        assert!(most.0 < 500, "{} keys, of which 200 are of use", most.0);
+        assert!(room(&keyed) <= 14 * keyed.shards.len(), "room for {}", room(&keyed));
+    }
 }

@@ -151,6 +151,50 @@ async fn a_thousand_keys_need_one_connection() {
     assert!(after.contains("connected_clients:2"), "one for a thousand keys: {after}");
 }
 
+/// Whatever becomes of the keys, Redis forgets all of them: each has a time to live from the first moment on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_ten_thousand_keys_none_stays_for_ever() {
+    const KEYS: u32 = 10_000;
+    let server = RedisServer::start().unwrap();
+    let builder = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+    let limiter = limiter(&Arc::new(builder.build().unwrap()), Quota::new(2, millis(500)), Duration::ZERO);
+    // A script, so that no key runs out between the look at its name and the look at its time to live.
+    let without_end = || -> (u32, u32, u32) {
+        let look = "local count, endless, bytes = 0, 0, 0 \
+            for _, key in ipairs(redis.call('KEYS', '*')) do \
+              count = count + 1 bytes = bytes + redis.call('MEMORY', 'USAGE', key) \
+              if redis.call('PTTL', key) < 0 then endless = endless + 1 end end \
+            return {count, endless, bytes}";
+        server.command(&["EVAL", look, "0"])
+    };
+    let (mut most, mut bytes) = (0, 0);
+    for part in 0..KEYS / 500 {
+        // One permit is used, one given back, and one is too much.
+        let calls = (500 * part..500 * (part + 1)).map(async |number| {
+            let key = Key::new(number.to_le_bytes());
+            drop(limiter.acquire(key).await);
+            if let Ok(permit) = limiter.acquire(key).await {
+                permit.give_back();
+            }
+            let _ = limiter.acquire(key).cost(2).await;
+        });
+        futures::future::join_all(calls).await;
+        let (count, endless, all) = without_end();
+        assert_eq!(endless, 0, "of {count} keys");
+        if count > most {
+            (most, bytes) = (count, all / count);
+        }
+    }
+    println!("at most {most} keys at once, {bytes} bytes each");
+    assert!(most >= 500, "{most} keys at once");
+    let start = Instant::now();
+    // Redis looks for what has run out from time to time, and where it is asked.
+    while without_end().0 > 0 || server.command::<u64>(&["DBSIZE"]) > 0 {
+        assert!(start.elapsed() < Duration::from_secs(30), "they run out");
+        sleep(millis(50)).await;
+    }
+}
+
 #[tokio::test]
 async fn scripts_that_were_flushed_are_sent_again() {
     let server = RedisServer::start().unwrap();

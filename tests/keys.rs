@@ -1,0 +1,204 @@
+//! Many keys: bounded, each counted for itself, at a cost that does not grow. Under a paused clock.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio::time::{advance, sleep};
+use tollgate::store::{Answer, Ask, Lease, Memory, MemoryStore, Store, Terms, Unused, Usage};
+use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+
+/// A store that answers later and may lose its state, as one with a server does. It keeps what it is told.
+#[derive(Default)]
+struct Server {
+    store: MemoryStore,
+    calls: AtomicUsize,
+    /// While somebody listens.
+    told: Mutex<Option<Vec<Memory>>>,
+}
+
+impl Store for Server {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        if let Some(told) = &mut *self.told.lock().unwrap() {
+            told.push(ask.memory);
+        }
+        let remember = ask.terms.quota().limits()[0].window() + Duration::from_secs(1);
+        let Answer::Now(mut answer) = self.store.lease(ask) else { unreachable!("memory answers now") };
+        if let Ok(lease) = &mut answer {
+            (lease.incarnation, lease.writes, lease.remember) = (7, 1, remember);
+        }
+        Answer::Later(Box::pin(async move {
+            tokio::task::yield_now().await;
+            answer
+        }))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.store.peek(key, terms)
+    }
+}
+
+fn limiter(quota: Quota, max_keys: usize) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_keys(max_keys).max_wait(Duration::ZERO);
+    builder.build().unwrap().limiter()
+}
+
+fn limiter_over(server: &Arc<Server>, quota: Quota, max_keys: usize) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).max_keys(max_keys).store(server.clone());
+    builder.build().unwrap().limiter()
+}
+
+fn host(number: u32) -> Key {
+    Key::new(number.to_le_bytes())
+}
+
+/// What becomes of a call that is not to wait.
+fn call(limiter: &Limiter, host: Key) -> Result<Permit, Limited> {
+    limiter.acquire(host).now_or_never().expect("nobody waits here")
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// A million take some seconds where the compiler optimises: see the benches.
+const CROWD: u32 = 100_000;
+
+#[tokio::test(start_paused = true)]
+async fn each_of_a_crowd_of_keys_has_its_limit_and_no_more() {
+    let limiter = limiter(Quota::per_hour(1), CROWD as usize);
+    for number in 0..CROWD {
+        drop(call(&limiter, host(number)).unwrap());
+    }
+    for number in 0..CROWD {
+        let refused = call(&limiter, host(number)).unwrap_err();
+        assert!(refused.retry_after().is_some(), "{refused}");
+    }
+    let refused = call(&limiter, host(CROWD)).unwrap_err();
+    assert!(refused.to_string().contains("max_keys"), "{refused}");
+}
+
+/// New keys press in all the time, and get in where an old one is limited no more.
+#[tokio::test(start_paused = true)]
+async fn who_is_limited_is_not_forgotten_however_many_come() {
+    const MOST: u32 = 2_000;
+    let limiter = limiter(Quota::new(1, Duration::from_secs(10)), MOST as usize);
+    let mut served = vec![None; 40_000];
+    let mut here = 0;
+    for (number, moment) in (0..40_000u32).zip(0..) {
+        advance(Duration::from_millis(1)).await;
+        // One new, and one that was here before.
+        for other in [number, number.wrapping_mul(2_654_435_761) % (number + 1)] {
+            if call(&limiter, host(other)).is_ok() {
+                let before = served[other as usize].replace(moment);
+                assert!(before.is_none_or(|before| before + 10_000 < moment), "{other} again at {moment}");
+                here += 1;
+            }
+        }
+    }
+    // 40 seconds are three windows and the first.
+    assert!((3 * MOST..=4 * MOST).contains(&here), "{here} were served");
+}
+
+/// What is fetched ahead under a long window serves each of many hosts for some of their turns.
+#[tokio::test(start_paused = true)]
+async fn hosts_that_take_turns_have_permits_at_hand() {
+    let server = Arc::new(Server::default());
+    let limiter = limiter_over(&server, Quota::per_hour(5000), 1000);
+    let mut calls = Vec::new();
+    for _ in 0..20 {
+        let before = server.calls.load(Ordering::Relaxed);
+        for number in 0..1000 {
+            drop(limiter.acquire(host(number)).await.unwrap());
+        }
+        sleep(Duration::from_millis(100)).await;
+        calls.push(server.calls.load(Ordering::Relaxed) - before);
+    }
+    let last: usize = calls[10..].iter().sum();
+    assert!(last * 5 < 10_000, "calls of the store in each turn of a thousand hosts: {calls:?}");
+}
+
+/// What was granted within the window is told with the next call, so that a store that lost it can tell; where more keys
+/// come than there is room for, those that were granted something last are remembered.
+#[tokio::test(start_paused = true)]
+async fn what_a_store_granted_is_remembered_for_its_window_by_max_keys_at_least() {
+    const MOST: u32 = 1000;
+    let server = Arc::new(Server::default());
+    let limiter = limiter_over(&server, Quota::per_hour(20), MOST as usize);
+    let granted = async |hosts: std::ops::Range<u32>| {
+        *server.told.lock().unwrap() = Some(Vec::new());
+        for number in hosts {
+            drop(limiter.acquire(host(number)).await.unwrap());
+            advance(Duration::from_millis(1)).await;
+        }
+        let told = server.told.lock().unwrap().take().unwrap();
+        told.iter().filter(|memory| memory.granted > 0).count()
+    };
+    assert_eq!(granted(0..MOST).await, 0);
+    sleep(HOUR / 2).await;
+    assert_eq!(granted(0..MOST).await, MOST as usize, "nobody was forgotten");
+    // Room is needed: the idle ones go, the oldest first, nearly.
+    assert_eq!(granted(MOST..MOST + MOST / 10).await, 0);
+    let young = granted(MOST / 2..MOST).await;
+    assert!(young * 10 >= MOST as usize / 2 * 9, "{young} of the younger half are remembered");
+}
+
+/// A line that makes room for another keeps nothing for itself.
+#[tokio::test(start_paused = true)]
+async fn what_lies_at_hand_goes_back_when_its_key_is_forgotten() {
+    let store = Arc::new(MemoryStore::default());
+    let builder = RateLimitLayer::builder(Quota::per_hour(5000)).max_keys(1).store(store);
+    let limiter = builder.build().unwrap().limiter();
+    for _ in 0..15 {
+        drop(call(&limiter, host(1)).unwrap());
+    }
+    let used = async || limiter.peek(host(1)).await.unwrap().limits[0].used;
+    assert!(used().await > 15, "some lie at hand");
+    // They are of no use any more, and the line makes room.
+    sleep(Duration::from_secs(20)).await;
+    drop(call(&limiter, host(2)).unwrap());
+    assert_eq!(used().await, 15);
+}
+
+/// Four keys are born a second; each calls for some seconds, sometimes too often, and is never heard of again.
+async fn ten_minutes(limiter: &Limiter, first: u32) {
+    for number in first..first + 2400 {
+        for age in [0, 1, 2, 10, 10, 20] {
+            let acquire = limiter.acquire(host(number.saturating_sub(age)));
+            tokio::spawn(async move { drop(acquire.await) });
+        }
+        sleep(Duration::from_millis(250)).await;
+    }
+    // Until nobody waits.
+    sleep(Duration::from_secs(20)).await;
+}
+
+/// Bytes that are still allocated when each ten minutes of an hour have passed.
+fn bytes_over_an_hour(limiter: &Limiter) -> Vec<i64> {
+    let builder = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let (runtime, mut bytes) = (builder.unwrap(), 0);
+    let parts = (0..6).map(|part| {
+        let used = allocation_counter::measure(|| runtime.block_on(ten_minutes(limiter, part * 2400)));
+        bytes += used.bytes_current;
+        bytes
+    });
+    parts.collect()
+}
+
+#[test]
+fn keys_that_come_and_go_for_an_hour_leave_nothing() {
+    let quota = Quota::new(3, Duration::from_secs(2));
+    let alone = RateLimitLayer::new(quota).unwrap().limiter();
+    let shared = limiter_over(&Arc::new(Server::default()), quota, 100_000);
+    for (limiter, name) in [(alone, "memory"), (shared, "a store that answers later")] {
+        let bytes = bytes_over_an_hour(&limiter);
+        println!("{name}: {bytes:?} bytes after each ten minutes");
+        let first = bytes[0];
+        assert!(first < 300_000, "{name}: {bytes:?}");
+        assert!(bytes.iter().all(|bytes| *bytes <= first + first / 4), "{name}: {bytes:?}");
+    }
+}
