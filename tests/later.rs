@@ -1,9 +1,13 @@
 //! The gate over a store that answers later: one call at a time books for all who wait.
 
+#[path = "support/counted.rs"]
+mod counted;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use counted::{Counted, largest_count};
 use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
@@ -172,6 +176,68 @@ async fn what_was_fetched_ahead_and_left_over_goes_back() {
     let calls = store.calls();
     sleep(millis(900)).await;
     assert_eq!(store.calls(), calls, "who is idle asks nothing");
+}
+
+/// Those whose slots are due at one tick leave at that tick, and nobody asks the store again for them.
+#[tokio::test(start_paused = true)]
+async fn all_who_are_due_at_one_tick_go_together_and_none_asks_again() {
+    let store = Remote::new(millis(2));
+    let limiter = limiter(Quota::per_second(400), &store);
+    let (futures, polls): (Vec<_>, Vec<_>) = (0..1200).map(|_| Counted::new(limiter.acquire(key()))).unzip();
+    let tasks = futures.into_iter().map(|future| {
+        tokio::spawn(async {
+            drop(future.await.unwrap());
+            Instant::now()
+        })
+    });
+    let moments: Vec<_> = join_all(tasks).await.into_iter().map(|ended| ended.unwrap()).collect();
+    let mut ticks = moments.clone();
+    ticks.dedup();
+    // The first, which asked for itself alone, has its own.
+    assert!(ticks.len() <= 6, "400 leave at once, three times: {} ticks", ticks.len());
+    assert!(largest_count(&moments, Duration::from_secs(1)) <= 400);
+    // At most five hundred are asked for in one call.
+    assert!(store.calls() <= 4, "{} calls", store.calls());
+    let most = polls.iter().map(|polls| polls.load(Ordering::Relaxed)).max();
+    assert!(most <= Some(3), "entered, heard of its slot, had it: {most:?} polls");
+}
+
+/// Without a task there is no timer, and without a timer nobody wakes.
+#[tokio::test(start_paused = true)]
+async fn who_is_idle_asks_nothing_and_is_woken_by_nothing() {
+    let store = Remote::new(Duration::from_micros(500));
+    let limiter = limiter(Quota::per_second(1000), &store);
+    for number in 0..20u32 {
+        for _ in 0..50 {
+            drop(limiter.acquire(Key::new(number.to_le_bytes())).await.unwrap());
+        }
+    }
+    let here = tokio::runtime::Handle::current().metrics();
+    assert!(here.num_alive_tasks() > 0, "some look after what lies at hand");
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(here.num_alive_tasks(), 0, "there is nothing left to look after");
+    let (calls, parks) = (store.calls(), here.worker_park_count(0));
+    sleep(Duration::from_secs(3600)).await;
+    let woken = here.worker_park_count(0) - parks;
+    // Tokio wakes by itself now and then for a timer that lies so far ahead as this test's.
+    assert!(woken < 10, "woken {woken} times in an hour");
+    assert_eq!(store.calls(), calls);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_that_was_fetched_ahead_costs_no_allocation_and_no_call() {
+    let store = Remote::new(Duration::from_micros(500));
+    let limiter = limiter(Quota::per_hour(1_000_000), &store);
+    while store.calls() < 12 {
+        drop(limiter.acquire(key()).await.unwrap());
+    }
+    let calls = store.calls();
+    let spent = allocation_counter::measure(|| {
+        for _ in 0..500 {
+            drop(limiter.acquire(key()).now_or_never().expect("it lies at hand").unwrap());
+        }
+    });
+    assert_eq!((spent.count_total, store.calls()), (0, calls), "{spent:?}");
 }
 
 /// The runtime that was about to make the call is gone: the next who asks makes it.
