@@ -308,6 +308,25 @@ mod tests {
     }
 
     #[test]
+    fn threads_that_come_together_keep_the_count() {
+        const MAX: usize = 1000;
+        let keyed = Keyed::new(MAX);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let keyed = &keyed;
+                scope.spawn(move || {
+                    for number in 0..20_000u32 {
+                        // Each key is new to two of them at about the same time.
+                        let key = number * 2 + thread % 2;
+                        let _ = enter(keyed, key, number, Until(Some(number + 100), number + 1000));
+                    }
+                });
+            }
+        });
+        assert!(len(&keyed) <= MAX, "{} keys", len(&keyed));
+    }
+
+    #[test]
     fn memory_is_given_back_when_most_keys_are_gone() {
         let keyed = Keyed::new(100_000);
         for number in 0..100_000 {

@@ -14,7 +14,8 @@ use crate::limit::{Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, m
 /// Counts permits in this process.
 ///
 /// Bounded: it holds at most `max_keys` keys. Keys whose limits have forgotten all use are forgotten too; a limited one
-/// never is, so when all are in use a new key is refused ([`StoreError::Full`]).
+/// never is, so when all are in use a new key is refused ([`StoreError::Full`]). No call looks at more than 64 keys for
+/// one that can be forgotten: where hardly one can, of very many, a new one may be refused too.
 ///
 /// Several layers may share one store, and then share the counts of equal keys.
 ///
