@@ -60,6 +60,11 @@ mod told {
         );
     }
 
+    /// A key is held, because the upstream refused a call.
+    pub(crate) fn held(key: Key, left: Duration) {
+        tracing::warn!(target: "tollgate", %key, ?left, "held: the upstream said it is too much");
+    }
+
     /// Who waits in other processes cannot be told that it is their turn.
     #[cfg(feature = "redis")]
     pub(crate) fn store_cannot_tell() {
@@ -101,6 +106,8 @@ mod told {
 
     #[cfg(feature = "redis")]
     pub(crate) fn store_cannot_tell() {}
+
+    pub(crate) fn held(_key: Key, _left: Duration) {}
 
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 

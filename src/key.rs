@@ -71,9 +71,17 @@ impl Key {
         format!("{:016x}{:016x}", self.high, self.low)
     }
 
+    /// All of it, the high half first.
     #[cfg(feature = "redis")]
-    fn bytes(self) -> [u8; 16] {
+    pub(crate) fn bytes(self) -> [u8; 16] {
         (u128::from(self.high) << 64 | u128::from(self.low)).to_be_bytes()
+    }
+
+    /// The key whose [`bytes`](Key::bytes) these are.
+    #[cfg(feature = "redis")]
+    pub(crate) fn of_bytes(bytes: [u8; 16]) -> Self {
+        let number = u128::from_be_bytes(bytes);
+        Key { high: (number >> 64) as u64, low: number as u64 }
     }
 
     /// Spreads over a table that an attacker who chooses names cannot aim at: `seed` is the process's own.

@@ -90,6 +90,7 @@ impl RateLimitLayer {
             transit_slack: Duration::from_millis(10),
             boundary_slack: Duration::from_millis(100),
             in_flight_life: Duration::from_secs(10),
+            max_hold: Duration::from_secs(60),
         }
     }
 
@@ -119,7 +120,7 @@ impl RateLimitLayer {
     /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
     #[inline]
     fn sent(&self, entry: &Entry, seat: Option<Seat>, label: impl FnOnce() -> Box<str>) -> Sent {
-        let sent = Sent::at_once(entry.key, seat);
+        let sent = Sent::at_once(self.limiter.id(), entry.key, seat);
         match self.reading.upstream_limit {
             UpstreamLimit::Passes => sent,
             UpstreamLimit::IsError => sent.named(label()),
@@ -211,6 +212,7 @@ pub struct RateLimitBuilder {
     transit_slack: Duration,
     boundary_slack: Duration,
     in_flight_life: Duration,
+    max_hold: Duration,
 }
 
 impl RateLimitBuilder {
@@ -318,6 +320,15 @@ impl RateLimitBuilder {
         self
     }
 
+    /// The longest that a refusal by the upstream holds a key. Default: 60 s; at most a day; `Duration::ZERO` for never.
+    ///
+    /// Where the upstream says for how long, its word counts, cut to this. Where it does not, the key is held for about a
+    /// second, and twice as long each time it is refused again.
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.max_hold = max_hold;
+        self
+    }
+
     /// Turns a 429 of the upstream into [`Limited::Upstream`]. Default: it passes as a response.
     ///
     /// The body of the response is dropped then.
@@ -334,6 +345,7 @@ impl RateLimitBuilder {
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
         at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
         at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        at_most("max_hold", self.max_hold, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
         if !(RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE).contains(&self.in_flight_life)
         {
             let value = format!("{:?}", self.in_flight_life);
@@ -360,6 +372,7 @@ impl RateLimitBuilder {
             max_waiting: self.max_waiting,
             max_keys: self.max_keys,
             in_flight_life: self.in_flight_life,
+            max_hold: self.max_hold,
             on_store_error: self.on_store_error,
         });
         Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })

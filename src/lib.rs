@@ -168,7 +168,6 @@ mod gate;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub mod guide;
-#[cfg(feature = "redis")]
 mod jitter;
 mod key;
 mod keyed;

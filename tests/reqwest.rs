@@ -23,9 +23,10 @@ use support::{
     Failing, SECOND, Upstream, get, limited, ms, now, pass, settle, soon, used, waiting, who_said_no,
 };
 
-/// Few enough that nothing is fetched ahead, long enough that nothing leaves the window.
+/// Few enough that nothing is fetched ahead, long enough that nothing leaves the window. What the upstream says holds
+/// nobody: these tests look at each attempt.
 fn plenty() -> RateLimitBuilder {
-    RateLimitLayer::builder(Quota::per_hour(40)).max_wait(ms(0))
+    RateLimitLayer::builder(Quota::per_hour(40)).max_wait(ms(0)).max_hold(ms(0))
 }
 
 fn client() -> Client {
@@ -133,7 +134,7 @@ async fn a_retry_outside_takes_a_permit_for_each_attempt() {
 #[tokio::test]
 async fn a_retry_that_finds_no_permit_ends_with_our_no() {
     let server = server(3);
-    let limit = RateLimitLayer::builder(Quota::per_hour(2)).max_wait(ms(0)).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_hour(2)).max_wait(ms(0)).max_hold(ms(0)).build().unwrap();
     let client = ClientBuilder::new(client()).with(retry()).with(limit).build();
     let error = client.get(server.url()).send().await.unwrap_err();
     assert_eq!((who_said_no(&error), server.tally().all()), ("local", 2));

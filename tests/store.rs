@@ -119,9 +119,7 @@ mod broken {
             let mut claim = claim;
             match self.fault {
                 Fault::SeatsOneTooMany => claim.most += 1,
-                Fault::TakesInWhatIsLate => {
-                    claim.number = self.calls.fetch_add(1, Ordering::Relaxed) as u64 + claim.number
-                }
+                Fault::TakesInWhatIsLate => claim.number += self.calls.fetch_add(1, Ordering::Relaxed) as u64,
                 Fault::PassesSeatsOver => claim.sits += claim.wants,
                 _ => {}
             }

@@ -159,7 +159,7 @@ async fn a_429_passes_as_a_response_and_costs_a_permit_however_fast_it_came() {
 async fn an_upstream_s_429_is_an_error_for_who_asked_for_one_and_carries_its_retry_after() {
     let upstream = Upstream::answering([limited("7"), limited("8"), limited("soon"), ok()]);
     let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).error_on_upstream_limit();
-    let service = limit.build().unwrap().layer(upstream.clone());
+    let service = limit.max_hold(ms(0)).build().unwrap().layer(upstream.clone());
     for (retry_after, waited) in [(Some(7), 0), (Some(8), SECOND), (None, SECOND)] {
         let error = soon(service.clone().oneshot(get("http://api.example.com/x"))).await.unwrap_err();
         let Error::Limited(Limited::Upstream { status, report, .. }) = error else { panic!("{error}") };

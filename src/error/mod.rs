@@ -229,6 +229,8 @@ pub enum Reason {
         /// The most a request may cost.
         largest: u32,
     },
+    /// Its key is held: the upstream refused a call lately, or an operator said so, and the hold ends later than it can wait.
+    Held,
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,
 }
@@ -249,6 +251,7 @@ impl fmt::Display for Reason {
                     "it costs {cost}, but the quota allows {largest} at once: split it or raise the limit or burst"
                 )
             }
+            Reason::Held => write!(f, "its key is held: the upstream has said that it is too much"),
             Reason::NoKey => {
                 write!(
                     f,

@@ -30,13 +30,22 @@ pub(crate) struct Waiter {
     label: Box<str>,
 }
 
-// ForSeat => InLine | Nowhere
-// InLine => Nowhere
+// ForSeat => InLine | Held | Nowhere
+// InLine, Held => Nowhere
 // Nowhere => InLine, when the permit died before it could be used
 #[derive(Debug)]
 enum Stage {
-    ForSeat { number: Number, until: Instant, timer: Option<Timer> },
+    ForSeat {
+        number: Number,
+        until: Instant,
+        timer: Option<Timer>,
+    },
     InLine,
+    /// Where no rate is limited, and the key is held.
+    Held {
+        until: Instant,
+        timer: Option<Timer>,
+    },
     Nowhere,
 }
 
@@ -65,6 +74,12 @@ impl Waiter {
     pub(super) fn in_line(mut self, number: Number, seat: Option<Seat>) -> Self {
         self.place.number = number;
         (self.stage, self.seat) = (Stage::InLine, seat);
+        self
+    }
+
+    /// It waits for the end of a hold.
+    pub(super) fn held_until(mut self, until: Instant, seat: Option<Seat>) -> Self {
+        (self.stage, self.seat) = (Stage::Held { until, timer: None }, seat);
         self
     }
 
@@ -109,8 +124,8 @@ impl Waiter {
         match settled {
             Settled::Granted(slot) => Ok(self.permit(Some(slot), now)),
             Settled::Refused(refusal) => {
-                let reason = self.place.patience.reason(self.limiter.max_wait());
-                Err(refused(reason, self.report(self.limiter.which(refusal), now)))
+                let (reason, refusal) = self.limiter.why(self.key, self.place.patience, refusal, now);
+                Err(refused(reason, self.report(refusal, now)))
             }
             Settled::Failed(source) => self.failed(source, now),
         }
@@ -146,6 +161,10 @@ impl Waiter {
                 self.stage = Stage::InLine;
                 return Poll::Pending;
             }
+            Reached::Later(until) => {
+                self.stage = Stage::Held { until, timer: None };
+                return Poll::Pending;
+            }
             Reached::Refused(reason, refusal) => Err(refused(reason, self.report(refusal, now))),
             Reached::Failed(source) => self.failed(source, now),
         })
@@ -161,8 +180,21 @@ impl Future for Waiter {
         if let Poll::Ready(done) = waiter.poll_seat(now, cx) {
             return Poll::Ready(done);
         }
-        if !matches!(waiter.stage, Stage::InLine) {
-            return Poll::Pending;
+        match &mut waiter.stage {
+            Stage::InLine => {}
+            Stage::Held { until, timer } => {
+                ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));
+                waiter.stage = Stage::Nowhere;
+                // It may have been held again meanwhile.
+                return match waiter.limiter.held(waiter.key, now) {
+                    Some(left) => {
+                        let refusal = Refusal { wait: Some(left), limit: None };
+                        Poll::Ready(waiter.settled(Settled::Refused(refusal), now))
+                    }
+                    None => Poll::Ready(Ok(waiter.permit(None, now))),
+                };
+            }
+            Stage::ForSeat { .. } | Stage::Nowhere => return Poll::Pending,
         }
         let place = &mut waiter.place;
         let polled =
@@ -182,7 +214,7 @@ impl Drop for Waiter {
                     ((), line.leave(desk, place, wakers))
                 });
             }
-            Stage::Nowhere => {}
+            Stage::Held { .. } | Stage::Nowhere => {}
         }
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
+use super::holds::GateId;
 use super::line::{Desk, Entered, Errand, Line};
 use super::queue::{Number, Wakers};
 use super::seat::{Flights, Seat, Sitting};
@@ -41,6 +42,7 @@ use crate::store::{Answer, LimitUsage, Refusal, Store, Usage};
 pub struct Limiter(pub(super) Arc<Gate>);
 
 pub(super) struct Gate {
+    pub(super) id: GateId,
     pub(super) lines: Keyed<Line>,
     /// Only where calls in flight are limited.
     pub(super) flights: Option<Flights>,
@@ -57,6 +59,7 @@ pub(crate) struct Settings {
     pub(crate) max_waiting: usize,
     pub(crate) max_keys: usize,
     pub(crate) in_flight_life: Duration,
+    pub(crate) max_hold: Duration,
     pub(crate) on_store_error: OnStoreError,
 }
 
@@ -93,6 +96,8 @@ pub(super) enum Reached {
     Slot(Option<Slot>),
     /// A place in the line.
     Place(Number),
+    /// Nothing but to wait until then.
+    Later(Instant),
     Refused(Reason, Refusal),
     Failed(StoreError),
 }
@@ -109,16 +114,21 @@ pub struct Peek {
     pub next_slot: Duration,
     /// How many wait in this process.
     pub waiting: usize,
+    /// For how long the key is held: nothing is sent, because the upstream or an operator said so.
+    pub held: Option<Duration>,
 }
 
 impl Limiter {
     pub(crate) fn new(settings: Settings) -> Self {
-        Limiter(Arc::new(Gate {
+        let gate = Arc::new(Gate {
+            id: GateId::next(),
             lines: Keyed::new(settings.max_keys),
             flights: Flights::new(&settings),
             settings,
             warned: AtomicBool::new(false),
-        }))
+        });
+        gate.listen();
+        Limiter(gate)
     }
 
     /// A permit for one request of `key`, at once or after a wait of at most `max_wait`.
@@ -148,7 +158,7 @@ impl Limiter {
     /// [`StoreError`] when the store could not be asked.
     pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
         let answer = self.0.settings.store.peek(key, &self.0.settings.terms);
-        let Usage { limits, free, next_slot, .. } = match answer {
+        let Usage { limits, free, next_slot, held } = match answer {
             Answer::Now(usage) => usage?,
             Answer::Later(usage) => usage.await?,
         };
@@ -159,7 +169,10 @@ impl Limiter {
         let free = seats.fold(free.saturating_add(u64::from(at_hand)), |free, seats| free.min(seats.free));
         let waiting = waiting + self.waiting_for_seats(key);
         let next_slot = if free > 0 { Duration::ZERO } else { next_slot };
-        Ok(Peek { limits, free, next_slot, waiting })
+        let held = self.held(key, now).max(Some(held.left).filter(|left| !left.is_zero()));
+        let free = if held.is_some() { 0 } else { free };
+        let next_slot = next_slot.max(held.unwrap_or_default());
+        Ok(Peek { limits, free, next_slot, waiting, held })
     }
 
     /// Gives back what this process has at hand, and answers when the store has all that was given back.
@@ -263,6 +276,12 @@ impl Limiter {
                 let waiter = Waiter::new(self.clone(), entry, patience, now, label);
                 Started::Waiting(Box::new(waiter.in_line(number, seat)))
             }
+            Reached::Later(until) => {
+                let label = label();
+                events::waiting(&label, 1);
+                let waiter = Waiter::new(self.clone(), entry, patience, now, label);
+                Started::Waiting(Box::new(waiter.held_until(until, seat)))
+            }
             Reached::Refused(reason, refusal) => {
                 Started::Limited(refused(reason, report(label(), refusal, now, now, 0)))
             }
@@ -281,29 +300,45 @@ impl Limiter {
     pub(super) fn line_up(&self, entry: &Entry, patience: Patience, now: Instant) -> Reached {
         let settings = &self.0.settings;
         if settings.terms.quota().limits().is_empty() {
-            return Reached::Slot(None);
+            // Only a hold can be in its way.
+            let until = self.held(entry.key, now).map(|left| clock::after(now, left));
+            return match until {
+                None => Reached::Slot(None),
+                Some(until) if until <= patience.latest => Reached::Later(until),
+                Some(until) => {
+                    let wait = Some(until.saturating_duration_since(now));
+                    Reached::Refused(Reason::Held, Refusal { wait, limit: None })
+                }
+            };
         }
+
         let entered = self
             .open_line(entry.key, now, |line, desk, wakers| line.enter(desk, entry.cost, patience, wakers));
         match entered {
             Ok(Entered::Granted(slot)) => Reached::Slot(Some(slot)),
             Ok(Entered::Waiting(number)) => Reached::Place(number),
             Ok(Entered::Refused(refusal)) => {
-                Reached::Refused(patience.reason(settings.max_wait), self.which(refusal))
+                let (reason, refusal) = self.why(entry.key, patience, refusal, now);
+                Reached::Refused(reason, refusal)
             }
             Ok(Entered::LineFull) => Reached::Refused(Reason::LineFull(settings.max_waiting), Refusal::NEVER),
             // The embedded store is not away when it is full.
             Ok(Entered::Failed(StoreError::Full { max_keys })) => {
                 Reached::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER)
             }
-            Ok(Entered::Failed(source)) => Reached::Failed(source),
+            Ok(Entered::Failed(source)) => match self.held(entry.key, now).filter(|_| self.passes(&source)) {
+                // Nobody passes uncounted while the key is held.
+                Some(left) => Reached::Refused(Reason::Held, Refusal { wait: Some(left), limit: None }),
+                None => Reached::Failed(source),
+            },
             Err(Full) => Reached::Refused(Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         }
     }
 
     fn desk(&self, key: Key, now: Instant) -> Desk<'_> {
-        let Settings { terms, store, max_waiting, .. } = &self.0.settings;
-        Desk { key, store, terms, now, max_waiting: *max_waiting }
+        let Settings { terms, store, max_waiting, on_store_error, .. } = &self.0.settings;
+        let fails_open = *on_store_error == OnStoreError::FailOpen;
+        Desk { key, store, terms, now, max_waiting: *max_waiting, fails_open }
     }
 
     /// Does something at the line of `key`, if there is one, and then what that left to be done without its lock.
@@ -335,16 +370,31 @@ impl Limiter {
         Ok(done)
     }
 
+    #[inline]
+    pub(crate) fn id(&self) -> GateId {
+        self.0.id
+    }
+
     pub(super) fn max_wait(&self) -> Duration {
         self.0.settings.max_wait
     }
 
-    /// Where a quota has one limit, that is the one which refused.
-    pub(super) fn which(&self, refusal: Refusal) -> Refusal {
-        match self.0.settings.terms.quota().limits() {
+    /// Why one is refused: the key is held; else the limit that allows it so late. Where a quota has one, it is that.
+    pub(super) fn why(
+        &self,
+        key: Key,
+        patience: Patience,
+        refusal: Refusal,
+        now: Instant,
+    ) -> (Reason, Refusal) {
+        if self.held(key, now).is_some() {
+            return (Reason::Held, Refusal { limit: None, ..refusal });
+        }
+        let refusal = match self.0.settings.terms.quota().limits() {
             [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
             _ => refusal,
-        }
+        };
+        (patience.reason(self.max_wait()), refusal)
     }
 
     /// The error of a request in which the key function found no key.

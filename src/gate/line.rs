@@ -4,6 +4,7 @@
 //! so that the next calls need no store; how many follows from how fast they are used.
 
 mod asking;
+mod hold;
 mod wait;
 
 use std::future::Future;
@@ -24,6 +25,8 @@ use crate::limit::Terms;
 use crate::store::{Answer, Lease, Need, Refusal, Store};
 
 use asking::slot;
+use hold::Holding;
+pub(super) use hold::is_any_uncertain;
 pub(super) use wait::Place;
 
 /// What a line needs to know of its gate.
@@ -33,6 +36,8 @@ pub(super) struct Desk<'a> {
     pub(super) terms: &'a Arc<Terms>,
     pub(super) now: Instant,
     pub(super) max_waiting: usize,
+    /// Whether who cannot be counted passes.
+    pub(super) fails_open: bool,
 }
 
 /// How long after its slot a permit is usable, unless wake-ups come late. With the default `transit_slack`, the margin
@@ -50,6 +55,7 @@ pub(super) struct Line {
     sweep_at: Option<Instant>,
     /// What is remembered of a store that may lose its state.
     memory: Option<Box<Remembered>>,
+    hold: Option<Box<Holding>>,
 }
 
 /// What is to be done for a line without its lock.
@@ -76,7 +82,8 @@ impl Idle for Line {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.queue.is_none().then(|| self.stock.until())
+        let hold = self.hold_matters_until();
+        self.queue.is_none().then(|| self.stock.until().max(hold.unwrap_or(self.stock.until())))
     }
 
     fn worthless_from(&self) -> Option<Instant> {
@@ -87,7 +94,15 @@ impl Idle for Line {
 
 impl Line {
     pub(super) fn new(now: Instant) -> Self {
-        Line { stock: Stock::new(now), queue: None, life: LIFE, later: false, sweep_at: None, memory: None }
+        Line {
+            stock: Stock::new(now),
+            queue: None,
+            life: LIFE,
+            later: false,
+            sweep_at: None,
+            memory: None,
+            hold: None,
+        }
     }
 
     /// How many wait.
@@ -123,6 +138,10 @@ impl Line {
         if let Some(slot) = self.take(cost, desk.now) {
             return (Entered::Granted(slot), None);
         }
+        if let Some(left) = self.held(desk.now).filter(|left| clock::after(desk.now, *left) > patience.latest)
+        {
+            return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
+        }
         if self.queue.is_none() && !self.later {
             return self.enter_empty(desk, cost, patience);
         }
@@ -156,6 +175,7 @@ impl Line {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
                 self.remember(desk, &lease, desk.now, desk.now);
+                self.hold_answered(lease.held, desk.now);
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);
@@ -174,7 +194,7 @@ impl Line {
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
                 queue.wait(number, cost, patience, desk.now);
-                queue.asking(&[need]);
+                queue.asking(&[need], desk.now);
                 self.later = true;
                 (Entered::Waiting(number), Some(Errand::Call(call)))
             }

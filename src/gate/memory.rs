@@ -17,6 +17,8 @@ pub(super) struct Remembered {
     /// When the last call that was answered was sent, and when its answer arrived.
     sent: Instant,
     heard: Instant,
+    /// Whether something may have been missed since.
+    doubted: bool,
     /// From this moment the store may have forgotten the key for good reason.
     until: Instant,
     /// What was granted lately, and before that: together never less than what was used in the last window.
@@ -42,6 +44,7 @@ impl Remembered {
             latest: now,
             sent,
             heard: now,
+            doubted: false,
             until: now,
             granted: Granted::default(),
             granted_before: Granted::default(),
@@ -52,7 +55,7 @@ impl Remembered {
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
         self.set_clock(lease.now, sent, now);
         (self.incarnation, self.writes) = (lease.incarnation, lease.writes);
-        (self.sent, self.heard) = (sent, now);
+        (self.sent, self.heard, self.doubted) = (sent, now, false);
         self.until = clock::after(sent, lease.remember);
         // What was granted a window ago makes room once what came before it is a window old.
         let old = |granted: &Granted| granted.until.is_none_or(|until| clock::after(until, window) <= now);
@@ -112,7 +115,12 @@ impl Remembered {
 
     /// Whether what was granted before may still be used, or the store has to be asked first.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
-        self.incarnation == 0 || now.saturating_duration_since(self.sent) <= trust
+        self.incarnation == 0 || (!self.doubted && now.saturating_duration_since(self.sent) <= trust)
+    }
+
+    /// What others did may have been missed: before what was granted is used, the store is asked.
+    pub(super) fn doubt(&mut self) {
+        self.doubted = true;
     }
 
     /// Until when it is of use.

@@ -9,6 +9,7 @@
 mod acquire;
 mod errands;
 mod flight;
+mod holds;
 mod limiter;
 mod line;
 mod memory;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
+use super::holds::GateId;
 use super::limiter::Limiter;
 use super::seat::Seat;
 use super::slot::Slot;
@@ -98,7 +99,7 @@ impl Permit {
 
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
-        Sent { key: self.key, seat: self.seat, wait: self.wait }
+        Sent { gate: self.limiter.id(), key: self.key, seat: self.seat, wait: self.wait }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -115,6 +116,7 @@ impl Permit {
 
 /// A request on its way: its permit is spent, its answer is to come.
 pub(crate) struct Sent {
+    gate: GateId,
     key: Key,
     seat: Option<Seat>,
     wait: Option<Box<Wait>>,
@@ -123,8 +125,8 @@ pub(crate) struct Sent {
 impl Sent {
     /// One that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(key: Key, seat: Option<Seat>) -> Self {
-        Sent { key, seat, wait: None }
+    pub(crate) fn at_once(gate: GateId, key: Key, seat: Option<Seat>) -> Self {
+        Sent { gate, key, seat, wait: None }
     }
 
     /// The same, and it keeps the name of its key.
@@ -136,6 +138,7 @@ impl Sent {
     /// it has one, is dropped.
     #[inline]
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
+        self.gate.answered(self.key, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.seat, limited)
     }

@@ -58,6 +58,8 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// Whether a call is under way.
     calling: bool,
+    /// When it was sent.
+    asked_at: Option<Instant>,
     pub(super) gathering: Gathering,
     /// Until when the store decides nothing.
     paused_until: Option<Instant>,
@@ -218,8 +220,9 @@ impl Queue {
     }
 
     /// A call asks for `needs`.
-    pub(super) fn asking(&mut self, needs: &[Need]) {
+    pub(super) fn asking(&mut self, needs: &[Need], now: Instant) {
         self.calling = true;
+        self.asked_at = Some(now);
         self.gathering = Gathering::NotYet;
         for need in needs {
             self.classes.entry(need.cost).or_default().asked = need.count as usize;
@@ -271,7 +274,8 @@ impl Queue {
             let asked = std::mem::take(&mut class.asked);
             let granted = granted.iter().find(|(other, ..)| other == cost);
             let (all, good) = granted.map_or((0, 0), |&(_, all, good)| (all, good));
-            let ended = class.settle(good, asked.saturating_sub(all), end, now);
+            let refused_at = self.asked_at.filter(|_| matches!(end, Some(Settled::Refused(_))));
+            let ended = class.settle(good, asked.saturating_sub(all), end, refused_at, now);
             for (number, waker, settled) in ended {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
@@ -308,6 +312,36 @@ impl Queue {
         for class in self.classes.values_mut() {
             class.slots.clear();
             class.booked = 0;
+        }
+    }
+
+    /// Gives up the slots that are booked.
+    pub(super) fn give_up_slots(&mut self) {
+        for class in self.classes.values_mut() {
+            self.returns.extend(class.slots.drain(..).map(|slot| slot.unused()));
+            class.booked = 0;
+        }
+    }
+
+    /// Nothing leaves before `until`: slots before it are given up, and those who cannot wait so long are told.
+    pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
+        let Queue { classes, settled, waiting, returns, .. } = self;
+        let refusal = Refusal { wait: Some(until.saturating_duration_since(now)), limit: None };
+        for class in classes.values_mut() {
+            while let Some(slot) = class.slots.front().filter(|slot| slot.at < until) {
+                returns.push(slot.unused());
+                class.booked -= slot.count as usize;
+                class.slots.pop_front();
+            }
+            class.waiting.retain(|&number, one| {
+                let stays = one.patience.latest >= until;
+                if !stays {
+                    *waiting -= 1;
+                    settled.insert(number, Settled::Refused(refusal));
+                    wakers.add(one.waker.take());
+                }
+                stays
+            });
         }
     }
 

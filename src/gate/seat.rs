@@ -137,6 +137,11 @@ impl Gate {
 impl Listener for Gate {
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News) {
         let now = clock::now();
+        match news {
+            News::Held(held) => return Limiter(self).hold_heard(key, held),
+            News::Missed => return self.lines.for_each(|_, line| line.doubt()),
+            _ => {}
+        }
         self.at_flight(key, |flight, wakers| {
             if flight.holder() == holder {
                 flight.hear(news, now, wakers);

@@ -24,6 +24,7 @@ mod pool;
 mod seats;
 mod window;
 
+use std::cmp::Ordering;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -133,11 +134,32 @@ pub(crate) struct Ledger {
     transit_slack: Micros,
     /// Time as seen here: never back.
     now: Micros,
+    hold: Hold,
+}
+
+/// Until when nothing may be sent, because an upstream or an operator said so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Hold {
+    pub(crate) until: Micros,
+    /// How often holds were released: one of before is over, whoever still speaks of it.
+    pub(crate) releases: u32,
+}
+
+impl Hold {
+    /// What holds of two: it only ever moves later, unless it was released.
+    fn or(self, other: Hold) -> Hold {
+        match self.releases.cmp(&other.releases) {
+            Ordering::Less => other,
+            Ordering::Equal => Hold { until: self.until.max(other.until), ..self },
+            Ordering::Greater => self,
+        }
+    }
 }
 
 impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
-        let mut ledger = Ledger { accounts: SmallVec::new(), pool: Pool::default(), transit_slack: 0, now };
+        let (accounts, pool, hold) = (SmallVec::new(), Pool::default(), Hold::default());
+        let mut ledger = Ledger { accounts, pool, transit_slack: 0, now, hold };
         ledger.advance(terms, now);
         ledger
     }
@@ -202,6 +224,23 @@ impl Ledger {
         rule
     }
 
+    /// Nothing is granted before the end of `hold`. Answers what holds.
+    pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
+        self.hold = self.hold.or(hold);
+        self.hold
+    }
+
+    /// Ends the hold. Answers what holds.
+    pub(crate) fn release(&mut self) -> Hold {
+        self.hold = Hold { until: 0, releases: self.hold.releases.saturating_add(1) };
+        self.hold
+    }
+
+    /// When the next permit may be used, as far as no limit forbids it.
+    fn from(&self) -> Micros {
+        self.now.max(self.hold.until)
+    }
+
     /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none later than `latest`.
     ///
     /// Hands each grant to `granted`. Stops with [`TooLate`] at the first permit whose slot would be later; that
@@ -221,13 +260,15 @@ impl Ledger {
         let cost = u64::from(cost);
         while count > 0 {
             let (slot, limit) = self.first_slot(cost, life);
-            if let Some(grant) = self.pool.take(slot.min(latest), cost, count, life, self.transit_slack) {
+            if let Some(grant) =
+                self.pool.take(self.from()..=slot.min(latest), cost, count, life, self.transit_slack)
+            {
                 count -= grant.count;
                 granted(grant);
                 continue;
             }
             if slot > latest {
-                let pooled = self.pool.first(cost, life, self.transit_slack);
+                let pooled = self.pool.first(self.from(), cost, life, self.transit_slack);
                 return Err(TooLate { slot: pooled.map_or(slot, |pooled| pooled.min(slot)), limit });
             }
             let room = self.accounts.iter_mut().map(|account| account.rule.room(slot)).min().unwrap_or(0);
@@ -277,7 +318,7 @@ impl Ledger {
 
     /// The first moment at which every limit allows `cost`, and the limit that was the last to.
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
-        let mut slot = self.now;
+        let mut slot = self.from();
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
@@ -299,6 +340,9 @@ impl Ledger {
     /// How many units could go now.
     pub(crate) fn free(&mut self) -> u64 {
         let now = self.now;
+        if self.from() > now {
+            return 0;
+        }
         self.accounts.iter_mut().map(|account| account.rule.free(now)).min().unwrap_or(u64::MAX)
     }
 
@@ -313,13 +357,15 @@ impl Ledger {
     /// When one unit could go, if nothing else is booked.
     pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
         let slot = self.first_slot(1, life).0;
-        self.pool.first(1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
+        self.pool.first(self.from(), 1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
     }
 
     /// The first moment from which a fresh ledger would grant the same: then this one can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
         let accounts = self.accounts.iter().map(|account| account.rule.fresh_from()).max().unwrap_or(0);
-        accounts.max(self.pool.last_slot().map_or(0, |slot| slot + 1))
+        let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
+        // That a hold was released is remembered for as long as anybody may still speak of it: it is not worth more.
+        accounts.max(pooled).max(self.hold.until)
     }
 }
 

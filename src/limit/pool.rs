@@ -2,6 +2,8 @@
 //!
 //! They stay in the logs as they are; so the next taker needs no arithmetic, and nothing is lost when many cancel.
 
+use std::ops::RangeInclusive;
+
 use super::{Grant, Micros, Unused};
 
 #[derive(Debug, Default)]
@@ -27,29 +29,36 @@ impl Pool {
         if self.slots.len() > MOST { self.slots.pop() } else { None }
     }
 
-    fn position(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
+    fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
         // A process whose trips grew asks for longer lives than it gave back: half is better than lost.
         let long_enough = |unused: &Unused| unused.slot + life / 2 + transit_slack <= unused.stamp;
-        self.slots.iter().position(|unused| unused.units >= units && long_enough(unused))
+        let fits = |unused: &Unused| unused.slot >= from && unused.units >= units && long_enough(unused);
+        self.slots.iter().position(fits)
     }
 
-    /// The first slot that has `units` and lives for half of `life` at least.
-    pub(super) fn first(&self, units: u64, life: Micros, transit_slack: Micros) -> Option<Micros> {
-        self.position(units, life, transit_slack).map(|index| self.slots[index].slot)
+    /// The first slot, not before `from`, that has `units` and lives for half of `life` at least.
+    pub(super) fn first(
+        &self,
+        from: Micros,
+        units: u64,
+        life: Micros,
+        transit_slack: Micros,
+    ) -> Option<Micros> {
+        self.position(from, units, life, transit_slack).map(|index| self.slots[index].slot)
     }
 
-    /// Takes up to `count` permits of `cost` units from the first slot that has them, if it is no later than `latest`.
+    /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies within `span`.
     pub(super) fn take(
         &mut self,
-        latest: Micros,
+        span: RangeInclusive<Micros>,
         cost: u64,
         count: u32,
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Grant> {
-        let index = self.position(cost, life, transit_slack)?;
+        let index = self.position(*span.start(), cost, life, transit_slack)?;
         let unused = &mut self.slots[index];
-        if unused.slot > latest {
+        if unused.slot > *span.end() {
             return None;
         }
         let taken = u32::try_from(unused.units / cost).unwrap_or(u32::MAX).min(count);

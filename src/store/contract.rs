@@ -19,7 +19,9 @@ mod in_flight;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Answer, Ask, Lease, Memory, Need, Refusal, Segment, Store, StoreError, Terms, Unused, Usage};
+use super::{
+    Answer, Ask, Held, Lease, Memory, Need, Refusal, Segment, Store, StoreError, Terms, Unused, Usage,
+};
 use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
@@ -82,6 +84,7 @@ impl Desk {
             prefetch_life: LIFE,
             returns,
             memory: Memory::default(),
+            held: Held::default(),
         };
         answer(self.store.lease(ask)).await.expect("the store answers")
     }

@@ -1,9 +1,9 @@
-//! What a store is told of calls in flight, and what it tells.
+//! What a store is told of calls in flight, and what it tells those who listen.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::StoreError;
+use super::{Held, StoreError};
 use crate::key::Key;
 
 /// What a gate says about the calls of a key: how many are in flight, and how many wait.
@@ -51,7 +51,7 @@ impl Claim {
     }
 }
 
-/// What a store tells a gate about calls in flight.
+/// What a store tells a gate.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum News {
@@ -69,6 +69,10 @@ pub enum News {
     },
     /// The claim could not be made; the store tries again while any seats are taken.
     Failed(StoreError),
+    /// What holds the key has changed.
+    Held(Held),
+    /// What others did may have been missed: what is known of holds is to be asked again.
+    Missed,
     /// The last claim has run out, and could not be repeated: the seats may be given to others.
     Lost,
 }
@@ -80,8 +84,8 @@ impl News {
     }
 }
 
-/// Who is told about calls in flight: a gate.
+/// Who is told: a gate.
 pub trait Listener: Send + Sync + 'static {
-    /// Hears what there is to know about the calls of `key` for which `holder` claimed. Does not block.
+    /// Hears what there is to know about `key`, or about its calls for which `holder` claimed. Does not block.
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
 }

@@ -1,15 +1,17 @@
 //! Counts in this process: the default store.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::{
-    Answer, Ask, Claim, Lease, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError, Usage,
+    Answer, Ask, Claim, Held, Lease, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError, Usage,
 };
 use crate::clock;
 use crate::key::Key;
 use crate::keyed::{Full, Idle, Keyed};
-use crate::limit::{Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up};
+use crate::limit::{
+    Claimed, Grant, Hold, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
+};
 
 /// Counts permits in this process.
 ///
@@ -32,6 +34,7 @@ use crate::limit::{Claimed, Grant, Ledger, Micros, Seats, Terms, Told, Unused, m
 pub struct MemoryStore {
     counts: Keyed<Counts>,
     flights: Keyed<Flight>,
+    listeners: Mutex<Vec<Weak<dyn Listener>>>,
     max_keys: usize,
 }
 
@@ -50,7 +53,8 @@ impl MemoryStore {
     ///
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
-        MemoryStore { counts: Keyed::new(max_keys), flights: Keyed::new(max_keys), max_keys }
+        let (counts, flights) = (Keyed::new(max_keys), Keyed::new(max_keys));
+        MemoryStore { counts, flights, listeners: Mutex::default(), max_keys }
     }
 
     fn with<R>(
@@ -64,6 +68,27 @@ impl MemoryStore {
         let count = |counts: &mut Counts| counts.with(terms, now, with);
         let counted = self.counts.enter(key, now, make, |_, _| (), count);
         counted.map_err(|Full| StoreError::Full { max_keys: self.max_keys })
+    }
+
+    /// Changes what holds `key`, and tells all who listen.
+    fn set_hold(
+        &self,
+        key: Key,
+        terms: &Terms,
+        change: impl FnOnce(&mut Ledger, Micros) -> Hold,
+    ) -> Answer<Held> {
+        let now = clock::micros(clock::now());
+        let set = |ledger: &mut Ledger, now| held(change(ledger, now), now);
+        let held = match self.with(key, terms, now, set) {
+            Ok(held) => held,
+            Err(full) => return Answer::Now(Err(full)),
+        };
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|listener| listener.strong_count() > 0);
+        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
+        drop(listeners);
+        alive.into_iter().for_each(|listener| listener.hear(key, 0, News::Held(held)));
+        Answer::Now(Ok(held))
     }
 }
 
@@ -161,6 +186,18 @@ impl Store for MemoryStore {
         }
     }
 
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
+        self.set_hold(key, terms, |ledger, now| ledger.hold(hold(held, now)))
+    }
+
+    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
+        self.set_hold(key, terms, |ledger, _| ledger.release())
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
+    }
+
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
         let now = clock::micros(clock::now());
         let known = self.counts.find(key, |counts| counts.with(terms, now, usage));
@@ -176,7 +213,8 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
     ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
     let latest = now.saturating_add(micros_down(ask.latest));
     let life = micros_up(ask.life);
-    let mut lease = Lease { now, ..Lease::default() };
+    let held = held(ledger.hold(hold(ask.held, now)), now);
+    let mut lease = Lease { now, held, ..Lease::default() };
     for need in ask.needs {
         let segments = &mut lease.segments;
         let granted = |grant: Grant| segments.push(segment(grant, need.cost, now));
@@ -205,5 +243,15 @@ fn span(now: Micros, slot: Micros) -> Duration {
 pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
     let limits = ledger.usage().map(|(limit, used, free)| LimitUsage { limit, used, free }).collect();
     let next_slot = span(now, ledger.next_slot(0));
-    Usage { limits, free: ledger.free(), next_slot }
+    let held = held(ledger.hold(Hold::default()), now);
+    Usage { limits, free: ledger.free(), next_slot, held }
+}
+
+pub(super) fn hold(held: Held, now: Micros) -> Hold {
+    let until = if held.left.is_zero() { 0 } else { now.saturating_add(micros_up(held.left)) };
+    Hold { until, releases: held.releases }
+}
+
+fn held(hold: Hold, now: Micros) -> Held {
+    Held { left: span(now, hold.until), releases: hold.releases }
 }

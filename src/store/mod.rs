@@ -16,7 +16,9 @@
 //! 7. **A limited key is never forgotten** before its limits would have forgotten what it used.
 //! 8. **An answer comes.** One that comes later comes within a second, if only to say that the store is away.
 //! 9. **Keys are independent**, and [`Store::peek`] consumes nothing.
-//! 10. **Never over in flight.** What holders sit on, each within the life of its last claim, is never more than the
+//! 10. **A hold holds.** While a key is held nothing is granted that could be used before its end; it only ever ends
+//!     later, unless it is released; and all who listen are told.
+//! 11. **Never over in flight.** What holders sit on, each within the life of its last claim, is never more than the
 //!     smallest number that one of them asserts; those who wait are served in the order in which they came.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
@@ -27,6 +29,7 @@
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;
 mod flight;
+mod hold;
 mod memory;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
@@ -34,7 +37,7 @@ mod redis;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -44,6 +47,7 @@ use crate::key::Key;
 pub use crate::limit::{Terms, Unused};
 use crate::quota::Limit;
 pub use flight::{Claim, Listener, News};
+pub use hold::Held;
 pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
@@ -80,6 +84,29 @@ pub trait Store: Send + Sync + 'static {
         let unsupported = StoreError::Unsupported("limits of calls in flight");
         listener.clone().hear(claim.key, claim.holder, News::Failed(unsupported));
     }
+
+    /// Holds `key`, and tells all who listen. Answers what holds: a hold only ever ends later, unless it is released.
+    /// Done whether or not the answer is waited for.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when others may not know of it; by default always, as for a store that knows nothing of holds.
+    fn hold(&self, _key: Key, _terms: &Arc<Terms>, _held: Held) -> Answer<Held> {
+        Answer::Now(Err(StoreError::Unsupported("holds")))
+    }
+
+    /// Ends the hold of `key`, and tells all who listen. Done whether or not the answer is waited for.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when others may not know of it; by default always.
+    fn release(&self, _key: Key, _terms: &Arc<Terms>) -> Answer<Held> {
+        Answer::Now(Err(StoreError::Unsupported("holds")))
+    }
+
+    /// From now on `listener` is told of holds, for as long as it lives. By default nobody is: then they are known from
+    /// what [`lease`](Store::lease) answers only.
+    fn listen(&self, _listener: Weak<dyn Listener>) {}
 
     /// Tells the state of `key`, and consumes nothing.
     ///
@@ -128,6 +155,8 @@ pub struct Ask<'a> {
     pub returns: &'a [Unused],
     /// What the process remembers of earlier answers.
     pub memory: Memory,
+    /// The hold it knows of and the store may not.
+    pub held: Held,
 }
 
 /// Some who wait for permits of the same cost.
@@ -180,6 +209,8 @@ pub struct Lease {
     pub now: u64,
     /// For how long what is remembered of this answer is of use.
     pub remember: Duration,
+    /// What holds the key.
+    pub held: Held,
     /// A limit in force that the terms of this ask do not have: another process asserts it for the same key.
     pub foreign: Option<Limit>,
 }
@@ -250,6 +281,8 @@ pub struct Usage {
     pub free: u64,
     /// Until one unit could go.
     pub next_slot: Duration,
+    /// What holds the key.
+    pub held: Held,
 }
 
 impl Usage {

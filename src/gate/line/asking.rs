@@ -46,6 +46,7 @@ impl Line {
             prefetch_life: self.stock_life(desk),
             returns,
             memory: memory.unwrap_or_default(),
+            held: self.held_for_store(desk.now),
         }
     }
 
@@ -125,11 +126,11 @@ impl Line {
                 Answer::Now(answer) => {
                     // The store asked the time after we did.
                     now = clock::now();
-                    self.mark_asked(&needs);
+                    self.mark_asked(&needs, desk.now);
                     self.answered(desk, answer, now, wakers);
                 }
                 Answer::Later(call) => {
-                    self.mark_asked(&needs);
+                    self.mark_asked(&needs, desk.now);
                     self.later = true;
                     return Some(Errand::Call(call));
                 }
@@ -143,9 +144,9 @@ impl Line {
         None
     }
 
-    fn mark_asked(&mut self, needs: &[Need]) {
+    fn mark_asked(&mut self, needs: &[Need], now: Instant) {
         if let Some(queue) = &mut self.queue {
-            queue.asking(needs);
+            queue.asking(needs, now);
         }
     }
 
@@ -162,7 +163,10 @@ impl Line {
             Ok(lease) => self.remember(desk, lease, sent, now),
             Err(_) => (sent, now),
         };
-        let trusted = self.is_trusted(desk, now);
+        if let Ok(lease) = &answer {
+            self.hold_answered(lease.held, now);
+        }
+        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
         let Some(queue) = &mut self.queue else { return };
         match answer {
             Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
@@ -175,6 +179,8 @@ impl Line {
                 let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
                 self.life = life.max(lately).min(longest_life(desk.terms));
             }
+            // Nobody passes uncounted while the key is held.
+            Err(_) if let Some(left) = held.filter(|_| desk.fails_open) => queue.pause(left, now, wakers),
             Err(error) => {
                 if !trusted && queue.is_due(now) {
                     // Nobody knows whether the store still knows of them.
@@ -183,6 +189,7 @@ impl Line {
                 queue.answered([], Some(&Settled::Failed(error)), now, wakers);
             }
         }
+        self.obey(now, wakers);
     }
 
     fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {

@@ -61,14 +61,24 @@ impl Class {
 
     /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
     ///
-    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own.
+    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own. Who came later than
+    /// was refused, in the place of one who left, is asked for anew.
     pub(super) fn settle(
         &mut self,
         granted: usize,
         ended: usize,
         end: Option<&Settled>,
+        refused_at: Option<Instant>,
         now: Instant,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
+        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
+        let without = self.waiting.len().saturating_sub(self.booked);
+        let newcomers = without.saturating_sub(ended);
+        if let Some(end) = end {
+            let ended = self.waiting.iter().rev().skip(newcomers).take(without - newcomers);
+            let asked_for = ended.filter(|(_, waiting)| refused_at.is_none_or(|at| waiting.entered <= at));
+            leaving.extend(asked_for.map(|(&number, _)| (number, end.again())));
+        }
         // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
         for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
             let asking = now.saturating_duration_since(waiting.entered);
@@ -76,13 +86,6 @@ impl Class {
             if !waiting.patience.by_deadline {
                 waiting.patience.latest = clock::after(waiting.patience.latest, asking);
             }
-        }
-        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
-        let without = self.waiting.len().saturating_sub(self.booked);
-        let newcomers = without.saturating_sub(ended);
-        if let Some(end) = end {
-            let ended = self.waiting.keys().rev().skip(newcomers).take(without - newcomers);
-            leaving.extend(ended.map(|&number| (number, end.again())));
         }
         let unneeded = self.booked.saturating_sub(self.waiting.len());
         let slots = self.slots.iter().rev();

@@ -17,8 +17,8 @@ use super::wire;
 use crate::key::Key;
 use crate::limit::{Ledger, Micros, Terms, Unused};
 use crate::quota::Quota;
-use crate::store::memory::{book, usage};
-use crate::store::{Ask, Lease, Memory, Need, Refusal, Segment, Usage};
+use crate::store::memory::{book, hold, usage};
+use crate::store::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Usage};
 
 const START: Micros = 1_700_000_000_000_000;
 
@@ -30,7 +30,7 @@ fn millis(span: u64) -> Duration {
 fn script() -> redis::Script {
     let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
     assert_eq!(TEXT.matches(asks).count(), 1, "the script asks for the time once");
-    redis::Script::new(&TEXT.replace(asks, "local raw = tonumber(ARGV[2])\n"))
+    redis::Script::new(&TEXT.replace(asks, "local raw = tonumber(ARGV[4])\n"))
 }
 
 // ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -49,6 +49,10 @@ struct Step {
     part: u64,
     /// Which of the terms are asserted.
     other_terms: bool,
+    /// The hold that the caller knows of.
+    held: Held,
+    /// What happens to the hold before.
+    hold: Option<Option<Held>>,
 }
 
 /// Which calls a history is made of.
@@ -87,18 +91,28 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         any::<bool>(),
         1u64..4,
         prop::bool::weighted(0.1),
+        (prop::option::weighted(0.04, held()), prop::option::weighted(0.04, prop::option::of(held()))),
     )
-        .prop_map(|(wait, needs, latest, life, prefetch, returns, newest, part, other_terms)| Step {
-            wait,
-            needs,
-            latest,
-            life,
-            prefetch,
-            returns,
-            newest,
-            part,
-            other_terms,
-        })
+        .prop_map(
+            |(wait, needs, latest, life, prefetch, returns, newest, part, other_terms, (held, hold))| Step {
+                wait,
+                needs,
+                latest,
+                life,
+                prefetch,
+                returns,
+                newest,
+                part,
+                other_terms,
+                held: held.unwrap_or_default(),
+                hold,
+            },
+        )
+}
+
+fn held() -> impl Strategy<Value = Held> {
+    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3)
+        .prop_map(|(left, releases)| Held { left: millis(left), releases })
 }
 
 fn quota(mix: Mix) -> BoxedStrategy<Quota> {
@@ -166,7 +180,7 @@ impl World {
 
     fn run(&mut self, call: &[u8]) -> Vec<u8> {
         let mut invocation = self.script.key(&self.key);
-        invocation.arg(call).arg(self.now).invoke(&mut self.redis).unwrap()
+        invocation.arg(call).arg("told").arg("key").arg(self.now).invoke(&mut self.redis).unwrap()
     }
 
     fn lease(&mut self, terms: &Arc<Terms>, step: &Step, returns: &[Unused]) -> (Lease, Lease) {
@@ -181,7 +195,9 @@ impl World {
             prefetch_life: step.life * 2,
             returns,
             memory: self.memory(),
+            held: step.held,
         };
+        self.set_hold(terms, step.hold);
         let theirs = self.run(&wire::lease(&ask, Duration::ZERO, 7));
         let theirs = wire::read_lease(&theirs, terms.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
@@ -189,6 +205,21 @@ impl World {
         let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
         ledger.advance(terms, self.now);
         (book(ledger, self.now, &ask), theirs)
+    }
+
+    fn set_hold(&mut self, terms: &Arc<Terms>, change: Option<Option<Held>>) {
+        let Some(change) = change else { return };
+        let call = change.map_or_else(|| wire::release(terms, 7), |held| wire::hold(terms, held, 7));
+        let theirs = wire::read_lease(&self.run(&call), millis(0)).unwrap();
+        if theirs.incarnation != self.incarnation {
+            (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
+        }
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
+        ledger.advance(terms, self.now);
+        match change {
+            Some(held) => ledger.hold(hold(held, self.now)),
+            None => ledger.release(),
+        };
     }
 
     fn memory(&self) -> Memory {
@@ -314,6 +345,8 @@ fn giving_back_does_not_hold_up_the_clock() {
         newest: false,
         part: 1,
         other_terms: false,
+        held: Held::default(),
+        hold: None,
     };
     for _ in 0..4 {
         // It asserts that the time is the server's.

@@ -1,4 +1,5 @@
-//! A connection on which this process is told what others do: a subscription to the channel of its store.
+//! A connection on which this process is told what others do: a subscription to the channel of its store, and to that of
+//! all.
 
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -24,16 +25,26 @@ pub(super) enum Heard {
     Open,
     /// From now on all is.
     Deaf,
+    /// To this store.
     Message(Vec<u8>),
+    /// To all.
+    MessageToAll(Vec<u8>),
+}
+
+/// The channels it listens on.
+pub(super) struct Channels {
+    pub(super) ours: String,
+    pub(super) all: String,
 }
 
 /// Listens for as long as it is polled.
-pub(super) async fn listen(client: Client, channel: String, heard: mpsc::UnboundedSender<Heard>) {
+pub(super) async fn listen(client: Client, channels: Channels, heard: mpsc::UnboundedSender<Heard>) {
     let mut pause = SHORTEST_PAUSE;
     loop {
         let subscribing = async {
             let mut pubsub = client.get_async_pubsub().await?;
-            pubsub.subscribe(&channel).await?;
+            pubsub.subscribe(&channels.ours).await?;
+            pubsub.subscribe(&channels.all).await?;
             Ok::<_, redis::RedisError>(pubsub)
         };
         if let Ok(Ok(pubsub)) = timeout(LONGEST_CONNECTING, subscribing).await {
@@ -41,7 +52,10 @@ pub(super) async fn listen(client: Client, channel: String, heard: mpsc::Unbound
             let _ = heard.send(Heard::Open);
             let mut messages = pin!(pubsub.into_on_message());
             while let Some(message) = next(messages.as_mut()).await {
-                let _ = heard.send(Heard::Message(message.get_payload_bytes().to_vec()));
+                let payload = message.get_payload_bytes().to_vec();
+                let to_all = message.get_channel_name() == channels.all;
+                let message = if to_all { Heard::MessageToAll(payload) } else { Heard::Message(payload) };
+                let _ = heard.send(message);
             }
             let _ = heard.send(Heard::Deaf);
         }

@@ -1,7 +1,8 @@
 //! Counts shared by many processes: the store in Redis.
 //!
 //! ```text
-//!  lease, give back, peek ──> worker (a thread of its own) ──> link (one connection) ──> script (one key, one step)
+//!  lease, give back, peek, hold, claim ──> worker (a thread of its own) ──> link (one connection) ──> scripts (one key, one step)
+//!                            what others did <── worker <── ears (another)
 //! ```
 //!
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
@@ -12,12 +13,13 @@ mod differential;
 mod ears;
 mod link;
 mod script;
+mod token;
 mod wire;
 mod worker;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
@@ -25,14 +27,14 @@ use redis::io::tcp::TcpSettings;
 use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
-use super::{Answer, Ask, Claim, Lease, Listener, News, Store, StoreError, Terms, Unused, Usage};
+use super::{Answer, Ask, Claim, Held, Lease, Listener, News, Store, StoreError, Terms, Unused, Usage};
 use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
 use link::{Factory, RedisFailure};
 use wire::Garbled;
-use worker::{Job, Jobs, Setup};
+use worker::{Job, Jobs, Listeners, Setup};
 
 /// Counts permits in Redis, for many processes.
 ///
@@ -53,7 +55,7 @@ use worker::{Job, Jobs, Setup};
 /// # }
 /// ```
 ///
-/// It talks to Redis on one connection and from a thread of its own, made when it is first asked: so it serves callers of
+/// It talks to Redis on one connection, listens on another, and does both from a thread of its own: so it serves callers of
 /// any runtime, and what is dropped with a runtime still comes back. When the store is dropped, the thread sends what was
 /// given back and ends; at the end of a program, [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
 pub struct RedisStore {
@@ -64,6 +66,8 @@ pub struct RedisStore {
     connecting: Mutex<Option<Connecting>>,
     /// To the thread that talks to Redis, started when it is first needed.
     jobs: OnceLock<Result<Jobs, StoreError>>,
+    /// Who is told of holds.
+    listeners: Listeners,
 }
 
 /// How to get to Redis.
@@ -176,7 +180,9 @@ impl RedisStore {
             let connecting = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Connecting { factory, ears } = connecting.ok_or(StoreError::Lost)?;
             let channels = format!("{}:told:", self.prefix);
-            worker::start(Setup { factory, store_timeout: self.store_timeout, channels, ears })
+            let (store_timeout, secret) = (self.store_timeout, self.secret);
+            let listeners = self.listeners.clone();
+            worker::start(Setup { factory, store_timeout, channels, secret, ears, listeners })
         };
         let jobs = self.jobs.get_or_init(start).as_ref().map_err(StoreError::clone)?;
         jobs.send(job).map_err(|_| StoreError::Lost)
@@ -216,6 +222,18 @@ impl RedisStore {
     }
 }
 
+impl RedisStore {
+    /// Changes what holds `key`, and tells all.
+    fn set_hold(&self, key: Key, call: Vec<u8>) -> Answer<Held> {
+        let (name, token) = (self.name(key), token::of(key, self.secret, dice()));
+        let answer = self.ask(|answer| Job::Hold { name, call, token, answer });
+        Answer::Later(Box::pin(async move {
+            let lease = wire::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
+            Ok(lease.held)
+        }))
+    }
+}
+
 impl Store for RedisStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let slack = ask.terms.transit_slack();
@@ -239,6 +257,18 @@ impl Store for RedisStore {
             let (taken, free) = wire::read_peek_seats(&seats.await?).map_err(StoreError::failed)?;
             Ok(rates.in_flight(most, taken, free))
         }))
+    }
+
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
+        self.set_hold(key, wire::hold(terms, held, dice()))
+    }
+
+    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
+        self.set_hold(key, wire::release(terms, dice()))
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
@@ -336,6 +366,7 @@ impl RedisStoreBuilder {
             store_timeout,
             connecting: Mutex::new(Some(connecting)),
             jobs: OnceLock::new(),
+            listeners: Listeners::default(),
         })
     }
 }

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use crate::limit::{Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
-use crate::store::{Ask, Claim, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
+use crate::store::{Ask, Claim, Held, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
 
 /// The format of calls, answers and of the state; they change together.
 const VERSION: u8 = 1;
@@ -15,6 +15,8 @@ const CLAIM: u8 = 1;
 const LEASE: u8 = 1;
 const PEEK: u8 = 2;
 const RETURN: u8 = 3;
+const HOLD: u8 = 4;
+const RELEASE: u8 = 5;
 
 const GRANTED: u8 = 0;
 const REFUSED: u8 = 1;
@@ -73,10 +75,17 @@ struct Spans {
     life: Micros,
     prefetch: u32,
     prefetch_life: Micros,
+    held: Held,
 }
 
 impl Spans {
-    const NONE: Spans = Spans { latest: 0, life: 0, prefetch: 0, prefetch_life: 0 };
+    const NONE: Spans = Spans {
+        latest: 0,
+        life: 0,
+        prefetch: 0,
+        prefetch_life: 0,
+        held: Held { left: Duration::ZERO, releases: 0 },
+    };
 }
 
 #[expect(clippy::too_many_arguments, reason = "it is the order of the format")]
@@ -91,7 +100,7 @@ fn call(
     returns: &[Unused],
 ) -> Vec<u8> {
     let limits = terms.quota().limits().len();
-    let mut call = Call(Vec::with_capacity(95 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
+    let mut call = Call(Vec::with_capacity(106 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
     call.byte(VERSION);
     call.byte(operation);
     call.long(dice % (NEVER - 1) + 1);
@@ -107,6 +116,8 @@ fn call(
     call.long(spans.life);
     call.int(spans.prefetch);
     call.long(spans.prefetch_life);
+    call.long(micros_up(spans.held.left));
+    call.int(spans.held.releases);
     call.byte(limits as u8); // at most eight
     call.short(needs.len());
     call.short(returns.len());
@@ -130,6 +141,7 @@ pub(super) fn lease(ask: &Ask<'_>, store_timeout: Duration, dice: u64) -> Vec<u8
         life: micros_up(ask.life),
         prefetch: ask.prefetch,
         prefetch_life: micros_up(ask.prefetch_life),
+        held: ask.held,
     };
     let mut memory = ask.memory;
     if let (0, Some(last)) = (memory.incarnation, ask.returns.last()) {
@@ -146,6 +158,17 @@ pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> 
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
     let memory = Memory { incarnation, ..Memory::default() };
     call(RETURN, terms, memory, Duration::ZERO, dice, Spans::NONE, &[], unused)
+}
+
+/// The call that holds the key.
+pub(super) fn hold(terms: &Terms, held: Held, dice: u64) -> Vec<u8> {
+    let spans = Spans { held, ..Spans::NONE };
+    call(HOLD, terms, Memory::default(), Duration::ZERO, dice, spans, &[], &[])
+}
+
+/// The call that ends the hold of the key.
+pub(super) fn release(terms: &Terms, dice: u64) -> Vec<u8> {
+    call(RELEASE, terms, Memory::default(), Duration::ZERO, dice, Spans::NONE, &[], &[])
 }
 
 /// The call that asks for the state.
@@ -254,6 +277,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
     let status = answer.byte()?;
     let (incarnation, writes) = (answer.long()?, answer.long()?);
     let (now, remember, wait) = (answer.long()?, answer.span()?, answer.long()?);
+    let held = Held { left: answer.span()?, releases: answer.int()? };
     let (limit, foreign) = (answer.limit()?, answer.limit()?);
     let wait_for = Duration::from_micros(wait);
     let segment = |cost, count, wait: u64, span: u64| Segment {
@@ -276,7 +300,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         _ => return Err(Garbled),
     };
     let learning = (status == LEARNING).then_some(wait_for);
-    Ok(Lease { segments, prefetched, refused, learning, incarnation, writes, now, remember, foreign })
+    Ok(Lease { segments, prefetched, refused, learning, incarnation, writes, now, remember, held, foreign })
 }
 
 /// Reads the answer to [`peek`].
@@ -284,12 +308,13 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
     let mut answer = Answer(answer);
     answer.version()?;
     let (free, next_slot) = (answer.long()?, answer.span()?);
+    let held = Held { left: answer.span()?, releases: answer.int()? };
     let mut limits = Vec::new();
     for _ in 0..answer.byte()? {
         let limit = answer.limit()?.ok_or(Garbled)?;
         limits.push(LimitUsage { limit, used: answer.long()?, free: answer.long()? });
     }
-    Ok(Usage { limits, free, next_slot })
+    Ok(Usage { limits, free, next_slot, held })
 }
 
 /// What is told to a holder: in answer to its claim, or because of another's.
@@ -341,4 +366,12 @@ pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
     let mut answer = Answer(answer);
     answer.version()?;
     Ok((answer.int()?, answer.int()?))
+}
+
+/// Reads what is told to all about a hold: whose key, as the caller wrote it, and what holds.
+pub(super) fn read_hold(message: &[u8]) -> Result<(Held, &[u8]), Garbled> {
+    let mut message = Answer(message);
+    message.version()?;
+    let held = Held { left: message.span()?, releases: message.int()? };
+    Ok((held, message.0))
 }

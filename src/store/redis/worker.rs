@@ -4,7 +4,7 @@
 //! no answer: it is gathered for a moment, so that many who leave at once make one call.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use redis::Client;
@@ -12,20 +12,25 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use super::claims::Claims;
-use super::ears::{self, Heard};
+use super::ears::{self, Channels, Heard};
 use super::link::{Factory, Link};
 use super::script::{Script, TEXT};
+use super::token;
 use super::wire::{self, MOST_RETURNS};
 use crate::clock;
 use crate::error::StoreError;
 use crate::jitter::dice;
+use crate::key::Key;
 use crate::limit::{Terms, Unused};
-use crate::store::{Claim, Listener};
+use crate::store::{Claim, Listener, News};
 
 /// How long what is given back waits for more.
 const GATHERING: Duration = Duration::from_millis(2);
 
 pub(super) type Jobs = mpsc::UnboundedSender<Job>;
+
+/// Who is told of holds; the store adds to them.
+pub(super) type Listeners = Arc<Mutex<Vec<Weak<dyn Listener>>>>;
 
 /// What the thread is to do.
 pub(super) enum Job {
@@ -46,6 +51,14 @@ pub(super) enum Job {
         terms: Arc<Terms>,
         unused: Vec<Unused>,
     },
+    /// Holds a key or releases it, and tells all; whether or not anybody waits for the answer.
+    Hold {
+        name: String,
+        call: Vec<u8>,
+        /// How the key is named to the others.
+        token: Vec<u8>,
+        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+    },
     Claim {
         name: String,
         claim: Claim,
@@ -63,8 +76,10 @@ pub(super) struct Setup {
     pub(super) store_timeout: Duration,
     /// What the names of channels begin with.
     pub(super) channels: String,
+    pub(super) secret: Option<Key>,
     /// Whom to ask for a connection to listen on, where that is known.
     pub(super) ears: Option<Client>,
+    pub(super) listeners: Listeners,
 }
 
 /// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
@@ -72,17 +87,31 @@ pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
-    let Setup { factory, store_timeout, channels, ears } = setup;
+    let Setup { factory, store_timeout, channels, secret, ears, listeners } = setup;
     let link = Link::new(factory, store_timeout);
     std::thread::Builder::new()
         .name("tollgate-redis".into())
         .spawn(move || {
             let (link, script, instance) = (Arc::new(link), Arc::new(Script::new(TEXT)), dice() >> 11);
-            let ears = ears.map(|client| (client, format!("{channels}{instance}")));
+            let to_all = format!("{channels}all");
+            let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
+            let (told, heard) = mpsc::unbounded_channel();
+            if let Some(client) = ears {
+                runtime.spawn(ears::listen(client, listening, told));
+            }
             let claims = Claims::new(link.clone(), instance, channels, store_timeout);
-            let returns = Returns::new();
-            let worker =
-                Worker { link, script, returns, release_at: None, lost: None, claims, ears, heard: None };
+            let worker = Worker {
+                link,
+                script,
+                returns: Returns::new(),
+                release_at: None,
+                lost: None,
+                claims,
+                heard,
+                listeners,
+                secret,
+                to_all,
+            };
             runtime.block_on(worker.run(incoming));
             // A resolver of names may be at work still; nobody waits for it.
             runtime.shutdown_background();
@@ -105,9 +134,12 @@ struct Worker {
     /// Why something that was given back did not arrive; told to who asks next whether all has.
     lost: Option<StoreError>,
     claims: Claims,
-    /// Where to listen, until somebody claims.
-    ears: Option<(Client, String)>,
-    heard: Option<mpsc::UnboundedReceiver<Heard>>,
+    heard: mpsc::UnboundedReceiver<Heard>,
+    /// Who is told of holds.
+    listeners: Listeners,
+    secret: Option<Key>,
+    /// The channel on which all are told.
+    to_all: String,
 }
 
 impl Worker {
@@ -134,11 +166,7 @@ impl Worker {
                     self.claims.due();
                 }
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
-                Some(heard) = next(&mut self.heard) => match heard {
-                    Heard::Open => self.claims.set_told(true),
-                    Heard::Deaf => self.claims.set_told(false),
-                    Heard::Message(message) => self.claims.hear(&message),
-                },
+                Some(heard) = self.heard.recv() => self.hear(heard),
                 Some(_) = calls.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
@@ -173,12 +201,14 @@ impl Worker {
                 }
                 self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
+            Job::Hold { name, call, token, answer } => {
+                let (script, link, to_all) = (self.script.clone(), self.link.clone(), self.to_all.clone());
+                calls.spawn(async move {
+                    let held = script.run(&link, &name, &[&call, to_all.as_bytes(), &token]).await;
+                    let _ = answer.send(held);
+                });
+            }
             Job::Claim { name, claim, listener } => {
-                if let Some((client, channel)) = self.ears.take() {
-                    let (sender, heard) = mpsc::unbounded_channel();
-                    tokio::spawn(ears::listen(client, channel, sender));
-                    self.heard = Some(heard);
-                }
                 self.claims.take(name, claim, listener);
             }
             Job::Flush(answer) => {
@@ -203,6 +233,32 @@ impl Worker {
         }
     }
 
+    fn hear(&mut self, heard: Heard) {
+        match heard {
+            Heard::Open => {
+                self.claims.set_told(true);
+                self.tell(Key::ALL, &News::Missed);
+            }
+            Heard::Deaf => self.claims.set_told(false),
+            Heard::Message(message) => self.claims.hear(&message),
+            Heard::MessageToAll(message) => {
+                if let Ok((held, token)) = wire::read_hold(&message)
+                    && let Some(key) = token::read(token, self.secret)
+                {
+                    self.tell(key, &News::Held(held));
+                }
+            }
+        }
+    }
+
+    fn tell(&self, key: Key, news: &News) {
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|listener| listener.strong_count() > 0);
+        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
+        drop(listeners);
+        alive.into_iter().for_each(|listener| listener.hear(key, 0, news.clone()));
+    }
+
     fn note(&mut self, released: Result<(), StoreError>) {
         self.lost = self.lost.take().or(released.err());
     }
@@ -218,8 +274,4 @@ impl Worker {
             }
         }
     }
-}
-
-async fn next(heard: &mut Option<mpsc::UnboundedReceiver<Heard>>) -> Option<Heard> {
-    heard.as_mut()?.recv().await
 }

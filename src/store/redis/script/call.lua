@@ -2,6 +2,8 @@
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
 -- ARGV[1]  the call, packed; the answer is packed too. The formats are in src/guide/redis_format.md.
+-- ARGV[2]  where the key is held or released: the channel on which all are told
+-- ARGV[3]  and the name of the key, as they will know it
 --
 -- Times are whole microseconds; spans too. All numbers stay below 2^53.
 --
@@ -14,18 +16,18 @@ local WINDOW, BUCKET, FIXED = 1, 2, 3
 
 -- ── the state: a head, a record for each limit, a region of entries for each, the pool ───────────────────────────────
 
-local HEAD, HEAD_SIZE, RECORD_SIZE = '<BBBBI7I7I7I7dI7I7', 54, 90
+local HEAD, HEAD_SIZE, RECORD_SIZE = '<BBBBI7I7I7I7dI7I7I7I4', 65, 90
 
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 
 -- ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-local LEASE, PEEK, RETURN = 1, 2, 3
+local LEASE, PEEK, RETURN, HOLD, RELEASE = 1, 2, 3, 4, 5
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and
 -- ahead of it besides the time that call and answer may have been on their way.
 local CLOCK_TOLERANCE = 250000
-local REPLY, REPLY_WITH_ONE = '<BBI7I7I7I7I7BI4I7I4BI4I7I4I4I7I2', '<BBI7I7I7I7I7BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
+local REPLY, REPLY_WITH_ONE = '<BBI7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2', '<BBI7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
 -- How much longer a key lives than it must, so that not every grant has to move its end.
 local LIVES_ON = 2000000
 local NONE = { kind = 0, count = 0, window = 0, capacity = 0 }
@@ -35,7 +37,8 @@ raw = raw[1] * 1000000 + raw[2]
 
 local ARG = ARGV[1]
 local version, operation, dice, known, known_writes, seen, since, on_way, granted_before, slack, guard, latest, life,
-  ahead, ahead_life, limit_count, need_count, return_count, at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7BI2I2', ARG)
+  ahead, ahead_life, hold_left, hold_releases, limit_count, need_count, return_count, at =
+  struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BI2I2', ARG)
 if version ~= VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. VERSION)
 end

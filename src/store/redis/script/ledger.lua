@@ -26,7 +26,7 @@ end
 
 -- The first moment at which every limit allows `cost`, and the limit that was the last to.
 local function first_slot(cost, life)
-  local slot, limit, count = S.now, nil, #S
+  local slot, limit, count = S.from, nil, #S
   for _ = 1, MOST_ROUNDS do
     local before = slot
     for i = 1, count do
@@ -48,7 +48,7 @@ local function find_pooled(units, life)
   local list, half = pool(), math.floor(life / 2)
   for i = 1, #list do
     local entry = list[i]
-    if entry.units >= units and entry.slot + half + S.slack <= entry.stamp then
+    if entry.slot >= S.from and entry.units >= units and entry.slot + half + S.slack <= entry.stamp then
       return entry, i
     end
   end
@@ -105,6 +105,7 @@ local function seldom()
   end
 
   function made.free()
+    if S.from > S.now then return 0 end
     local least = NEVER
     for i = 1, #S do
       local free = S[i].rule.more().free(S[i])
@@ -194,7 +195,7 @@ local function seldom()
   end
 
   -- Everything anew, in one string of its exact size: what is written into it later needs no more memory.
-  function made.rewrite(incarnation, writes, offset, expires, ttl)
+  function made.rewrite(incarnation, writes, offset, expires, held, releases, ttl)
     local records, regions = {}, {}
     local function padded(s, n, room, size)
       while room < n do
@@ -216,7 +217,7 @@ local function seldom()
     local pooled = pool()
     regions[#S + 1], S.pool_room = padded((S.lists or lists()).pack(pooled, 'pool'), S.pooled, S.pool_room, 21)
     local head = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset,
-      S.now, expires)
+      S.now, expires, held, releases)
     redis.call('SET', KEYS[1], head .. table.concat(records) .. table.concat(regions), 'PX', ttl)
   end
 

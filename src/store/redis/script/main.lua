@@ -4,6 +4,7 @@
 -- The state.
 S.slack = slack
 local incarnation, writes, offset, expires, now
+local held, releases = 0, 0
 if s == '' then
   incarnation, writes, S.born, S.learning, offset, expires, now = dice, 0, raw, 0, 0, 0, raw
   S.pool, S.relaid = {}, true
@@ -13,8 +14,8 @@ else
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
       .. VERSION)
   end
-  format, account_count, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, last, expires =
-    struct.unpack(HEAD, s)
+  format, account_count, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, last, expires, held,
+    releases = struct.unpack(HEAD, s)
   if account_count > limit_count then
     s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * account_count - 1)
   end
@@ -45,6 +46,16 @@ else
   end
 end
 S.now = now
+
+-- The hold: it only ever ends later, unless it is released.
+if operation == RELEASE then
+  held, releases, S.changed = 0, releases + 1, true
+elseif hold_releases > releases then
+  held, releases, S.changed = hold_left > 0 and now + hold_left or 0, hold_releases, true
+elseif hold_releases == releases and hold_left > 0 and now + hold_left > held then
+  held, S.changed = now + hold_left, true
+end
+S.from = held > now and held or now
 
 -- The limits: those of the call are asserted.
 for i = 1, #S do
@@ -79,7 +90,7 @@ if operation == PEEK then
   if S.learning > now then
     free, next_slot = 0, S.learning > next_slot and S.learning or next_slot
   end
-  local parts = { struct.pack('<BI7I7B', VERSION, free, next_slot - now, #S) }
+  local parts = { struct.pack('<BI7I7I7I4B', VERSION, free, next_slot - now, S.from - now, releases, #S) }
   for i = 1, #S do
     local more = S[i].rule.more()
     local a = S[i]
@@ -174,7 +185,7 @@ if status == GRANTED and ahead > 0 then
 end
 
 -- When everything will be forgotten.
-local fresh = S.learning > now and S.learning or now
+local fresh = S.learning > S.from and S.learning or S.from
 for i = 1, #S do
   local from = S[i].rule.fresh_from(S[i])
   if from > fresh then fresh = from end
@@ -194,10 +205,10 @@ if S.changed then
   end
   local ttl = math.floor((expires - raw) / 1000) + 1
   if S.relaid then
-    (S.seldom or seldom()).rewrite(incarnation, writes, offset, expires, ttl)
+    (S.seldom or seldom()).rewrite(incarnation, writes, offset, expires, held, releases, ttl)
   else
     s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, now,
-      expires)
+      expires, held, releases)
     for i = 1, #S do
       local a = S[i]
       s = s .. a.rule.record(a)
@@ -217,6 +228,11 @@ if S.changed then
   end
 end
 
+if operation == HOLD or operation == RELEASE then
+  -- Where that is forbidden, they know when they ask.
+  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', VERSION, S.from - now, releases) .. ARGV[3])
+end
+
 local foreign
 if #S > limit_count then
   for i = #S, 1, -1 do
@@ -225,6 +241,6 @@ if #S > limit_count then
 end
 local l, f = status == REFUSED and limit or NONE, foreign or NONE
 s = struct.pack(REPLY, VERSION, status, incarnation, writes, now, fresh - now, wait,
-  l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
+  S.from - now, releases, l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
 if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
 return s

@@ -5,12 +5,13 @@
 -- follows and decides everything: whatever is unusual leaves for it (break), before anything is written.
 
 repeat
-  if operation ~= LEASE or need_count ~= 1 or return_count > 0 or ahead > 0
+  if operation ~= LEASE or need_count ~= 1 or return_count > 0 or ahead > 0 or hold_left > 0
     or #s ~= HEAD_SIZE + RECORD_SIZE * limit_count then break end
-  local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires =
-    struct.unpack(HEAD, s)
+  local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires, held,
+    releases = struct.unpack(HEAD, s)
   local now = raw + offset
-  if format ~= VERSION or account_count ~= limit_count or pooled > 0 or now < last or now < learning then break end
+  if format ~= VERSION or account_count ~= limit_count or pooled > 0 or now < last or now < learning or now < held
+    or hold_releases > releases then break end
   local off = now - seen - since
   if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes or off > CLOCK_TOLERANCE + on_way
     or off < -CLOCK_TOLERANCE) then break end
@@ -83,7 +84,7 @@ repeat
 
   if wait > 0 then
     -- A refusal leaves no trace.
-    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, limit.kind, limit.count,
+    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, 0, releases, limit.kind, limit.count,
       limit.window, limit.capacity, 0, 0, 0, 0, 0, 0, 0)
   end
   local left = fresh - now
@@ -98,7 +99,7 @@ repeat
     redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
   end
   redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, writes + 1, born,
-    learning, offset, now, expires) .. records)
-  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
+    learning, offset, now, expires, held, releases) .. records)
+  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, 0, releases, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
     cost, permits, 0, stamp - now)
 until true

@@ -1,0 +1,170 @@
+//! Holds of keys: what an upstream said to one call stops all others, here and wherever the store is shared.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+use super::limiter::{Gate, Limiter, Settings};
+use super::line::is_any_uncertain;
+use crate::clock;
+use crate::error::StoreError;
+use crate::events;
+use crate::key::Key;
+use crate::signal::Signal;
+use crate::store::{Answer, Held, Listener};
+
+/// Which gate a call came through. A call on its way keeps this number and no more: the gate is looked for only when the
+/// upstream says no.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct GateId(u32);
+
+static GATES: RwLock<BTreeMap<GateId, Weak<Gate>>> = RwLock::new(BTreeMap::new());
+
+impl GateId {
+    pub(super) fn next() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        GateId(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A call of `key` that came through this gate has been answered.
+    #[inline]
+    pub(super) fn answered(self, key: Key, signal: &Signal) {
+        if signal.limited().is_some() || is_any_uncertain() {
+            self.tell(key, signal);
+        }
+    }
+
+    #[cold]
+    fn tell(self, key: Key, signal: &Signal) {
+        let gate = GATES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade);
+        if let Some(gate) = gate {
+            Limiter(gate).upstream_answered(key, signal);
+        }
+    }
+}
+
+impl Gate {
+    /// From now on it is told what others do, and found by its number.
+    pub(super) fn listen(self: &Arc<Self>) {
+        GATES.write().unwrap_or_else(PoisonError::into_inner).insert(self.id, Arc::downgrade(self));
+        let listener: Weak<dyn Listener> = Arc::downgrade(self) as _;
+        self.settings.store.listen(listener);
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        GATES.write().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+    }
+}
+
+impl Limiter {
+    /// Holds `key`: nothing is sent for so long, by any process that shares the store. It is what happens by itself when
+    /// the upstream answers 429. A hold only ever ends later, unless it is [released](Limiter::release).
+    ///
+    /// Those who wait and cannot wait so long are refused at once, with
+    /// [`Reason::Held`](crate::Reason::Held).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
+    /// limiter.hold_for(Key::ALL, Duration::from_secs(60)).await?;
+    /// let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    /// assert_eq!(refused.report().retry_after().map(|wait| wait.as_secs_f64().round()), Some(60.0));
+    ///
+    /// limiter.release(Key::ALL).await?;
+    /// assert!(limiter.acquire(Key::ALL).await.is_ok());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when other processes may not know of it; in this one it holds.
+    ///
+    /// # Cancel safety
+    ///
+    /// Once polled, it holds.
+    pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
+        let now = clock::now();
+        let releases = self.0.lines.find(key, |line| line.releases()).unwrap_or(0);
+        let held = Held { left: span.min(LONGEST_HOLD), releases };
+        self.set_hold(key, held, now);
+        answer(self.0.settings.store.hold(key, &self.0.settings.terms, held)).await.map(|_| ())
+    }
+
+    /// The same until a moment. One that has passed holds nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when other processes may not know of it; in this one it holds.
+    pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
+        match until.checked_duration_since(clock::now()) {
+            Some(span) if !span.is_zero() => self.hold_for(key, span).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the hold of `key`, for all processes that share the store.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when it may still hold.
+    pub async fn release(&self, key: Key) -> Result<(), StoreError> {
+        let held = answer(self.0.settings.store.release(key, &self.0.settings.terms)).await?;
+        self.set_hold(key, held, clock::now());
+        Ok(())
+    }
+
+    /// For how long `key` is held, as far as this process knows.
+    pub(super) fn held(&self, key: Key, now: Instant) -> Option<Duration> {
+        self.0.lines.find(key, |line| line.held(now)).flatten()
+    }
+
+    /// What holds `key` has changed.
+    fn set_hold(&self, key: Key, held: Held, now: Instant) {
+        // Without room for one more key, the next call learns it from the store.
+        let _ = self.open_line(key, now, |line, desk, wakers| ((), line.hold(desk, held, wakers)));
+    }
+
+    /// Somebody else has held `key`, or released it: of use where there is anything to hold back.
+    pub(super) fn hold_heard(&self, key: Key, held: Held) {
+        self.at_line(key, clock::now(), |line, desk, wakers| ((), line.hold(desk, held, wakers)));
+    }
+
+    fn upstream_answered(&self, key: Key, signal: &Signal) {
+        let (now, Settings { max_hold, store, terms, .. }) = (clock::now(), &self.0.settings);
+        if signal.limited().is_none() {
+            self.at_line(key, now, |line, _, _| (line.accepted_upstream(now), None));
+            return;
+        }
+        if max_hold.is_zero() {
+            return;
+        }
+        let retry_after = signal.retry_after();
+        let held = self.open_line(key, now, |line, desk, wakers| {
+            let held = line.refused_upstream(retry_after, *max_hold, now);
+            (held, held.and_then(|held| line.hold(desk, held, wakers)))
+        });
+        if let Ok(Some(held)) = held {
+            events::held(key, held.left);
+            // Who waits for its answer is the next call.
+            drop(store.hold(key, terms, held));
+        }
+    }
+}
+
+/// Holds of more are cut to this: 366 days.
+const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
+
+async fn answer<T>(answer: Answer<T>) -> Result<T, StoreError> {
+    match answer {
+        Answer::Now(answer) => answer,
+        Answer::Later(answer) => answer.await,
+    }
+}

@@ -1,0 +1,19 @@
+//! Holds: until when a key may send nothing.
+
+use std::time::Duration;
+
+/// For how long a key may send nothing, because an upstream or an operator said so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// For how long, from now; zero when it is not held.
+    pub left: Duration,
+    /// How often holds of the key were released. A hold of before a release is over, whoever still speaks of it.
+    pub releases: u32,
+}
+
+impl Held {
+    /// Whether there is nothing to tell of it.
+    pub(crate) fn is_none(&self) -> bool {
+        *self == Held::default()
+    }
+}

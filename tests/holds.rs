@@ -1,0 +1,249 @@
+//! Holds: one refusal by the upstream stops the others before they run into it. Under a paused clock.
+
+#[path = "support/mod.rs"]
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::join_all;
+use http::StatusCode;
+use support::{Failing, Upstream, get, limited, ms, ok, peek, waiting, who_said_no};
+use tokio::time::{Instant, advance, sleep};
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason};
+use tower::{ServiceBuilder, ServiceExt};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn builder() -> RateLimitBuilder {
+    RateLimitLayer::builder(Quota::per_second(50)).max_wait(Duration::from_secs(10))
+}
+
+fn reason(error: &Limited) -> Option<Reason> {
+    match error {
+        Limited::Local { reason, .. } => Some(*reason),
+        _ => None,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_429_nothing_is_sent_until_the_upstream_said() {
+    let layer = builder().build().unwrap();
+    let upstream = Upstream::answering([ok(), limited("3")]);
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    for _ in 0..2 {
+        service.clone().oneshot(get("/")).await.unwrap();
+    }
+    assert_eq!(peek(&layer, Key::ALL).await.held, Some(3 * SECOND));
+    let calls = (0..20).map(|_| service.clone().oneshot(get("/")));
+    let answers = join_all(calls).await;
+    assert!(
+        answers.iter().all(|answer| answer.as_ref().is_ok_and(|answer| answer.status() == StatusCode::OK))
+    );
+    let arrivals = upstream.arrivals();
+    assert_eq!(arrivals[..2], [0, 0]);
+    assert!(arrivals[2..].iter().all(|at| (3000..3100).contains(at)), "{arrivals:?}");
+    assert_eq!(peek(&layer, Key::ALL).await.held, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_already_wait_longer_or_are_told_at_once() {
+    // Two a second: the line reaches some seconds ahead.
+    let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(10 * SECOND).build().unwrap();
+    let limiter = layer.limiter();
+    let start = Instant::now();
+    let _spent = (limiter.acquire(Key::ALL).await.unwrap(), limiter.acquire(Key::ALL).await.unwrap());
+    let mut patient: Vec<_> = (0..4).map(|_| Box::pin(limiter.acquire(Key::ALL))).collect();
+    let soon = (start + ms(3500)).into_std();
+    let mut impatient = Box::pin(limiter.acquire(Key::ALL).deadline(soon));
+    assert!(patient.iter_mut().all(|waits| waits.as_mut().now_or_never().is_none()));
+    assert!(impatient.as_mut().now_or_never().is_none());
+    advance(ms(100)).await;
+
+    limiter.hold_for(Key::ALL, 4 * SECOND).await.unwrap();
+    let refused = impatient.await.unwrap_err();
+    assert_eq!(start.elapsed(), ms(100), "it is told at once");
+    assert_eq!(reason(&refused), Some(Reason::Held));
+    assert_eq!(refused.report().retry_after(), Some(4 * SECOND));
+    let mut sent = Vec::new();
+    for waits in patient {
+        drop(waits.await.unwrap());
+        sent.push(start.elapsed().as_millis());
+    }
+    assert_eq!(sent, [4100, 4100, 5120, 5120], "in their order, at the pace of the limit");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_comes_while_it_is_held_and_cannot_wait_is_refused_with_the_time_to_come_back() {
+    let layer = builder().max_wait(SECOND).build().unwrap();
+    let upstream = Upstream::answering([limited("30")]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    service.clone().oneshot(get("/")).await.unwrap();
+    let error = service.clone().oneshot(get("/")).await.unwrap_err();
+    let limited = Limited::find(&error).unwrap();
+    assert_eq!((reason(limited), limited.report().retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
+    assert_eq!(limited.report().limit(), None);
+    assert!(limited.to_string().contains("held"), "{limited}");
+    assert_eq!(upstream.count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_only_ever_ends_later() {
+    let layer = builder().build().unwrap();
+    let limiter = layer.limiter();
+    let held = async || peek(&layer, Key::ALL).await.held;
+    limiter.hold_for(Key::ALL, 5 * SECOND).await.unwrap();
+    limiter.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
+    assert_eq!(held().await, Some(5 * SECOND));
+    limiter.hold_until(Key::ALL, (Instant::now() + 7 * SECOND).into_std()).await.unwrap();
+    assert_eq!(held().await, Some(7 * SECOND));
+    limiter.hold_until(Key::ALL, support::long_ago()).await.unwrap();
+    assert_eq!(held().await, Some(7 * SECOND));
+    limiter.release(Key::ALL).await.unwrap();
+    assert_eq!(held().await, None);
+    limiter.hold_for(Key::ALL, Duration::MAX).await.unwrap();
+    assert!(held().await > Some(300 * 86_400 * SECOND));
+    assert_eq!(peek(&layer, Key::new("other")).await.held, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_waits_for_the_end_of_a_hold_goes_when_it_is_released() {
+    let layer = builder().build().unwrap();
+    let limiter = layer.limiter();
+    limiter.hold_for(Key::ALL, 8 * SECOND).await.unwrap();
+    let start = Instant::now();
+    let waits = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.acquire(Key::ALL).await.map(drop) }
+    });
+    sleep(SECOND).await;
+    limiter.release(Key::ALL).await.unwrap();
+    waits.await.unwrap().unwrap();
+    assert_eq!(start.elapsed(), SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_hint_each_refusal_in_a_row_holds_longer_and_a_success_starts_anew() {
+    let layer = builder().max_wait(Duration::from_secs(120)).max_hold(10 * SECOND).build().unwrap();
+    let refusals = (0..6).map(|_| limited(""));
+    let upstream = Upstream::answering(refusals.chain([ok(), limited("")]));
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let mut holds = Vec::new();
+    for _ in 0..8 {
+        service.clone().oneshot(get("/")).await.unwrap();
+        holds.push(peek(&layer, Key::ALL).await.held.unwrap_or_default().as_secs_f64());
+    }
+    for (hold, longest) in holds.iter().zip([1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.0, 1.0]) {
+        assert!((longest / 2.0..=longest).contains(hold), "{holds:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_of_calls_that_were_sent_before_do_not_prolong_a_hold_without_a_hint() {
+    let layer = builder().build().unwrap();
+    let limiter = layer.limiter();
+    let signal = |hint: &str| tollgate::Signal::read(&limited(hint).unwrap());
+    let sent = join_all((0..5).map(|_| limiter.acquire(Key::ALL))).await;
+    for (number, permit) in sent.into_iter().enumerate() {
+        permit.unwrap().answered(&signal(""));
+        advance(ms(50)).await;
+        let held = peek(&layer, Key::ALL).await.held.unwrap();
+        assert!(held <= SECOND - ms(50 * (number as u64 + 1)), "{held:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_is_cut_to_max_hold_and_zero_holds_nothing() {
+    for (max_hold, held) in [(5 * SECOND, Some(5 * SECOND)), (Duration::ZERO, None)] {
+        let layer = builder().max_hold(max_hold).build().unwrap();
+        let upstream = Upstream::answering([limited("1771404540")]);
+        let service = ServiceBuilder::new().layer(layer.clone()).service(upstream);
+        service.oneshot(get("/")).await.unwrap();
+        assert_eq!(peek(&layer, Key::ALL).await.held, held);
+    }
+    let layer = builder().build().unwrap();
+    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([limited("0")]));
+    service.oneshot(get("/")).await.unwrap();
+    assert_eq!(peek(&layer, Key::ALL).await.held, None, "it may be tried again at once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_are_held_apart() {
+    let layer = builder().key(tollgate::by_host).build().unwrap();
+    let upstream = Upstream::answering([limited("5")]);
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    service.clone().oneshot(get("http://one.example/")).await.unwrap();
+    service.clone().oneshot(get("http://two.example/")).await.unwrap();
+    assert_eq!(upstream.arrivals(), [0, 0]);
+    assert!(peek(&layer, Key::host("one.example")).await.held.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_that_share_a_store_are_held_together_whatever_they_have_at_hand() {
+    let store = Arc::new(MemoryStore::default());
+    let quota = Quota::per_second(10_000);
+    let build = || {
+        let builder = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(10));
+        builder.store(store.clone()).build().unwrap().limiter()
+    };
+    let (ours, theirs): (Limiter, Limiter) = (build(), build());
+    // In heavy use, permits are fetched ahead.
+    for _ in 0..200 {
+        drop(theirs.acquire(Key::ALL).await.unwrap());
+    }
+    ours.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
+    let start = Instant::now();
+    let mut waits = Box::pin(theirs.acquire(Key::ALL));
+    assert!(waits.as_mut().now_or_never().is_none(), "what was at hand is gone");
+    drop(waits.await.unwrap());
+    assert_eq!(start.elapsed(), 2 * SECOND);
+    assert_eq!(theirs.peek(Key::ALL).await.unwrap().held, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_only_calls_in_flight_are_limited_a_hold_holds_too() {
+    let layer = RateLimitLayer::builder(Quota::in_flight(5)).max_wait(4 * SECOND).build().unwrap();
+    let limiter = layer.limiter();
+    limiter.hold_for(Key::ALL, 3 * SECOND).await.unwrap();
+    let start = Instant::now();
+    let all = join_all((0..5).map(|_| limiter.acquire(Key::ALL))).await;
+    assert!(all.iter().all(Result::is_ok));
+    assert_eq!(start.elapsed(), 3 * SECOND);
+    limiter.hold_for(Key::ALL, 5 * SECOND).await.unwrap();
+    drop(all);
+    let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert_eq!(reason(&refused), Some(Reason::Held));
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_the_store_away_a_process_still_keeps_its_own_holds_and_nobody_passes_uncounted() {
+    for later in [false, true] {
+        let store = Arc::new(Failing::away(later));
+        let layer = builder().store(store).on_store_error(OnStoreError::FailOpen).build().unwrap();
+        let upstream = Upstream::answering([limited("3")]);
+        let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+        service.clone().oneshot(get("/")).await.unwrap();
+        let next = service.clone().oneshot(get("/")).await;
+        if later {
+            assert!(next.is_ok() && upstream.arrivals()[1] >= 3000, "{:?}", upstream.arrivals());
+        } else {
+            let error = next.unwrap_err();
+            assert_eq!(Limited::find(&error).and_then(reason), Some(Reason::Held));
+        }
+        let by_hand = layer.limiter().hold_for(Key::ALL, SECOND).await;
+        assert!(by_hand.is_err(), "others do not know");
+    }
+    let closed = builder().store(Arc::new(Failing::away(true))).build().unwrap();
+    let error = closed.limiter().acquire(Key::ALL).await.unwrap_err();
+    assert_eq!(who_said_no(&error), "store");
+    assert_eq!(waiting_of(&closed).await, 0);
+}
+
+async fn waiting_of(layer: &RateLimitLayer) -> usize {
+    match layer.limiter().peek(Key::ALL).await {
+        Ok(_) => waiting(layer).await,
+        Err(_) => 0,
+    }
+}

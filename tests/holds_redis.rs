@@ -1,0 +1,103 @@
+//! Holds that many processes share: stores of their own stand for processes. With a real Redis.
+
+#![cfg(feature = "redis")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::join_all;
+use redis_server::RedisServer;
+use tokio::time::{Instant, sleep};
+use tollgate::store::RedisStore;
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+/// A process: a limiter with a store of its own.
+fn process(server: &RedisServer, quota: Quota, secret: Option<&str>) -> Limiter {
+    let store = RedisStore::builder(&server.url());
+    let store = match secret {
+        Some(secret) => store.secret(secret),
+        None => store,
+    };
+    let builder = RateLimitLayer::builder(quota).store(Arc::new(store.build().unwrap()));
+    builder.max_wait(Duration::from_secs(10)).build().unwrap().limiter()
+}
+
+/// Waits until the process knows, and asks nobody: a peek would ask the store.
+async fn until_refused(limiter: &Limiter) {
+    let give_up = Instant::now() + Duration::from_secs(10);
+    loop {
+        let deadline = (Instant::now() + millis(1)).into_std();
+        match limiter.acquire(Key::ALL).deadline(deadline).await {
+            Err(Limited::Local { reason: Reason::Held, .. }) => return,
+            _ => assert!(Instant::now() < give_up, "it never heard of the hold"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn all_processes_hold_what_one_was_told_with_and_without_a_secret() {
+    let server = RedisServer::start().unwrap();
+    for secret in [None, Some("only we know")] {
+        let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::per_second(2000), secret)).collect();
+        for limiter in &processes {
+            for _ in 0..50 {
+                drop(limiter.acquire(Key::ALL).await.unwrap());
+            }
+        }
+        let start = Instant::now();
+        processes[0].hold_for(Key::ALL, millis(1500)).await.unwrap();
+        join_all(processes.iter().map(until_refused)).await;
+        let again = join_all(processes.iter().map(|limiter| limiter.acquire(Key::ALL))).await;
+        assert!(again.iter().all(Result::is_ok), "{again:?}");
+        assert!(start.elapsed() >= millis(1500), "{:?}", start.elapsed());
+        drop(again);
+
+        // Released by another, it ends for all.
+        processes[0].hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        join_all(processes.iter().map(until_refused)).await;
+        processes[3].release(Key::ALL).await.unwrap();
+        for limiter in &processes {
+            let give_up = Instant::now() + Duration::from_secs(10);
+            while limiter.acquire(Key::ALL).await.is_err() {
+                assert!(Instant::now() < give_up, "it never heard of the release");
+                sleep(millis(1)).await;
+            }
+            assert_eq!(limiter.peek(Key::ALL).await.unwrap().held, None);
+        }
+        let () = server.command(&["FLUSHALL"]);
+    }
+}
+
+#[tokio::test]
+async fn a_process_that_starts_later_learns_of_the_hold_when_it_asks() {
+    let server = RedisServer::start().unwrap();
+    let quota = Quota::per_second(50);
+    process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    let late = process(&server, quota, None);
+    let refused = late.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+    assert!(late.peek(Key::ALL).await.unwrap().held > Some(Duration::from_secs(50)));
+}
+
+#[tokio::test]
+async fn a_redis_that_forgot_a_hold_is_told_again_by_the_next_who_asks() {
+    let server = RedisServer::start().unwrap();
+    let quota = Quota::per_second(50);
+    let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
+    ours.hold_for(Key::ALL, Duration::from_secs(30)).await.unwrap();
+    let () = server.command(&["FLUSHALL"]);
+    // One who may wait for the end asks for a slot after it.
+    let patient = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(60));
+    drop(patient);
+    let waits = tokio::spawn(async move {
+        let deadline = (Instant::now() + Duration::from_secs(9)).into_std();
+        ours.acquire(Key::ALL).deadline(deadline).await.map(drop)
+    });
+    let refused = waits.await.unwrap().unwrap_err();
+    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+    drop(theirs);
+}
