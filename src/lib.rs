@@ -78,6 +78,8 @@
 //! |---|---|
 //! | `reqwest` | the layer around a `reqwest::Client`, as a Tower service |
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
+//! | `retry` | [`RetryLimited`] as a `tower::retry::Policy` |
+//! | `reqwest-retry` | [`RetryLimited`] as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit for many processes, with a page on it: `guide::many_processes` |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), answers of 429 (warn) |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
@@ -178,6 +180,9 @@ mod signal;
 pub mod store;
 
 pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};
+#[cfg(any(feature = "retry", feature = "reqwest-retry"))]
+#[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
+pub use edge::retry::{AsError, RetryLimited};
 pub use edge::tower::{RateLimit, ResponseFuture};
 pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
 pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit};

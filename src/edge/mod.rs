@@ -3,4 +3,6 @@
 pub(crate) mod held;
 #[cfg(feature = "reqwest")]
 mod reqwest;
+#[cfg(any(feature = "retry", feature = "reqwest-retry"))]
+pub(crate) mod retry;
 pub(crate) mod tower;
