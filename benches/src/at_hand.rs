@@ -5,9 +5,10 @@
 use std::sync::Arc;
 
 use crate::inner::Inner;
+use crate::machine::machine;
 use crate::measure::{Contender, Measured, Plan, quantile, run};
 use crate::peers::tollgate::{Counted, Tollgate};
-use crate::peers::{governor, leaky_bucket, throttle_net, tollgate, tower};
+use crate::peers::{governor, leaky_bucket, ratelimit, throttle_net, tollgate, tower};
 
 /// Measures, and prints what came of it.
 pub(crate) fn report() {
@@ -16,7 +17,7 @@ pub(crate) fn report() {
         "Nanoseconds a call spends in the limiter: `poll_ready`, `call` and one poll of the future, less the same \
          without a limiter; medians over rounds in which everybody has a turn.\n"
     );
-    println!("{}\n", machine());
+    println!("{}\n", machine(""));
 
     let hosts = |hosts| {
         let title = format!("by host, {hosts}");
@@ -27,6 +28,7 @@ pub(crate) fn report() {
     let constant = || {
         Group::of_services("one key", 1, tollgate::constant())
             .with(governor::constant())
+            .with(ratelimit::constant())
             .with(leaky_bucket::constant())
             .with(throttle_net::constant())
     };
@@ -34,13 +36,14 @@ pub(crate) fn report() {
         Group::raw("without Tower", tollgate::raw())
             .with(governor::raw())
             .with(governor::raw_keyed())
+            .with(ratelimit::raw())
             .with(leaky_bucket::raw())
             .with(throttle_net::raw())
             .with(throttle_net::raw_keyed())
     };
 
     println!("## One thread\n");
-    let groups = [constant().with(tower::constant()), hosts(1), hosts(1_000), hosts(100_000), raw()];
+    let groups = [constant().with(tower::constant()), hosts(1), hosts(1_000), hosts(1_000_000), raw()];
     compare(&groups, Plan { threads: 1, rounds: 2_000, calls: 1_000 });
 
     println!("## Two threads that share the limiter\n");
@@ -120,13 +123,4 @@ fn row(keys: &str, name: &str, nanos: &[f64], tollgate: Option<f64>, allocations
     let [low, median, high] = [0.1, 0.5, 0.9].map(|share| quantile(nanos, share));
     let ratio = tollgate.map_or("".into(), |tollgate| format!("{:.2}", median / tollgate));
     println!("| {keys} | {name} | {median:.1} | {low:.1} to {high:.1} | {ratio} | {allocations} |");
-}
-
-/// What it runs on.
-fn machine() -> String {
-    let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    let model = model.map_or("a machine of unknown make", |(_, model)| model);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("On {model}, {cores} cores, with `cargo run --release -p tollgate-benches`.")
 }

@@ -1,8 +1,10 @@
 //! The service inside: what every layer is measured above.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use http::{Request, Response};
@@ -10,6 +12,7 @@ use tower::Service;
 
 thread_local! {
     static LAST: Cell<Option<Request<()>>> = const { Cell::new(None) };
+    static REQUESTS: RefCell<HashMap<usize, Requests>> = RefCell::default();
 }
 
 /// Answers at once, and puts the request aside ([`last_request`]), so that none is made or dropped while time is taken.
@@ -38,11 +41,15 @@ pub(crate) fn last_request() -> Option<Request<()>> {
     LAST.take()
 }
 
-/// One request to each of `hosts` hosts, by absolute URI.
-pub(crate) fn requests(hosts: usize) -> Vec<Request<()>> {
+/// Requests that are taken and put back.
+pub(crate) type Requests = Rc<RefCell<Vec<Option<Request<()>>>>>;
+
+/// One request to each of `hosts` hosts, by absolute URI. All who are measured on a thread take turns with the same.
+pub(crate) fn requests(hosts: usize) -> Requests {
     let request = |host| {
         let uri = format!("https://api-{host:06}.example.com/v1/items?page=1");
-        Request::get(uri).body(()).expect("the URI is well formed")
+        Some(Request::get(uri).body(()).expect("the URI is well formed"))
     };
-    (0..hosts).map(request).collect()
+    let make = || Rc::new(RefCell::new((0..hosts).map(request).collect()));
+    REQUESTS.with_borrow_mut(|made| made.entry(hosts).or_insert_with(make).clone())
 }

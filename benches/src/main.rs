@@ -1,27 +1,50 @@
-//! tollgate beside its peers, in one run: `cargo run --release -p tollgate-benches`; with `-- redis`, in Redis; with
-//! `-- keys`, what many keys cost.
+//! tollgate beside its peers, in one run:
+//!
+//! ```sh
+//! cargo run --release -p tollgate-benches              # a permit at hand, in memory
+//! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
+//! cargo run --release -p tollgate-benches -- redis     # one decision in Redis
+//! cargo run --release -p tollgate-benches -- fleet     # processes that share a limit; --rounds N, --chart FILE
+//! cargo run --release -p tollgate-benches -- growth    # tollgate with more processes and more keys; --rounds N
+//! ```
 //!
 //! Prints Markdown. Nothing here passes or fails: numbers are for reading, on a machine that does nothing else.
 
 mod at_hand;
+mod contenders;
+mod fleet;
 mod in_redis;
 mod inner;
+mod machine;
 mod many_keys;
 mod measure;
 mod peers;
 
-fn main() {
-    // Some peers make their timers early. None of them is ever waited for.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-    let runtime = runtime.expect("a runtime of one thread needs nothing but memory");
-    let guard = runtime.enter();
-    let asked_for = |what: &str| std::env::args().any(|word| word == what);
-    if asked_for("redis") {
-        drop(guard);
-        in_redis::report();
-    } else if asked_for("keys") {
-        many_keys::report();
-    } else {
-        at_hand::report();
+use std::error::Error;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.split_first() {
+        None => {
+            // Some peers make their timers early. None of them is ever waited for.
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+            let _guard = runtime.enter();
+            at_hand::report();
+        }
+        Some((bench, _)) if bench == "keys" => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+            let _guard = runtime.enter();
+            many_keys::report();
+        }
+        Some((bench, _)) if bench == "redis" => in_redis::report(),
+        Some((bench, options)) if bench == "fleet" => {
+            fleet::report(&fleet::Options::from_words(options)?)?;
+        }
+        Some((child, task)) if child == fleet::CHILD => {
+            let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
+            fleet::child(&task).map_err(|error| -> Box<dyn Error> { error })?;
+        }
+        Some((other, _)) => return Err(format!("{other}: keys, redis, fleet, growth, or nothing").into()),
     }
+    Ok(())
 }

@@ -27,7 +27,11 @@ type Batch = Box<dyn FnMut(usize)>;
 const WARM_UP: usize = 20_000;
 
 /// and at least so many in a row for each key: enough for a stock of permits that lasts.
-const WARM_UP_OF_A_KEY: usize = 192;
+///
+/// A million keys have fewer, of which each needs two or three: a stock doubles when it is used up.
+fn warm_up_of_a_key(hosts: usize) -> usize {
+    if hosts > 100_000 { 24 } else { 192 }
+}
 
 impl Contender {
     /// A service, called with requests to `hosts` hosts in turn. Each thread gets one that `make` made.
@@ -41,15 +45,15 @@ impl Contender {
     {
         let make = move |thread| {
             let mut service = make();
-            let mut requests: Vec<_> = requests(hosts).into_iter().map(Some).collect();
-            // Threads are busy with different hosts, if there are several.
-            requests.rotate_left(thread * hosts / 2);
-            let calls = WARM_UP_OF_A_KEY.max(WARM_UP / hosts);
-            for request in &mut requests {
+            let requests = requests(hosts);
+            let calls = warm_up_of_a_key(hosts).max(WARM_UP / hosts);
+            for request in requests.borrow_mut().iter_mut() {
                 (0..calls).for_each(|_| call(&mut service, request));
             }
-            let mut next = 0;
+            // Threads are busy with different hosts, if there are several.
+            let mut next = (thread * hosts / 2) % hosts;
             Box::new(move |calls: usize| {
+                let mut requests = requests.borrow_mut();
                 for _ in 0..calls {
                     call(&mut service, &mut requests[next]);
                     next = if next + 1 < requests.len() { next + 1 } else { 0 };

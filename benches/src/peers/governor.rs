@@ -4,16 +4,13 @@
 use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
 use std::num::NonZeroU32;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use governor::{DefaultDirectRateLimiter, DefaultKeyedRateLimiter, Quota, RateLimiter};
 use http::Request;
-use pin_project_lite::pin_project;
-use tower::{BoxError, Service};
 
 use super::PLENTY;
+use super::checked::Checked;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
@@ -75,56 +72,4 @@ fn direct() -> Arc<DefaultDirectRateLimiter> {
 
 fn plenty() -> Quota {
     Quota::per_second(NonZeroU32::new(PLENTY).expect("it is not zero"))
-}
-
-/// A service that is called if the check allows it.
-#[derive(Clone)]
-struct Checked<C, S> {
-    check: C,
-    inner: S,
-}
-
-impl<C, S, R> Service<R> for Checked<C, S>
-where
-    C: Fn(&R) -> bool,
-    S: Service<R>,
-    S::Error: Into<BoxError>,
-{
-    type Response = S::Response;
-    type Error = BoxError;
-    type Future = CheckedFuture<S::Future>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        self.inner.poll_ready(cx).map_err(Into::into)
-    }
-
-    fn call(&mut self, request: R) -> Self::Future {
-        match (self.check)(&request) {
-            true => CheckedFuture::Calling { call: self.inner.call(request) },
-            false => CheckedFuture::Refused,
-        }
-    }
-}
-
-pin_project! {
-    #[project = Projected]
-    enum CheckedFuture<F> {
-        Calling { #[pin] call: F },
-        Refused,
-    }
-}
-
-impl<F, T, E> Future for CheckedFuture<F>
-where
-    F: Future<Output = Result<T, E>>,
-    E: Into<BoxError>,
-{
-    type Output = Result<T, BoxError>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.project() {
-            Projected::Calling { call } => Poll::Ready(ready!(call.poll(cx)).map_err(Into::into)),
-            Projected::Refused => Poll::Ready(Err("refused".into())),
-        }
-    }
 }

@@ -1,7 +1,9 @@
 //! Those compared: one file each, and each under a limit that it never reaches.
 
+mod checked;
 pub(crate) mod governor;
 pub(crate) mod leaky_bucket;
+pub(crate) mod ratelimit;
 pub(crate) mod throttle_net;
 pub(crate) mod tollgate;
 pub(crate) mod tower;

@@ -50,7 +50,7 @@ fn layer(name: &str, hosts: usize, with: impl Fn(RateLimitBuilder) -> RateLimitB
 }
 
 fn build(with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> (RateLimitLayer, Arc<Counted>) {
-    const KEYS: usize = 200_000;
+    const KEYS: usize = 2_000_000;
     let store = Arc::new(Counted { store: MemoryStore::new(KEYS), calls: AtomicU64::new(0) });
     // In a day rather than a second: what is fetched ahead then lives long enough for each of many hosts to have its
     // turns.

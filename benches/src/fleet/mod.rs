@@ -1,0 +1,191 @@
+//! A fleet that shares one limit over Redis: real processes, in a closed loop, with nothing behind the gate, and what
+//! each way to share it costs the server and the callers.
+//!
+//! What this does not do: a network, an upstream. How the limit holds at a server is in `tests/fleet`.
+
+// Time is what this measures.
+#![allow(clippy::disallowed_methods)]
+
+mod chart;
+mod child;
+mod clock;
+mod figures;
+pub(crate) mod growth;
+mod task;
+mod turn;
+
+use std::error::Error;
+use std::time::Duration;
+
+use redis_server::RedisServer;
+
+use crate::contenders::{Contender, Limit};
+use crate::machine::machine;
+use figures::{Figures, digits};
+use task::{Demand, Record, Task};
+use turn::{Span, turn};
+
+pub(crate) use child::run as child;
+pub(crate) use task::{CHILD, Task as ChildTask};
+
+/// What may be said on the command line.
+#[derive(Debug)]
+pub(crate) struct Options {
+    /// How many turns each has.
+    pub(crate) rounds: usize,
+    /// Where the chart goes.
+    pub(crate) chart: Option<String>,
+    /// The only group that is run, by the first letter: `a`, `b` or `c`.
+    pub(crate) only: Option<String>,
+}
+
+impl Options {
+    /// Reads `--rounds N`, `--chart FILE` and `--only GROUP`.
+    pub(crate) fn from_words(words: &[String]) -> Result<Options, Box<dyn Error>> {
+        let mut options = Options { rounds: 3, chart: None, only: None };
+        for pair in words.chunks(2) {
+            match pair {
+                [name, value] if name == "--rounds" => options.rounds = value.parse::<usize>()?.max(1),
+                [name, value] if name == "--chart" => options.chart = Some(value.clone()),
+                [name, value] if name == "--only" => options.only = Some(value.clone()),
+                _ => return Err(format!("{pair:?}: --rounds N, --chart FILE or --only GROUP").into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// Measures, prints the tables, writes the chart.
+///
+/// # Errors
+///
+/// When there is no server, or a child fails.
+pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
+    let server = RedisServer::start()?;
+    let rounds = options.rounds;
+    let asked = |group: &str| options.only.as_deref().is_none_or(|only| only == group);
+    println!("# A fleet behind one limit\n");
+    println!("{}\n", machine(" -- fleet"));
+    println!(
+        "Real processes over a real Redis; everybody has a turn in each of {rounds} rounds, and figures are medians. The \
+         server's CPU time is all of it, what it takes to do nothing included: {} us a second.\n",
+        digits(idle(&server)?)
+    );
+
+    if asked("a") {
+        println!("## 4 processes of 64 callers, always asking, behind 1000 a second\n");
+        let contenders = Contender::ALL.map(|contender| task(&server, contender, 1000, 64));
+        let measured = rounds_of(&server, &contenders, 4, Span::short(), rounds)?;
+        table(&contenders, &measured);
+        if let Some(file) = &options.chart {
+            std::fs::write(file, chart::svg(&contenders, &measured))?;
+        }
+    }
+    if asked("b") {
+        println!("## The same at 10,000, 100,000 and 1,000,000 a second\n");
+        let contenders: Vec<Task> = [10_000, 100_000, 1_000_000]
+            .into_iter()
+            .flat_map(|count| [(Contender::Tollgate, count), (Contender::Gcra, count)])
+            .map(|(contender, count)| task(&server, contender, count, 64))
+            .collect();
+        table(&contenders, &rounds_of(&server, &contenders, 4, Span::short(), rounds)?);
+    }
+    if asked("c") {
+        println!("## Waiting: 10 processes of 10 callers, always asking, behind 20 a second\n");
+        println!("A fair wait is 5 s.\n");
+        let some = [Contender::Tollgate, Contender::Gcra, Contender::Windows, Contender::Spacing];
+        let contenders = some.map(|contender| task(&server, contender, 20, 10));
+        table(&contenders, &rounds_of(&server, &contenders, 10, Span::long(), rounds)?);
+
+        println!("## Waiting: 10 processes of one caller, always asking, behind one a second\n");
+        println!("A fair wait is 10 s.\n");
+        let contenders = some.map(|contender| task(&server, contender, 1, 1));
+        table(&contenders, &rounds_of(&server, &contenders, 10, Span::long(), rounds)?);
+    }
+    Ok(())
+}
+
+fn task(server: &RedisServer, contender: Contender, count: u32, callers: u64) -> Task {
+    Task {
+        contender,
+        url: server.url(),
+        limit: Limit { count, window: Duration::from_secs(1) },
+        demand: Demand::Loop(callers),
+        record: if count < 1_000_000 { Record::Each } else { Record::Count },
+        keys: 1,
+        number: 0,
+    }
+}
+
+impl Span {
+    /// Six windows of tollgate's at a limit per second.
+    fn short() -> Span {
+        Span { warm_up: Duration::from_millis(2500), measured: Duration::from_millis(6120) }
+    }
+
+    /// For those who wait for seconds.
+    fn long() -> Span {
+        Span { warm_up: Duration::from_secs(11), measured: Duration::from_secs(20) }
+    }
+}
+
+/// Everybody in turn, so many times over; the medians.
+fn rounds_of(
+    server: &RedisServer,
+    tasks: &[Task],
+    processes: u64,
+    span: Span,
+    rounds: usize,
+) -> Result<Vec<Figures>, Box<dyn Error>> {
+    let mut turns = vec![Vec::new(); tasks.len()];
+    for round in 0..rounds {
+        for first in 0..tasks.len() {
+            // Everybody comes first once.
+            let index = (round + first) % tasks.len();
+            let figures = turn(server, &tasks[index], processes, span)?;
+            eprintln!("{} {}: {figures:?}", tasks[index].contender.word(), tasks[index].limit.count);
+            turns[index].push(figures);
+        }
+    }
+    Ok(turns.iter().map(|turns| Figures::median(turns)).collect())
+}
+
+/// Microseconds of CPU that the server takes each second when nobody asks it.
+fn idle(server: &RedisServer) -> Result<f64, Box<dyn Error>> {
+    let span = Span { warm_up: Duration::from_millis(100), measured: Duration::from_secs(3) };
+    Ok(turn(server, &task(server, Contender::Nothing, 1, 1), 0, span)?.core * 1e6)
+}
+
+fn table(tasks: &[Task], measured: &[Figures]) {
+    let limits = tasks.iter().any(|task| task.limit.count != tasks[0].limit.count);
+    let (title, rule) = if limits { ("| limit per second ", "|--:") } else { ("", "") };
+    println!(
+        "{title}| limiter | store calls a grant | Redis, us of CPU a grant | to tollgate | callers, us of CPU a grant | \
+         of a Redis core | of the limit used | most in any second | wait p50, p99 | bytes in Redis |"
+    );
+    println!("{rule}|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
+    let mut tollgate = f64::NAN;
+    for (task, figures) in tasks.iter().zip(measured) {
+        if task.contender == Contender::Tollgate {
+            tollgate = figures.redis;
+        }
+        let limit = if limits { format!("| {} ", task.limit.count) } else { String::new() };
+        let used = 100.0 * figures.rate / f64::from(task.limit.count);
+        let largest = figures.largest.map_or("not seen".into(), |largest| largest.to_string());
+        let wait = figures.wait.map_or("not seen".into(), |[half, most]| format!("{half:.0}, {most:.0} ms"));
+        println!(
+            "{limit}| {} | {} | {} | {} | {} | {:.1} % | {used:.1} % | {largest} | {wait} | {:.0} |",
+            task.contender.name(),
+            digits(figures.calls),
+            digits(figures.redis),
+            digits(figures.redis / tollgate),
+            digits(figures.client),
+            100.0 * figures.core,
+            figures.bytes,
+        );
+        if figures.errors > 0 {
+            println!("| {}: {} errors |", task.contender.name(), figures.errors);
+        }
+    }
+    println!();
+}

@@ -1,0 +1,186 @@
+//! A turn of one contender: the server is emptied, the children call, and all that it cost is read.
+
+use std::error::Error;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use redis_server::RedisServer;
+
+use super::clock;
+use super::figures::{Figures, Grant, Seen};
+use super::task::Task;
+
+/// How long a turn is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    /// Before anything is measured.
+    pub(crate) warm_up: Duration,
+    pub(crate) measured: Duration,
+}
+
+/// Lets so many processes work at `task`.
+///
+/// # Errors
+///
+/// When one does not start, or does not report.
+pub(crate) fn turn(
+    server: &RedisServer,
+    task: &Task,
+    processes: u64,
+    span: Span,
+) -> Result<Figures, Box<dyn Error>> {
+    let mut redis = server.connect()?;
+    redis::cmd("FLUSHALL").arg("SYNC").exec(&mut redis)?;
+    let empty = Reading::take(&mut redis)?.memory;
+    let start = |number| Worker::start(&Task { number, ..task.clone() });
+    let mut workers: Vec<Worker> = (0..processes).map(start).collect::<Result<_, _>>()?;
+    for worker in &mut workers {
+        worker.ready()?;
+    }
+
+    let from = clock::now() + nanos(span.warm_up);
+    let until = from + nanos(span.measured);
+    for worker in &mut workers {
+        writeln!(worker.ear()?, "{from} {until}")?;
+    }
+    thread::sleep(Duration::from_nanos((from - nanos(span.warm_up) / 4).saturating_sub(clock::now())));
+    let bytes = bytes(&mut redis)?;
+    thread::sleep(Duration::from_nanos(from.saturating_sub(clock::now())));
+    let before = Reading::take(&mut redis)?;
+    thread::sleep(Duration::from_nanos(until.saturating_sub(clock::now())));
+    let after = Reading::take(&mut redis)?;
+
+    let calls = after.calls(task) - before.calls(task);
+    let mut seen =
+        Seen { from, until, calls, redis: after.cpu.saturating_sub(before.cpu), bytes, ..Seen::default() };
+    let keys: u64 = redis::cmd("DBSIZE").query(&mut redis)?;
+    seen.bytes_of_a_key = after.memory.saturating_sub(empty) as f64 / keys.max(1) as f64;
+    for worker in &mut workers {
+        worker.report(&mut seen)?;
+    }
+    Ok(seen.figures(task))
+}
+
+/// What all keys take, if they are few: the most of some looks, for some are there for a millisecond only.
+fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<u64> {
+    let mut most = 0;
+    for _ in 0..20 {
+        let mut sum = 0;
+        let (_, keys): (u64, Vec<String>) = redis::cmd("SCAN").arg(0).query(redis)?;
+        for key in keys {
+            let bytes: Option<u64> =
+                redis::cmd("MEMORY").arg("USAGE").arg(key).arg("SAMPLES").arg(0).query(redis)?;
+            sum += bytes.unwrap_or_default();
+        }
+        most = most.max(sum);
+    }
+    Ok(most)
+}
+
+/// What the server says of itself.
+struct Reading {
+    commands: Vec<(String, u64)>,
+    cpu: Duration,
+    memory: u64,
+}
+
+impl Reading {
+    fn take(redis: &mut redis::Connection) -> Result<Reading, Box<dyn Error>> {
+        let mut info = redis::cmd("INFO");
+        info.arg("commandstats").arg("cpu").arg("memory");
+        let text: String = info.query(redis)?;
+        let figure = |name: &str| -> Option<&str> {
+            text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        };
+        let seconds = |name| -> Option<f64> { figure(name)?.parse().ok() };
+        let cpu = seconds("used_cpu_user").zip(seconds("used_cpu_sys"));
+        let (user, system) = cpu.ok_or("the server does not tell its CPU time")?;
+        let command = |line: &str| -> Option<(String, u64)> {
+            let (name, figures) = line.strip_prefix("cmdstat_")?.split_once(':')?;
+            let calls = figures.strip_prefix("calls=")?.split(',').next()?.parse().ok()?;
+            Some((name.into(), calls))
+        };
+        Ok(Reading {
+            commands: text.lines().filter_map(command).collect(),
+            cpu: Duration::try_from_secs_f64(user + system)?,
+            memory: figure("used_memory").and_then(|bytes| bytes.parse().ok()).unwrap_or_default(),
+        })
+    }
+
+    /// The calls that went over the wire.
+    fn calls(&self, task: &Task) -> u64 {
+        let counts = task.contender.calls();
+        self.commands.iter().filter(|(name, _)| counts.contains(&name.as_str())).map(|(_, calls)| calls).sum()
+    }
+}
+
+/// A child. It is killed when it is dropped.
+struct Worker {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    fn start(task: &Task) -> Result<Worker, Box<dyn Error>> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(task.to_words()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn()?;
+        let output = child.stdout.take().ok_or("its output is a pipe")?;
+        Ok(Worker { child, output: BufReader::new(output) })
+    }
+
+    fn ready(&mut self) -> Result<(), Box<dyn Error>> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        if line.trim() == "ready" {
+            Ok(())
+        } else {
+            Err("a child did not get ready; its error is above".into())
+        }
+    }
+
+    fn ear(&mut self) -> Result<&mut impl Write, Box<dyn Error>> {
+        Ok(self.child.stdin.as_mut().ok_or("its input is a pipe")?)
+    }
+
+    /// Adds what it saw.
+    fn report(&mut self, seen: &mut Seen) -> Result<(), Box<dyn Error>> {
+        let mut text = String::new();
+        self.output.read_to_string(&mut text)?;
+        let mut lines = text.lines().map(numbers);
+        let &[grants, cpu, memory, keys, errors] = lines.next().flatten().unwrap_or_default().as_slice()
+        else {
+            return Err("a child did not report".into());
+        };
+        seen.grants += grants;
+        seen.client += Duration::from_nanos(cpu);
+        seen.memory += memory;
+        seen.keys += keys;
+        seen.errors += errors;
+        for line in lines {
+            let &[at, waited, count] = line.unwrap_or_default().as_slice() else {
+                return Err("a child's report is garbled".into());
+            };
+            seen.each.push(Grant { at, waited, count });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It has ended by itself, but for an error.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn numbers(line: &str) -> Option<Vec<u64>> {
+    line.split(' ').map(|word| word.parse().ok()).collect()
+}
+
+fn nanos(span: Duration) -> u64 {
+    span.as_nanos() as u64
+}

@@ -1,0 +1,31 @@
+//! What this runs on, and what it costs there: read from `/proc`, to the nanosecond where the kernel tells it.
+
+use std::fs;
+use std::time::Duration;
+
+/// The processor, the cores and the command.
+pub(crate) fn machine(command: &str) -> String {
+    let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let model = model.map_or("a machine of unknown make", |(_, model)| model);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("On {model}, {cores} cores, with `cargo run --release -p tollgate-benches{command}`.")
+}
+
+/// What all threads of this process have run on a processor, those that have ended excepted.
+pub(crate) fn cpu_time() -> Duration {
+    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let run = |thread: fs::DirEntry| -> Option<u64> {
+        let times = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+        times.split(' ').next()?.parse().ok()
+    };
+    Duration::from_nanos(threads.filter_map(run).sum())
+}
+
+/// The memory of this process that is in memory, in bytes.
+pub(crate) fn resident() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kilobytes: Option<u64> = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());
+    1024 * kilobytes.unwrap_or_default()
+}
