@@ -40,6 +40,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some((bench, options)) if bench == "fleet" => {
             fleet::report(&fleet::Options::from_words(options)?)?;
         }
+        Some((bench, options)) if bench == "growth" => {
+            fleet::growth::report(&fleet::Options::from_words(options)?)?;
+        }
         Some((child, task)) if child == fleet::CHILD => {
             let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
             fleet::child(&task).map_err(|error| -> Box<dyn Error> { error })?;

@@ -135,7 +135,6 @@ pub(crate) fn run(contenders: &[&Contender], plan: Plan, warm: impl Fn() + Sync)
     sum
 }
 
-#[expect(clippy::disallowed_methods, reason = "time is what this measures")]
 fn run_thread(
     contenders: &[&Contender],
     plan: Plan,

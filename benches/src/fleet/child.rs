@@ -4,7 +4,7 @@
 
 use std::io::{BufWriter, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -54,6 +54,9 @@ pub(crate) fn run(task: &Task) -> Result<(), Failure> {
     let (cpu, grants) = (cpu_time().saturating_sub(cpu), seen.grants() - grants);
     let memory = resident().saturating_sub(before);
 
+    if let Some(error) = seen.error.get() {
+        eprintln!("{}, process {}: {error}", task.contender.word(), task.number);
+    }
     let mut out = BufWriter::new(std::io::stdout().lock());
     let (errors, keys) = (seen.errors.load(Ordering::Relaxed), seen.keys.load(Ordering::Relaxed));
     writeln!(out, "{grants} {} {memory} {keys} {errors}", cpu.as_nanos())?;
@@ -77,6 +80,8 @@ struct Seen {
     keys: AtomicU64,
     /// Moment and wait of each grant, in nanoseconds.
     each: Mutex<Vec<(u64, u64)>>,
+    /// What the first error said.
+    error: OnceLock<String>,
     record: Record,
 }
 
@@ -86,7 +91,14 @@ impl Seen {
         let mut each = if record == Record::Each { vec![(1, 1); 1 << 17] } else { Vec::new() };
         each.clear();
         let zero = AtomicU64::default;
-        Seen { grants: zero(), errors: zero(), keys: zero(), each: Mutex::new(each), record }
+        Seen {
+            grants: zero(),
+            errors: zero(),
+            keys: zero(),
+            each: Mutex::new(each),
+            error: OnceLock::new(),
+            record,
+        }
     }
 
     fn grants(&self) -> u64 {
@@ -111,7 +123,13 @@ impl Seen {
     }
 
     fn count(&self, passed: Result<(), Failure>) -> bool {
-        let counter = if passed.is_ok() { &self.grants } else { &self.errors };
+        let counter = match &passed {
+            Ok(()) => &self.grants,
+            Err(error) => {
+                self.error.get_or_init(|| error.to_string());
+                &self.errors
+            }
+        };
         counter.fetch_add(1, Ordering::Relaxed);
         passed.is_ok()
     }
@@ -141,10 +159,14 @@ async fn serve(gate: impl Gate, task: &Task, seen: Arc<Seen>, start: Start) -> R
 
 /// Callers that call, and at once again.
 async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>) -> Result<(), Failure> {
+    let mut starts = fastrand::Rng::with_seed(task.number);
     let caller = |number: u64| {
         // Each key gets its callers from several processes, if there are several.
         let (gate, seen) = (gate.keyed((task.number * callers + number) % task.keys), seen.clone());
+        // Where all keys would be due at one moment for ever, callers begin one after the other.
+        let late = if task.keys > 1 { starts.u64(..task.limit.window.as_micros() as u64) } else { 0 };
         tokio::spawn(async move {
+            sleep(Duration::from_micros(late)).await;
             loop {
                 if !seen.call(&gate).await {
                     sleep(Duration::from_millis(1)).await;
@@ -155,11 +177,9 @@ async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>)
         })
     };
     seen.keys.store(callers.min(task.keys), Ordering::Relaxed);
-    let callers: Vec<_> = (0..callers).map(caller).collect();
-    for caller in callers {
-        caller.await?;
-    }
-    Ok(())
+    let _callers: Vec<_> = (0..callers).map(caller).collect();
+    // Until the process ends.
+    std::future::pending().await
 }
 
 /// A call at each tick.

@@ -20,9 +20,8 @@ pub(crate) struct Seen {
     pub(crate) memory: u64,
     pub(crate) keys: u64,
     pub(crate) errors: u64,
-    /// What the keys take in Redis, where there are few of them.
-    pub(crate) bytes: u64,
-    /// What Redis grew by for each of its keys.
+    /// What the keys take in Redis, where there are few of them, and what one of them takes.
+    pub(crate) bytes: f64,
     pub(crate) bytes_of_a_key: f64,
     /// Since the start.
     pub(crate) each: Vec<Grant>,
@@ -77,7 +76,7 @@ impl Seen {
             rate: self.rate(task.limit.window),
             largest: each.then(|| largest(&self.each, task.limit.window)),
             wait: (each && !waits.is_empty()).then(|| [0.5, 0.99].map(|share| quantile(&waits, share))),
-            bytes: self.bytes as f64,
+            bytes: self.bytes,
             bytes_of_a_key: self.bytes_of_a_key,
             memory_of_a_key: self.memory as f64 / self.keys.max(1) as f64,
             errors: self.errors,
@@ -112,6 +111,11 @@ fn largest(each: &[Grant], window: Duration) -> u64 {
 }
 
 impl Figures {
+    /// Microseconds of CPU of the server for each grant, less what it takes to do nothing, a share of a core.
+    pub(crate) fn redis_above(&self, idle: f64) -> f64 {
+        (self.redis - self.redis * idle / self.core).max(0.0)
+    }
+
     /// The medians of several turns; of the largest count, the largest, and the sum of errors.
     pub(crate) fn median(turns: &[Figures]) -> Figures {
         let median =
@@ -147,5 +151,37 @@ pub(crate) fn digits(value: f64) -> String {
         _ if value >= 10.0 => format!("{value:.1}"),
         _ if value >= 1.0 => format!("{value:.2}"),
         _ => format!("{value:.3}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// Ten at once, each so many nanoseconds, for twenty seconds.
+    fn bursts(every: u64) -> Vec<Grant> {
+        (0..20 * SECOND / every)
+            .flat_map(|burst| (0..10).map(move |_| Grant { at: burst * every, waited: 0, count: 1 }))
+            .collect()
+    }
+
+    #[test]
+    fn a_window_is_half_open() {
+        assert_eq!(largest(&bursts(SECOND), Duration::from_secs(1)), 10);
+        assert_eq!(largest(&bursts(SECOND - 1), Duration::from_secs(1)), 20);
+        assert_eq!(largest(&[], Duration::from_secs(1)), 0);
+    }
+
+    #[test]
+    fn the_rate_of_bursts_does_not_depend_on_where_the_span_begins() {
+        for phase in 0..10 {
+            let from = 3 * SECOND + phase * SECOND / 10;
+            let seen =
+                Seen { from, until: from + 6_120_000_000, each: bursts(1_020_000_000), ..Seen::default() };
+            let rate = seen.rate(Duration::from_secs(1));
+            assert!((rate - 10.0 / 1.02).abs() < 0.01, "{rate} at phase {phase}");
+        }
     }
 }

@@ -74,3 +74,25 @@ impl Task {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let task = Task {
+            contender: Contender::Windows,
+            url: "redis://127.0.0.1:7000/".into(),
+            limit: Limit { count: 25, window: Duration::from_secs(5) },
+            demand: Demand::Every(17),
+            record: Record::Count,
+            keys: 3,
+            number: 4,
+        };
+        let words = task.to_words();
+        assert_eq!(words[0], CHILD);
+        assert_eq!(format!("{:?}", Task::from_words(&words[1..]).unwrap()), format!("{task:?}"));
+        assert!(Task::from_words(&words[2..]).is_none());
+    }
+}

@@ -33,7 +33,6 @@ pub(crate) fn turn(
 ) -> Result<Figures, Box<dyn Error>> {
     let mut redis = server.connect()?;
     redis::cmd("FLUSHALL").arg("SYNC").exec(&mut redis)?;
-    let empty = Reading::take(&mut redis)?.memory;
     let start = |number| Worker::start(&Task { number, ..task.clone() });
     let mut workers: Vec<Worker> = (0..processes).map(start).collect::<Result<_, _>>()?;
     for worker in &mut workers {
@@ -46,35 +45,38 @@ pub(crate) fn turn(
         writeln!(worker.ear()?, "{from} {until}")?;
     }
     thread::sleep(Duration::from_nanos((from - nanos(span.warm_up) / 4).saturating_sub(clock::now())));
-    let bytes = bytes(&mut redis)?;
+    let [bytes, bytes_of_a_key] = bytes(&mut redis)?;
     thread::sleep(Duration::from_nanos(from.saturating_sub(clock::now())));
     let before = Reading::take(&mut redis)?;
     thread::sleep(Duration::from_nanos(until.saturating_sub(clock::now())));
     let after = Reading::take(&mut redis)?;
 
     let calls = after.calls(task) - before.calls(task);
-    let mut seen =
-        Seen { from, until, calls, redis: after.cpu.saturating_sub(before.cpu), bytes, ..Seen::default() };
-    let keys: u64 = redis::cmd("DBSIZE").query(&mut redis)?;
-    seen.bytes_of_a_key = after.memory.saturating_sub(empty) as f64 / keys.max(1) as f64;
+    let redis = after.cpu.saturating_sub(before.cpu);
+    let mut seen = Seen { from, until, calls, redis, bytes, bytes_of_a_key, ..Seen::default() };
     for worker in &mut workers {
         worker.report(&mut seen)?;
     }
     Ok(seen.figures(task))
 }
 
-/// What all keys take, if they are few: the most of some looks, for some are there for a millisecond only.
-fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<u64> {
-    let mut most = 0;
+/// What all keys take, if they are few, and the mean of some if they are many: the most of some looks, for some are there
+/// for a millisecond only.
+fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<[f64; 2]> {
+    let mut most = [0.0_f64; 2];
     for _ in 0..20 {
-        let mut sum = 0;
-        let (_, keys): (u64, Vec<String>) = redis::cmd("SCAN").arg(0).query(redis)?;
-        for key in keys {
-            let bytes: Option<u64> =
-                redis::cmd("MEMORY").arg("USAGE").arg(key).arg("SAMPLES").arg(0).query(redis)?;
-            sum += bytes.unwrap_or_default();
+        let (_, names): (u64, Vec<String>) = redis::cmd("SCAN").arg(0).query(redis)?;
+        let (mut sum, mut keys) = (0.0, 0.0);
+        for name in names {
+            let bytes: Option<f64> =
+                redis::cmd("MEMORY").arg("USAGE").arg(name).arg("SAMPLES").arg(0).query(redis)?;
+            if let Some(bytes) = bytes {
+                (sum, keys) = (sum + bytes, keys + 1.0);
+            }
         }
-        most = most.max(sum);
+        if keys > 0.0 {
+            most = [most[0].max(sum), most[1].max(sum / keys)];
+        }
     }
     Ok(most)
 }
@@ -83,18 +85,16 @@ fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<u64> {
 struct Reading {
     commands: Vec<(String, u64)>,
     cpu: Duration,
-    memory: u64,
 }
 
 impl Reading {
     fn take(redis: &mut redis::Connection) -> Result<Reading, Box<dyn Error>> {
         let mut info = redis::cmd("INFO");
-        info.arg("commandstats").arg("cpu").arg("memory");
+        info.arg("commandstats").arg("cpu");
         let text: String = info.query(redis)?;
-        let figure = |name: &str| -> Option<&str> {
-            text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        let seconds = |name: &str| -> Option<f64> {
+            text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?.parse().ok()
         };
-        let seconds = |name| -> Option<f64> { figure(name)?.parse().ok() };
         let cpu = seconds("used_cpu_user").zip(seconds("used_cpu_sys"));
         let (user, system) = cpu.ok_or("the server does not tell its CPU time")?;
         let command = |line: &str| -> Option<(String, u64)> {
@@ -105,7 +105,6 @@ impl Reading {
         Ok(Reading {
             commands: text.lines().filter_map(command).collect(),
             cpu: Duration::try_from_secs_f64(user + system)?,
-            memory: figure("used_memory").and_then(|bytes| bytes.parse().ok()).unwrap_or_default(),
         })
     }
 
