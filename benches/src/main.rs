@@ -20,9 +20,9 @@ mod many_keys;
 mod measure;
 mod peers;
 
-use std::error::Error;
+use contenders::Failure;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.split_first() {
         None => {
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         Some((child, task)) if child == fleet::CHILD => {
             let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
-            fleet::child(&task).map_err(|error| -> Box<dyn Error> { error })?;
+            fleet::child(&task)?;
         }
         Some((other, _)) => return Err(format!("{other}: keys, redis, fleet, growth, or nothing").into()),
     }

@@ -16,6 +16,8 @@ pub(crate) struct Seen {
     pub(crate) redis: Duration,
     pub(crate) client: Duration,
     pub(crate) grants: u64,
+    /// The share of all cores that was busy with something else.
+    pub(crate) others: f64,
     /// Since the start: what the memory of all children grew by, how many keys they called, errors.
     pub(crate) memory: u64,
     pub(crate) keys: u64,
@@ -57,6 +59,8 @@ pub(crate) struct Figures {
     /// Bytes at a client for each key it called.
     pub(crate) memory_of_a_key: f64,
     pub(crate) errors: u64,
+    /// The share of all cores that was busy with something else.
+    pub(crate) others: f64,
 }
 
 impl Seen {
@@ -80,6 +84,7 @@ impl Seen {
             bytes_of_a_key: self.bytes_of_a_key,
             memory_of_a_key: self.memory as f64 / self.keys.max(1) as f64,
             errors: self.errors,
+            others: self.others,
         }
     }
 
@@ -116,7 +121,7 @@ impl Figures {
         (self.redis - self.redis * idle / self.core).max(0.0)
     }
 
-    /// The medians of several turns; of the largest count, the largest, and the sum of errors.
+    /// The medians of several turns; of the largest count and of the disturbance the largest, and the sum of errors.
     pub(crate) fn median(turns: &[Figures]) -> Figures {
         let median =
             |figure: fn(&Figures) -> f64| quantile(&turns.iter().map(figure).collect::<Vec<_>>(), 0.5);
@@ -136,6 +141,7 @@ impl Figures {
             bytes_of_a_key: median(|turn| turn.bytes_of_a_key),
             memory_of_a_key: median(|turn| turn.memory_of_a_key),
             errors: turns.iter().map(|turn| turn.errors).sum(),
+            others: turns.iter().map(|turn| turn.others).fold(0.0, f64::max),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! What becomes of the costs when there are more processes and more keys: tollgate alone.
 
-use std::error::Error;
 use std::time::Duration;
 
 use redis_server::RedisServer;
@@ -9,7 +8,7 @@ use super::figures::{Figures, digits};
 use super::task::{Demand, Record, Task};
 use super::turn::{Span, turn};
 use super::{Options, idle};
-use crate::contenders::{Contender, Limit};
+use crate::contenders::{Contender, Failure, Limit};
 use crate::machine::machine;
 
 const PROCESSES: [u64; 4] = [1, 4, 16, 64];
@@ -23,13 +22,14 @@ const ASKED: u64 = 2000;
 /// # Errors
 ///
 /// When there is no server, or a child fails.
-pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
+pub(crate) fn report(options: &Options) -> Result<(), Failure> {
     let server = RedisServer::start()?;
     let asked = |group: &str| options.only.as_deref().is_none_or(|only| only == group);
     println!("# tollgate with more processes and more keys\n");
     println!("{}\n", machine(" -- growth"));
     println!(
-        "Medians of {} rounds. The server's CPU time is all of it, what it takes to do nothing included: {:.0} us a second.\n",
+        "Medians of {} rounds. The server's CPU time is all of it, what it takes to do nothing included: {:.0} us a second. \
+         \"others\" is what something else took of the machine meanwhile.\n",
         options.rounds,
         idle(&server)? * 1e6
     );
@@ -43,7 +43,7 @@ pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
         );
         println!(
             "| keys | processes | store calls a grant | Redis, us of CPU a grant | callers, us of CPU a grant | of the \
-             limit used | most in any second, all keys | wait p50, p99 | errors |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+             limit used | most in any second, all keys | wait p50, p99 | errors | others |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
         );
         for keys in [1, 1000] {
             let callers = (2 * keys).max(256);
@@ -54,13 +54,14 @@ pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
                 |processes, figures| {
                     let [half, most] = figures.wait.unwrap_or_default();
                     println!(
-                        "| {keys} | {processes} | {} | {} | {} | {:.1} % | {} | {half:.0}, {most:.0} ms | {} |",
+                        "| {keys} | {processes} | {} | {} | {} | {:.1} % | {} | {half:.0}, {most:.0} ms | {} | {:.0} % |",
                         digits(figures.calls),
                         digits(figures.redis),
                         digits(figures.client),
                         100.0 * figures.rate / ALLOWED as f64,
                         figures.largest.unwrap_or_default(),
                         figures.errors,
+                        100.0 * figures.others,
                     );
                 },
             )?;
@@ -75,15 +76,16 @@ pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
         );
         println!(
             "| keys | processes | store calls a grant | Redis, us of CPU a grant | callers, us of CPU a grant | granted of \
-             the asked | wait p50, p99 | client, bytes a key it called | Redis, bytes a key |\
-             \n|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+             the asked | wait p50, p99 | client, bytes a key it called | Redis, bytes a key | others |\
+             \n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
         );
         cells(
             &server,
             options,
             |processes| paced(&server, Contender::Nothing, 1, processes),
             |processes, figures| {
-                println!("| nothing | {processes} | | | {} | | | | |", digits(figures.client));
+                let (client, others) = (digits(figures.client), 100.0 * figures.others);
+                println!("| nothing | {processes} | | | {client} | | | | | {others:.0} % |");
             },
         )?;
         for keys in [1, 1000, 100_000] {
@@ -92,13 +94,14 @@ pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
                 let [half, most] = figures.wait.unwrap_or_default();
                 let bytes = |bytes: f64| if keys > 1 { format!("{bytes:.0}") } else { String::new() };
                 println!(
-                    "| {keys} | {processes} | {} | {} | {} | {:.1} % | {half:.3}, {most:.1} ms | {} | {} |",
+                    "| {keys} | {processes} | {} | {} | {} | {:.1} % | {half:.3}, {most:.1} ms | {} | {} | {:.0} % |",
                     digits(figures.calls),
                     digits(figures.redis),
                     digits(figures.client),
                     100.0 * figures.rate / ASKED as f64,
                     bytes(figures.memory_of_a_key),
                     bytes(figures.bytes_of_a_key),
+                    100.0 * figures.others,
                 );
             })?;
         }
@@ -113,7 +116,7 @@ fn cells(
     options: &Options,
     task: impl Fn(u64) -> Task,
     row: impl Fn(u64, &Figures),
-) -> Result<(), Box<dyn Error>> {
+) -> Result<(), Failure> {
     let span = Span { warm_up: Duration::from_millis(4100), measured: Duration::from_millis(6120) };
     let mut turns = vec![Vec::new(); PROCESSES.len()];
     for _ in 0..options.rounds {

@@ -11,12 +11,11 @@ pub(crate) mod growth;
 mod task;
 mod turn;
 
-use std::error::Error;
 use std::time::Duration;
 
 use redis_server::RedisServer;
 
-use crate::contenders::{Contender, Limit};
+use crate::contenders::{Contender, Failure, Limit};
 use crate::machine::machine;
 use figures::{Figures, digits};
 use task::{Demand, Record, Task};
@@ -38,7 +37,7 @@ pub(crate) struct Options {
 
 impl Options {
     /// Reads `--rounds N`, `--chart FILE` and `--only GROUP`.
-    pub(crate) fn from_words(words: &[String]) -> Result<Options, Box<dyn Error>> {
+    pub(crate) fn from_words(words: &[String]) -> Result<Options, Failure> {
         let mut options = Options { rounds: 3, chart: None, only: None };
         for pair in words.chunks(2) {
             match pair {
@@ -57,7 +56,7 @@ impl Options {
 /// # Errors
 ///
 /// When there is no server, or a child fails.
-pub(crate) fn report(options: &Options) -> Result<(), Box<dyn Error>> {
+pub(crate) fn report(options: &Options) -> Result<(), Failure> {
     let server = RedisServer::start()?;
     let rounds = options.rounds;
     let asked = |group: &str| options.only.as_deref().is_none_or(|only| only == group);
@@ -138,7 +137,7 @@ fn rounds_of(
     processes: u64,
     span: Span,
     rounds: usize,
-) -> Result<Vec<Figures>, Box<dyn Error>> {
+) -> Result<Vec<Figures>, Failure> {
     let mut turns = vec![Vec::new(); tasks.len()];
     for round in 0..rounds {
         for first in 0..tasks.len() {
@@ -153,7 +152,7 @@ fn rounds_of(
 }
 
 /// The share of a core that the server takes when nobody asks it.
-fn idle(server: &RedisServer) -> Result<f64, Box<dyn Error>> {
+fn idle(server: &RedisServer) -> Result<f64, Failure> {
     let span = Span { warm_up: Duration::from_millis(200), measured: Duration::from_secs(2) };
     let turns: Result<Vec<_>, _> =
         (0..3).map(|_| turn(server, &task(server, Contender::Nothing, 1, 1), 0, span)).collect();
@@ -193,4 +192,13 @@ fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
         );
     }
     println!();
+    disturbed(measured);
+}
+
+/// Says so where others kept the machine busy.
+fn disturbed(measured: &[Figures]) {
+    let most = measured.iter().map(|figures| figures.others).fold(0.0, f64::max);
+    if most > turn::DISTURBED {
+        println!("Something else took up to {:.0} % of the machine meanwhile: run it again.\n", 100.0 * most);
+    }
 }

@@ -1,6 +1,5 @@
 //! A turn of one contender: the server is emptied, the children call, and all that it cost is read.
 
-use std::error::Error;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
@@ -11,6 +10,8 @@ use redis_server::RedisServer;
 use super::clock;
 use super::figures::{Figures, Grant, Seen};
 use super::task::Task;
+use crate::contenders::Failure;
+use crate::machine::machine_time;
 
 /// How long a turn is.
 #[derive(Clone, Copy, Debug)]
@@ -20,17 +21,36 @@ pub(crate) struct Span {
     pub(crate) measured: Duration,
 }
 
-/// Lets so many processes work at `task`.
+/// Lets so many processes work at `task`. A turn in which others keep the machine busy is repeated, twice at most; the
+/// quietest counts.
 ///
 /// # Errors
 ///
-/// When one does not start, or does not report.
+/// When a process does not start, or does not report.
 pub(crate) fn turn(
     server: &RedisServer,
     task: &Task,
     processes: u64,
     span: Span,
-) -> Result<Figures, Box<dyn Error>> {
+) -> Result<Figures, Failure> {
+    let mut quietest = turn_once(server, task, processes, span)?;
+    for _ in 0..REPEATS {
+        if quietest.others <= DISTURBED {
+            break;
+        }
+        let figures = turn_once(server, task, processes, span)?;
+        if figures.others < quietest.others {
+            quietest = figures;
+        }
+    }
+    Ok(quietest)
+}
+
+/// The share of all cores beyond which others disturb, and how often a turn is repeated for it.
+pub(crate) const DISTURBED: f64 = 0.1;
+const REPEATS: usize = 2;
+
+fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> Result<Figures, Failure> {
     let mut redis = server.connect()?;
     redis::cmd("FLUSHALL").arg("SYNC").exec(&mut redis)?;
     let start = |number| Worker::start(&Task { number, ..task.clone() });
@@ -47,9 +67,9 @@ pub(crate) fn turn(
     thread::sleep(Duration::from_nanos((from - nanos(span.warm_up) / 4).saturating_sub(clock::now())));
     let [bytes, bytes_of_a_key] = bytes(&mut redis)?;
     thread::sleep(Duration::from_nanos(from.saturating_sub(clock::now())));
-    let before = Reading::take(&mut redis)?;
+    let (before, [busy, all]) = (Reading::take(&mut redis)?, machine_time());
     thread::sleep(Duration::from_nanos(until.saturating_sub(clock::now())));
-    let after = Reading::take(&mut redis)?;
+    let (after, [busy_after, all_after]) = (Reading::take(&mut redis)?, machine_time());
 
     let calls = after.calls(task) - before.calls(task);
     let redis = after.cpu.saturating_sub(before.cpu);
@@ -57,6 +77,8 @@ pub(crate) fn turn(
     for worker in &mut workers {
         worker.report(&mut seen)?;
     }
+    let others = (busy_after - busy).saturating_sub(seen.redis + seen.client);
+    seen.others = others.as_secs_f64() / (all_after - all).as_secs_f64();
     Ok(seen.figures(task))
 }
 
@@ -88,7 +110,7 @@ struct Reading {
 }
 
 impl Reading {
-    fn take(redis: &mut redis::Connection) -> Result<Reading, Box<dyn Error>> {
+    fn take(redis: &mut redis::Connection) -> Result<Reading, Failure> {
         let mut info = redis::cmd("INFO");
         info.arg("commandstats").arg("cpu");
         let text: String = info.query(redis)?;
@@ -122,7 +144,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(task: &Task) -> Result<Worker, Box<dyn Error>> {
+    fn start(task: &Task) -> Result<Worker, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(task.to_words()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn()?;
@@ -130,7 +152,7 @@ impl Worker {
         Ok(Worker { child, output: BufReader::new(output) })
     }
 
-    fn ready(&mut self) -> Result<(), Box<dyn Error>> {
+    fn ready(&mut self) -> Result<(), Failure> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
         if line.trim() == "ready" {
@@ -140,12 +162,12 @@ impl Worker {
         }
     }
 
-    fn ear(&mut self) -> Result<&mut impl Write, Box<dyn Error>> {
+    fn ear(&mut self) -> Result<&mut impl Write, Failure> {
         Ok(self.child.stdin.as_mut().ok_or("its input is a pipe")?)
     }
 
     /// Adds what it saw.
-    fn report(&mut self, seen: &mut Seen) -> Result<(), Box<dyn Error>> {
+    fn report(&mut self, seen: &mut Seen) -> Result<(), Failure> {
         let mut text = String::new();
         self.output.read_to_string(&mut text)?;
         let mut lines = text.lines().map(numbers);
