@@ -80,7 +80,7 @@
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
 //! | `retry` | [`RetryLimited`] as a `tower::retry::Policy` |
 //! | `reqwest-retry` | [`RetryLimited`] as a strategy of reqwest-retry; turns on `reqwest-middleware` |
-//! | `redis` | `store::RedisStore`: one limit for many processes, with a page on it: `guide::many_processes` |
+//! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::costs` |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), answers of 429 (warn) |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
 //!
