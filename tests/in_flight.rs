@@ -266,6 +266,18 @@ async fn a_store_that_knows_no_calls_in_flight_says_so_and_fail_open_passes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_store_that_forgot_a_key_that_was_free_counts_it_anew() {
+    let store = Arc::new(MemoryStore::new(1));
+    let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(ms(500));
+    let limiter = builder.build().unwrap().limiter();
+    for round in 0..10 {
+        for key in [Key::ALL, Key::new("another")] {
+            drop(limiter.acquire(key).await.unwrap_or_else(|error| panic!("round {round}: {error}")));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_request_without_cost_needs_no_seat() {
     let limiter = layer(Quota::in_flight(1)).limiter();
     let _held = limiter.acquire(Key::ALL).await.unwrap();

@@ -145,7 +145,7 @@ impl Waiter {
             }
         };
         self.stage = Stage::Nowhere;
-        let reached = match self.limiter.seated(key, number, patience, seated) {
+        let reached = match self.limiter.seated(key, patience, seated) {
             Sitting::Sits(seat) => {
                 self.seat = seat;
                 let entry = Entry { key, cost: self.place.cost, deadline: None };

@@ -28,15 +28,20 @@ pub(super) struct Flight {
     /// Seats that were given and that nobody sits on.
     free: u32,
     waiting: BTreeMap<Number, Waiting>,
-    settled: BTreeMap<Number, Result<(), Unseated>>,
+    settled: BTreeMap<Number, Seated>,
     /// How many of those who wait cannot: they want what is free now.
     impatient: usize,
+    /// The claim by whose answer the last of them is told.
+    impatient_until: u64,
+    /// Whether one gave up since the last claim who would have waited.
+    gave_up: bool,
     /// What was claimed last: seats, and how many wait.
     claimed: (u32, u32),
     /// What the store knows of that: seats taken, what it gave since included, and how many still wait.
     known: (u32, u32),
     /// Seats that were ever given.
     given: u64,
+    /// Of the last news about the last claim.
     version: u64,
     /// Whether the last claim is still to be answered: until then nothing else is claimed.
     asking: bool,
@@ -47,8 +52,8 @@ pub(super) struct Flight {
     lost_before: Number,
     /// Who is to be woken when its seat is lost.
     sitting: BTreeMap<Number, Waker>,
-    /// Since when nobody sits and nobody waits.
-    empty_since: Option<Instant>,
+    /// When somebody last came, left or was told something.
+    used_at: Instant,
 }
 
 struct Waiting {
@@ -64,19 +69,21 @@ pub(super) enum Unseated {
     Failed(StoreError),
 }
 
-/// How a wait for a seat ended.
-pub(super) type Seated = Result<(), Unseated>;
+/// How a wait for a seat ended: with the number of the seat, or without one.
+pub(super) type Seated = Result<Number, Unseated>;
 
 impl Idle for Flight {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        self.empty_since
+        let empty = self.sits == 0 && self.waiting.is_empty() && self.settled.is_empty();
+        // Those who left may be given seats still, and somebody has to return them.
+        (empty && self.known == (0, 0)).then_some(self.used_at)
     }
 }
 
 impl Flight {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(now: Instant) -> Self {
         Flight {
             holder: next_number(),
             number: 0,
@@ -85,6 +92,8 @@ impl Flight {
             waiting: BTreeMap::new(),
             settled: BTreeMap::new(),
             impatient: 0,
+            impatient_until: 0,
+            gave_up: false,
             claimed: (0, 0),
             known: (0, 0),
             given: 0,
@@ -94,7 +103,7 @@ impl Flight {
             others_wait: false,
             lost_before: 0,
             sitting: BTreeMap::new(),
-            empty_since: None,
+            used_at: now,
         }
     }
 
@@ -109,7 +118,6 @@ impl Flight {
 
     /// One comes. It waits, if only for the store's answer; one who is `impatient` for no more than that.
     pub(super) fn enter(&mut self, number: Number, impatient: bool) {
-        self.empty_since = None;
         // Where some wait and all was answered, nothing is free.
         let waits = !self.waiting.is_empty() || self.known.1 > 0;
         if impatient && waits && self.free == 0 && !self.asking && !self.failed {
@@ -118,6 +126,7 @@ impl Flight {
         }
         self.impatient += usize::from(impatient);
         let until_answer = impatient.then_some(self.number + 1);
+        self.impatient_until = until_answer.unwrap_or(self.impatient_until);
         self.waiting.insert(number, Waiting { until_answer, waker: None });
         self.seat(&mut Wakers::default());
     }
@@ -126,17 +135,25 @@ impl Flight {
     pub(super) fn claim(&mut self, key: Key, most: u32, life: Duration) -> Option<Claim> {
         let wants = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
         let (taken, known_wants) = self.known;
-        // That fewer wait matters only to others.
         let changed = if self.failed {
             // It is said again anyway.
             self.claimed != (self.sits, wants)
         } else {
-            self.sits < taken || wants > known_wants || (wants < known_wants && self.others_wait)
+            // Who cannot wait is told by an answer, if only to what was claimed before.
+            let to_be_told = self.impatient > 0 && self.impatient_until > self.number;
+            // That fewer wait matters to others. Where nobody is here any more, others may come; but those who cannot wait
+            // come again, and as long as one of them is wanted for, nothing is free.
+            let nobody = self.gave_up && self.sits == 0 && wants == 0;
+            let fewer = wants < known_wants && (self.others_wait || nobody);
+            self.sits < taken || wants > known_wants || fewer || to_be_told
         };
         if !changed || self.asking {
             return None;
         }
         self.number += 1;
+        // Who tells may have forgotten this gate, and count anew.
+        self.version = 0;
+        self.gave_up = false;
         self.asking = true;
         (self.claimed, self.known) = ((self.sits, wants), (self.sits, wants));
         // What is free goes back: it is not claimed.
@@ -160,33 +177,35 @@ impl Flight {
     }
 
     /// Answers when the seat is lost; until then the task is woken when it is.
-    pub(super) fn poll_lost(&mut self, number: Number, cx: &Context<'_>) -> Poll<()> {
-        if number < self.lost_before {
+    pub(super) fn poll_lost(&mut self, seat: Number, cx: &Context<'_>) -> Poll<()> {
+        if seat < self.lost_before {
             return Poll::Ready(());
         }
-        self.sitting.insert(number, cx.waker().clone());
+        self.sitting.insert(seat, cx.waker().clone());
         Poll::Pending
     }
 
     /// One stops waiting.
     pub(super) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         if let Some(waiting) = self.waiting.remove(&number) {
-            self.impatient -= usize::from(waiting.until_answer.is_some());
-            self.close(now);
-        } else if let Some(Ok(())) = self.settled.remove(&number) {
-            self.end(number, now, wakers);
+            let impatient = waiting.until_answer.is_some();
+            self.impatient -= usize::from(impatient);
+            self.gave_up |= !impatient;
+            self.used_at = now;
+        } else if let Some(Ok(seat)) = self.settled.remove(&number) {
+            self.end(seat, now, wakers);
         }
     }
 
     /// A call has ended, and its seat is free.
-    pub(super) fn end(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
-        self.sitting.remove(&number);
+    pub(super) fn end(&mut self, seat: Number, now: Instant, wakers: &mut Wakers) {
+        self.sitting.remove(&seat);
         self.sits -= 1;
-        if number >= self.lost_before && !self.others_wait {
+        if seat >= self.lost_before && !self.others_wait {
             self.free += 1;
             self.seat(wakers);
         }
-        self.close(now);
+        self.used_at = now;
     }
 
     /// Those who came first sit down on what is free.
@@ -197,7 +216,7 @@ impl Flight {
             self.free -= 1;
             self.sits += 1;
             self.impatient -= usize::from(waiting.until_answer.is_some());
-            self.settled.insert(number, Ok(()));
+            self.settled.insert(number, Ok(next_number()));
             wakers.add(waiting.waker);
         }
     }
@@ -232,7 +251,7 @@ impl Flight {
                 std::mem::take(&mut self.sitting).into_values().for_each(|waker| wakers.add(Some(waker)));
             }
         }
-        self.close(now);
+        self.used_at = now;
     }
 
     /// Some of those who wait get no seat.
@@ -248,11 +267,112 @@ impl Flight {
             stays
         });
     }
+}
 
-    fn close(&mut self, now: Instant) {
-        let empty = self.sits == 0 && self.waiting.is_empty() && self.settled.is_empty();
-        if empty {
-            self.empty_since.get_or_insert(now);
-        }
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+    use crate::clock;
+
+    const LIFE: Duration = Duration::from_secs(10);
+
+    fn flight() -> Flight {
+        Flight::new(clock::now())
+    }
+
+    fn claim(flight: &mut Flight) -> Option<(u32, u32)> {
+        flight.claim(Key::ALL, 8, LIFE).map(|claim| (claim.sits, claim.wants))
+    }
+
+    fn hear(flight: &mut Flight, news: News) {
+        flight.hear(news, clock::now(), &mut Wakers::default());
+    }
+
+    fn told(flight: &mut Flight, given: u64) {
+        let number = flight.number;
+        hear(flight, News::seats(number, given, false, 1));
+    }
+
+    fn come(flight: &mut Flight, impatient: bool) -> Number {
+        let number = next_number();
+        flight.enter(number, impatient);
+        number
+    }
+
+    fn is_lost(flight: &mut Flight, seat: Number) -> bool {
+        flight.poll_lost(seat, &Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    #[test]
+    fn a_seat_that_is_given_later_is_not_lost_though_its_call_waited_before() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        told(&mut flight, 1);
+        let first = flight.collect(first).unwrap().unwrap();
+        assert!(!is_lost(&mut flight, first));
+        hear(&mut flight, News::Lost);
+        told(&mut flight, 2);
+        let second = flight.collect(second).unwrap().unwrap();
+        assert!(is_lost(&mut flight, first));
+        assert!(!is_lost(&mut flight, second));
+    }
+
+    #[test]
+    fn one_who_cannot_wait_and_came_during_a_claim_is_told_by_the_next() {
+        let mut flight = flight();
+        let first = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        let second = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), None, "one at a time");
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(first), Some(Err(Unseated::Refused))));
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(second), Some(Err(Unseated::Refused))));
+        let third = come(&mut flight, true);
+        assert!(matches!(flight.collect(third), Some(Err(Unseated::Refused))), "nothing is free");
+        assert_eq!(claim(&mut flight), None);
+    }
+
+    #[test]
+    fn what_may_be_given_still_is_not_forgotten_and_goes_back() {
+        let mut flight = flight();
+        let number = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(number), Some(Err(Unseated::Refused))));
+        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
+        told(&mut flight, 1);
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        assert!(flight.idle_from().is_some());
+    }
+
+    #[test]
+    fn when_the_last_gives_up_the_store_hears_of_it() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        told(&mut flight, 0);
+        flight.leave(first, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut flight), None);
+        flight.leave(second, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        assert!(flight.idle_from().is_some());
+    }
+
+    #[test]
+    fn one_whose_wait_failed_is_forgotten_when_it_was_told() {
+        let mut flight = flight();
+        let number = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        hear(&mut flight, News::Failed(StoreError::Lost));
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        hear(&mut flight, News::Failed(StoreError::Lost));
+        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
+        assert!(matches!(flight.collect(number), Some(Err(Unseated::Failed(_)))));
+        assert!(flight.idle_from().is_some());
     }
 }

@@ -59,7 +59,7 @@ impl Limiter {
             flight.enter(number, patience.latest <= now);
             Ok(flight.claim(key, flights.most, flights.life))
         };
-        let claim = match flights.keyed.enter(key, now, Flight::new, |_, _| (), enter) {
+        let claim = match flights.keyed.enter(key, now, || Flight::new(now), |_, _| (), enter) {
             Ok(Ok(claim)) => claim,
             Ok(Err(reason)) => return Sitting::Ended(Reached::Refused(reason, self.no_seat())),
             Err(Full) => {
@@ -70,13 +70,13 @@ impl Limiter {
             self.0.settings.store.claim(claim, &self.listener());
         }
         let seated = flights.keyed.find(key, |flight| flight.collect(number)).flatten();
-        seated.map_or(Sitting::Waits(number), |seated| self.seated(key, number, patience, seated))
+        seated.map_or(Sitting::Waits(number), |seated| self.seated(key, patience, seated))
     }
 
     /// What the end of a wait for a seat comes to.
-    pub(super) fn seated(&self, key: Key, number: Number, patience: Patience, seated: Seated) -> Sitting {
+    pub(super) fn seated(&self, key: Key, patience: Patience, seated: Seated) -> Sitting {
         match seated {
-            Ok(()) => Sitting::Sits(Some(Seat { limiter: self.clone(), key, number })),
+            Ok(number) => Sitting::Sits(Some(Seat { limiter: self.clone(), key, number })),
             Err(Unseated::Failed(source)) if self.passes(&source) => Sitting::Sits(None),
             Err(Unseated::Failed(source)) => Sitting::Ended(Reached::Failed(source)),
             Err(Unseated::Refused) => {

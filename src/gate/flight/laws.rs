@@ -70,7 +70,7 @@ struct World {
 
 fn gate() -> Gate {
     Gate {
-        flight: Flight::new(),
+        flight: Flight::new(World::instant()),
         waiting: Vec::new(),
         sitting: Vec::new(),
         last: None,
@@ -96,8 +96,8 @@ impl World {
         }
         let Gate { flight, waiting, sitting, .. } = gate;
         waiting.retain(|&number| match flight.collect(number) {
-            Some(Ok(())) => {
-                sitting.push(number);
+            Some(Ok(seat)) => {
+                sitting.push(seat);
                 false
             }
             Some(Err(_)) => false,
@@ -110,6 +110,10 @@ impl World {
         let claimed = Claimed { id, number, most, sits, wants, heard, life: LIFE };
         if let Some(gate) = self.gates.iter_mut().find(|gate| gate.flight.holder() == id) {
             gate.claimed_at = self.now;
+        }
+        if self.seats.is_empty() {
+            // A store forgets what nobody uses, and begins anew.
+            self.seats = Seats::default();
         }
         let gates = &mut self.gates;
         self.seats.claim(self.now, claimed, |told| {
