@@ -289,3 +289,126 @@ async fn shutdown_answers_when_the_store_has_heard_of_all_who_left() {
     limiter.shutdown().await.unwrap();
     assert_eq!(free(&limiter).await, 9);
 }
+
+#[tokio::test]
+async fn one_call_after_the_other_gets_its_seat_each_time() {
+    let server = RedisServer::start().unwrap();
+    let limiter = builder(&server, Quota::in_flight(1)).max_wait(millis(2000)).build().unwrap().limiter();
+    for _ in 0..20 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+        // The store has heard that nobody sits.
+        until_free(&limiter, 1).await;
+    }
+}
+
+#[tokio::test]
+async fn those_who_cannot_wait_are_told_as_soon_as_the_store_has_answered() {
+    let server = RedisServer::start().unwrap();
+    let build = || builder(&server, Quota::in_flight(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
+    let (theirs, ours) = (build(), build());
+    let held = theirs.acquire(Key::ALL).await.unwrap();
+    for round in 0..5 {
+        let start = Instant::now();
+        // Some come while the store is asked for the others.
+        let tries = join_all((0..3).map(|number| {
+            let ours = ours.clone();
+            async move {
+                sleep(Duration::from_micros(100 * number)).await;
+                ours.acquire(Key::ALL).await
+            }
+        }));
+        assert!(tries.await.iter().all(Result::is_err));
+        println!("round {round}: told after {:?}", start.elapsed());
+    }
+    drop(held);
+    until_free(&theirs, 1).await;
+    assert!(ours.acquire(Key::ALL).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_seat_that_was_wanted_by_those_who_left_is_not_kept_for_them() {
+    let server = RedisServer::start().unwrap();
+    let build = || {
+        builder(&server, Quota::in_flight(1))
+            .max_wait(millis(20))
+            .in_flight_life(millis(600))
+            .max_keys(1)
+            .build()
+            .unwrap()
+            .limiter()
+    };
+    let (theirs, ours) = (build(), build());
+    let held = theirs.acquire(Key::ALL).await.unwrap();
+    // It gives up, and its gate has room for another key.
+    assert!(ours.acquire(Key::ALL).await.is_err());
+    drop(ours.acquire(Key::new("another")).await.unwrap());
+    drop(held);
+    until_free(&theirs, 1).await;
+    assert!(theirs.acquire(Key::ALL).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
+    let server = RedisServer::start().unwrap();
+    let build =
+        || builder(&server, Quota::in_flight(4)).in_flight_life(millis(900)).build().unwrap().limiter();
+    let (ours, theirs) = (build(), build());
+    let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
+    let waits = tokio::spawn({
+        let theirs = theirs.clone();
+        async move { theirs.acquire(Key::ALL).await.map(drop) }
+    });
+    sleep(millis(100)).await;
+    let () = server.command(&["FLUSHALL"]);
+    // Longer than the server learns.
+    let nobody = tokio::time::timeout(millis(2500), waits).await;
+    assert!(nobody.is_err(), "{nobody:?}");
+    let lost = tokio::time::timeout(millis(10), held[0].as_ref().unwrap().lost()).await;
+    assert!(lost.is_err(), "the store was there all the time");
+    drop(held);
+    until_free(&ours, 4).await;
+}
+
+/// A connection of somebody's that panics when it is told to.
+#[derive(Clone)]
+struct Panics {
+    inner: redis::aio::MultiplexedConnection,
+    next: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl redis::aio::ConnectionLike for Panics {
+    fn req_packed_command<'a>(&'a mut self, cmd: &'a redis::Cmd) -> redis::RedisFuture<'a, redis::Value> {
+        assert!(!self.next.swap(false, Ordering::Relaxed), "as told");
+        self.inner.req_packed_command(cmd)
+    }
+
+    fn req_packed_commands<'a>(
+        &'a mut self,
+        cmd: &'a redis::Pipeline,
+        offset: usize,
+        count: usize,
+    ) -> redis::RedisFuture<'a, Vec<redis::Value>> {
+        self.inner.req_packed_commands(cmd, offset, count)
+    }
+
+    fn get_db(&self) -> i64 {
+        self.inner.get_db()
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_panics_once_harms_one_call() {
+    let server = RedisServer::start().unwrap();
+    let next = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let client = redis::Client::open(server.url()).unwrap();
+    let inner = client.get_multiplexed_async_connection().await.unwrap();
+    let store = RedisStore::with_connection(Panics { inner, next: next.clone() }).build().unwrap();
+    let limiter = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(store)).max_wait(millis(5000));
+    let limiter = limiter.build().unwrap().limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    until_free(&limiter, 1).await;
+    next.store(true, Ordering::Relaxed);
+    let error = limiter.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(error, Limited::Store { .. }), "{error:?}");
+    assert!(limiter.acquire(Key::ALL).await.is_ok());
+}

@@ -155,7 +155,6 @@ impl Claims {
 
     /// Answers when a claim has been answered, and what.
     pub(super) async fn answer(&mut self) -> Option<(u64, Result<Claimed, StoreError>)> {
-        // One that panicked is as one without an answer: its timer says it again.
         self.on_their_way.join_next().await?.ok()
     }
 
@@ -174,6 +173,7 @@ impl Claims {
     fn send(&mut self, id: u64) {
         let (now, instance, store_timeout) = (clock::now(), self.instance, self.store_timeout);
         let Some(holder) = self.holders.get_mut(&id) else { return };
+        holder.tell_if_lost(now);
         let claim = holder.claim;
         let number = claim.number.saturating_mul(AGAIN) + holder.said.min(AGAIN - 1);
         holder.said += 1;
@@ -183,8 +183,11 @@ impl Claims {
         let call = wire::claim(&claim, number, instance, memory, store_timeout, dice());
         let (script, link, name) = (self.script.clone(), self.link.clone(), holder.name.clone());
         let channels = self.channels.clone();
+        // A task of its own: a connection of the user's may panic, and that is an answer, too.
+        let asking =
+            tokio::spawn(async move { script.run(&link, &name, &[&call, channels.as_bytes()]).await });
         self.on_their_way.spawn(async move {
-            let answer = script.run(&link, &name, &[&call, channels.as_bytes()]).await;
+            let answer = asking.await.unwrap_or(Err(StoreError::Lost));
             (id, answer.and_then(|answer| wire::read_claimed(&answer).map_err(StoreError::failed)))
         });
         self.set_timer(id, clock::after(now, claim.life / 3));
@@ -300,7 +303,7 @@ impl Holder {
         }
         (self.good_until, self.lost) = (Some(clock::after(sent, claim.life)), false);
         let third = claim.life / 3;
-        if claim.wants == 0 {
+        if self.claim.wants == 0 {
             return third;
         }
         let first_end = answer.first_end.map(|span| span + A_LITTLE);
@@ -312,6 +315,14 @@ impl Holder {
     fn tell(&mut self, told: ToldSeats) {
         self.version += 1;
         let ToldSeats { number, given, others_wait, .. } = told;
+        let claim = &mut self.claim;
+        if number / AGAIN == claim.number {
+            // Said again, it says how things are: a server that forgot knows nothing of what it gave.
+            let more = given.saturating_sub(claim.heard);
+            let seats = u32::try_from(more).unwrap_or(u32::MAX);
+            claim.heard += more;
+            (claim.sits, claim.wants) = (claim.sits.saturating_add(seats), claim.wants.saturating_sub(seats));
+        }
         let news = News::seats(number / AGAIN, given, others_wait, self.version);
         self.listener.clone().hear(self.claim.key, self.claim.holder, news);
     }
