@@ -101,7 +101,7 @@ pub fn log(reports: &[Report]) -> Log {
     let start = Instant::now();
     let arrival = |event: &&Event| {
         let at = start + Duration::from_nanos(event.ended - first);
-        Arrival { at, sent: Some(at), who: None, accepted: true }
+        Arrival { at, sent: Some(at), who: None, accepted: true, ended: None }
     };
     Log::from(grants.iter().map(arrival).collect::<Vec<_>>())
 }

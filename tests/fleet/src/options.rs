@@ -28,6 +28,8 @@ pub struct Options {
     pub slack: Duration,
     /// The longest that a call to the store may take.
     pub store_timeout: Duration,
+    /// The layer's `in_flight_life`.
+    pub life: Duration,
     /// How long a task rests after it was refused.
     pub pause: Duration,
     /// Whether a call passes when the store cannot be asked.
@@ -73,6 +75,7 @@ impl Default for Options {
             max_wait: Duration::from_secs(15),
             slack: Duration::from_millis(10),
             store_timeout: Duration::from_millis(250),
+            life: Duration::from_secs(10),
             pause: Duration::from_millis(50),
             fail_open: false,
             cold: false,
@@ -103,6 +106,7 @@ impl Options {
             ("max-wait", ms(self.max_wait)),
             ("slack", ms(self.slack)),
             ("store-timeout", ms(self.store_timeout)),
+            ("life", ms(self.life)),
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
             ("cold", self.cold.to_string()),
@@ -143,6 +147,7 @@ impl Options {
                     "--max-wait" => options.max_wait = ms(&value)?,
                     "--slack" => options.slack = ms(&value)?,
                     "--store-timeout" => options.store_timeout = ms(&value)?,
+                    "--life" => options.life = ms(&value)?,
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
                     "--cold" => options.cold = value.parse()?,

@@ -179,6 +179,7 @@ impl Desk {
             sent: header(SENT_HEADER).and_then(sent::read),
             who: header(WHO_HEADER).map(str::to_owned),
             accepted,
+            ended: None,
         });
         response
     }
@@ -233,15 +234,28 @@ async fn answer(
     desk: Arc<Mutex<Desk>>,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
-    let (response, latency) = {
-        let mut desk = lock(&desk);
-        (desk.arrive(&request), desk.latency)
+    let (response, latency, _call) = {
+        let mut at_desk = lock(&desk);
+        let call = Call { desk: Arc::clone(&desk), number: at_desk.arrivals.len() };
+        (at_desk.arrive(&request), at_desk.latency, call)
     };
     request.into_body().collect().await?; // an unread body would end the connection
     if !latency.is_zero() {
         tokio::time::sleep(latency).await;
     }
     Ok(response.map(|body| Full::new(Bytes::from(body))))
+}
+
+/// A call in flight. It is dropped when its answer is there, or its connection is closed.
+struct Call {
+    desk: Arc<Mutex<Desk>>,
+    number: usize,
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        lock(&self.desk).arrivals[self.number].ended = Some(Instant::now());
+    }
 }
 
 #[cfg(test)]
@@ -326,6 +340,25 @@ mod tests {
         call(&upstream, &[]);
         assert!(start.elapsed() >= latency);
         assert!(upstream.log()[0].at + latency <= Instant::now());
+    }
+
+    #[test]
+    fn a_call_ends_with_its_answer_or_its_connection() {
+        let upstream = Upstream::open().latency(Duration::from_millis(50));
+        call(&upstream, &[]);
+        let answered = &upstream.log()[0];
+        assert!(answered.ended.unwrap() >= answered.at + Duration::from_millis(50));
+        let upstream = Upstream::open().latency(Duration::from_secs(3600));
+        let mut stream = TcpStream::connect(upstream.address()).unwrap();
+        stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        while upstream.log().is_empty() {
+            std::thread::yield_now();
+        }
+        assert_eq!(upstream.log()[0].ended, None);
+        drop(stream);
+        while upstream.log()[0].ended.is_none() {
+            std::thread::yield_now();
+        }
     }
 
     #[test]

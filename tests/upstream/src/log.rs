@@ -17,6 +17,8 @@ pub struct Arrival {
     pub who: Option<String>,
     /// Whether it was answered with success.
     pub accepted: bool,
+    /// When the answer was there, or the connection was closed before; `None` while neither.
+    pub ended: Option<Instant>,
 }
 
 /// How many calls were accepted, and how many refused.
@@ -57,6 +59,23 @@ impl Log {
         let mut sent: Vec<_> = self.iter().filter_map(|arrival| arrival.sent).collect();
         sent.sort_unstable();
         fullest(&sent, window).count
+    }
+
+    /// The most calls that were in flight at the same time, as the server saw it: from the moment their head was read to
+    /// the one in which the answer was there, or the caller was gone. Two calls of which one ends when the other arrives
+    /// are not.
+    pub fn most_at_once(&self) -> usize {
+        let mut ends: Vec<_> = self.iter().filter_map(|arrival| arrival.ended).collect();
+        ends.sort_unstable();
+        let ended_by = |at| ends.partition_point(|end| *end <= at);
+        self.iter().enumerate().map(|(before, call)| before + 1 - ended_by(call.at)).max().unwrap_or(0)
+    }
+
+    /// How long the calls took that have ended, on average.
+    pub fn mean_time(&self) -> Duration {
+        let took = self.iter().filter_map(|call| Some(call.ended?.saturating_duration_since(call.at)));
+        let (sum, count) = took.fold((Duration::ZERO, 0), |(sum, count), took| (sum + took, count + 1));
+        sum.checked_div(count).unwrap_or_default()
     }
 
     /// By how much the time from sending to arrival varied; zero where no call says when it was sent.
@@ -226,6 +245,7 @@ mod tests {
             sent: Some(start + ms(sent)),
             who: None,
             accepted: true,
+            ended: None,
         };
         Log::from(calls.iter().map(arrival).collect::<Vec<_>>())
     }
@@ -275,6 +295,27 @@ mod tests {
     #[test]
     fn clocks_of_two_processes_that_differ_are_jitter_too() {
         assert_eq!(log(&[(5, 3), (10, 14)]).jitter(), ms(6));
+    }
+
+    #[test]
+    fn calls_are_at_once_from_their_arrival_to_their_end() {
+        let start = Instant::now();
+        let at_once = |calls: &[(u64, Option<u64>)]| {
+            let mut log = arrivals(&vec![0; calls.len()]).to_vec();
+            for (arrival, (at, ended)) in log.iter_mut().zip(calls) {
+                (arrival.at, arrival.ended) = (start + ms(*at), ended.map(|end| start + ms(end)));
+            }
+            Log::from(log).most_at_once()
+        };
+        for (calls, most) in [
+            (&[][..], 0),
+            (&[(0, Some(10)), (10, Some(20)), (20, None)], 1),
+            (&[(0, Some(11)), (10, Some(20)), (30, Some(40))], 2),
+            (&[(0, None), (10, Some(20)), (15, Some(16)), (30, None)], 3),
+            (&[(5, Some(6)), (0, Some(30)), (7, Some(9)), (8, Some(9))], 3),
+        ] {
+            assert_eq!(at_once(calls), most, "{calls:?}");
+        }
     }
 
     #[test]

@@ -67,6 +67,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
 async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let quota: Quota = options.quota.parse()?;
     let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
+    builder = builder.in_flight_life(options.life);
     if options.store != MEMORY {
         let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
         // The same for connections.

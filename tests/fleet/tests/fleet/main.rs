@@ -4,6 +4,7 @@
 
 mod away;
 mod deploy;
+mod in_flight;
 mod killed;
 mod lost;
 mod never_over;

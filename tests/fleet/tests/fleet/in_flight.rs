@@ -1,0 +1,351 @@
+//! Calls in flight: never more at the upstream than may be, whatever happens, and all seats are used.
+
+use fleet::{Options, Outcome, percentile, store_calls};
+
+use super::*;
+
+const MOST: usize = 8;
+
+/// How long a call takes.
+const CALL: Duration = ms(50);
+
+/// For how long a claim is good where a test waits for its end.
+const LIFE: Duration = ms(1500);
+
+fn site(redis: RedisServer, latency: Duration) -> Site {
+    Site { redis, upstream: Upstream::open().latency(latency) }
+}
+
+fn options(tasks: usize, span: Duration) -> Options {
+    Options { quota: "8 in flight".into(), tasks, span, life: LIFE, ..Options::default() }
+}
+
+fn lost(reports: &[Report]) -> usize {
+    let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed));
+    failed.filter(|event| event.text.contains("given up")).count()
+}
+
+fn failed(reports: &[Report]) -> usize {
+    reports.iter().map(|report| report.of(Outcome::StoreFailed).count()).sum()
+}
+
+/// The share of `MOST` that was used, by the time that the upstream itself took.
+fn used(log: &Log) -> f64 {
+    let (Some(first), Some(last)) = (log.first(), log.last()) else { return 0.0 };
+    let span = (last.at - first.at).as_secs_f64();
+    log.len() as f64 * log.mean_time().as_secs_f64() / (MOST as f64 * span)
+}
+
+fn assert_at_once(log: &Log, what: &str) {
+    let most = log.most_at_once();
+    assert!(most <= MOST, "{what}: {most} at the same time");
+}
+
+fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), CALL);
+    let options = Options { quota: quota.into(), ..options(tasks, ms(8000)) };
+    let mut fleet = site.start(processes, &options);
+    let calls_before = store_calls(&site.redis);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let asked = (store_calls(&site.redis) - calls_before) as f64 / log.len() as f64;
+    let steady = part(&log, log[0].at + ms(1000), log[0].at + ms(7000));
+    let mut waits: Vec<_> = fleet::by_grant(&reports).iter().map(|event| event.waited()).collect();
+    waits.sort_unstable();
+    let served = log.by_who();
+    println!(
+        "{quota}, {processes} processes with {tasks} tasks each: at most {} at once; {:.1} calls a second of {:.0}, {:.1} % \
+         of the seats used (a call takes {:.1?}); {asked:.2} store calls for each; waits p50 {:.1?} p99 {:.1?}; each \
+         process had {:?} to {:?} calls",
+        log.most_at_once(),
+        steady.len() as f64 / 6.0,
+        MOST as f64 / CALL.as_secs_f64(),
+        100.0 * used(&steady),
+        steady.mean_time(),
+        percentile(&waits, 0.5),
+        percentile(&waits, 0.99),
+        served.values().map(|tally| tally.all()).min(),
+        served.values().map(|tally| tally.all()).max(),
+    );
+    assert_at_once(&log, quota);
+    assert_eq!(failed(&reports), 0);
+    log
+}
+
+#[test]
+fn eight_in_flight_by_4_processes() {
+    let log = steady(4, 16, "8 in flight");
+    assert_eq!(log.most_at_once(), MOST, "all seats are used");
+}
+
+#[test]
+fn eight_in_flight_by_16_processes() {
+    let log = steady(16, 4, "8 in flight");
+    assert_eq!(log.most_at_once(), MOST, "all seats are used");
+}
+
+#[test]
+fn eight_in_flight_and_a_hundred_a_second_by_4_processes() {
+    let log = steady(4, 16, "100/1s, 8 in flight");
+    assert_never_over(&log, &"100/1s".parse().unwrap());
+    assert!(log.len() >= 300, "{} calls in eight seconds", log.len());
+}
+
+#[test]
+fn never_waiting_processes_find_the_seats_that_are_free() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), CALL);
+    let options = Options { max_wait: ms(0), pause: ms(5), ..options(8, ms(5000)) };
+    let mut fleet = site.start(4, &options);
+    let calls_before = store_calls(&site.redis);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let refused: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Refused)).collect();
+    let mut waits: Vec<_> = refused.iter().map(|event| event.waited()).collect();
+    waits.sort_unstable();
+    println!(
+        "8 in flight, 4 processes that never wait: {} calls, {:.1} % of the seats used; {} refused after p50 {:.1?} p99 \
+         {:.1?} max {:.1?}; {} store calls",
+        log.len(),
+        100.0 * used(&log),
+        refused.len(),
+        percentile(&waits, 0.5),
+        percentile(&waits, 0.99),
+        percentile(&waits, 1.0),
+        store_calls(&site.redis) - calls_before,
+    );
+    assert_at_once(&log, "never waiting");
+    assert!(log.len() >= 200, "{} calls in five seconds", log.len());
+}
+
+#[test]
+fn the_seats_of_a_killed_process_come_back() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), ms(300));
+    let mut fleet = site.start(3, &options(8, ms(9000)));
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3100));
+    fleet.kill(0);
+    let killed = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports[1..]);
+    let log = site.upstream.log();
+    // The first moment after it died at which all seats were taken.
+    let at_once = |at: Instant| {
+        log.iter().filter(|call| call.at <= at && call.ended.is_none_or(|end| end > at)).count()
+    };
+    let held = log.iter().filter(|call| {
+        call.who.as_deref() == Some("0") && call.ended.is_some_and(|end| end >= killed - ms(5))
+    });
+    let held = held.count();
+    let back = log.iter().map(|call| call.at).find(|&at| at > killed + ms(10) && at_once(at) == MOST);
+    println!(
+        "killed with {held} seats: all are used again {:.2?} later; a claim is good for {LIFE:?}",
+        back.map(|back| back - killed)
+    );
+    assert_at_once(&log, "killed");
+    assert!(back.is_some(), "all seats are used again");
+}
+
+/// Three processes; the first is stopped at 3 s, for `span`.
+fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
+    let site = site(RedisServer::start().unwrap(), CALL);
+    let mut fleet = site.start(3, &options(8, ms(9000)));
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3000));
+    fleet.pause(0);
+    wait_until(start, ms(3000) + span);
+    fleet.resume(0);
+    let resumed = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let after = part(&log, resumed + ms(1000), resumed + ms(2500));
+    println!(
+        "one stopped for {span:?}: at most {} at once; {:?} calls in each second; {:.1} % of the seats used a second after; \
+         {} gave up their seats",
+        log.most_at_once(),
+        per_second(&log),
+        100.0 * used(&after),
+        lost(&reports),
+    );
+    assert!(after.len() >= 60, "{} calls in a second and a half", after.len());
+    (log, reports, resumed)
+}
+
+#[test]
+fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
+    let _turn = turn();
+    let (log, reports, _) = stopped(ms(800));
+    assert_at_once(&log, "stopped");
+    assert_eq!(lost(&reports), 0);
+}
+
+#[test]
+fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_others() {
+    let _turn = turn();
+    let (log, _, resumed) = stopped(ms(3000));
+    let start = log[0].at;
+    // What it sends before it hears that its seats were lost is a published exception.
+    assert_at_once(&part(&log, start, resumed), "before it goes on");
+    let again = part(&log, resumed + ms(1000), resumed + ms(10_000));
+    assert_at_once(&again, "a second after it goes on");
+    assert!(again.by_who().contains_key("0"), "it is served again");
+}
+
+/// Four processes; something is done to Redis after three seconds.
+fn after(what: &str, mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+    let mut fleet = site.start(4, options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3000));
+    act(&mut site.redis);
+    let done = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let steady = part(&log, done + ms(4000), done + ms(6000));
+    println!(
+        "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the seats \
+         used four seconds later; {} calls failed for the store, {} of them gave up their seats",
+        done - start,
+        log.most_at_once(),
+        per_second(&log),
+        longest_silence(&log),
+        100.0 * used(&steady),
+        failed(&reports),
+        lost(&reports),
+    );
+    assert_at_once(&log, what);
+    assert!(steady.len() >= 100, "{} calls in two seconds, four seconds later", steady.len());
+    reports
+}
+
+fn disturbed() -> Options {
+    options(8, ms(10_000))
+}
+
+#[test]
+fn redis_forgets_who_sits() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), CALL);
+    let reports = after("flushed", site, &disturbed(), |redis| redis.command(&["FLUSHALL"]));
+    assert_eq!(failed(&reports), 0);
+}
+
+#[test]
+fn redis_forgets_who_sits_and_its_scripts() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), CALL);
+    after("flushed with its scripts", site, &disturbed(), |redis| {
+        let () = redis.command(&["SCRIPT", "FLUSH"]);
+        redis.command(&["FLUSHALL"])
+    });
+}
+
+#[test]
+fn redis_is_started_anew_while_calls_are_in_flight() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), ms(200));
+    let options = Options { life: ms(10_000), ..disturbed() };
+    let reports = after_slow("restarted", site, &options, |redis| redis.restart().unwrap());
+    assert_eq!(lost(&reports), 0, "a life is longer");
+}
+
+#[test]
+fn redis_is_killed_for_less_than_a_life() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), CALL);
+    let reports = after("killed for 700 ms", site, &disturbed(), |redis| {
+        redis.kill();
+        sleep(ms(700));
+        redis.restart().unwrap();
+    });
+    assert!(failed(&reports) > 0, "who asks while it is away is told so");
+}
+
+#[test]
+fn redis_is_killed_for_more_than_a_life_and_calls_give_up_their_seats() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), ms(2500));
+    let options = Options { life: ms(1000), ..disturbed() };
+    let reports = after_slow("killed for 2 s", site, &options, |redis| {
+        redis.kill();
+        sleep(ms(2000));
+        redis.restart().unwrap();
+    });
+    assert!(lost(&reports) > 0, "calls in flight give up their seats");
+}
+
+/// The same with an upstream that is slow: only that nobody is over, and that all goes on.
+fn after_slow(
+    what: &str,
+    mut site: Site,
+    options: &Options,
+    act: impl FnOnce(&mut RedisServer),
+) -> Vec<Report> {
+    let mut fleet = site.start(4, options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(3000));
+    act(&mut site.redis);
+    let done = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    println!(
+        "{what}, a call takes {:.1?}: at most {} at once; {:?} calls in each second; {} calls failed for the store, {} of \
+         them gave up their seats",
+        log.mean_time(),
+        log.most_at_once(),
+        per_second(&log),
+        failed(&reports),
+        lost(&reports),
+    );
+    assert_at_once(&log, what);
+    assert!(between(&log, done, done + ms(7000)) > 0, "calls flow again");
+    reports
+}
+
+#[test]
+fn the_clock_of_redis_steps_forwards_while_calls_are_in_flight() {
+    let _turn = turn();
+    let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
+    let reports = after("+30 s", site, &disturbed(), |redis| redis.step_clock(30).unwrap());
+    assert_eq!(lost(&reports), 0);
+}
+
+#[test]
+fn the_clock_of_redis_steps_backwards_while_calls_are_in_flight() {
+    let _turn = turn();
+    let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
+    let reports = after("-30 s", site, &disturbed(), |redis| redis.step_clock(-30).unwrap());
+    assert_eq!(lost(&reports), 0);
+}
+
+#[test]
+fn an_upstream_slower_than_a_life_sees_no_more_than_the_limit() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), ms(2500));
+    let options = Options { life: ms(600), ..options(4, ms(8000)) };
+    let mut fleet = site.start(4, &options);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    println!(
+        "a call takes 2.5 s, a claim is good for 600 ms: {} calls, at most {} at once",
+        log.len(),
+        log.most_at_once()
+    );
+    assert_at_once(&log, "slow");
+    assert_eq!((log.most_at_once(), failed(&reports)), (MOST, 0));
+    assert!(log.len() >= 2 * MOST, "{} calls", log.len());
+}
