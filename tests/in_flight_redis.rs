@@ -16,7 +16,9 @@ fn millis(span: u64) -> Duration {
 }
 
 fn builder(server: &RedisServer, quota: Quota) -> RateLimitBuilder {
-    RateLimitLayer::builder(quota).store(Arc::new(RedisStore::new(&server.url()).unwrap()))
+    // Those who share this machine are no reason to fail.
+    let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build().unwrap();
+    RateLimitLayer::builder(quota).store(Arc::new(store))
 }
 
 /// A process: a limiter with a store of its own.
@@ -369,17 +371,21 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
     until_free(&ours, 4).await;
 }
 
-/// A connection of somebody's that panics when it is told to.
+/// A connection of somebody's that takes its time, and panics when it is told to.
 #[derive(Clone)]
-struct Panics {
+struct Odd {
+    takes: Duration,
     inner: redis::aio::MultiplexedConnection,
     next: Arc<std::sync::atomic::AtomicBool>,
 }
 
-impl redis::aio::ConnectionLike for Panics {
+impl redis::aio::ConnectionLike for Odd {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a redis::Cmd) -> redis::RedisFuture<'a, redis::Value> {
         assert!(!self.next.swap(false, Ordering::Relaxed), "as told");
-        self.inner.req_packed_command(cmd)
+        Box::pin(async move {
+            sleep(self.takes).await;
+            self.inner.req_packed_command(cmd).await
+        })
     }
 
     fn req_packed_commands<'a>(
@@ -402,7 +408,8 @@ async fn a_connection_that_panics_once_harms_one_call() {
     let next = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let client = redis::Client::open(server.url()).unwrap();
     let inner = client.get_multiplexed_async_connection().await.unwrap();
-    let store = RedisStore::with_connection(Panics { inner, next: next.clone() }).build().unwrap();
+    let store = RedisStore::with_connection(Odd { takes: Duration::ZERO, inner, next: next.clone() }).build();
+    let store = store.unwrap();
     let limiter = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(store)).max_wait(millis(5000));
     let limiter = limiter.build().unwrap().limiter();
     drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -411,4 +418,168 @@ async fn a_connection_that_panics_once_harms_one_call() {
     let error = limiter.acquire(Key::ALL).await.unwrap_err();
     assert!(matches!(error, Limited::Store { .. }), "{error:?}");
     assert!(limiter.acquire(Key::ALL).await.is_ok());
+}
+
+/// Processes that listen, and may not speak: all is as slow as asking, and no slower.
+#[tokio::test]
+async fn those_who_may_not_speak_ask() {
+    let server = RedisServer::start().unwrap();
+    let app = ["ACL", "SETUSER", "app", "on", ">secret", "~*", "&*", "+@all", "-publish"];
+    let () = server.command(&app);
+    let url = server.url().replace("redis://", "redis://app:secret@");
+    let build = || {
+        let store = Arc::new(RedisStore::new(&url).unwrap());
+        let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(millis(4000));
+        builder.in_flight_life(Duration::from_secs(60)).build().unwrap().limiter()
+    };
+    let (ours, theirs) = (build(), build());
+    let held = ours.acquire(Key::ALL).await.unwrap();
+    let waits = tokio::spawn(async move { theirs.acquire(Key::ALL).await.map(drop) });
+    sleep(millis(500)).await;
+    drop(held);
+    waits.await.unwrap().unwrap();
+}
+
+/// Between processes and Redis; from some moment on, connections that listen hear nothing, and are not closed.
+struct Proxy {
+    url: String,
+    deaf: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl Proxy {
+    async fn start(server: &RedisServer) -> Proxy {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        use tokio::net::{TcpListener, TcpStream};
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let (deaf, port) = (Arc::new(std::sync::atomic::AtomicBool::new(false)), server.port());
+        let proxy = Proxy { url, deaf: deaf.clone() };
+        tokio::spawn(async move {
+            while let Ok((caller, _)) = listener.accept().await {
+                let deaf = deaf.clone();
+                tokio::spawn(async move {
+                    let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+                    let ((mut from, mut to), (mut answers, mut back)) =
+                        (caller.into_split(), server.into_split());
+                    std::mem::swap(&mut to, &mut back);
+                    let listens = Arc::new(std::sync::atomic::AtomicBool::new(false));
+                    // One that is made later hears.
+                    let later = deaf.load(Ordering::Relaxed);
+                    let asks = listens.clone();
+                    tokio::spawn(async move {
+                        let mut bytes = [0; 4096];
+                        while let Ok(count @ 1..) = from.read(&mut bytes).await {
+                            if String::from_utf8_lossy(&bytes[..count]).contains("SUBSCRIBE") {
+                                asks.store(true, Ordering::Relaxed);
+                            }
+                            if to.write_all(&bytes[..count]).await.is_err() {
+                                break;
+                            }
+                        }
+                    });
+                    let mut bytes = [0; 4096];
+                    while let Ok(count @ 1..) = answers.read(&mut bytes).await {
+                        let cut = listens.load(Ordering::Relaxed) && !later && deaf.load(Ordering::Relaxed);
+                        if !cut && back.write_all(&bytes[..count]).await.is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+        proxy
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_cut_without_a_sign_is_made_anew() {
+    let server = RedisServer::start().unwrap();
+    let proxy = Proxy::start(&server).await;
+    let build = |url: &str| {
+        let store = Arc::new(RedisStore::new(url).unwrap());
+        let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
+        builder.in_flight_life(Duration::from_secs(120)).build().unwrap().limiter()
+    };
+    let (ours, theirs) = (build(&server.url()), build(&proxy.url));
+    // They listen.
+    drop(theirs.acquire(Key::ALL).await.unwrap());
+    sleep(millis(500)).await;
+    until_free(&ours, 1).await;
+    let held = ours.acquire(Key::ALL).await.unwrap();
+    let start = Instant::now();
+    let waits = tokio::spawn(async move { theirs.acquire(Key::ALL).await.map(drop) });
+    sleep(millis(300)).await;
+    proxy.deaf.store(true, Ordering::Relaxed);
+    drop(held);
+    waits.await.unwrap().unwrap();
+    println!("it had its seat after {:?}", start.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shutdown_does_not_wait_for_what_others_say_meanwhile() {
+    let server = RedisServer::start().unwrap();
+    let client = redis::Client::open(server.url()).unwrap();
+    let inner = client.get_multiplexed_async_connection().await.unwrap();
+    let odd = Odd { takes: millis(20), inner, next: Arc::default() };
+    let store = Arc::new(RedisStore::with_connection(odd).build().unwrap());
+    let build =
+        || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
+    let (leaves, stays) = (build(), build());
+    let others: Vec<_> = (0..200u32)
+        .map(|number| {
+            let stays = stays.clone();
+            tokio::spawn(async move {
+                sleep(Duration::from_micros(200 * u64::from(number))).await;
+                loop {
+                    drop(stays.acquire(Key::new(number.to_le_bytes())).await);
+                }
+            })
+        })
+        .collect();
+    let held = leaves.acquire(Key::ALL).await.unwrap();
+    drop(held);
+    tokio::time::timeout(Duration::from_secs(10), leaves.shutdown()).await.expect("an answer").unwrap();
+    assert_eq!(free(&leaves).await, 2);
+    others.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+#[tokio::test]
+async fn a_hundred_processes_on_one_key_are_never_over_and_all_are_served() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Arc::new(Upstream::default());
+    let build = || builder(&server, Quota::in_flight(8)).max_wait(Duration::from_secs(60)).build().unwrap();
+    let processes: Vec<_> = (0..100).map(|_| build().limiter()).collect();
+    let (before, start) = (scripts_run(&server), Instant::now());
+    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 4]).map(|limiter| {
+        let upstream = upstream.clone();
+        tokio::spawn(async move {
+            for _ in 0..3 {
+                let permit = limiter.acquire(Key::ALL).await.unwrap();
+                upstream.call(millis(5)).await;
+                drop(permit);
+            }
+        })
+    });
+    let watch = tokio::spawn({
+        let mut redis = server.connect().unwrap();
+        async move {
+            let mut most = 0u64;
+            loop {
+                let keys: Vec<String> = redis::cmd("KEYS").arg("*:seats").query(&mut redis).unwrap();
+                for key in keys {
+                    most = most.max(redis::cmd("STRLEN").arg(&key).query(&mut redis).unwrap());
+                }
+                println!("a state of {most} bytes at most");
+                sleep(millis(500)).await;
+            }
+        }
+    });
+    join_all(callers).await;
+    watch.abort();
+    let scripts = scripts_run(&server) - before;
+    let stats: String = server.command(&["INFO", "commandstats"]);
+    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
+    println!("1200 calls of 5 ms in {:?}, {scripts} store calls; {line}", start.elapsed());
+    assert_eq!((upstream.most(), upstream.calls()), (8, 1200));
+    until_free(&processes[0], 8).await;
 }

@@ -47,10 +47,16 @@ pub(super) struct Claims {
     /// Whether this process is told what others do.
     told: bool,
     warned: bool,
-    /// Why the store has not heard of one who left.
-    unheard: Option<StoreError>,
-    /// Those who want to know when the store has heard all.
-    flushes: Vec<oneshot::Sender<Result<(), StoreError>>>,
+    flushes: Vec<Flush>,
+}
+
+/// One who wants to know when the store has heard all that was said.
+struct Flush {
+    /// Those of whom it has not heard all, and their last claim at that time: of one that is always busy, the answer to
+    /// a later one will do.
+    left: HashMap<u64, u64>,
+    heard: Result<(), StoreError>,
+    answer: oneshot::Sender<Result<(), StoreError>>,
 }
 
 struct Holder {
@@ -66,6 +72,8 @@ struct Holder {
     good_until: Option<Instant>,
     lost: bool,
     failures: u32,
+    /// The last claim that was answered.
+    answered: u64,
     /// What arrived before the answer that came before it.
     early: Option<ToldSeats>,
     /// How much was told: what comes later is newer.
@@ -95,7 +103,6 @@ impl Claims {
             on_their_way: JoinSet::new(),
             told: false,
             warned: false,
-            unheard: None,
             flushes: Vec::new(),
         }
     }
@@ -117,6 +124,7 @@ impl Claims {
             good_until: None,
             lost: false,
             failures: 0,
+            answered: 0,
             early: None,
             version: 0,
             timer: None,
@@ -210,7 +218,9 @@ impl Claims {
                 holder.tell_if_lost(now);
                 holder.listener.clone().hear(claim.key, id, News::Failed(error.clone()));
                 if holder.claim.is_over() {
-                    self.unheard = Some(error);
+                    for flush in self.flushes.iter_mut().filter(|flush| flush.left.contains_key(&id)) {
+                        flush.heard = Err(error.clone());
+                    }
                     if holder.good_until.is_none_or(|until| until <= now) {
                         // It is not counted any more.
                         return self.forget(id);
@@ -223,7 +233,6 @@ impl Claims {
         if holder.claim.number > claim.number {
             self.send(id);
         } else if holder.claim.is_over() && holder.failures == 0 {
-            self.unheard = None;
             self.forget(id);
         } else {
             self.set_timer(id, clock::after(now, next));
@@ -238,22 +247,26 @@ impl Claims {
 
     /// Whether the store has heard all there is to say.
     pub(super) fn all_heard(&self) -> bool {
-        self.holders.values().all(|holder| holder.sent.is_none() && !holder.claim.is_over())
+        self.holders.values().all(Holder::is_heard)
     }
 
-    /// Answers when the store has heard all there is to say.
+    /// Answers when the store has heard all there is to say now.
     pub(super) fn flush(&mut self, answer: oneshot::Sender<Result<(), StoreError>>) {
-        self.flushes.push(answer);
+        let left = self.holders.iter().filter(|(_, holder)| !holder.is_heard());
+        let left = left.map(|(id, holder)| (*id, holder.claim.number)).collect();
+        self.flushes.push(Flush { left, heard: Ok(()), answer });
     }
 
-    /// There is nothing else to be done at the moment.
+    /// There is nothing else to be done at the moment: all that was said before has been taken.
     pub(super) fn rest(&mut self) {
-        if self.flushes.is_empty() || !(self.all_heard() || self.unheard.is_some()) {
-            return;
+        let (flushes, holders) = (&mut self.flushes, &self.holders);
+        for flush in &mut *flushes {
+            flush.left.retain(|id, number| {
+                holders.get(id).is_some_and(|holder| !holder.is_heard() && holder.answered <= *number)
+            });
         }
-        let heard = self.unheard.take().map_or(Ok(()), Err);
-        for flush in self.flushes.drain(..) {
-            let _ = flush.send(heard.clone());
+        for flush in flushes.extract_if(.., |flush| flush.left.is_empty() || flush.heard.is_err()) {
+            let _ = flush.answer.send(flush.heard);
         }
     }
 
@@ -296,7 +309,7 @@ impl Holder {
             self.memory.filter(|memory| memory.incarnation == incarnation).map(|memory| memory.changes);
         let is_news = known.is_none_or(|known| known <= newest.changes);
         let changes = known.unwrap_or(0).max(newest.changes);
-        self.failures = 0;
+        (self.failures, self.answered) = (0, claim.number);
         self.memory = Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now });
         if is_news {
             self.tell(newest);
@@ -325,6 +338,11 @@ impl Holder {
         }
         let news = News::seats(number / AGAIN, given, others_wait, self.version);
         self.listener.clone().hear(self.claim.key, self.claim.holder, news);
+    }
+
+    /// Whether the store has heard all that it has to say.
+    fn is_heard(&self) -> bool {
+        self.sent.is_none() && !self.claim.is_over()
     }
 
     fn tell_if_lost(&mut self, now: Instant) {

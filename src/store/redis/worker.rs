@@ -97,7 +97,7 @@ pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
             let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
             let (told, heard) = mpsc::unbounded_channel();
             if let Some(client) = ears {
-                runtime.spawn(ears::listen(client, listening, told));
+                runtime.spawn(ears::listen(client, listening, link.clone(), told));
             }
             let claims = Claims::new(link.clone(), instance, channels, store_timeout);
             let worker = Worker {
