@@ -371,6 +371,20 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
     until_free(&ours, 4).await;
 }
 
+#[tokio::test]
+async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others() {
+    let server = RedisServer::start().unwrap();
+    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(1500)).max_wait(millis(100));
+    let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
+    drop(theirs.acquire(Key::ALL).await.unwrap());
+    until_free(&ours, 4).await;
+    let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
+    assert!(held.iter().all(Result::is_ok), "{held:?}");
+    let () = server.command(&["FLUSHALL"]);
+    let nobody = theirs.acquire(Key::ALL).await;
+    assert!(nobody.is_err(), "four are in flight");
+}
+
 /// A connection of somebody's that takes its time, and panics when it is told to.
 #[derive(Clone)]
 struct Odd {

@@ -321,6 +321,22 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_seat_goes_to_nobody_here_and_back_to_the_store() {
+        let mut flight = flight();
+        let first = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 1);
+        let first = flight.collect(first).unwrap().unwrap();
+        let second = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((1, 1)));
+        told(&mut flight, 1);
+        hear(&mut flight, News::Lost);
+        flight.end(first, clock::now(), &mut Wakers::default());
+        assert!(flight.collect(second).is_none());
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+    }
+
+    #[test]
     fn one_who_cannot_wait_and_came_during_a_claim_is_told_by_the_next() {
         let mut flight = flight();
         let first = come(&mut flight, true);

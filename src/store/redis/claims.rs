@@ -32,6 +32,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// What runs out has run out a little later.
 const A_LITTLE: Duration = Duration::from_millis(2);
 
+const SMALLEST_SWEEP: usize = 64;
+
 pub(super) struct Claims {
     link: Arc<Link>,
     script: Arc<Script>,
@@ -43,6 +45,11 @@ pub(super) struct Claims {
     /// By their number.
     holders: HashMap<u64, Holder>,
     timers: BTreeSet<(Instant, u64)>,
+    /// What is remembered of keys that nobody claims any more, until when it is of use: by it a server is found out that
+    /// forgot others.
+    remembered: HashMap<Arc<str>, (Remembered, Instant)>,
+    /// At so many, those of no more use are forgotten.
+    sweep_at: usize,
     on_their_way: JoinSet<(u64, Result<Claimed, StoreError>)>,
     /// Whether this process is told what others do.
     told: bool,
@@ -100,6 +107,8 @@ impl Claims {
             store_timeout,
             holders: HashMap::new(),
             timers: BTreeSet::new(),
+            remembered: HashMap::new(),
+            sweep_at: SMALLEST_SWEEP,
             on_their_way: JoinSet::new(),
             told: false,
             warned: false,
@@ -114,13 +123,14 @@ impl Claims {
     /// A gate claims.
     pub(super) fn take(&mut self, name: String, claim: Claim, listener: Arc<dyn Listener>) {
         let id = claim.holder;
+        let (name, remembered): (Arc<str>, _) = (name.into(), &mut self.remembered);
         let holder = self.holders.entry(id).or_insert_with(|| Holder {
-            name: name.into(),
+            memory: remembered.remove(&name).map(|(memory, _)| memory),
+            name,
             claim: Claim::NONE,
             listener,
             said: 0,
             sent: None,
-            memory: None,
             good_until: None,
             lost: false,
             failures: 0,
@@ -240,8 +250,17 @@ impl Claims {
     }
 
     fn forget(&mut self, id: u64) {
-        if let Some(timer) = self.holders.remove(&id).and_then(|holder| holder.timer) {
+        let Some(Holder { name, claim, memory, timer, .. }) = self.holders.remove(&id) else { return };
+        if let Some(timer) = timer {
             self.timers.remove(&(timer, id));
+        }
+        if let Some(memory) = memory {
+            self.remembered.insert(name, (memory, clock::after(memory.heard, claim.life)));
+        }
+        if self.remembered.len() >= self.sweep_at {
+            let now = clock::now();
+            self.remembered.retain(|_, (_, until)| *until > now);
+            self.sweep_at = (2 * self.remembered.len()).max(SMALLEST_SWEEP);
         }
     }
 
