@@ -597,3 +597,29 @@ async fn a_hundred_processes_on_one_key_are_never_over_and_all_are_served() {
     assert_eq!((upstream.most(), upstream.calls()), (8, 1200));
     until_free(&processes[0], 8).await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_of_many_keys_stay_counted_when_all_are_to_be_said_at_once() {
+    let server = RedisServer::start().unwrap();
+    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
+    let limiter = builder.in_flight_life(millis(10_000)).max_wait(millis(60_000)).build().unwrap().limiter();
+    let key = |number: u32| Key::new(number.to_le_bytes());
+    let mut held = Vec::new();
+    for chunk in 0..100 {
+        held.extend(join_all((0..100).map(|number| limiter.acquire(key(100 * chunk + number)))).await);
+    }
+    let waits: Vec<_> = (0..100).map(|chunk| tokio::spawn(limiter.acquire(key(100 * chunk)))).collect();
+    sleep(millis(1000)).await;
+    let before = scripts_run(&server);
+    for _ in 0..3 {
+        // Nobody tells any more, and then somebody does: each time everybody asks.
+        let () = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]);
+        sleep(millis(1500)).await;
+    }
+    println!("{} store calls in 4.5 s for {} calls in flight", scripts_run(&server) - before, held.len());
+    drop(held.into_iter().collect::<Result<Vec<_>, _>>().unwrap());
+    for waits in waits {
+        waits.await.unwrap().unwrap();
+    }
+}

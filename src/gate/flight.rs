@@ -337,6 +337,19 @@ mod tests {
     }
 
     #[test]
+    fn news_that_is_older_is_passed_over() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        hear(&mut flight, News::seats(1, 1, true, 2));
+        hear(&mut flight, News::seats(1, 0, false, 1));
+        let first = flight.collect(first).unwrap().unwrap();
+        flight.end(first, clock::now(), &mut Wakers::default());
+        assert!(flight.collect(second).is_none(), "others wait");
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+    }
+
+    #[test]
     fn one_who_cannot_wait_and_came_during_a_claim_is_told_by_the_next() {
         let mut flight = flight();
         let first = come(&mut flight, true);

@@ -32,6 +32,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// What runs out has run out a little later.
 const A_LITTLE: Duration = Duration::from_millis(2);
 
+/// So many claims that are said again may be on their way at the same time, so that the last of many is answered in time.
+const MOST_AGAIN: usize = 100;
+
 const SMALLEST_SWEEP: usize = 64;
 
 pub(super) struct Claims {
@@ -150,7 +153,9 @@ impl Claims {
 
     /// When something is to be done.
     pub(super) fn due_at(&self) -> Option<Instant> {
-        self.timers.first().map(|(at, _)| *at)
+        let &(at, _) = self.timers.first()?;
+        // Where too many are on their way, their answers come first.
+        (self.on_their_way.len() < MOST_AGAIN).then_some(at)
     }
 
     /// Does what is due.
@@ -158,6 +163,7 @@ impl Claims {
         let now = clock::now();
         while let Some(&(at, id)) = self.timers.first()
             && at <= now
+            && self.on_their_way.len() < MOST_AGAIN
         {
             self.timers.pop_first();
             let Some(holder) = self.holders.get_mut(&id) else { continue };
@@ -310,7 +316,7 @@ impl Claims {
     pub(super) fn set_told(&mut self, told: bool) {
         self.told = told;
         let now = clock::now();
-        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.sits + holder.claim.wants > 0);
+        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.wants > 0);
         for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.set_timer(id, now);
         }
