@@ -385,6 +385,31 @@ async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others()
     assert!(nobody.is_err(), "four are in flight");
 }
 
+#[tokio::test]
+async fn what_is_said_again_counts_no_seat_twice() {
+    let server = RedisServer::start().unwrap();
+    let limiter =
+        builder(&server, Quota::in_flight(4)).in_flight_life(millis(300)).build().unwrap().limiter();
+    let (permits, mut held) = tokio::sync::mpsc::unbounded_channel();
+    let calls: Vec<_> = (0..6)
+        .map(|_| {
+            let (acquire, permits) = (limiter.acquire(Key::ALL), permits.clone());
+            tokio::spawn(async move { permits.send(acquire.await.unwrap()) })
+        })
+        .collect();
+    until_free(&limiter, 0).await;
+    let before = scripts_run(&server);
+    while scripts_run(&server) < before + 4 {
+        sleep(millis(20)).await;
+    }
+    assert_eq!(limiter.peek(Key::ALL).await.unwrap().limits[0].used, 4);
+    for _ in 0..6 {
+        drop(held.recv().await.unwrap());
+    }
+    join_all(calls).await;
+    until_free(&limiter, 4).await;
+}
+
 /// A connection of somebody's that takes its time, and panics when it is told to.
 #[derive(Clone)]
 struct Odd {

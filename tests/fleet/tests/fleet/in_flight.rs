@@ -200,6 +200,41 @@ fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_other
     assert!(again.by_who().contains_key("0"), "it is served again");
 }
 
+#[test]
+fn a_process_that_was_stopped_for_more_than_a_life_gives_up_calls_that_are_still_in_flight() {
+    let _turn = turn();
+    let site = site(RedisServer::start().unwrap(), ms(5000));
+    let options = |who: &str| Options { who: who.into(), ..options(MOST, ms(9000)) };
+    let (mut stopped, mut other) = (site.start(1, &options("stopped")), site.start(1, &options("other")));
+    let start = Instant::now();
+    stopped.go();
+    wait_until(start, ms(500));
+    other.go();
+    wait_until(start, ms(1000));
+    assert_eq!(site.upstream.log().by_who().len(), 1, "the first has all seats");
+    stopped.pause(0);
+    wait_until(start, ms(4000));
+    let resumed = Instant::now();
+    stopped.resume(0);
+    let reports = [stopped.finish(), other.finish()].concat();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let ended =
+        log.iter().filter(|call| call.who.as_deref() == Some("stopped0")).filter_map(|call| call.ended);
+    println!(
+        "stopped for 3 s with 8 calls of 5 s: at most {} at once; {} of them given up; the last is gone {:.1?} after it goes \
+         on",
+        log.most_at_once(),
+        lost(&reports),
+        ended.filter(|end| *end < start + ms(5000)).max().map(|end| end.saturating_duration_since(resumed)),
+    );
+    assert!(log.by_who().contains_key("other0"), "the seats go to the other one");
+    assert_eq!(lost(&reports[..1]), MOST);
+    // At the server the calls of a process that is stopped go on: a published exception, until it goes on.
+    let after = log.iter().filter(|call| call.ended.is_none_or(|end| end > resumed + ms(500)));
+    assert_at_once(&Log::from(after.cloned().collect::<Vec<_>>()), "half a second after it goes on");
+}
+
 /// Four processes; something is done to Redis after three seconds.
 fn after(what: &str, mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
     let mut fleet = site.start(4, options);
