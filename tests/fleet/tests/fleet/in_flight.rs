@@ -16,6 +16,13 @@ fn site(redis: RedisServer, latency: Duration) -> Site {
     Site { redis, upstream: Upstream::open().latency(latency) }
 }
 
+/// What the upstream saw until the first process came to the end of its span. Then calls are dropped: their seats are
+/// free at once, and the upstream hears of it a moment later.
+fn seen(site: &Site, start: Instant, span: Duration) -> Log {
+    let log = site.upstream.log();
+    part(&log, start, start + span)
+}
+
 fn options(tasks: usize, span: Duration) -> Options {
     Options { quota: "8 in flight".into(), tasks, span, life: LIFE, ..Options::default() }
 }
@@ -47,10 +54,11 @@ fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
     let options = Options { quota: quota.into(), ..options(tasks, ms(8000)) };
     let mut fleet = site.start(processes, &options);
     let calls_before = store_calls(&site.redis);
+    let start = Instant::now();
     fleet.go();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     let asked = (store_calls(&site.redis) - calls_before) as f64 / log.len() as f64;
     let steady = part(&log, log[0].at + ms(1000), log[0].at + ms(7000));
     let mut waits: Vec<_> = fleet::by_grant(&reports).iter().map(|event| event.waited()).collect();
@@ -101,10 +109,11 @@ fn never_waiting_processes_find_the_seats_that_are_free() {
     let options = Options { max_wait: ms(0), pause: ms(5), ..options(8, ms(5000)) };
     let mut fleet = site.start(4, &options);
     let calls_before = store_calls(&site.redis);
+    let start = Instant::now();
     fleet.go();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     let refused: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Refused)).collect();
     let mut waits: Vec<_> = refused.iter().map(|event| event.waited()).collect();
     waits.sort_unstable();
@@ -127,7 +136,8 @@ fn never_waiting_processes_find_the_seats_that_are_free() {
 fn the_seats_of_a_killed_process_come_back() {
     let _turn = turn();
     let site = site(RedisServer::start().unwrap(), ms(300));
-    let mut fleet = site.start(3, &options(8, ms(9000)));
+    let options = options(8, ms(9000));
+    let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
     wait_until(start, ms(3100));
@@ -135,15 +145,14 @@ fn the_seats_of_a_killed_process_come_back() {
     let killed = Instant::now();
     let reports = fleet.finish();
     assert_all_ended(&reports[1..]);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     // The first moment after it died at which all seats were taken.
     let at_once = |at: Instant| {
         log.iter().filter(|call| call.at <= at && call.ended.is_none_or(|end| end > at)).count()
     };
-    let held = log.iter().filter(|call| {
-        call.who.as_deref() == Some("0") && call.ended.is_some_and(|end| end >= killed - ms(5))
-    });
-    let held = held.count();
+    // Their connections were closed before their answers were there.
+    let cut = |call: &&upstream::Arrival| call.ended.is_some_and(|end| end < call.at + ms(300));
+    let held = log.iter().filter(|call| call.who.as_deref() == Some("0")).filter(cut).count();
     let back = log.iter().map(|call| call.at).find(|&at| at > killed + ms(10) && at_once(at) == MOST);
     println!(
         "killed with {held} seats: all are used again {:.2?} later; a claim is good for {LIFE:?}",
@@ -156,7 +165,8 @@ fn the_seats_of_a_killed_process_come_back() {
 /// Three processes; the first is stopped at 3 s, for `span`.
 fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
     let site = site(RedisServer::start().unwrap(), CALL);
-    let mut fleet = site.start(3, &options(8, ms(9000)));
+    let options = options(8, ms(9000));
+    let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
     wait_until(start, ms(3000));
@@ -166,7 +176,7 @@ fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
     let resumed = Instant::now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     let after = part(&log, resumed + ms(1000), resumed + ms(2500));
     println!(
         "one stopped for {span:?}: at most {} at once; {:?} calls in each second; {:.1} % of the seats used a second after; \
@@ -218,7 +228,7 @@ fn a_process_that_was_stopped_for_more_than_a_life_gives_up_calls_that_are_still
     stopped.resume(0);
     let reports = [stopped.finish(), other.finish()].concat();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, ms(9000));
     let ended =
         log.iter().filter(|call| call.who.as_deref() == Some("stopped0")).filter_map(|call| call.ended);
     println!(
@@ -245,7 +255,7 @@ fn after(what: &str, mut site: Site, options: &Options, act: impl FnOnce(&mut Re
     let done = Instant::now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     let steady = part(&log, done + ms(4000), done + ms(6000));
     println!(
         "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the seats \
@@ -334,7 +344,7 @@ fn after_slow(
     let done = Instant::now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     println!(
         "{what}, a call takes {:.1?}: at most {} at once; {:?} calls in each second; {} calls failed for the store, {} of \
          them gave up their seats",
@@ -371,10 +381,11 @@ fn an_upstream_slower_than_a_life_sees_no_more_than_the_limit() {
     let site = site(RedisServer::start().unwrap(), ms(2500));
     let options = Options { life: ms(600), ..options(4, ms(8000)) };
     let mut fleet = site.start(4, &options);
+    let start = Instant::now();
     fleet.go();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let log = site.upstream.log();
+    let log = seen(&site, start, options.span);
     println!(
         "a call takes 2.5 s, a claim is good for 600 ms: {} calls, at most {} at once",
         log.len(),
