@@ -410,6 +410,24 @@ async fn what_is_said_again_counts_no_seat_twice() {
     until_free(&limiter, 4).await;
 }
 
+#[tokio::test]
+async fn one_who_knows_of_more_finds_out_that_the_server_has_an_older_state() {
+    let mut server = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
+    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(8000)).max_wait(millis(500));
+    let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
+    drop(theirs.acquire(Key::ALL).await.unwrap());
+    until_free(&ours, 4).await;
+    let () = server.command(&["SAVE"]);
+    drop(theirs.acquire(Key::ALL).await.unwrap());
+    until_free(&ours, 4).await;
+    let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
+    assert!(held.iter().all(Result::is_ok), "{held:?}");
+    server.restart().unwrap();
+    until_free(&theirs, 4).await;
+    let nobody = theirs.acquire(Key::ALL).await;
+    assert!(nobody.is_err(), "four are in flight");
+}
+
 /// A connection of somebody's that takes its time, and panics when it is told to.
 #[derive(Clone)]
 struct Odd {
