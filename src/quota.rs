@@ -1,11 +1,13 @@
 //! How much is allowed: a [`Quota`] is one or more [`Limit`]s on one key.
 
+mod limit;
 mod parse;
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::error::ConfigError;
+pub use limit::Limit;
 
 /// What is allowed: one or more [`Limit`]s on one key, taken all or nothing; the wait is the longest of theirs.
 ///
@@ -45,40 +47,6 @@ enum Misuse {
     TooManyLimits,
     BurstOfBucket,
     BurstOfInFlight,
-}
-
-/// One limit of a [`Quota`].
-#[non_exhaustive]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Limit {
-    /// At most `count` in any interval of the length `window`, wherever it starts.
-    Sliding {
-        /// How many units.
-        count: u32,
-        /// In an interval of this length.
-        window: Duration,
-    },
-    /// At most `capacity` back to back; `count` come back every `window`, evenly.
-    Bucket {
-        /// How many units may go back to back.
-        capacity: u32,
-        /// How many units come back
-        count: u32,
-        /// in this time.
-        window: Duration,
-    },
-    /// At most `count` in each window, the windows aligned to the Unix epoch.
-    Fixed {
-        /// How many units.
-        count: u32,
-        /// In each window of this length.
-        window: Duration,
-    },
-    /// At most `count` at the same time.
-    InFlight {
-        /// How many calls.
-        count: u32,
-    },
 }
 
 impl Quota {
@@ -289,114 +257,6 @@ impl Bucket {
     /// `count` units come back every `window`, evenly.
     pub const fn refill(self, count: u32, window: Duration) -> Quota {
         Quota::of(Limit::Bucket { capacity: self.capacity, count, window })
-    }
-}
-
-impl Limit {
-    /// The most units one call can cost under this limit.
-    pub fn largest_cost(&self) -> u32 {
-        match *self {
-            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
-            Limit::Bucket { capacity, .. } => capacity,
-            Limit::InFlight { .. } => u32::MAX,
-        }
-    }
-
-    /// How many units the limit allows in its [`window`](Limit::window), in the long run; or calls at the same time.
-    pub fn count(&self) -> u32 {
-        match *self {
-            Limit::Sliding { count, .. }
-            | Limit::Fixed { count, .. }
-            | Limit::Bucket { count, .. }
-            | Limit::InFlight { count } => count,
-        }
-    }
-
-    /// The length of its window; zero for calls in flight, which have none.
-    pub fn window(&self) -> Duration {
-        match *self {
-            Limit::Sliding { window, .. } | Limit::Fixed { window, .. } | Limit::Bucket { window, .. } => {
-                window
-            }
-            Limit::InFlight { .. } => Duration::ZERO,
-        }
-    }
-
-    fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
-        let limit = *self;
-        if self.count() == 0 || self.largest_cost() == 0 {
-            return Err(ConfigError::ZeroCount { limit });
-        }
-        let largest = match *self {
-            Limit::Bucket { capacity, count, .. } => capacity.max(count),
-            _ => self.count(),
-        };
-        if largest > Quota::LARGEST_COUNT {
-            return Err(ConfigError::CountTooLarge { limit });
-        }
-        if let Limit::InFlight { .. } = limit {
-            return Ok(());
-        }
-        if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
-            return Err(ConfigError::WindowOutOfRange { limit });
-        }
-        match *self {
-            Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(()),
-            Limit::Bucket { capacity, count, window } => {
-                let full_after = window.saturating_mul(capacity) / count;
-                if full_after > Quota::LONGEST_WINDOW {
-                    return Err(ConfigError::RefillTooSlow { limit, full_after });
-                }
-                check_spacing(limit, capacity, count, window, margin)
-            }
-            Limit::Fixed { window, .. } => {
-                let lost = boundary_slack.saturating_mul(2);
-                if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError::WindowTooShortForSlack { limit, boundary_slack });
-                }
-                Ok(())
-            }
-        }
-    }
-}
-
-/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty: finer than
-/// the margin it collapses. A tenth may be lost; beyond that the smallest burst that loses nothing is named.
-fn check_spacing(
-    limit: Limit,
-    capacity: u32,
-    count: u32,
-    window: Duration,
-    margin: Duration,
-) -> Result<(), ConfigError> {
-    let (capacity, count) = (u128::from(capacity), u128::from(count));
-    let margin = margin.as_nanos() * count; // all in nanoseconds times `count`: T is then `window`
-    let period = window.as_nanos();
-    let spacing = (margin + 2 * period).saturating_sub(capacity * period).max(period);
-    if period * 10 >= spacing * 9 {
-        return Ok(());
-    }
-    let smallest_burst = margin.div_ceil(period) + 1;
-    let lost_percent = 100 - (period * 100 / spacing) as u32;
-    Err(ConfigError::TooFine {
-        limit,
-        lost_percent,
-        smallest_burst: u32::try_from(smallest_burst).unwrap_or(u32::MAX),
-    })
-}
-
-/// `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.
-impl fmt::Display for Limit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Limit::Sliding { count, window } => write!(f, "{count}/{window:?}"),
-            Limit::Bucket { capacity: 1, count: 1, window } => write!(f, "one every {window:?}"),
-            Limit::Bucket { capacity, count, window } => {
-                write!(f, "{capacity} at once, then {count}/{window:?}")
-            }
-            Limit::Fixed { count, window } => write!(f, "{count} per full {window:?}"),
-            Limit::InFlight { count } => write!(f, "{count} in flight"),
-        }
     }
 }
 
