@@ -37,6 +37,20 @@ pub(super) const MOST_RETURNS: usize = 256;
 struct Call(Vec<u8>);
 
 impl Call {
+    /// What all calls begin with.
+    fn new(operation: u8, memory: Memory, store_timeout: Duration, dice: u64) -> Self {
+        let mut call = Call(Vec::with_capacity(128));
+        call.byte(VERSION);
+        call.byte(operation);
+        call.long(dice % (NEVER - 1) + 1);
+        call.long(memory.incarnation);
+        call.long(memory.writes);
+        call.long(memory.seen);
+        call.long(micros_down(memory.since));
+        call.long(micros_up(memory.trip.saturating_add(store_timeout)));
+        call
+    }
+
     fn byte(&mut self, value: u8) {
         self.0.push(value);
     }
@@ -100,15 +114,8 @@ fn call(
     returns: &[Unused],
 ) -> Vec<u8> {
     let limits = terms.quota().limits().len();
-    let mut call = Call(Vec::with_capacity(106 + 16 * limits + 8 * needs.len() + 21 * returns.len()));
-    call.byte(VERSION);
-    call.byte(operation);
-    call.long(dice % (NEVER - 1) + 1);
-    call.long(memory.incarnation);
-    call.long(memory.writes);
-    call.long(memory.seen);
-    call.long(micros_down(memory.since));
-    call.long(micros_up(memory.trip.saturating_add(store_timeout)));
+    let mut call = Call::new(operation, memory, store_timeout, dice);
+    call.0.reserve(62 + 16 * limits + 8 * needs.len() + 21 * returns.len());
     call.long(memory.granted);
     call.long(micros_up(terms.transit_slack()));
     call.long(micros_up(terms.boundary_slack()));
@@ -185,15 +192,8 @@ pub(super) fn claim(
     store_timeout: Duration,
     dice: u64,
 ) -> Vec<u8> {
-    let mut call = Call(Vec::with_capacity(91));
-    call.byte(VERSION);
-    call.byte(CLAIM);
-    call.long(dice % (NEVER - 1) + 1);
-    call.long(memory.incarnation);
-    call.long(memory.writes);
-    call.long(memory.seen);
-    call.long(micros_down(memory.since));
-    call.long(micros_up(memory.trip.saturating_add(store_timeout)));
+    let mut call = Call::new(CLAIM, memory, store_timeout, dice);
+    call.0.reserve(47);
     call.long(instance);
     call.long(claim.holder);
     call.long(number);
