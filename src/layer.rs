@@ -329,7 +329,9 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Turns a 429 of the upstream into [`Limited::Upstream`]. Default: it passes as a response.
+    /// Turns a refusal by the upstream into [`Limited::Upstream`]. Default: it passes as a response.
+    ///
+    /// [`Signal::limited`] says what is a refusal: a 429, and others such as a 503 that say when to come back.
     ///
     /// The body of the response is dropped then.
     pub fn error_on_upstream_limit(mut self) -> Self {

@@ -81,7 +81,8 @@
 //! | `retry` | [`RetryLimited`] as a `tower::retry::Policy` |
 //! | `reqwest-retry` | [`RetryLimited`] as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::costs` |
-//! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), answers of 429 (warn) |
+//! | `body` | `Signal::read_with_body`: what the body of a response says of limits |
+//! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
 //!
 //! # Testing with a paused clock
@@ -167,8 +168,6 @@ mod edge;
 mod error;
 mod events;
 mod gate;
-#[cfg(feature = "redis")]
-#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub mod guide;
 mod jitter;
 mod key;
@@ -189,7 +188,7 @@ pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit};
 pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
 pub use layer::{RateLimitBuilder, RateLimitLayer};
 pub use quota::{Bucket, Limit, Quota};
-pub use signal::{AsResponseInfo, Signal};
+pub use signal::{AsResponseInfo, Observed, Signal};
 
 /// The programs in the README, compiled and run as tests.
 #[cfg(all(doctest, feature = "redis", feature = "reqwest-middleware"))]

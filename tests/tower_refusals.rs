@@ -183,14 +183,25 @@ async fn an_upstream_s_error_names_no_header_that_was_the_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_answers_than_429_are_never_turned_into_an_error() {
-    for status in [200, 304, 400, 403, 404, 500, 503] {
+async fn other_answers_are_turned_into_an_error_only_with_evidence_of_a_limit() {
+    let statuses = [200, 304, 404, 500].map(|status| (status, true));
+    let bare = [400, 403, 503].map(|status| (status, false));
+    for (status, hint, is_error) in statuses
+        .into_iter()
+        .chain(bare)
+        .map(|(status, hint)| (status, hint, false))
+        .chain([400, 403, 503].map(|status| (status, true, true)))
+    {
         let mut answer = ok().unwrap();
         *answer.status_mut() = StatusCode::from_u16(status).unwrap();
-        answer.headers_mut().insert("retry-after", "3600".parse().unwrap());
+        if hint {
+            answer.headers_mut().insert("retry-after", "3600".parse().unwrap());
+        }
         let limit = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit().build().unwrap();
-        let service = limit.layer(Upstream::answering([Ok(answer)]));
-        assert_eq!(service.oneshot(get("/")).await.unwrap().status(), status);
+        match limit.layer(Upstream::answering([Ok(answer)])).oneshot(get("/")).await {
+            Ok(answer) => assert_eq!((answer.status().as_u16(), is_error), (status, false)),
+            Err(error) => assert_eq!((who_said_no(&error), is_error), ("upstream", true), "{status}"),
+        }
     }
 }
 

@@ -1,10 +1,19 @@
 //! Pages for people: what does not belong to one item.
 
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("costs.md")]
 pub mod costs {}
 
+#[doc = include_str!("headers.md")]
+pub mod headers {}
+
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("many_processes.md")]
 pub mod many_processes {}
 
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("redis_format.md")]
 pub mod redis_format {}

@@ -1,14 +1,57 @@
 //! What a response says about our speed.
 //!
-//! A [`Signal`] is read from status and headers. It never fails: what cannot be read is not there.
+//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It tells whether the
+//! request was refused because of a limit, when to come back, and which quotas the server states. Nobody has to say
+//! which server it is: everything is told from the names and values of the headers, in the spellings of the standard,
+//! of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the guide](crate::guide::headers) lists them.
 //!
-//! What this does not do yet: read more than a plain `Retry-After` in seconds.
+//! Reading never fails and never panics: what cannot be read is not there. It takes time linear in the size of the
+//! headers and at most 1 kB of memory, and next to nothing for a response without such headers.
+//!
+//! # How it works
+//!
+//! `lines` finds the few headers that matter in one pass. Each then goes to one of three readers: `ratelimit` (the
+//! structured fields of the IETF), `family` and `group` (any name with `ratelimit` in it), or a row of `vendor`.
+//! `combine` makes one quota of what describes the same bucket; `retry_after` reads the hints; `refusal` decides.
+//!
+//! What this does not do: wait, or judge how long a wait is worth waiting. A signal says what the server said.
 
+#[cfg(feature = "body")]
+mod body;
+mod combine;
+mod date;
+mod draft;
+mod family;
+mod group;
+mod json;
+mod lines;
+mod number;
+mod observed;
+#[cfg(test)]
+mod page;
+mod ratelimit;
+mod read;
+mod refusal;
 mod retry_after;
+mod structured;
+mod text;
+mod time;
+mod vendor;
+mod words;
+
+#[cfg(test)]
+mod laws;
+#[cfg(test)]
+mod vectors;
 
 use std::time::Duration;
 
 use http::{HeaderMap, StatusCode};
+use smallvec::SmallVec;
+
+pub use observed::Observed;
+
+use crate::clock;
 
 /// What tollgate wants to know of a response.
 ///
@@ -49,31 +92,151 @@ impl<B> AsResponseInfo for http::Response<B> {
 }
 
 /// What a response says about our speed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+///
+/// It is told from the headers alone, whoever sends them; [`guide::headers`](crate::guide::headers) lists those that
+/// are understood. What cannot be read is not there.
+///
+/// # A dialect of your own
+///
+/// Where a server says things in a way that tollgate does not know, build the signal yourself, or amend the one that
+/// was read:
+///
+/// ```
+/// use std::time::Duration;
+/// use http::{HeaderMap, StatusCode};
+/// use tollgate::{Observed, Signal};
+///
+/// /// `X-Pause: 3` means: come back in three seconds, whatever the status. `X-Left` is what is left.
+/// fn our_dialect(headers: &HeaderMap, mut signal: Signal) -> Signal {
+///     let number = |name| headers.get(name)?.to_str().ok()?.parse::<u64>().ok();
+///     if let Some(seconds) = number("x-pause") {
+///         let refused = StatusCode::TOO_MANY_REQUESTS;
+///         signal = signal.with_limited(refused).with_retry_after(Duration::from_secs(seconds));
+///     }
+///     if let Some(left) = number("x-left") {
+///         signal = signal.with_quota(Observed::new().with_name("pages").with_remaining(left));
+///     }
+///     signal
+/// }
+///
+/// let response = http::Response::builder().header("x-pause", 3).header("x-left", 0).body(())?;
+/// let signal = our_dialect(response.headers(), Signal::read(&response));
+/// assert_eq!(signal.retry_after(), Some(Duration::from_secs(3)));
+/// assert_eq!(signal.quotas()[0].remaining(), Some(0));
+/// # Ok::<(), http::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Signal {
     limited: Option<StatusCode>,
     retry_after: Option<Duration>,
+    scope: Option<Box<str>>,
+    quotas: SmallVec<[Observed; 1]>,
 }
 
 impl Signal {
-    /// Reads a response.
+    /// How many quotas a signal holds at most; of what a response states, those that come first.
+    pub const MOST_QUOTAS: usize = 16;
+
+    /// Reads status and headers of a response that has just come.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::Signal;
+    ///
+    /// let response = http::Response::builder()
+    ///     .status(403)
+    ///     .header("X-RateLimit-Limit", 60)
+    ///     .header("X-RateLimit-Remaining", 0)
+    ///     .header("X-RateLimit-Reset", 90)
+    ///     .body(())?;
+    /// let signal = Signal::read(&response);
+    /// assert!(signal.limited().is_some());
+    /// assert_eq!(signal.retry_after(), Some(Duration::from_secs(90)));
+    /// assert_eq!(signal.quotas()[0].limit(), Some(60));
+    /// # Ok::<(), http::Error>(())
+    /// ```
     pub fn read(response: &impl AsResponseInfo) -> Self {
-        match response.status() {
-            Some(status @ StatusCode::TOO_MANY_REQUESTS) => {
-                let retry_after = response.headers().and_then(retry_after::read);
-                Signal { limited: Some(status), retry_after }
+        let status = response.status();
+        match response.headers().filter(|headers| lines::any(headers)) {
+            Some(headers) => read::signal(status, Some(headers), None, clock::wall(clock::now())),
+            None => {
+                Signal { limited: status.filter(|status| refusal::is_always(*status)), ..Signal::default() }
             }
-            _ => Signal::default(),
         }
     }
 
-    /// The status with which the upstream refused the request because of a rate limit: 429 (RFC 6585, section 4).
+    /// Reads status, headers and body of a response that has just come.
+    ///
+    /// Some servers say only in the body that a limit was hit, or when to come back. Give it the body as a whole: one
+    /// that was cut off cannot be read as JSON. What the headers say about waiting goes before what the body says.
+    ///
+    /// ```
+    /// # use tollgate::Signal;
+    /// let response = http::Response::new(());
+    /// let body = br#"{"ok": false, "error": "ratelimited"}"#;
+    /// assert_eq!(Signal::read(&response).limited(), None);
+    /// assert_eq!(Signal::read_with_body(&response, body).limited(), Some(http::StatusCode::OK));
+    /// ```
+    #[cfg(feature = "body")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
+    pub fn read_with_body(response: &impl AsResponseInfo, body: &[u8]) -> Self {
+        read::signal(response.status(), response.headers(), Some(body), clock::wall(clock::now()))
+    }
+
+    /// The status with which the upstream refused the request because of a limit or too much load, if it did.
+    ///
+    /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some evidence: a hint when to
+    /// come back, a quota that is spent, a header or a code that says so. A redirection never does.
     pub fn limited(&self) -> Option<StatusCode> {
         self.limited
     }
 
-    /// How long the upstream asked to wait (RFC 9110, section 10.2.3).
+    /// How long the upstream asked to wait, at most 366 days: what it said in so many words, else, for a refusal, when
+    /// the quotas that are spent are reset.
+    ///
+    /// `Duration::ZERO` means: come back at once. `None`: it did not say. Responses that are no refusal may state it as
+    /// well (RFC 9110, section 10.2.3).
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
+    }
+
+    /// Which limiter refused, if it has a name, in lower case: `global`, `shared`, `service`.
+    pub fn scope(&self) -> Option<&str> {
+        self.scope.as_deref()
+    }
+
+    /// The quotas that the response states, in no order; at most [`MOST_QUOTAS`](Self::MOST_QUOTAS).
+    pub fn quotas(&self) -> &[Observed] {
+        &self.quotas
+    }
+
+    /// Sets the status with which the upstream refused; `None`: it did not refuse.
+    pub fn with_limited(self, status: impl Into<Option<StatusCode>>) -> Self {
+        Signal { limited: status.into(), ..self }
+    }
+
+    /// Sets the wait, rounded up to whole milliseconds and cut to 366 days; `None`: it is not stated.
+    pub fn with_retry_after(self, wait: impl Into<Option<Duration>>) -> Self {
+        let retry_after = wait.into().map(|wait| Duration::from_millis(observed::millis(wait)));
+        Signal { retry_after, ..self }
+    }
+
+    /// Sets the name of the limiter; what is longer than 95 bytes is cut.
+    pub fn with_scope(self, scope: &str) -> Self {
+        Signal { scope: Some(text::Text::of(&[scope]).as_str().into()), ..self }
+    }
+
+    /// Adds a quota, if there are not [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.
+    pub fn with_quota(mut self, quota: Observed) -> Self {
+        if self.quotas.len() < Self::MOST_QUOTAS {
+            self.quotas.push(quota);
+        }
+        self
+    }
+
+    /// Forgets all quotas, to state others instead.
+    pub fn without_quotas(mut self) -> Self {
+        self.quotas.clear();
+        self
     }
 }

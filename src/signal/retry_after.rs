@@ -1,52 +1,32 @@
-//! `Retry-After` in seconds.
+//! Explicit hints when to come back: `Retry-After` and its relatives.
 
-use std::time::Duration;
+use super::combine::Entries;
+use super::family::Role;
+use super::group::each_time;
+use super::lines::Lines;
+use super::time::Base;
 
-use http::HeaderMap;
-use http::header::RETRY_AFTER;
+/// Headers in milliseconds, best of all.
+pub(super) const MILLIS: [&str; 3] = ["retry-after-ms", "x-ms-retry-after-ms", "x-amz-retry-after"];
 
-/// Longer waits are cut to this: 366 days.
-const LONGEST: Duration = Duration::from_secs(366 * 86_400);
+/// The standard's own (RFC 9110, section 10.2.3).
+pub(super) const STANDARD: &str = "retry-after";
 
-/// Reads `delay-seconds` (RFC 9110, section 10.2.3): digits and nothing else. Anything else is not there.
-pub(super) fn read(headers: &HeaderMap) -> Option<Duration> {
-    let value = headers.get(RETRY_AFTER)?.as_bytes().trim_ascii();
-    if value.is_empty() || !value.iter().all(u8::is_ascii_digit) {
-        return None;
-    }
-    let seconds =
-        value.iter().fold(0u64, |sum, digit| sum.saturating_mul(10).saturating_add(u64::from(digit - b'0')));
-    Some(Duration::from_secs(seconds).min(LONGEST))
+/// Next to those of the generic families.
+pub(super) const OTHER: &str = "x-retry-after";
+
+/// The wait that the headers ask for, in milliseconds: the longest of the best of three levels.
+pub(super) fn read<'a>(lines: &Lines<'a>, entries: &Entries<'a>, base: &Base) -> Option<u64> {
+    let millis = lines.iter().filter(|line| MILLIS.contains(&line.name)).map(|line| line.value);
+    let others =
+        entries.iter().filter(|entry| entry.header.role == Role::RetryAfter).map(|entry| entry.value);
+    longest(millis, |text| base.read_millis(text))
+        .or_else(|| longest(lines.all(STANDARD), |text| base.read(text)))
+        .or_else(|| longest(lines.all(OTHER).chain(others), |text| base.read(text)))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn seconds(value: &str) -> Option<u64> {
-        let mut headers = HeaderMap::new();
-        headers.insert(RETRY_AFTER, http::HeaderValue::from_bytes(value.as_bytes()).unwrap());
-        read(&headers).map(|wait| wait.as_secs())
-    }
-
-    #[test]
-    fn seconds_are_read_and_nothing_else_ever_panics_or_waits_for_ever() {
-        for (value, expected) in [
-            ("120", Some(120)),
-            ("0", Some(0)),
-            (" 7 ", Some(7)),
-            ("99999999999999999999999999", Some(366 * 86_400)),
-            ("1771404540", Some(366 * 86_400)),
-            ("", None),
-            ("-1", None),
-            ("+1", None),
-            ("1.5", None),
-            ("²", None),
-            ("soon", None),
-            ("Thu, 01 Jan 2026 00:02:00 GMT", None),
-        ] {
-            assert_eq!(seconds(value), expected, "{value:?}");
-        }
-        assert_eq!(read(&HeaderMap::new()), None);
-    }
+fn longest<'a>(lines: impl Iterator<Item = &'a str>, read: impl Fn(&str) -> Option<u64>) -> Option<u64> {
+    let mut longest = None;
+    lines.for_each(|line| each_time(line, &read, |time| longest = longest.max(Some(time))));
+    longest
 }

@@ -1,0 +1,97 @@
+//! A quota while it is put together: on the stack, and copied freely.
+
+use std::time::Duration;
+
+use super::observed::Observed;
+use super::text::{Bounded, Text};
+use super::words;
+
+/// What is known so far of a quota; counts and milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Draft {
+    pub(super) name: Option<Text>,
+    pub(super) unit: Unit,
+    pub(super) limit: Option<u64>,
+    pub(super) remaining: Option<u64>,
+    pub(super) used: Option<u64>,
+    pub(super) window: Option<u64>,
+    pub(super) reset: Option<u64>,
+}
+
+/// What is counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// Not stated: what the name says, else requests.
+    #[default]
+    Open,
+    Known(&'static str),
+    Stated(Text),
+}
+
+/// The quotas of a response, while they are put together.
+pub(super) type Drafts = Bounded<Draft, 32>;
+
+impl Draft {
+    pub(super) fn named(name: &str) -> Draft {
+        Draft { name: Text::some(name), ..Draft::default() }
+    }
+
+    /// Of 100 percent, so many are used.
+    pub(super) fn percent(self, used: u64) -> Draft {
+        let remaining = Some(100u64.saturating_sub(used));
+        Draft { unit: Unit::Known("percent"), limit: Some(100), used: Some(used), remaining, ..self }
+    }
+
+    /// Fills what is missing from another that describes the same.
+    pub(super) fn fill(&mut self, other: &Draft) {
+        self.name = self.name.or(other.name);
+        self.limit = self.limit.or(other.limit);
+        self.remaining = self.remaining.or(other.remaining);
+        self.used = self.used.or(other.used);
+        self.window = self.window.or(other.window);
+        self.reset = self.reset.or(other.reset);
+    }
+
+    /// Derives what follows from the rest; tells whether it states anything.
+    pub(super) fn finish(&mut self) -> bool {
+        if let (Some(limit), None, Some(used)) = (self.limit, self.remaining, self.used) {
+            self.remaining = Some(limit.saturating_sub(used));
+        }
+        if let (None, Some(remaining), Some(used)) = (self.limit, self.remaining, self.used) {
+            self.limit = Some((used + remaining).min(super::number::LARGEST));
+        }
+        if self.unit == Unit::Open {
+            let unit = self.name.as_ref().and_then(|name| words::unit_of(name.as_str()));
+            self.unit = Unit::Known(unit.unwrap_or(Observed::REQUESTS));
+        }
+        let states = self.limit.or(self.remaining).or(self.used).or(self.reset);
+        states.is_some()
+    }
+
+    /// How much memory it takes in a signal.
+    pub(super) fn size(&self) -> usize {
+        let unit = match &self.unit {
+            Unit::Open => "",
+            Unit::Known(unit) => unit,
+            Unit::Stated(unit) => unit.as_str(),
+        };
+        size_of::<Observed>() + unit.len() + self.name.as_ref().map_or(0, |name| name.as_str().len())
+    }
+
+    pub(super) fn observed(&self) -> Observed {
+        let mut observed = match &self.unit {
+            Unit::Open => Observed::new(),
+            Unit::Known(unit) => Observed::new().with_unit(unit),
+            Unit::Stated(unit) => Observed::new().with_unit(unit.as_str()),
+        };
+        if let Some(name) = &self.name {
+            observed = observed.with_name(name.as_str());
+        }
+        let span = Duration::from_millis;
+        observed = self.limit.into_iter().fold(observed, Observed::with_limit);
+        observed = self.remaining.into_iter().fold(observed, Observed::with_remaining);
+        observed = self.used.into_iter().fold(observed, Observed::with_used);
+        observed = self.window.map(span).into_iter().fold(observed, Observed::with_window);
+        self.reset.map(span).into_iter().fold(observed, Observed::with_reset_after)
+    }
+}

@@ -1,0 +1,270 @@
+//! The generic families of headers: what a name with `ratelimit` in it says, whoever sends it.
+
+/// Headers of one family describe the same server's limits in the same spelling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Family<'a> {
+    /// `RateLimit-…`
+    Plain,
+    /// `X-RateLimit-…`
+    X,
+    /// `X-Rate-Limit-…`
+    XSplit,
+    /// `Rate-Limit-…`
+    Split,
+    /// Anything else in front: that is its name.
+    Vendor(&'a str),
+    /// `…RateLimitBySize-…`: counts tokens.
+    BySize,
+    /// `X-ReadRateLimit-…`
+    Read,
+}
+
+impl Family<'_> {
+    /// Those whose quotas without name describe the same bucket, best first.
+    pub(super) const SAME: [Family<'static>; 4] = [Family::Plain, Family::X, Family::XSplit, Family::Split];
+}
+
+/// What the value of a header means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Limit,
+    Remaining,
+    Used,
+    /// The best of three that has a valid value counts.
+    Reset(usize),
+    Window,
+    WindowMillis,
+    Utilization,
+    RetryAfter,
+}
+
+/// The words that tell the role, those of two first.
+const ROLES: [(&str, Role); 25] = [
+    ("reset-after", Role::Reset(0)),
+    ("resets-in", Role::Reset(0)),
+    ("reset-in", Role::Reset(0)),
+    ("reset-time", Role::Reset(2)),
+    ("reset-date", Role::Reset(2)),
+    ("interval-ms", Role::WindowMillis),
+    ("interval-milliseconds", Role::WindowMillis),
+    ("retry-after", Role::RetryAfter),
+    ("limit", Role::Limit),
+    ("max", Role::Limit),
+    ("remaining", Role::Remaining),
+    ("left", Role::Remaining),
+    ("used", Role::Used),
+    ("observed", Role::Used),
+    ("usage", Role::Used),
+    ("reset", Role::Reset(1)),
+    ("resets", Role::Reset(1)),
+    ("next", Role::Reset(1)),
+    ("resettime", Role::Reset(2)),
+    ("period", Role::Window),
+    ("window", Role::Window),
+    ("utilization", Role::Utilization),
+    // What a word may end in, if none is one of those above.
+    ("limit", Role::Limit),
+    ("remaining", Role::Remaining),
+    ("reset", Role::Reset(1)),
+];
+const WORDS: usize = 22;
+
+/// A header of a generic family.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Header<'a> {
+    pub(super) family: Family<'a>,
+    pub(super) role: Role,
+    /// The name of the quota: what stands before and after the role.
+    pub(super) name: [&'a str; 2],
+    /// Of the name: names with different ones differ.
+    digest: u64,
+    /// `RateLimit-DailyLimit`, which gives the quota without name a name.
+    pub(super) daily: bool,
+}
+
+impl<'a> Header<'a> {
+    /// Reads the name of a header, in lower case.
+    pub(super) fn read(name: &'a str) -> Option<Header<'a>> {
+        let (family, role, pieces) = match name {
+            "ratelimit-dailylimit" => (Family::Plain, Role::Limit, ["", ""]),
+            "x-readratelimit-limit" => (Family::Read, Role::Limit, ["read", ""]),
+            "x-readratelimit-usage" => (Family::Read, Role::Used, ["read", ""]),
+            _ => {
+                let (family, rest) = family(name)?;
+                let (role, pieces) = role(rest)?;
+                (family, role, pieces)
+            }
+        };
+        let mut header =
+            Header { family, role, name: pieces, digest: 0, daily: name == "ratelimit-dailylimit" };
+        let add = |sum: u64, byte| (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        header.digest = header.bytes().fold(0, add);
+        Some(header)
+    }
+
+    pub(super) fn same_group(&self, other: &Header<'_>) -> bool {
+        self.family == other.family && self.digest == other.digest && self.bytes().eq(other.bytes())
+    }
+
+    pub(super) fn is_unnamed(&self) -> bool {
+        self.name == ["", ""]
+    }
+
+    /// The pieces of the name of the quota.
+    pub(super) fn pieces(&self) -> [&'a str; 5] {
+        let size = if self.family == Family::BySize { "size" } else { "" };
+        let dash = |before: &str, after: &str| if before.is_empty() || after.is_empty() { "" } else { "-" };
+        let [before, after] = self.name;
+        let first = if before.is_empty() { after } else { before };
+        [size, dash(size, first), before, dash(before, after), after]
+    }
+
+    fn bytes(&self) -> impl Iterator<Item = u8> + use<'a> {
+        self.pieces().into_iter().flat_map(str::bytes)
+    }
+}
+
+/// The family of a name, and what follows.
+fn family(name: &str) -> Option<(Family<'_>, &str)> {
+    let mut start = 0;
+    while let Some(rest) = name.get(start..) {
+        let before = || name[..start].trim_end_matches('-');
+        if let Some(after) = word(rest, "ratelimitbysize") {
+            return Some((Family::BySize, after));
+        }
+        if let Some(after) = word(rest, "ratelimit") {
+            let family = match before() {
+                "" => Family::Plain,
+                "x" => Family::X,
+                vendor => Family::Vendor(vendor),
+            };
+            return Some((family, after));
+        }
+        if let Some(after) = word(rest, "rate-limit") {
+            let family = match before() {
+                "" => Family::Split,
+                "x" => Family::XSplit,
+                vendor => Family::Vendor(vendor),
+            };
+            return Some((family, after));
+        }
+        start += rest.find('-')? + 1;
+    }
+    None
+}
+
+/// What follows whole words at the start of the text, without the dash between.
+fn word<'a>(text: &'a str, words: &str) -> Option<&'a str> {
+    match text.strip_prefix(words)? {
+        "" => Some(""),
+        rest => rest.strip_prefix('-'),
+    }
+}
+
+/// The one role in the words, and what stands before and after it.
+fn role(rest: &str) -> Option<(Role, [&str; 2])> {
+    let mut found = None;
+    let mut at = 0;
+    while at < rest.len() {
+        let words = &rest[at..];
+        let known = ROLES[..WORDS].iter().find_map(|(known, role)| Some((role, word(words, known)?)));
+        if let Some((role, after)) = known {
+            let before = rest[..at].trim_end_matches('-');
+            if found.replace((*role, [before, after])).is_some() {
+                return None;
+            }
+            at = rest.len() - after.len();
+        } else {
+            at += words.find('-').map_or(words.len(), |dash| dash + 1);
+        }
+    }
+    found.or_else(|| ending(rest)).or_else(|| {
+        let is_limit = rest.is_empty() || super::words::period_of(rest).is_some();
+        is_limit.then_some((Role::Limit, [rest, ""]))
+    })
+}
+
+/// The first word that ends in a role: `dailyremaining`.
+fn ending(rest: &str) -> Option<(Role, [&str; 2])> {
+    let mut at = 0;
+    for word in rest.split('-') {
+        let end = at + word.len();
+        for (known, role) in &ROLES[WORDS..] {
+            if word.len() > known.len() && word.ends_with(known) {
+                let after = rest[end..].trim_start_matches('-');
+                return Some((*role, [&rest[..end - known.len()], after]));
+            }
+        }
+        at = end + 1;
+    }
+    None
+}
+
+/// The words for each meaning, for the page of headers.
+#[cfg(test)]
+pub(super) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
+    let meaning = |role| match role {
+        Role::Limit => "the limit",
+        Role::Remaining => "what is left",
+        Role::Used => "what is used",
+        Role::Reset(0) => "the reset: the best of three",
+        Role::Reset(1) => "the reset: the next best",
+        Role::Reset(_) => "the reset: the last",
+        Role::Window => "the window, in seconds or with a unit",
+        Role::WindowMillis => "the window, in milliseconds",
+        Role::Utilization => "the share that is used",
+        Role::RetryAfter => "when to come back",
+    };
+    let mut all = Vec::<(_, Vec<_>)>::new();
+    for (word, role) in &ROLES[..WORDS] {
+        match all.iter_mut().find(|(known, _)| *known == meaning(*role)) {
+            Some((_, words)) => words.push(*word),
+            None => all.push((meaning(*role), vec![*word])),
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_taken_apart() {
+        use Role::*;
+        for (name, family, role, quota) in [
+            ("ratelimit-limit", Family::Plain, Limit, ""),
+            ("x-ratelimit-reset-after", Family::X, Reset(0), ""),
+            ("x-rate-limit", Family::XSplit, Limit, ""),
+            ("rate-limit-reset", Family::Split, Reset(1), ""),
+            ("x-ratelimit-limit-requests", Family::X, Limit, "requests"),
+            ("anthropic-ratelimit-input-tokens-reset", Family::Vendor("anthropic"), Reset(1), "input-tokens"),
+            ("x-ratelimit-requests-limit-day", Family::X, Limit, "requests-day"),
+            ("x-hubspot-ratelimit-daily", Family::Vendor("x-hubspot"), Limit, "daily"),
+            ("x-hubspot-ratelimit-interval-milliseconds", Family::Vendor("x-hubspot"), WindowMillis, ""),
+            ("x-ratelimit-userremaining", Family::X, Remaining, "user"),
+            ("x-ratelimitbysize-limit-minute", Family::BySize, Limit, "size-minute"),
+            ("ratelimitbysize-reset", Family::BySize, Reset(1), "size"),
+            ("x-ratelimit-retry-after", Family::X, RetryAfter, ""),
+        ] {
+            let header = Header::read(name).unwrap();
+            assert_eq!(
+                (header.family, header.role, &*header.pieces().concat()),
+                (family, role, quota),
+                "{name}"
+            );
+        }
+        for name in [
+            "x-ratelimit-limit-remaining",
+            "x-ratelimit-cost",
+            "x-limit",
+            "x-ratelimited-limit",
+            "rate-x-limit",
+            "",
+            "x-ratelimit-scope",
+            "x-xratelimit-limit",
+        ] {
+            assert!(Header::read(name).is_none(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Numbers in decimal, without binary floating point: `7.66` is exactly that.
+
+/// The largest count: 2^53 - 1, above which JSON and JavaScript are not exact.
+pub(super) const LARGEST: u64 = (1 << 53) - 1;
+
+/// `[+-]? (digits [. digits*] | . digits)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Number {
+    pub(super) negative: bool,
+    pub(super) whole: u128,
+    /// The first 18 digits after the point, as a count of 10^-18.
+    fraction: u64,
+    /// Some digit after those is not 0.
+    more: bool,
+}
+
+/// A number of the parts of something; `more` says that there is a little more than that.
+pub(super) struct Parts {
+    pub(super) whole: u128,
+    pub(super) more: bool,
+}
+
+const FRACTION: u128 = 1_000_000_000_000_000_000;
+
+impl Number {
+    /// Reads the whole text, which may stand in quotes.
+    pub(super) fn read(text: &str) -> Option<Number> {
+        match Number::start(unquoted(text))? {
+            (number, "") => Some(number),
+            _ => None,
+        }
+    }
+
+    /// Reads the number with which the text starts, and tells the rest.
+    pub(super) fn start(text: &str) -> Option<(Number, &str)> {
+        let (negative, text) = match text.as_bytes().first()? {
+            b'-' => (true, &text[1..]),
+            b'+' => (false, &text[1..]),
+            _ => (false, text),
+        };
+        let (whole, rest) = digits(text);
+        let (fraction, rest) = match rest.strip_prefix('.') {
+            Some(after) => digits(after),
+            None => ("", rest),
+        };
+        if whole.is_empty() && fraction.is_empty() {
+            return None;
+        }
+        let mut number = Number { negative, whole: 0, fraction: 0, more: false };
+        for digit in whole.bytes() {
+            number.whole = number.whole.saturating_mul(10).saturating_add(u128::from(digit - b'0'));
+        }
+        let mut worth = FRACTION as u64 / 10;
+        for digit in fraction.bytes() {
+            number.fraction += u64::from(digit - b'0') * worth;
+            number.more |= worth == 0 && digit != b'0';
+            worth /= 10;
+        }
+        number.negative &= number.whole > 0 || number.fraction > 0 || number.more;
+        Some((number, rest))
+    }
+
+    /// How many parts that is, where one has `parts` of them. Only for numbers that are not negative.
+    pub(super) fn times(&self, parts: u128) -> Parts {
+        let fraction = u128::from(self.fraction) * (parts % FRACTION);
+        let whole = u128::from(self.fraction) * (parts / FRACTION) + fraction / FRACTION;
+        let more = !fraction.is_multiple_of(FRACTION) || self.more;
+        Parts { whole: self.whole.saturating_mul(parts).saturating_add(whole), more }
+    }
+
+    /// Rounded up to whole parts.
+    pub(super) fn times_up(&self, parts: u128) -> u128 {
+        let Parts { whole, more } = self.times(parts);
+        whole.saturating_add(u128::from(more))
+    }
+
+    /// `1 / number`, as that many parts of one, rounded up.
+    pub(super) fn inverse_up(&self, parts: u128) -> Option<u128> {
+        let divisor = self.whole.checked_mul(FRACTION)?.checked_add(u128::from(self.fraction))?;
+        parts.checked_mul(FRACTION)?.checked_add(divisor.checked_sub(1)?)?.checked_div(divisor)
+    }
+
+    /// A count, rounded down, of what is left or allowed.
+    pub(super) fn count(&self) -> Count {
+        if self.negative {
+            return Count::Negative;
+        }
+        Count::Of(u64::try_from(self.whole).unwrap_or(u64::MAX).min(LARGEST))
+    }
+}
+
+/// How much of something; a negative one means different things in different places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Count {
+    Negative,
+    Of(u64),
+}
+
+impl Count {
+    pub(super) fn read(text: &str) -> Option<Count> {
+        Some(Number::read(text)?.count())
+    }
+
+    pub(super) fn known(self) -> Option<u64> {
+        match self {
+            Count::Of(count) => Some(count),
+            Count::Negative => None,
+        }
+    }
+}
+
+/// Digits and nothing else, as a count.
+pub(super) fn plain(text: &str) -> Option<u64> {
+    match digits(text) {
+        ("", _) => None,
+        (_, "") => Count::read(text)?.known(),
+        _ => None,
+    }
+}
+
+/// The digits with which the text starts, and the rest.
+pub(super) fn digits(text: &str) -> (&str, &str) {
+    text.split_at(text.bytes().take_while(u8::is_ascii_digit).count())
+}
+
+/// The text without the one pair of quotes around it.
+pub(super) fn unquoted(text: &str) -> &str {
+    text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_digits_with_a_sign_and_a_point() {
+        for (text, expected) in [
+            ("7", Some(Count::Of(7))),
+            ("+7.", Some(Count::Of(7))),
+            (".9", Some(Count::Of(0))),
+            ("\"12.9\"", Some(Count::Of(12))),
+            ("-0.0", Some(Count::Of(0))),
+            ("-0.5", Some(Count::Negative)),
+            ("9007199254740992", Some(Count::Of(LARGEST))),
+            ("99999999999999999999999999999999999999999999", Some(Count::Of(LARGEST))),
+            ("", None),
+            (".", None),
+            ("-", None),
+            ("\"", None),
+            ("1e3", None),
+            ("0x10", None),
+            ("1,000", None),
+            ("NaN", None),
+            ("²", None),
+            ("--1", None),
+        ] {
+            assert_eq!(Count::read(text), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_number_is_multiplied_exactly_and_rounded_up() {
+        let thousand = |text| Number::read(text).unwrap().times_up(1000);
+        assert_eq!(thousand("7.66"), 7660);
+        assert_eq!(thousand("0.0001"), 1);
+        assert_eq!(thousand("1.0000000000000000000000001"), 1001);
+        assert_eq!(Number::read("0.0167").unwrap().inverse_up(1000), Some(59_881));
+        assert_eq!(Number::read("0").unwrap().inverse_up(1000), None);
+    }
+}

@@ -1,0 +1,143 @@
+//! One quota as a response states it.
+
+use std::fmt;
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+/// One quota as a response states it. What is not stated is `None`.
+///
+/// Counts are whole numbers up to 2^53 - 1, spans whole milliseconds up to 366 days.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::Observed;
+///
+/// let quota = Observed::new().with_name("minute").with_limit(100).with_window(Duration::from_secs(60));
+/// assert_eq!((quota.name(), quota.limit(), quota.remaining()), (Some("minute"), Some(100), None));
+/// ```
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct Observed {
+    name: Option<Box<str>>,
+    unit: Option<Box<str>>,
+    limit: Small,
+    remaining: Small,
+    used: Small,
+    window: Small,
+    reset_after: Small,
+}
+
+/// A number below `u64::MAX`, or none, in eight bytes: one more than it is.
+type Small = Option<NonZeroU64>;
+
+impl Observed {
+    /// The unit where none is stated.
+    pub(super) const REQUESTS: &str = "requests";
+
+    /// A quota of which nothing is stated.
+    pub fn new() -> Self {
+        Observed::default()
+    }
+
+    /// The name of its bucket, at most 95 bytes.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// What is counted: `requests`, where nothing else is stated, or `tokens`, `complexity`, `bytes`, `credits`,
+    /// `weight`, `orders`, `percent`, or a word of the server's own.
+    pub fn unit(&self) -> &str {
+        self.unit.as_deref().unwrap_or(Self::REQUESTS)
+    }
+
+    /// The size of the bucket.
+    pub fn limit(&self) -> Option<u64> {
+        out(self.limit)
+    }
+
+    /// How much is left.
+    pub fn remaining(&self) -> Option<u64> {
+        out(self.remaining)
+    }
+
+    /// How much is spent.
+    pub fn used(&self) -> Option<u64> {
+        out(self.used)
+    }
+
+    /// The length of its window.
+    pub fn window(&self) -> Option<Duration> {
+        out(self.window).map(Duration::from_millis)
+    }
+
+    /// How long it takes, from the moment of the response, until there is something in the bucket again.
+    pub fn reset_after(&self) -> Option<Duration> {
+        out(self.reset_after).map(Duration::from_millis)
+    }
+
+    /// Sets the name; what is longer than 95 bytes is cut.
+    pub fn with_name(self, name: &str) -> Self {
+        Observed { name: Some(super::text::Text::of(&[name]).as_str().into()), ..self }
+    }
+
+    /// Sets the unit; what is longer than 95 bytes is cut.
+    pub fn with_unit(self, unit: &str) -> Self {
+        let unit = super::text::Text::of(&[unit]);
+        Observed { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
+    }
+
+    /// Sets the size of the bucket.
+    pub fn with_limit(self, limit: u64) -> Self {
+        Observed { limit: count(limit), ..self }
+    }
+
+    /// Sets what is left.
+    pub fn with_remaining(self, remaining: u64) -> Self {
+        Observed { remaining: count(remaining), ..self }
+    }
+
+    /// Sets what is spent.
+    pub fn with_used(self, used: u64) -> Self {
+        Observed { used: count(used), ..self }
+    }
+
+    /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
+    pub fn with_window(self, window: Duration) -> Self {
+        Observed { window: span(window), ..self }
+    }
+
+    /// Sets when there is something in the bucket again, rounded up and cut in the same way.
+    pub fn with_reset_after(self, reset_after: Duration) -> Self {
+        Observed { reset_after: span(reset_after), ..self }
+    }
+}
+
+impl fmt::Debug for Observed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Observed")
+            .field("name", &self.name())
+            .field("unit", &self.unit())
+            .field("limit", &self.limit())
+            .field("remaining", &self.remaining())
+            .field("used", &self.used())
+            .field("window", &self.window())
+            .field("reset_after", &self.reset_after())
+            .finish()
+    }
+}
+
+fn count(count: u64) -> Small {
+    NonZeroU64::MIN.checked_add(count.min(super::number::LARGEST))
+}
+
+fn span(span: Duration) -> Small {
+    NonZeroU64::MIN.checked_add(millis(span))
+}
+
+fn out(small: Small) -> Option<u64> {
+    Some(small?.get() - 1)
+}
+
+/// Whole milliseconds, rounded up, at most 366 days.
+pub(super) fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).min(super::time::LONGEST)
+}

@@ -1,0 +1,136 @@
+//! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header fields for HTTP".
+
+use super::draft::{Draft, Drafts, Unit};
+use super::lines::Lines;
+use super::number::{Count, Number};
+use super::structured::{self, Bare, Item};
+use super::text::{Bounded, Text};
+use super::time::{self, Base};
+
+/// A limit that a policy states, without name in the older drafts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Policy {
+    pub(super) name: Option<Text>,
+    pub(super) limit: u64,
+    pub(super) window: Option<u64>,
+}
+
+pub(super) type Policies = Bounded<Policy, 8>;
+
+/// What both fields say.
+#[derive(Debug)]
+pub(super) struct Fields {
+    /// Whether there was a limit of the service; it makes older forms needless.
+    pub(super) service: bool,
+    /// The policies without name, of older drafts.
+    pub(super) unnamed: Policies,
+    /// `RateLimit: limit=100, remaining=50, reset=5` of draft 07.
+    pub(super) dictionary: Option<Dictionary>,
+}
+
+/// What stands instead of `RateLimit-Limit`, `-Remaining` and `-Reset`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Dictionary {
+    pub(super) limit: Option<Count>,
+    pub(super) remaining: Option<Count>,
+    pub(super) reset: Option<u64>,
+}
+
+const POLICY: &str = "ratelimit-policy";
+const SERVICE: &str = "ratelimit";
+
+/// A named policy, and what was made of it.
+struct Named {
+    draft: Draft,
+    key: Option<u64>,
+    referred: bool,
+}
+
+/// Whether the name is that of one of the two fields.
+pub(super) fn is_ours(name: &str) -> bool {
+    name == POLICY || name == SERVICE
+}
+
+/// Reads both fields; the limits of the service, and the named policies to which none of them refers, are quotas.
+pub(super) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
+    let mut fields = Fields { service: false, unnamed: Policies::new(), dictionary: None };
+    if !lines.iter().any(|line| is_ours(line.name)) {
+        return fields;
+    }
+    let mut named = Bounded::<Named, 16>::new();
+    if structured::list(lines.all(POLICY), |_| ()) {
+        structured::list(lines.all(POLICY), |item| policy(item, &mut named, &mut fields.unnamed));
+    }
+    if structured::list(lines.all(SERVICE), |_| ()) {
+        structured::list(lines.all(SERVICE), |item| {
+            if let Some(draft) = service(item, &mut named, base) {
+                quotas.push(draft);
+                fields.service = true;
+            }
+        });
+    } else if structured::dictionary(lines.all(SERVICE), |_, _| ()) {
+        fields.dictionary = dictionary(lines, base);
+    }
+    named.iter().filter(|policy| !policy.referred).for_each(|policy| quotas.push(policy.draft));
+    fields
+}
+
+fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
+    let window = item.w.and_then(seconds);
+    match item.bare {
+        Some(Bare::Text(name)) => {
+            if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
+                let unit = item.qu.map_or(Unit::Open, Unit::Stated);
+                let draft = Draft { name: Some(name), limit: Some(limit), window, unit, ..Draft::default() };
+                named.push(Named { draft, key: item.pk, referred: false });
+            }
+        }
+        Some(Bare::Number(number)) => {
+            if let Count::Of(limit) = number.count() {
+                unnamed.push(Policy { name: item.name, limit, window });
+            }
+        }
+        _ => {}
+    }
+}
+
+fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<Draft> {
+    let Some(Bare::Text(name)) = item.bare else { return None };
+    item.r.or(item.t)?;
+    let mut draft = Draft { name: Some(name), ..Draft::default() };
+    draft.limit = item.q.and_then(|number| number.count().known());
+    draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
+    draft.reset = item.t.and_then(|number| base.number(number));
+    draft.window = item.w.and_then(seconds);
+    let same_key = |key: Option<u64>| key == item.pk || key.is_none() || item.pk.is_none();
+    if let Some(policy) =
+        named.iter_mut().find(|policy| policy.draft.name == draft.name && same_key(policy.key))
+    {
+        policy.referred = true;
+        draft.limit = draft.limit.or(policy.draft.limit);
+        draft.window = draft.window.or(policy.draft.window);
+        draft.unit = policy.draft.unit;
+    }
+    Some(draft)
+}
+
+fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
+    let (mut found, mut any) = (Dictionary::default(), false);
+    structured::dictionary(lines.all(SERVICE), |key, bare| {
+        let number = if let Some(Bare::Number(number)) = bare { Some(number) } else { None };
+        let count = number.map(|number| number.count());
+        match key {
+            "limit" => found.limit = count,
+            "remaining" => found.remaining = count,
+            "reset" => found.reset = number.and_then(|number| base.number(number)),
+            _ => return,
+        }
+        any |= number.is_some();
+    });
+    any.then_some(found)
+}
+
+/// A window of so many seconds.
+fn seconds(number: Number) -> Option<u64> {
+    Some(time::seconds(number)).filter(|span| *span > 0)
+}

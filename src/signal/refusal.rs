@@ -1,0 +1,165 @@
+//! Whether a response is a refusal, by its status and the evidence; and the codes that say so in words.
+
+use http::StatusCode;
+
+use super::draft::Drafts;
+use super::lines::Lines;
+use super::text::Text;
+
+/// What speaks for a refusal, besides the status.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Evidence {
+    /// A header says when to come back.
+    pub(super) hint: bool,
+    /// A throttle code in a header or the body.
+    pub(super) code: bool,
+    /// A throttle phrase in the body.
+    pub(super) phrase: bool,
+}
+
+/// What a body says.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Said {
+    pub(super) code: bool,
+    pub(super) phrase: bool,
+    /// The root says `"global": true`.
+    pub(super) global: bool,
+    /// The longest wait it asks for, in milliseconds.
+    pub(super) wait: Option<u64>,
+}
+
+/// Headers whose presence speaks for a refusal.
+pub(super) const FLAGS: [&str; 7] = [
+    "x-envoy-ratelimited",
+    "stripe-rate-limited-reason",
+    "ratelimit-reason",
+    "x-rate-limit-problem",
+    "x-rate-limit-type",
+    "x-ratelimit-global",
+    "x-ratelimit-scope",
+];
+
+/// Headers that say which limiter refused, best first, after `X-RateLimit-Global`.
+pub(super) const SCOPES: [&str; 6] = [
+    "x-ratelimit-scope",
+    "x-rate-limit-type",
+    "ratelimit-reason",
+    "stripe-rate-limited-reason",
+    "x-rate-limit-problem",
+    "x-ms-throttle-scope",
+];
+
+/// The header in which AWS names its error.
+pub(super) const ERROR_TYPE: &str = "x-amzn-errortype";
+
+/// Statuses that mean a refusal whatever else is said.
+pub(super) fn is_always(status: StatusCode) -> bool {
+    matches!(status.as_u16(), 429 | 420 | 430 | 509 | 529)
+}
+
+/// Whether the server refused the request because of a limit or too much load.
+pub(super) fn is_limited(status: StatusCode, evidence: Evidence, quotas: &Drafts, lines: &Lines<'_>) -> bool {
+    let Evidence { hint, code, phrase } = evidence;
+    let flag = || FLAGS.iter().any(|flag| lines.has(flag));
+    let exhausted = || quotas.iter().any(|quota| quota.remaining == Some(0));
+    let binance =
+        || lines.iter().any(|line| line.name.starts_with("x-mbx-") || line.name.starts_with("x-sapi-"));
+    match status.as_u16() {
+        300..400 => false,
+        _ if is_always(status) => true,
+        402 | 403 | 503 => hint || code || phrase || exhausted() || flag(),
+        400 => hint || code || phrase || flag(),
+        418 => hint || code || binance(),
+        _ => code,
+    }
+}
+
+/// How long the quotas of a refusal ask to wait: those that are spent, else those of which that is not known.
+pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
+    let longest = |remaining| {
+        quotas.iter().filter(|quota| quota.remaining == remaining).filter_map(|quota| quota.reset).max()
+    };
+    longest(Some(0)).or_else(|| longest(None))
+}
+
+/// Which limiter refused, as the headers name it.
+pub(super) fn scope(lines: &Lines<'_>) -> Option<Text> {
+    let is_true = |value: &str| value.eq_ignore_ascii_case("true") || value == "1";
+    match lines.first("x-ratelimit-global") {
+        Some(value) if is_true(value) => Text::some("global"),
+        _ => SCOPES.iter().find_map(|name| lines.first(name)).map(Text::lower),
+    }
+}
+
+/// Whether a word is a throttle code: after its last `#`, as a whole or before its first `:`.
+pub(super) fn is_code(characters: impl Iterator<Item = char>) -> bool {
+    let mut code = Text::EMPTY;
+    for character in characters {
+        match character {
+            '#' => code = Text::EMPTY,
+            _ => code.push(character),
+        }
+    }
+    let is_one = |word: &str| CODES.iter().any(|code| code.eq_ignore_ascii_case(word));
+    let code = code.as_str();
+    is_one(code) || code.split(':').next().is_some_and(is_one)
+}
+
+/// Words that say: too much, too fast.
+const CODES: [&str; 33] = [
+    "Throttling",
+    "ThrottlingException",
+    "ThrottledException",
+    "RequestThrottled",
+    "RequestThrottledException",
+    "TooManyRequests",
+    "TooManyRequestsException",
+    "ProvisionedThroughputExceededException",
+    "RequestLimitExceeded",
+    "BandwidthLimitExceeded",
+    "LimitExceededException",
+    "SlowDown",
+    "PriorRequestNotComplete",
+    "EC2ThrottledException",
+    "rateLimitExceeded",
+    "userRateLimitExceeded",
+    "quotaExceeded",
+    "dailyLimitExceeded",
+    "RESOURCE_EXHAUSTED",
+    "RATE_LIMIT_EXCEEDED",
+    "THROTTLED",
+    "RATE_LIMITED",
+    "RATELIMITED",
+    "rate_limit_error",
+    "overloaded_error",
+    "REQUEST_LIMIT_EXCEEDED",
+    "too_many_requests",
+    "too_many_write_operations",
+    "quota-exceeded",
+    "temporary-reduced-capacity",
+    "abnormal-usage-detected",
+    "EAPI:Rate limit exceeded",
+    "EOrder:Rate limit exceeded",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_found_behind_a_hash_and_before_a_colon() {
+        for (word, expected) in [
+            ("slowdown", true),
+            ("ThrottlingException:http://internal.amazon.com/coral/", true),
+            ("com.amazonaws.dynamodb.v20120810#ProvisionedThroughputExceededException", true),
+            ("https://iana.org/assignments/http-problem-types#quota-exceeded", true),
+            ("EAPI:Rate limit exceeded", true),
+            ("EAPI:Invalid key", false),
+            ("ValidationException", false),
+            ("", false),
+        ] {
+            assert_eq!(is_code(word.chars()), expected, "{word}");
+        }
+        assert!(is_code("#".repeat(1000).chars().chain("Throttling".chars())));
+    }
+}

@@ -1,0 +1,130 @@
+//! Bounded memory: short text, and lists that do not grow.
+
+use std::fmt;
+
+use smallvec::SmallVec;
+
+/// Text of at most [`Text::LONGEST`] bytes, which needs no heap; the rest of a longer one is cut off.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Text {
+    length: u8,
+    bytes: [u8; Text::LONGEST],
+}
+
+impl Text {
+    pub(super) const LONGEST: usize = 95;
+
+    pub(super) const EMPTY: Text = Text { length: 0, bytes: [0; Text::LONGEST] };
+
+    /// The pieces, one after another.
+    pub(super) fn of(pieces: &[&str]) -> Text {
+        let mut text = Text::EMPTY;
+        pieces.iter().flat_map(|piece| piece.chars()).for_each(|character| text.push(character));
+        text
+    }
+
+    /// The text with its letters in lower case.
+    pub(super) fn lower(text: &str) -> Text {
+        let mut lower = Text::EMPTY;
+        text.chars().for_each(|character| lower.push(character.to_ascii_lowercase()));
+        lower
+    }
+
+    /// Nothing, where the text is empty.
+    pub(super) fn some(text: &str) -> Option<Text> {
+        (!text.is_empty()).then(|| Text::of(&[text]))
+    }
+
+    /// Appends it, unless it is too long by now; then nothing that follows fits either.
+    pub(super) fn push(&mut self, character: char) {
+        let start = usize::from(self.length);
+        match self.bytes.get_mut(start..start + character.len_utf8()) {
+            Some(room) => {
+                character.encode_utf8(room);
+                self.length += character.len_utf8() as u8;
+            }
+            None => self.bytes[start..].fill(0),
+        }
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        std::str::from_utf8(&self.bytes[..usize::from(self.length)]).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.as_str().fmt(f)
+    }
+}
+
+/// A list of at most `N`, on the stack; what comes after is left out.
+#[derive(Clone, Debug)]
+pub(super) struct Bounded<T, const N: usize>(SmallVec<[T; N]>);
+
+impl<T, const N: usize> Bounded<T, N> {
+    pub(super) fn new() -> Self {
+        Bounded(SmallVec::new())
+    }
+
+    pub(super) fn push(&mut self, item: T) {
+        if self.0.len() < N {
+            self.0.push(item);
+        }
+    }
+}
+
+impl<T: PartialEq, const N: usize> Bounded<T, N> {
+    /// Keeps those for which `finish` says so, each once.
+    pub(super) fn keep(&mut self, mut finish: impl FnMut(&mut T) -> bool) {
+        let mut kept = 0;
+        for place in 0..self.0.len() {
+            if finish(&mut self.0[place]) && !self.0[..kept].contains(&self.0[place]) {
+                self.0.swap(kept, place);
+                kept += 1;
+            }
+        }
+        self.0.truncate(kept);
+    }
+}
+
+impl<T, const N: usize> std::ops::Deref for Bounded<T, N> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.0
+    }
+}
+
+impl<T, const N: usize> std::ops::DerefMut for Bounded<T, N> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_text_is_cut_where_a_character_ends() {
+        assert_eq!(Text::of(&["a", "", "µ"]).as_str(), "aµ");
+        assert_eq!(Text::of(&[&"x".repeat(500)]).as_str().len(), Text::LONGEST);
+        assert_eq!(Text::of(&[&"µ".repeat(500)]).as_str(), "µ".repeat(47));
+    }
+
+    #[test]
+    fn a_full_list_takes_no_more() {
+        let mut list = Bounded::<u8, 2>::new();
+        (0..9).for_each(|item| list.push(item));
+        assert_eq!(list[..], [0, 1]);
+    }
+
+    #[test]
+    fn a_list_keeps_each_item_once() {
+        let mut list = Bounded::<u8, 9>::new();
+        [3, 1, 3, 2, 9, 1].into_iter().for_each(|item| list.push(item));
+        list.keep(|item| *item < 9);
+        assert_eq!(list[..], [3, 1, 2]);
+    }
+}

@@ -1,0 +1,214 @@
+//! Time values: one reader for all of them, whether a wait, a reset or a window.
+//!
+//! A number (its size tells whether it is a span or a moment), a span with units, or a date. Moments become spans by
+//! the server's own clock, the header `Date`, if it is credible: that cancels what the two clocks differ by.
+
+use super::date;
+use super::number::{Number, Parts, unquoted};
+
+/// The longest span, 366 days; longer ones are cut to this.
+pub(super) const LONGEST: u64 = 366 * 86_400_000;
+
+/// One millisecond, in the parts in which spans are added up: 10^-15 s.
+const MILLI: u128 = 1_000_000_000_000;
+const SECOND: u128 = 1000 * MILLI;
+
+/// When the response came, by both clocks, in milliseconds since 1970.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Base {
+    pub(super) now: i64,
+    pub(super) date: Option<i64>,
+}
+
+impl Base {
+    /// The span until a moment, 0 for one that is over.
+    fn until(&self, moment: i64) -> u64 {
+        let after = |base: i64| u64::try_from(moment.saturating_sub(base)).unwrap_or(0);
+        match self.date.map(after) {
+            Some(span) if span <= LONGEST => span,
+            _ => after(self.now).min(LONGEST),
+        }
+    }
+
+    /// Reads a span in milliseconds, rounded up: the number is one of seconds, or a moment.
+    pub(super) fn read(&self, text: &str) -> Option<u64> {
+        let text = unquoted(text);
+        if let Some(number) = Number::read(text) {
+            return self.number(number);
+        }
+        span(text).or_else(|| Some(self.until(date::read(text, self.now)?)))
+    }
+
+    /// The same, for a field whose numbers are milliseconds.
+    pub(super) fn read_millis(&self, text: &str) -> Option<u64> {
+        match Number::read(text) {
+            Some(number) => Some(of(number, MILLI)),
+            None => self.read(text),
+        }
+    }
+
+    /// Seconds, or a moment.
+    pub(super) fn number(&self, number: Number) -> Option<u64> {
+        let unit = match number.whole {
+            _ if number.negative => return Some(0),
+            0..1_000_000_000 => return Some(of(number, SECOND)),
+            1_000_000_000..100_000_000_000 => SECOND,
+            100_000_000_000..100_000_000_000_000 => MILLI,
+            100_000_000_000_000..100_000_000_000_000_000 => MILLI / 1000,
+            100_000_000_000_000_000..100_000_000_000_000_000_000 => MILLI / 1_000_000,
+            _ => return None,
+        };
+        let moment = millis_up(number.times(unit));
+        Some(self.until(i64::try_from(moment).unwrap_or(i64::MAX)))
+    }
+}
+
+/// A span of so many units; a negative one is over.
+fn of(number: Number, unit: u128) -> u64 {
+    if number.negative {
+        return 0;
+    }
+    cut(millis_up(number.times(unit)))
+}
+
+/// So many seconds, in milliseconds.
+pub(super) fn seconds(number: Number) -> u64 {
+    of(number, SECOND)
+}
+
+/// So many minutes, in milliseconds.
+pub(super) fn minutes(number: Number) -> u64 {
+    of(number, 60 * SECOND)
+}
+
+/// A window: a number of seconds, or a span with units. One of no length is none.
+pub(super) fn window(text: &str) -> Option<u64> {
+    let text = unquoted(text);
+    let span = match Number::read(text) {
+        Some(number) => of(number, SECOND),
+        None => span(text)?,
+    };
+    (span > 0).then_some(span)
+}
+
+/// The same, of seconds only.
+pub(super) fn window_seconds(text: &str) -> Option<u64> {
+    Number::read(text).map(seconds).filter(|span| *span > 0)
+}
+
+/// The same, for a field whose numbers are milliseconds.
+pub(super) fn window_millis(text: &str) -> Option<u64> {
+    match Number::read(text) {
+        Some(number) => Some(of(number, MILLI)).filter(|span| *span > 0),
+        None => window(text),
+    }
+}
+
+/// `6m0s`, `120ms`, `30 seconds`, `1d 2h`.
+pub(super) fn span(text: &str) -> Option<u64> {
+    let (negative, mut rest) = match text.as_bytes().first()? {
+        b'-' => (true, &text[1..]),
+        b'+' => (false, &text[1..]),
+        _ => (false, text),
+    };
+    let mut sum = Parts { whole: 0, more: false };
+    loop {
+        rest.starts_with(|first: char| first.is_ascii_digit() || first == '.').then_some(())?;
+        let (number, after) = Number::start(rest)?;
+        let after = after.trim_start_matches([' ', '\t']);
+        let end = after.find(|unit: char| !unit.is_alphabetic()).unwrap_or(after.len());
+        let Parts { whole, more } = number.times(unit(&after[..end])?);
+        sum = Parts { whole: sum.whole.saturating_add(whole), more: sum.more | more };
+        rest = after[end..].trim_start_matches([' ', '\t']);
+        if rest.is_empty() {
+            return Some(if negative { 0 } else { cut(millis_up(sum)) });
+        }
+    }
+}
+
+/// How long a unit is.
+fn unit(name: &str) -> Option<u128> {
+    const UNITS: [(&[&str], u128); 7] = [
+        (&["ns", "nanosecond", "nanoseconds"], SECOND / 1_000_000_000),
+        (&["us", "µs", "microsecond", "microseconds"], SECOND / 1_000_000),
+        (&["ms", "msec", "msecs", "millisecond", "milliseconds"], MILLI),
+        (&["s", "sec", "secs", "second", "seconds"], SECOND),
+        (&["m", "min", "mins", "minute", "minutes"], 60 * SECOND),
+        (&["h", "hr", "hrs", "hour", "hours"], 3600 * SECOND),
+        (&["d", "day", "days"], 86_400 * SECOND),
+    ];
+    let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
+    UNITS.iter().find(|(names, _)| known(names)).map(|(_, length)| *length)
+}
+
+fn millis_up(parts: Parts) -> u128 {
+    let rest = !parts.whole.is_multiple_of(MILLI) || parts.more;
+    parts.whole / MILLI + u128::from(rest)
+}
+
+fn cut(millis: u128) -> u64 {
+    u64::try_from(millis).unwrap_or(LONGEST).min(LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: i64 = 1_767_225_600_000;
+
+    fn read(text: &str) -> Option<u64> {
+        Base { now: NOW, date: None }.read(text)
+    }
+
+    #[test]
+    fn the_size_of_a_number_tells_what_it_is() {
+        for (text, expected) in [
+            ("-5", Some(0)),
+            ("0", Some(0)),
+            ("7.66", Some(7660)),
+            ("0.0001", Some(1)),
+            ("999999999", Some(LONGEST)),
+            ("1767225660", Some(60_000)),
+            ("1767225660500", Some(60_500)),
+            ("1767225600250000", Some(250)),
+            ("1767225600250000001", Some(251)),
+            ("1771404540", Some(4_178_940_000)),
+            ("99999999999999999999", Some(LONGEST)),
+            ("100000000000000000000", None),
+        ] {
+            assert_eq!(read(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn units_add_up() {
+        for (text, expected) in [
+            ("6m0s", Some(360_000)),
+            ("120ms", Some(120)),
+            ("2m59.56s", Some(179_560)),
+            ("30 Seconds", Some(30_000)),
+            ("1d\t2h ", Some(93_600_000)),
+            ("\"1h\"", Some(3_600_000)),
+            ("-1h", Some(0)),
+            ("1µs", Some(1)),
+            ("400us 600us", Some(1)),
+            ("999999999999999999999999999999999999999999d", Some(LONGEST)),
+            ("1", Some(1000)),
+            ("1 fortnight", None),
+            ("1h-1m", None),
+            ("h", None),
+            ("1h 1", None),
+        ] {
+            assert_eq!(read(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_moment_is_reckoned_by_the_servers_clock_unless_that_is_absurd() {
+        let base = |date| Base { now: NOW, date: Some(date) };
+        assert_eq!(base(NOW + 600_000).read("1767226260"), Some(60_000));
+        assert_eq!(base(0).read("1767225660"), Some(60_000));
+        assert_eq!(base(NOW).read("2026-01-01T00:00:05Z"), Some(5000));
+        assert_eq!(base(NOW).read_millis("1767225660000"), Some(LONGEST));
+    }
+}

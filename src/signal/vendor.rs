@@ -1,0 +1,296 @@
+//! Formats of one vendor each: one row of the table, for what the generic families do not cover.
+//!
+//! To teach tollgate a new one: add a row, and a recorded response to its tests. The page of headers is made from the
+//! table.
+
+use super::draft::{Draft, Drafts};
+use super::lines::Lines;
+use super::number::plain;
+use super::time::Base;
+
+mod forms;
+mod json_forms;
+
+/// Who sends which headers, and what they mean.
+#[derive(Debug)]
+pub(super) struct Row {
+    #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
+    pub(super) sender: &'static str,
+    /// Names in lower case; one that ends in `*` stands for all that start so.
+    pub(super) headers: &'static [&'static str],
+    pub(super) form: Form,
+}
+
+/// How the headers of a row are read.
+#[derive(Debug)]
+pub(super) enum Form {
+    /// One quota: each header is one field of it.
+    Fields { name: &'static str, window: u64, fields: &'static [Field] },
+    /// A format of its own, and how it looks.
+    Own(
+        #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
+        &'static str,
+        fn(&Here<'_, '_>, &mut Drafts),
+    ),
+}
+
+/// A field of a quota.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Field {
+    Limit,
+    Remaining,
+    Reset,
+}
+
+/// What a format is read from.
+#[derive(Debug)]
+pub(super) struct Here<'h, 'a> {
+    pub(super) row: &'static Row,
+    pub(super) lines: &'h Lines<'a>,
+    pub(super) base: &'h Base,
+}
+
+use Field::{Limit, Remaining, Reset};
+use Form::{Fields, Own};
+
+const MINUTE: u64 = 60_000;
+const DAY: u64 = 1440 * MINUTE;
+
+/// The table.
+pub(super) const ROWS: &[Row] = &[
+    Row {
+        sender: "Amazon Selling Partner API",
+        headers: &["x-amzn-ratelimit-limit"],
+        form: Own("requests per second", forms::amazon),
+    },
+    Row {
+        sender: "Auth0",
+        headers: &["x-quota-client-limit", "auth0-quota-client-limit"],
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0_client),
+    },
+    Row {
+        sender: "Auth0",
+        headers: &[
+            "x-quota-organization-limit",
+            "x-quota-organisation-limit",
+            "auth0-quota-organization-limit",
+            "auth0-quota-organisation-limit",
+        ],
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0_organization),
+    },
+    Row {
+        sender: "Azure Resource Manager",
+        headers: &["x-ms-ratelimit-remaining-resource"],
+        form: Own("`name;remaining, …`; a window from `…3Min`", forms::azure),
+    },
+    Row {
+        sender: "Binance",
+        headers: &["x-mbx-used-weight*"],
+        form: Own("used weight; a window from `-1m`", forms::binance_weight),
+    },
+    Row {
+        sender: "Binance",
+        headers: &["x-mbx-order-count*"],
+        form: Own("orders; a window from `-10s`", forms::binance_orders),
+    },
+    Row {
+        sender: "Binance",
+        headers: &["x-sapi-used-ip-weight*"],
+        form: Own("used weight; a window from `-1m`", forms::binance_ip),
+    },
+    Row {
+        sender: "Binance",
+        headers: &["x-sapi-used-uid-weight*"],
+        form: Own("used weight; a window from `-1m`", forms::binance_uid),
+    },
+    Row {
+        sender: "Bybit",
+        headers: &["x-bapi-limit", "x-bapi-limit-status", "x-bapi-limit-reset-timestamp"],
+        form: Fields { name: "", window: 0, fields: &[Limit, Remaining, Reset] },
+    },
+    Row {
+        sender: "Cohere",
+        headers: &["x-trial-endpoint-call-limit", "x-trial-endpoint-call-remaining"],
+        form: Fields { name: "trial-endpoint-call", window: 0, fields: &[Limit, Remaining] },
+    },
+    Row {
+        sender: "Cohere",
+        headers: &["x-endpoint-monthly-call-limit", "x-endpoint-monthly-call-remaining"],
+        form: Fields { name: "endpoint-monthly-call", window: 30 * DAY, fields: &[Limit, Remaining] },
+    },
+    Row {
+        sender: "Etsy",
+        headers: &["x-limit-per-second", "x-remaining-this-second"],
+        form: Fields { name: "second", window: 1000, fields: &[Limit, Remaining] },
+    },
+    Row {
+        sender: "Etsy",
+        headers: &["x-limit-per-day", "x-remaining-today"],
+        form: Fields { name: "day", window: DAY, fields: &[Limit, Remaining] },
+    },
+    Row { sender: "Meta", headers: &["x-app-usage"], form: Own("JSON: percent used", json_forms::app) },
+    Row {
+        sender: "Meta",
+        headers: &["x-ad-account-usage"],
+        form: Own("JSON: percent used, seconds to the reset", json_forms::ad_account),
+    },
+    Row {
+        sender: "Meta",
+        headers: &["x-fb-ads-insights-throttle"],
+        form: Own("JSON: percent used, of the app and of the account", json_forms::ads_insights),
+    },
+    Row {
+        sender: "Meta",
+        headers: &["x-business-use-case-usage"],
+        form: Own("JSON: percent used, minutes until access is regained", json_forms::business),
+    },
+    Row {
+        sender: "Riot Games",
+        headers: &["x-app-rate-limit", "x-app-rate-limit-count"],
+        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_app),
+    },
+    Row {
+        sender: "Riot Games",
+        headers: &["x-method-rate-limit", "x-method-rate-limit-count"],
+        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_method),
+    },
+    Row {
+        sender: "Riot Games",
+        headers: &["x-service-rate-limit", "x-service-rate-limit-count"],
+        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_service),
+    },
+    Row {
+        sender: "Salesforce",
+        headers: &["sforce-limit-info"],
+        form: Own("`api-usage=used/limit`, of a day", forms::salesforce),
+    },
+    Row {
+        sender: "Sentry",
+        headers: &["x-sentry-rate-limits"],
+        form: Own("`seconds:categories:scope, …`", forms::sentry),
+    },
+    Row {
+        sender: "Shopify",
+        headers: &["x-shopify-shop-api-call-limit"],
+        form: Own("`used/limit`", forms::shopify),
+    },
+    Row {
+        sender: "Toggl",
+        headers: &["x-toggl-quota-remaining", "x-toggl-quota-resets-in"],
+        form: Fields { name: "", window: 0, fields: &[Remaining, Reset] },
+    },
+    Row {
+        sender: "X (Twitter)",
+        headers: &["x-app-limit-24hour-limit", "x-app-limit-24hour-remaining", "x-app-limit-24hour-reset"],
+        form: Fields { name: "app-24hour", window: DAY, fields: &[Limit, Remaining, Reset] },
+    },
+    Row {
+        sender: "X (Twitter)",
+        headers: &["x-user-limit-24hour-limit", "x-user-limit-24hour-remaining", "x-user-limit-24hour-reset"],
+        form: Fields { name: "user-24hour", window: DAY, fields: &[Limit, Remaining, Reset] },
+    },
+    Row {
+        sender: "Xero",
+        headers: &["x-daylimit-remaining"],
+        form: Fields { name: "day", window: DAY, fields: &[Remaining] },
+    },
+    Row {
+        sender: "Xero",
+        headers: &["x-minlimit-remaining"],
+        form: Fields { name: "minute", window: MINUTE, fields: &[Remaining] },
+    },
+    Row {
+        sender: "Xero",
+        headers: &["x-appminlimit-remaining"],
+        form: Fields { name: "app-minute", window: MINUTE, fields: &[Remaining] },
+    },
+    Row {
+        sender: "Zendesk",
+        headers: &["zendesk-ratelimit-*"],
+        form: Own("`total=100; remaining=99; resets=41`", forms::zendesk),
+    },
+];
+
+/// Which rows have lines: one bit for each.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Present(u64);
+
+const _: () = assert!(ROWS.len() <= 64, "a bit for each row");
+
+impl Present {
+    /// Marks the row of a header; tells whether there is one.
+    pub(super) fn mark(&mut self, name: &str) -> bool {
+        let row = ROWS.iter().position(|row| row.headers.iter().any(|header| is(header, name)));
+        self.0 |= row.map_or(0, |row| 1 << row);
+        row.is_some()
+    }
+}
+
+/// Reads the rows that are present.
+pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mut Drafts) {
+    for (place, row) in ROWS.iter().enumerate() {
+        if present.0 & 1 << place == 0 {
+            continue;
+        }
+        let here = Here { row, lines, base };
+        match &row.form {
+            Fields { name, window, fields } => quotas.push(here.fields(name, *window, fields)),
+            Own(_, read) => read(&here, quotas),
+        }
+    }
+}
+
+/// Whether the name is that of the header, or starts as it does.
+fn is(header: &str, name: &str) -> bool {
+    header.strip_suffix('*').map_or(header == name, |start| name.starts_with(start))
+}
+
+impl<'a> Here<'_, 'a> {
+    /// The lines of this row: names and values.
+    fn all(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
+        let headers = self.row.headers;
+        let ours = move |name: &str| headers.iter().any(|header| is(header, name));
+        self.lines.iter().filter(move |line| ours(line.name)).map(|line| (line.name, line.value))
+    }
+
+    /// The value of the first line of this row.
+    fn first(&self) -> Option<&'a str> {
+        self.all().next().map(|(_, value)| value)
+    }
+
+    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Draft {
+        let window = (window > 0).then_some(window);
+        let mut draft = Draft { window, ..Draft::named(name) };
+        let mut unlimited = false;
+        for (header, field) in self.row.headers.iter().zip(fields) {
+            let Some(value) = self.lines.first(header) else { continue };
+            match field {
+                Limit => set_limit(&mut draft, &mut unlimited, value),
+                Remaining => set_remaining(&mut draft, value),
+                Reset => draft.reset = self.base.read(value),
+            }
+        }
+        if unlimited { Draft::default() } else { draft }
+    }
+}
+
+/// Sets the limit; a negative one means that there is none.
+fn set_limit(draft: &mut Draft, unlimited: &mut bool, value: &str) {
+    let count = super::number::Count::read(value);
+    *unlimited |= count == Some(super::number::Count::Negative);
+    draft.limit = count.and_then(super::number::Count::known);
+}
+
+/// Sets what is left, after the limit; less than nothing is nothing, if the limit is known.
+fn set_remaining(draft: &mut Draft, value: &str) {
+    draft.remaining = match super::number::Count::read(value) {
+        Some(super::number::Count::Negative) => draft.limit.map(|_| 0),
+        count => count.and_then(super::number::Count::known),
+    };
+}
+
+/// `n/m` or `n:m`, both digits.
+fn pair(text: &str, mark: char) -> Option<(u64, u64)> {
+    let (one, two) = text.split_once(mark)?;
+    Some((plain(one.trim())?, plain(two.trim())?))
+}

@@ -1,0 +1,67 @@
+//! Words in the names of quotas: periods and what is counted.
+
+use super::number::digits;
+
+const SECOND: u64 = 1000;
+const DAY: u64 = 86_400 * SECOND;
+
+/// The words for a period; single letters count only after a number.
+const PERIODS: [(&[&str], u64); 6] = [
+    (&["s", "sec", "secs", "second", "seconds", "secondly"], SECOND),
+    (&["m", "min", "mins", "minute", "minutes", "minutely"], 60 * SECOND),
+    (&["h", "hr", "hrs", "hour", "hours", "hourly"], 3600 * SECOND),
+    (&["d", "day", "days", "daily"], DAY),
+    (&["w", "week", "weeks", "weekly"], 7 * DAY),
+    (&["month", "months", "monthly"], 30 * DAY),
+];
+
+/// The length of a period word, in milliseconds: `minute`, `5h`, `15min`.
+pub(super) fn period(word: &str) -> Option<u64> {
+    let (count, name) = digits(word);
+    let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
+    let (_, length) = PERIODS.iter().find(|(names, _)| known(names))?;
+    let count = match (count, name.len()) {
+        ("", 1) => return None,
+        ("", _) => 1,
+        _ => count.parse::<u64>().unwrap_or(u64::MAX),
+    };
+    Some(count.saturating_mul(*length).min(super::time::LONGEST)).filter(|span| *span > 0)
+}
+
+/// The period with which a name ends: `requests-minute`, `per_hour`.
+pub(super) fn period_of(name: &str) -> Option<u64> {
+    period(name.rsplit(['-', '_']).next()?)
+}
+
+/// What a name says is counted, if it does not mean requests.
+pub(super) fn unit_of(name: &str) -> Option<&'static str> {
+    let has = |unit: &&str| name.split(['-', '_']).any(|word| word.eq_ignore_ascii_case(unit));
+    ["tokens", "complexity", "bytes", "credits"].into_iter().find(has)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word_may_be_a_period() {
+        for (name, expected) in [
+            ("requests-minute", Some(60 * SECOND)),
+            ("unified-5h", Some(5 * 3600 * SECOND)),
+            ("per_hour", Some(3600 * SECOND)),
+            ("15min", Some(900 * SECOND)),
+            ("24hour", Some(DAY)),
+            ("monthly", Some(30 * DAY)),
+            ("99999999999999999999d", Some(super::super::time::LONGEST)),
+            ("0s", None),
+            ("h", None),
+            ("minute-requests", None),
+            ("permin", None),
+        ] {
+            assert_eq!(period_of(name), expected, "{name}");
+        }
+        assert_eq!(unit_of("input-tokens"), Some("tokens"));
+        assert_eq!(unit_of("tokens_usage_based"), Some("tokens"));
+        assert_eq!(unit_of("tokenset"), None);
+    }
+}
