@@ -1,0 +1,348 @@
+//! Whatever a server sends, reading it is safe: responses glued together from known names and odd values.
+//!
+//! It runs for three seconds, or as long as an environment variable says:
+//! `TOLLGATE_FUZZ_SECONDS=600 cargo test --release --all-features --test signal -- --nocapture`.
+
+use std::time::{Duration, Instant};
+
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use tollgate::Signal;
+
+const YEAR: Duration = Duration::from_secs(366 * 86_400);
+
+/// Parts of names; whole ones, and what generic ones are made of.
+const NAMES: &[&str] = &[
+    "retry-after",
+    "retry-after-ms",
+    "x-ms-retry-after-ms",
+    "x-amz-retry-after",
+    "x-retry-after",
+    "ratelimit",
+    "ratelimit-policy",
+    "ratelimit-dailylimit",
+    "date",
+    "age",
+    "x-amzn-errortype",
+    "x-amzn-ratelimit-limit",
+    "x-quota-client-limit",
+    "auth0-quota-organization-limit",
+    "x-ms-ratelimit-remaining-resource",
+    "x-mbx-used-weight",
+    "x-mbx-used-weight-1m",
+    "x-mbx-order-count-10s",
+    "x-sapi-used-ip-weight-1d",
+    "x-bapi-limit",
+    "x-bapi-limit-status",
+    "x-bapi-limit-reset-timestamp",
+    "x-limit-per-second",
+    "x-remaining-this-second",
+    "x-app-usage",
+    "x-ad-account-usage",
+    "x-fb-ads-insights-throttle",
+    "x-business-use-case-usage",
+    "x-app-rate-limit",
+    "x-app-rate-limit-count",
+    "sforce-limit-info",
+    "x-sentry-rate-limits",
+    "x-shopify-shop-api-call-limit",
+    "x-toggl-quota-remaining",
+    "x-toggl-quota-resets-in",
+    "x-daylimit-remaining",
+    "zendesk-ratelimit-tickets",
+    "x-readratelimit-limit",
+    "x-readratelimit-usage",
+    "x-ratelimit-name",
+    "x-ratelimit-resource",
+    "x-ratelimit-scope",
+    "x-ratelimit-global",
+    "x-rate-limit-type",
+    "ratelimit-reason",
+    "content-type",
+    "gw-ratelimit-reset",
+];
+const FRONTS: &[&str] = &["", "x-", "vendor-", "x-vendor-", "gw-", "anthropic-", "--", "x-x-x-x-"];
+const MIDDLES: &[&str] = &["ratelimit", "rate-limit", "ratelimitbysize", "ratelimits", "limit"];
+const WORDS: &[&str] = &[
+    "limit",
+    "max",
+    "remaining",
+    "left",
+    "used",
+    "observed",
+    "usage",
+    "reset",
+    "resets",
+    "next",
+    "after",
+    "in",
+    "time",
+    "date",
+    "resettime",
+    "period",
+    "window",
+    "interval",
+    "ms",
+    "milliseconds",
+    "utilization",
+    "retry",
+    "tokens",
+    "requests",
+    "minute",
+    "5h",
+    "day",
+    "userlimit",
+    "dailyremaining",
+    "",
+];
+const VALUES: &[&str] = &[
+    "0",
+    "1",
+    "60",
+    "-1",
+    "7.66",
+    ".5",
+    "1e3",
+    "1767225660",
+    "1767225660500",
+    "99999999999999999999999999999999999999999",
+    "9007199254740993",
+    "0.00000000000000000000000000000001",
+    "6m0s",
+    "2m59.56s",
+    "1d 2h",
+    "99999999999999999999999d",
+    "Thu, 01 Jan 2026 00:02:00 GMT",
+    "Thursday, 01-Jan-26 00:02:00 GMT",
+    "Thu Jan  1 00:02:00 2026",
+    "2026-01-01T00:05:00.123456789012345678901234567890+23:59",
+    "0000-01-01T00:00:00Z",
+    "9999-12-31T23:59:60Z",
+    "Thu Jan 01 2026 01:02:00 GMT+0100 (CET)",
+    "100;w=60",
+    "\"default\";q=100;w=10",
+    "\"default\";r=0;t=30;pk=:YQ==:",
+    "limit=100, remaining=0, reset=5",
+    "(\"a\" b);q=1",
+    "\"a\\\"b\";r=1",
+    "32/40",
+    "20:1,100:120",
+    "name=1/2",
+    "b=per_hour;q=10;r=9;t=774",
+    "total=100; remaining=99; resets=41",
+    "60:transaction:key",
+    "Microsoft.Compute/PutVM3Min;239",
+    "{\"call_count\":28.5}",
+    "{\"1\":[{\"type\":\"a\",\"call_count\":100}]}",
+    "{\"acc_id_util_pct\":9.67,\"reset_time_duration\":1e400}",
+    "{\"retry_after\":\"9s\",\"code\":\"slowdown\"}",
+    "true",
+    "ThrottlingException:http://",
+    "²",
+    "\"",
+    "µs",
+    "1µs",
+    "\u{feff}5",
+];
+const GLUE: &[&str] =
+    &[",", ", ", ";", ";w=", "=", ":", "/", " ", "\"", "\\", "(", "[", "{", "}", "-", ".", "\t"];
+
+fn some(words: &'static [&'static str]) -> impl Strategy<Value = String> {
+    proptest::sample::select(words).prop_map(str::to_owned)
+}
+
+fn name() -> impl Strategy<Value = String> {
+    let glued = (some(FRONTS), some(MIDDLES), proptest::collection::vec(some(WORDS), 0..4));
+    prop_oneof![
+        3 => some(NAMES),
+        5 => glued.prop_map(|(front, middle, words)| {
+            words.into_iter().fold(front + &middle, |name, word| name + "-" + &word)
+        }),
+        1 => "[a-z0-9-]{1,40}",
+    ]
+}
+
+fn value() -> impl Strategy<Value = Vec<u8>> {
+    let piece = prop_oneof![6 => some(VALUES), 4 => some(GLUE), 1 => "[0-9]{1,30}", 1 => "[ -~]{0,12}"];
+    let glued = proptest::collection::vec(piece, 1..6).prop_map(|pieces| pieces.concat().into_bytes());
+    let long = (glued.clone(), 1usize..4000)
+        .prop_map(|(piece, times)| piece.repeat(times.min(20_000 / piece.len().max(1) + 1)));
+    let junk = proptest::collection::vec(any::<u8>(), 0..40);
+    prop_oneof![5 => some(VALUES).prop_map(String::into_bytes), 5 => glued, 1 => long, 1 => junk]
+}
+
+#[derive(Clone, Debug)]
+struct Sent {
+    status: u16,
+    lines: Vec<(String, Vec<u8>)>,
+    body: Vec<u8>,
+}
+
+fn sent() -> impl Strategy<Value = Sent> {
+    let status = prop_oneof![
+        4 => proptest::sample::select(&[200u16, 400, 402, 403, 418, 429, 503, 529, 301][..]),
+        1 => 100u16..=999,
+    ];
+    let lines = proptest::collection::vec((name(), value()), 0..12);
+    (status, lines, value()).prop_map(|(status, lines, body)| Sent { status, lines, body })
+}
+
+/// The response, with names as they are or in capital letters; what HTTP itself forbids is left out.
+fn response(sent: &Sent, capitals: bool) -> Response<()> {
+    let mut response = Response::new(());
+    *response.status_mut() = StatusCode::from_u16(sent.status).unwrap();
+    for (name, value) in &sent.lines {
+        let name = if capitals { name.to_uppercase() } else { name.clone() };
+        if let (Ok(name), Ok(value)) =
+            (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value))
+        {
+            response.headers_mut().append(name, value);
+        }
+    }
+    response
+}
+
+/// Reads it, and counts the memory that takes.
+fn read(sent: &Sent, capitals: bool) -> (Signal, u64) {
+    let response = response(sent, capitals);
+    let mut signal = Signal::default();
+    let spent = allocation_counter::measure(|| {
+        #[cfg(feature = "body")]
+        if !sent.body.is_empty() {
+            signal = Signal::read_with_body(&response, &sent.body);
+            return;
+        }
+        signal = Signal::read(&response);
+    });
+    (signal, spent.bytes_total)
+}
+
+fn is_sound(sent: &Sent) -> Result<(), TestCaseError> {
+    let (signal, bytes) = read(sent, false);
+    prop_assert!(bytes <= 1024, "{} bytes for {:?}", bytes, signal);
+    prop_assert!(signal.retry_after() <= Some(YEAR));
+    prop_assert!(signal.quotas().len() <= Signal::MOST_QUOTAS);
+    for quota in signal.quotas() {
+        prop_assert!(quota.window() <= Some(YEAR) && quota.window() != Some(Duration::ZERO), "{:?}", quota);
+        prop_assert!(quota.reset_after() <= Some(YEAR), "{:?}", quota);
+        let largest = [quota.limit(), quota.remaining(), quota.used()].into_iter().flatten().max();
+        prop_assert!(largest < Some(1 << 53), "{:?}", quota);
+        prop_assert!(largest.is_some() || quota.reset_after().is_some(), "{:?}", quota);
+    }
+    prop_assert_eq!(&signal, &read(sent, true).0);
+    Ok(())
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_is_sent_is_read_within_bounds() {
+    let seconds =
+        std::env::var("TOLLGATE_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(3);
+    let (start, mut cases) = (Instant::now(), 0);
+    while start.elapsed() < Duration::from_secs(seconds) {
+        let config = Config { cases: 256, failure_persistence: None, ..Config::default() };
+        TestRunner::new(config).run(&sent(), |sent| is_sound(&sent)).unwrap();
+        cases += 256;
+    }
+    println!("{cases} responses in {seconds} s");
+}
+
+/// What takes more than linear time would take minutes here: a square of 64 kB is 4 * 10^9 steps, for each of 500 shapes.
+#[test]
+fn very_long_values_and_names_are_read_in_linear_time() {
+    const LONG: usize = 64 * 1024;
+    let pieces = [
+        ",",
+        ";",
+        "=",
+        "\"",
+        "\\\"",
+        " ",
+        "-",
+        ".",
+        "0",
+        "1,",
+        "1s",
+        "1s ",
+        "a=1;",
+        "100;w=60,",
+        "a;r=1,",
+        "\"a\";q=1,",
+        "(a ",
+        "1:1,",
+        "#",
+        "<Code>",
+        "<Code>a",
+        "[",
+        "{\"a\":",
+        "{\"a\":[",
+        "\\u0000",
+        "[1,",
+        "{\"error\":{\"code\":",
+    ];
+    let names = [
+        "retry-after",
+        "ratelimit",
+        "ratelimit-policy",
+        "x-ratelimit-limit",
+        "x-ratelimit-remaining",
+        "x-ratelimit-reset",
+        "x-quota-client-limit",
+        "sforce-limit-info",
+        "x-business-use-case-usage",
+        "x-app-rate-limit",
+        "x-sentry-rate-limits",
+        "zendesk-ratelimit-a",
+        "x-ms-ratelimit-remaining-resource",
+        "x-amzn-errortype",
+    ];
+    for piece in pieces {
+        let value = piece.repeat(LONG / piece.len());
+        for name in names {
+            let lines = vec![(name.to_owned(), value.clone().into_bytes())];
+            let (_, bytes) = read(&Sent { status: 429, lines, body: Vec::new() }, false);
+            assert!(bytes <= 1024, "{name}: {piece}");
+        }
+        for body in [value.clone(), format!("[\"{value}\"]"), format!("{{\"message\":\"{value}\"}}")] {
+            let (_, bytes) = read(&Sent { status: 403, lines: Vec::new(), body: body.into_bytes() }, false);
+            assert!(bytes <= 1024, "body: {piece}");
+        }
+    }
+    for piece in ["-", "a-", "limit-", "rate-", "l", "reset-", "ratelimit-"] {
+        let name = piece.repeat(20_000 / piece.len()) + "x-ratelimit-limit" + &"-a".repeat(2_000);
+        let line = |end: usize| (format!("{name}{end}"), b"1".to_vec());
+        read(&Sent { status: 200, lines: (0..64).map(line).collect(), body: Vec::new() }, false);
+    }
+}
+
+#[test]
+fn a_response_without_such_headers_takes_no_memory() {
+    let mut response = Response::new(());
+    for (name, value) in [
+        ("date", "Thu, 01 Jan 2026 00:02:00 GMT"),
+        ("content-type", "application/json"),
+        ("x-request-id", "5f0c2a"),
+        ("age", "7"),
+    ] {
+        response.headers_mut().append(name, HeaderValue::from_static(value));
+    }
+    for status in [200, 404, 429, 503] {
+        *response.status_mut() = StatusCode::from_u16(status).unwrap();
+        let spent = allocation_counter::measure(|| assert_eq!(Signal::read(&response).quotas(), []));
+        assert_eq!(spent.count_total, 0);
+    }
+}
+
+#[test]
+fn a_quota_without_name_takes_no_memory() {
+    let mut response = Response::new(());
+    let headers: &mut HeaderMap = response.headers_mut();
+    for (name, value) in
+        [("x-ratelimit-limit", "60"), ("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767225660")]
+    {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    let spent =
+        allocation_counter::measure(|| assert_eq!(Signal::read(&response).quotas()[0].limit(), Some(60)));
+    assert_eq!(spent.count_total, 0);
+}
