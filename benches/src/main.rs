@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --release -p tollgate-benches              # a permit at hand, in memory
 //! cargo run --release -p tollgate-benches -- keys      # a million keys, in memory
+//! cargo run --release -p tollgate-benches -- signals   # reading a response
 //! cargo run --release -p tollgate-benches -- redis     # one decision in Redis
 //! cargo run --release -p tollgate-benches -- fleet     # processes that share a limit; --rounds N, --chart FILE
 //! cargo run --release -p tollgate-benches -- growth    # tollgate with more processes and more keys; --rounds N
@@ -19,6 +20,7 @@ mod machine;
 mod many_keys;
 mod measure;
 mod peers;
+mod signals;
 
 use contenders::Failure;
 
@@ -36,6 +38,7 @@ fn main() -> Result<(), Failure> {
             let _guard = runtime.enter();
             many_keys::report();
         }
+        Some((bench, _)) if bench == "signals" => signals::report(),
         Some((bench, _)) if bench == "redis" => in_redis::report(),
         Some((bench, options)) if bench == "fleet" => {
             fleet::report(&fleet::Options::from_words(options)?)?;
@@ -47,7 +50,7 @@ fn main() -> Result<(), Failure> {
             let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
             fleet::child(&task)?;
         }
-        Some((other, _)) => return Err(format!("{other}: keys, redis, fleet, growth, or nothing").into()),
+        Some((other, _)) => return Err(format!("{other}: keys, signals, redis, fleet, growth, or nothing").into()),
     }
     Ok(())
 }
