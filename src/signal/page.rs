@@ -35,6 +35,9 @@ fn page() -> String {
         let _ = writeln!(page, "| {} | {meaning} |", code(&words));
     }
     let _ = writeln!(page, "\nA quota without name may be named by {}.\n", code(&combine::NAMES));
+    page += "Some vendors differ a little: `ratelimit-dailylimit` (Yelp) is the limit of the quota without name and names\n\
+             it; `gw-ratelimit-reset` (KuCoin) is in milliseconds; the two limits of Strava, also of its\n\
+             `x-readratelimit-limit` and `-usage`, are those of 15 minutes and of a day.\n\n";
     page += "## Formats of one vendor\n\n| sender | headers | form |\n|---|---|---|\n";
     for Row { sender, headers, form } in ROWS {
         let form = match form {
