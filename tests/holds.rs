@@ -158,7 +158,7 @@ async fn refusals_of_calls_that_were_sent_before_do_not_prolong_a_hold_without_a
 async fn a_hint_is_cut_to_max_hold_and_zero_holds_nothing() {
     for (max_hold, held) in [(5 * SECOND, Some(5 * SECOND)), (Duration::ZERO, None)] {
         let layer = builder().max_hold(max_hold).build().unwrap();
-        let upstream = Upstream::answering([limited("1771404540")]);
+        let upstream = Upstream::answering([limited("99999999")]);
         let service = ServiceBuilder::new().layer(layer.clone()).service(upstream);
         service.oneshot(get("/")).await.unwrap();
         assert_eq!(peek(&layer, Key::ALL).await.held, held);
@@ -167,6 +167,25 @@ async fn a_hint_is_cut_to_max_hold_and_zero_holds_nothing() {
     let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([limited("0")]));
     service.oneshot(get("/")).await.unwrap();
     assert_eq!(peek(&layer, Key::ALL).await.held, None, "it may be tried again at once");
+}
+
+/// Somebody else has used the same account: nothing is left, and the limit here does not know.
+#[tokio::test(start_paused = true)]
+async fn what_the_upstream_says_is_used_up_is_not_asked_for_before_it_is_reset() {
+    let left = |remaining: u32, reset: u32| {
+        let response = http::Response::builder().header("ratelimit-limit", 100);
+        let response = response.header("ratelimit-remaining", remaining).header("ratelimit-reset", reset);
+        Ok(response.body(String::new()).unwrap())
+    };
+    let layer =
+        RateLimitLayer::builder(Quota::per_minute(100)).max_wait(Duration::from_secs(50)).build().unwrap();
+    let upstream = Upstream::answering([left(1, 31), left(0, 30), left(99, 60), left(0, 2), ok()]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    for _ in 0..5 {
+        assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), StatusCode::OK);
+    }
+    // For two seconds of a minute, the limit here knows better.
+    assert_eq!(upstream.arrivals(), [0, 0, 30_000, 30_000, 30_000]);
 }
 
 #[tokio::test(start_paused = true)]

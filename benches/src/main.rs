@@ -50,7 +50,9 @@ fn main() -> Result<(), Failure> {
             let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
             fleet::child(&task)?;
         }
-        Some((other, _)) => return Err(format!("{other}: keys, signals, redis, fleet, growth, or nothing").into()),
+        Some((other, _)) => {
+            return Err(format!("{other}: keys, signals, redis, fleet, growth, or nothing").into());
+        }
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::signal::Signal;
+use crate::signal::{Observed, Signal};
 use crate::store::{Answer, Held, Listener};
 
 /// Which gate a call came through. A call on its way keeps this number and no more: the gate is looked for only when the
@@ -30,7 +30,7 @@ impl GateId {
     /// A call of `key` that came through this gate has been answered.
     #[inline]
     pub(super) fn answered(self, key: Key, signal: &Signal) {
-        if signal.limited().is_some() || is_any_uncertain() {
+        if signal.limited().is_some() || !signal.quotas().is_empty() || is_any_uncertain() {
             self.tell(key, signal);
         }
     }
@@ -139,14 +139,14 @@ impl Limiter {
 
     fn upstream_answered(&self, key: Key, signal: &Signal) {
         let (now, Settings { max_hold, store, terms, .. }) = (clock::now(), &self.0.settings);
-        if signal.limited().is_none() {
+        let limited = signal.limited().is_some();
+        if !limited {
             self.at_line(key, now, |line, _, _| (line.accepted_upstream(now), None));
+        }
+        let retry_after = if limited { signal.retry_after() } else { used_up_for(signal) };
+        if max_hold.is_zero() || !(limited || retry_after.is_some()) {
             return;
         }
-        if max_hold.is_zero() {
-            return;
-        }
-        let retry_after = signal.retry_after();
         let held = self.open_line(key, now, |line, desk, wakers| {
             let held = line.refused_upstream(retry_after, *max_hold, now);
             (held, held.and_then(|held| line.hold(desk, held, wakers)))
@@ -157,6 +157,17 @@ impl Limiter {
             drop(store.hold(key, terms, held));
         }
     }
+}
+
+/// For how long the upstream says that there is nothing left, to a call that it still answered.
+///
+/// Only of a quota without a name: one with a name may be of other calls than those of this key. And not for less than
+/// a whole second more or less would matter: the limit here knows better.
+fn used_up_for(signal: &Signal) -> Option<Duration> {
+    const LONG: Duration = Duration::from_secs(5);
+    let nameless = signal.quotas().iter().filter(|quota| quota.name().is_none());
+    let used_up = nameless.filter(|quota| quota.remaining() == Some(0));
+    used_up.filter_map(Observed::reset_after).max().filter(|reset_after| *reset_after >= LONG)
 }
 
 /// Holds of more are cut to this: 366 days.
