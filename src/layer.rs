@@ -1,15 +1,21 @@
 //! The words a user says: the layer and its builder.
 
+mod reading;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use http::HeaderMap;
+
 use crate::error::{ConfigError, Limited};
 use crate::gate::{Entry, LIFE, Limiter, OnStoreError, Seat, Sent, Settings, Started, Waiter};
-use crate::key::{Cost, Deadline, Key, RequestInfo};
+use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
-use crate::signal::{AsResponseInfo, Signal};
+use crate::signal::Signal;
 use crate::store::{MemoryStore, Store};
+use reading::Reading;
+pub(crate) use reading::{Answers, leave};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
@@ -49,24 +55,6 @@ pub struct RateLimitLayer {
     reading: Arc<Reading>,
 }
 
-/// How requests and responses are read.
-struct Reading {
-    key: Option<Of<Option<Key>>>,
-    cost: Option<Of<u32>>,
-    deadline: Option<Of<Option<Instant>>>,
-    upstream_limit: UpstreamLimit,
-}
-
-/// What becomes of a refusal by the upstream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum UpstreamLimit {
-    Passes,
-    IsError,
-}
-
-/// What a closure finds in a request.
-type Of<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
-
 impl RateLimitLayer {
     /// A layer that keeps everything that passes it, together, within `quota`. Waits up to 15 s; counts in memory.
     ///
@@ -81,7 +69,7 @@ impl RateLimitLayer {
     pub fn builder(quota: Quota) -> RateLimitBuilder {
         RateLimitBuilder {
             quota,
-            reading: Reading { key: None, cost: None, deadline: None, upstream_limit: UpstreamLimit::Passes },
+            reading: Reading::default(),
             store: None,
             on_store_error: OnStoreError::default(),
             max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
@@ -121,15 +109,13 @@ impl RateLimitLayer {
     #[inline]
     fn sent(&self, entry: &Entry, seat: Option<Seat>, label: impl FnOnce() -> Box<str>) -> Sent {
         let sent = Sent::at_once(self.limiter.id(), entry.key, seat);
-        match self.reading.upstream_limit {
-            UpstreamLimit::Passes => sent,
-            UpstreamLimit::IsError => sent.named(label()),
-        }
+        if self.reading.answers.are_errors() { sent.named(label()) } else { sent }
     }
 
-    /// What becomes of a refusal by the upstream.
-    pub(crate) fn upstream_limit(&self) -> UpstreamLimit {
-        self.reading.upstream_limit
+    /// How the answer to a request is read.
+    #[inline]
+    pub(crate) fn answers(&self) -> Answers {
+        self.reading.answers.clone()
     }
 }
 
@@ -138,53 +124,6 @@ pub(crate) enum Entered {
     Sent(Sent),
     Waiting(Box<Waiter>),
     Limited(Limited),
-}
-
-/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors. Its call is in
-/// flight until the seat, if there is one, is dropped.
-#[inline]
-pub(crate) fn leave(
-    sent: Sent,
-    response: &impl AsResponseInfo,
-    limit: UpstreamLimit,
-) -> Result<Option<Seat>, Limited> {
-    match sent.answered(&Signal::read(response)) {
-        (_, Some(limited)) if limit == UpstreamLimit::IsError => Err(limited),
-        (seat, _) => Ok(seat),
-    }
-}
-
-impl Reading {
-    #[inline]
-    fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
-        let key = match (request.extension::<Key>(), &self.key) {
-            (Some(key), _) => *key,
-            (None, Some(key_of)) => key_of(request)?,
-            (None, None) => Key::ALL,
-        };
-        let cost = match (request.extension::<Cost>(), &self.cost) {
-            (Some(Cost(cost)), _) => *cost,
-            (None, Some(cost_of)) => cost_of(request),
-            (None, None) => 1,
-        };
-        let deadline = match (request.extension::<Deadline>(), &self.deadline) {
-            (Some(Deadline(deadline)), _) => Some(*deadline),
-            (None, Some(deadline_of)) => deadline_of(request),
-            (None, None) => None,
-        };
-        Some(Entry { key, cost, deadline })
-    }
-}
-
-impl std::fmt::Debug for Reading {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reading")
-            .field("key", &self.key.is_some())
-            .field("cost", &self.cost.is_some())
-            .field("deadline", &self.deadline.is_some())
-            .field("upstream_limit", &self.upstream_limit)
-            .finish()
-    }
 }
 
 /// Sets up a [`RateLimitLayer`].
@@ -335,7 +274,37 @@ impl RateLimitBuilder {
     ///
     /// The body of the response is dropped then.
     pub fn error_on_upstream_limit(mut self) -> Self {
-        self.reading.upstream_limit = UpstreamLimit::IsError;
+        self.reading.answers.set_errors();
+        self
+    }
+
+    /// Reads what the upstream says in a way of its own. `dialect` is told the key of the request, the headers of the answer,
+    /// and the [`Signal`] that was read; what it returns counts. Default: none.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use http::{HeaderMap, StatusCode};
+    /// use tollgate::{Key, Quota, RateLimitLayer, Signal, by_host};
+    ///
+    /// // One of the servers says `X-Pause: 3` where others say `429` and `Retry-After: 3`.
+    /// let theirs = Key::host("api.example.com");
+    /// let pause = move |key, headers: &HeaderMap, signal: Signal| {
+    ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok()?.parse().ok());
+    ///     match seconds {
+    ///         Some(seconds) if key == theirs => signal
+    ///             .with_limited(StatusCode::TOO_MANY_REQUESTS)
+    ///             .with_retry_after(Duration::from_secs(seconds)),
+    ///         _ => signal,
+    ///     }
+    /// };
+    /// let limit = RateLimitLayer::builder(Quota::per_second(50)).key(by_host).dialect(pause).build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn dialect<F>(mut self, dialect: F) -> Self
+    where
+        F: Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync + 'static,
+    {
+        self.reading.answers.set_dialect(Arc::new(dialect));
         self
     }
 

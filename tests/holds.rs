@@ -189,6 +189,26 @@ async fn what_the_upstream_says_is_used_up_is_not_asked_for_before_it_is_reset()
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_dialect_of_one_s_own_holds_the_keys_it_is_for() {
+    let theirs = Key::host("theirs.example");
+    let pause = move |key: Key, headers: &http::HeaderMap, signal: tollgate::Signal| {
+        if key == theirs && headers.contains_key("x-pause") {
+            signal.with_limited(StatusCode::TOO_MANY_REQUESTS).with_retry_after(3 * SECOND)
+        } else {
+            signal
+        }
+    };
+    let layer = builder().key(tollgate::by_host).dialect(pause).build().unwrap();
+    let paused = || Ok(http::Response::builder().header("x-pause", "3").body(String::new()).unwrap());
+    let upstream = Upstream::answering([paused(), paused()]);
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream);
+    service.clone().oneshot(get("http://theirs.example/")).await.unwrap();
+    service.clone().oneshot(get("http://other.example/")).await.unwrap();
+    assert_eq!(peek(&layer, theirs).await.held, Some(3 * SECOND));
+    assert_eq!(peek(&layer, Key::host("other.example")).await.held, None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn keys_are_held_apart() {
     let layer = builder().key(tollgate::by_host).build().unwrap();
     let upstream = Upstream::answering([limited("5")]);

@@ -117,7 +117,7 @@ mod middleware {
             ready => ready,
         })
         .await?;
-        let seat = leave(sent, &response, layer.upstream_limit()).map_err(Error::from)?;
+        let seat = leave(sent, &response, &layer.answers()).map_err(Error::from)?;
         Ok((response, seat))
     }
 }

@@ -12,7 +12,7 @@ use tower_service::Service;
 use crate::error::{BoxError, Error, Limited};
 use crate::gate::{Permit, Seat, Sent, Waiter};
 use crate::key::{AsRequestInfo, RequestInfo};
-use crate::layer::{Entered, RateLimitLayer, UpstreamLimit, leave};
+use crate::layer::{Answers, Entered, RateLimitLayer, leave};
 use crate::signal::AsResponseInfo;
 
 impl<S> Layer<S> for RateLimitLayer {
@@ -75,7 +75,7 @@ where
         match self.layer.enter(&RequestInfo::new(&request)) {
             Entered::Sent(sent) => {
                 let state = State::Calling { call: self.inner.call(request) };
-                ResponseFuture { state, sent: Some(sent), upstream_limit: self.layer.upstream_limit() }
+                ResponseFuture { state, sent: Some(sent), answers: self.layer.answers() }
             }
             Entered::Waiting(waiter) => self.call_later(Ok(waiter), request),
             Entered::Limited(limited) => self.call_later(Err(limited), request),
@@ -101,7 +101,7 @@ impl<S: Clone> RateLimit<S> {
             }
             Err(limited) => State::Refused { limited: Some(limited) },
         };
-        ResponseFuture { state, sent: None, upstream_limit: self.layer.upstream_limit() }
+        ResponseFuture { state, sent: None, answers: self.layer.answers() }
     }
 }
 
@@ -114,7 +114,7 @@ pin_project! {
         #[pin]
         state: State<S, R>,
         sent: Option<Sent>,
-        upstream_limit: UpstreamLimit,
+        answers: Answers,
     }
 }
 
@@ -200,7 +200,7 @@ where
                     let response = response.map_err(Error::inner);
                     let sent = this.sent.take().expect("a future is not polled after it was ready");
                     let response = response?;
-                    let seat = leave(sent, &response, *this.upstream_limit)?;
+                    let seat = leave(sent, &response, this.answers)?;
                     return Poll::Ready(Ok((response, seat)));
                 }
                 StateProj::Waiting { errand } => {

@@ -134,6 +134,11 @@ impl Sent {
         Sent { wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })), ..self }
     }
 
+    #[inline]
+    pub(crate) fn key(&self) -> Key {
+        self.key
+    }
+
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
     #[inline]

@@ -1,0 +1,101 @@
+//! How requests and their answers are read.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use http::HeaderMap;
+
+use crate::error::Limited;
+use crate::gate::{Entry, Seat, Sent};
+use crate::key::{Cost, Deadline, Key, RequestInfo};
+use crate::signal::{AsResponseInfo, Signal};
+
+/// How requests and their answers are read.
+#[derive(Default)]
+pub(super) struct Reading {
+    pub(super) key: Option<Of<Option<Key>>>,
+    pub(super) cost: Option<Of<u32>>,
+    pub(super) deadline: Option<Of<Option<Instant>>>,
+    pub(super) answers: Answers,
+}
+
+/// What a closure finds in a request.
+type Of<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
+
+/// What a closure makes of what was read from the headers.
+type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
+
+/// How the answer to a request is read.
+#[derive(Clone, Default)]
+pub(crate) struct Answers {
+    /// Whether a refusal by the upstream is an error; else it passes.
+    errors: bool,
+    dialect: Option<Dialect>,
+}
+
+impl Answers {
+    pub(super) fn are_errors(&self) -> bool {
+        self.errors
+    }
+
+    pub(super) fn set_errors(&mut self) {
+        self.errors = true;
+    }
+
+    pub(super) fn set_dialect(&mut self, dialect: Dialect) {
+        self.dialect = Some(dialect);
+    }
+}
+
+/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors. Its call is in
+/// flight until the seat, if there is one, is dropped.
+#[inline]
+pub(crate) fn leave(
+    sent: Sent,
+    response: &impl AsResponseInfo,
+    answers: &Answers,
+) -> Result<Option<Seat>, Limited> {
+    let mut signal = Signal::read(response);
+    if let (Some(dialect), Some(headers)) = (&answers.dialect, response.headers()) {
+        signal = dialect(sent.key(), headers, signal);
+    }
+    match sent.answered(&signal) {
+        (_, Some(limited)) if answers.errors => Err(limited),
+        (seat, _) => Ok(seat),
+    }
+}
+
+impl Reading {
+    #[inline]
+    pub(super) fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
+        let key = match (request.extension::<Key>(), &self.key) {
+            (Some(key), _) => *key,
+            (None, Some(key_of)) => key_of(request)?,
+            (None, None) => Key::ALL,
+        };
+        let cost = match (request.extension::<Cost>(), &self.cost) {
+            (Some(Cost(cost)), _) => *cost,
+            (None, Some(cost_of)) => cost_of(request),
+            (None, None) => 1,
+        };
+        let deadline = match (request.extension::<Deadline>(), &self.deadline) {
+            (Some(Deadline(deadline)), _) => Some(*deadline),
+            (None, Some(deadline_of)) => deadline_of(request),
+            (None, None) => None,
+        };
+        Some(Entry { key, cost, deadline })
+    }
+}
+
+impl fmt::Debug for Reading {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reading")
+            .field("key", &self.key.is_some())
+            .field("cost", &self.cost.is_some())
+            .field("deadline", &self.deadline.is_some())
+            .field("error_on_upstream_limit", &self.answers.errors)
+            .field("dialect", &self.answers.dialect.is_some())
+            .finish()
+    }
+}
