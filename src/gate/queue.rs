@@ -58,8 +58,8 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// Whether a call is under way.
     calling: bool,
-    /// When it was sent.
-    asked_at: Option<Instant>,
+    /// When it was sent, and who was the last in line then.
+    asked_at: Option<(Instant, Number)>,
     pub(super) gathering: Gathering,
     /// Until when the store decides nothing.
     paused_until: Option<Instant>,
@@ -106,7 +106,15 @@ impl Queue {
         let Patience { latest, by_deadline } = patience;
         let wake_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let entered = self.paused_until.map_or(now, |until| until.max(now));
-        let waiting = Waiting { patience, entered, heard: false, wake_at, timer: None, waker: None };
+        let waiting = Waiting {
+            patience,
+            entered,
+            heard: false,
+            gives_up_at: wake_at,
+            wake_at,
+            timer: None,
+            waker: None,
+        };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -222,7 +230,8 @@ impl Queue {
     /// A call asks for `needs`.
     pub(super) fn asking(&mut self, needs: &[Need], now: Instant) {
         self.calling = true;
-        self.asked_at = Some(now);
+        let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
+        self.asked_at = last.map(|last| (now, *last));
         self.gathering = Gathering::NotYet;
         for need in needs {
             self.classes.entry(need.cost).or_default().asked = need.count as usize;
@@ -237,8 +246,10 @@ impl Queue {
     /// Whether one can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
+        // Its timer may stand at the slot of one who left, which is gone meanwhile.
         waiting.is_some_and(|waiting| {
-            if waiting.heard { waiting.patience.latest <= now } else { waiting.wake_at <= now }
+            let end = if waiting.heard { waiting.patience.latest } else { waiting.gives_up_at };
+            end <= now
         })
     }
 
@@ -381,7 +392,8 @@ impl Queue {
             waiting.wake_at(match first_slot {
                 Some(slot) if slot <= now => clock::after(now, ANSWER),
                 Some(slot) => slot,
-                None => waiting.patience.latest,
+                None if waiting.heard => waiting.patience.latest,
+                None => waiting.gives_up_at,
             });
         }
         match &mut waiting.waker {

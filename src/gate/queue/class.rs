@@ -29,6 +29,8 @@ pub(super) struct Waiting {
     pub(super) entered: Instant,
     /// Whether the store has answered for it.
     pub(super) heard: bool,
+    /// When it waits no longer for the store to answer for it.
+    pub(super) gives_up_at: Instant,
     /// Where its timer stands, or will when it is first polled.
     pub(super) wake_at: Instant,
     pub(super) timer: Option<Timer>,
@@ -68,7 +70,7 @@ impl Class {
         granted: usize,
         ended: usize,
         end: Option<&Settled>,
-        refused_at: Option<Instant>,
+        refused_at: Option<(Instant, Number)>,
         now: Instant,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
@@ -76,7 +78,9 @@ impl Class {
         let newcomers = without.saturating_sub(ended);
         if let Some(end) = end {
             let ended = self.waiting.iter().rev().skip(newcomers).take(without - newcomers);
-            let asked_for = ended.filter(|(_, waiting)| refused_at.is_none_or(|at| waiting.entered <= at));
+            let asked_for = ended.filter(|(number, waiting)| {
+                refused_at.is_none_or(|(at, last)| waiting.entered <= at && **number <= last)
+            });
             leaving.extend(asked_for.map(|(&number, _)| (number, end.again())));
         }
         // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
