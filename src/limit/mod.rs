@@ -230,6 +230,11 @@ impl Ledger {
         self.hold
     }
 
+    /// The same for one that begins now, whatever was released before and not heard of by who holds.
+    pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
+        self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
+    }
+
     /// Ends the hold. Answers what holds.
     pub(crate) fn release(&mut self) -> Hold {
         self.hold = Hold { until: 0, releases: self.hold.releases.saturating_add(1) };

@@ -187,7 +187,7 @@ impl Store for MemoryStore {
     }
 
     fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
-        self.set_hold(key, terms, |ledger, now| ledger.hold(hold(held, now)))
+        self.set_hold(key, terms, |ledger, now| ledger.hold_anew(hold(held, now)))
     }
 
     fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {

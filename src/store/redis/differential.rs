@@ -217,7 +217,7 @@ impl World {
         let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
         ledger.advance(terms, self.now);
         match change {
-            Some(held) => ledger.hold(hold(held, self.now)),
+            Some(held) => ledger.hold_anew(hold(held, self.now)),
             None => ledger.release(),
         };
     }

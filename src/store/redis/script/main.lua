@@ -48,6 +48,8 @@ end
 S.now = now
 
 -- The hold: it only ever ends later, unless it is released.
+-- One that begins now does, whatever was released before and not heard of by who holds.
+if operation == HOLD and hold_releases < releases then hold_releases = releases end
 if operation == RELEASE then
   held, releases, S.changed = 0, releases + 1, true
 elseif hold_releases > releases then
