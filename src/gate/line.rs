@@ -203,13 +203,18 @@ impl Line {
 
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
     pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Errand> {
+        let held = self.held(desk.now).is_some();
         let Some(queue) = &mut self.queue else {
-            if !self.stock.put(&slot, desk.now) {
+            if held || !self.stock.put(&slot, desk.now) {
                 desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
             }
             return None;
         };
-        queue.add(slot);
+        if held {
+            queue.returns.push(slot.unused());
+        } else {
+            queue.add(slot);
+        }
         let errand = self.step(desk, None, wakers);
         self.close();
         errand

@@ -1,9 +1,11 @@
 //! Waiting in a line: being polled, being late, leaving.
 
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use super::asking::longest_life;
 use super::{Desk, Errand, LIFE, Line};
+use crate::clock;
 use crate::gate::queue::{Number, Wakers};
 use crate::gate::slot::{Patience, Settled, Slot};
 use crate::store::Refusal;
@@ -63,11 +65,26 @@ impl Line {
     fn collect_alive(&mut self, desk: &Desk<'_>, waiter: &mut Place) -> Option<Settled> {
         let settled = self.collect(waiter.number)?;
         let Settled::Granted(slot) = settled else { return Some(settled) };
+        if let Some(left) = self.held(desk.now) {
+            return self.held_back(desk, waiter, slot, left);
+        }
         if slot.until > desk.now {
             self.life = (self.life - self.life / 64).max(LIFE);
             return Some(settled);
         }
         self.wait_again(desk, waiter, slot);
+        None
+    }
+
+    /// One that was about to leave when the key was held waits in its old place, if it can wait so long.
+    fn held_back(&mut self, desk: &Desk<'_>, waiter: &Place, slot: Slot, left: Duration) -> Option<Settled> {
+        let Place { number, cost, patience, .. } = *waiter;
+        let queue = self.queue.get_or_insert_default();
+        queue.returns.push(slot.unused());
+        if clock::after(desk.now, left) > patience.latest {
+            return Some(Settled::Refused(Refusal { wait: Some(left), limit: None }));
+        }
+        queue.wait(number, cost, patience, desk.now);
         None
     }
 
@@ -107,10 +124,13 @@ impl Line {
         waiter: &Place,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
+        let held = self.held(desk.now).is_some();
         let queue = self.queue.as_mut()?;
         queue.leave(waiter.number, waiter.cost);
-        if let Some(Settled::Granted(slot)) = queue.collect(waiter.number) {
-            queue.add(slot);
+        match queue.collect(waiter.number) {
+            Some(Settled::Granted(slot)) if held => queue.returns.push(slot.unused()),
+            Some(Settled::Granted(slot)) => queue.add(slot),
+            _ => {}
         }
         let errand = self.step(desk, None, wakers);
         self.close();
