@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::flight::Unseated;
 use super::limiter::{Entry, Limiter, Reached, Started, refused, report, told};
-use super::line::Place;
+use super::line::{Place, next_number};
 use super::permit::{Permit, Wait};
 use super::queue::{ANSWER, Number};
 use super::seat::{Seat, Sitting};
@@ -79,6 +79,7 @@ impl Waiter {
 
     /// It waits for the end of a hold.
     pub(super) fn held_until(mut self, until: Instant, seat: Option<Seat>) -> Self {
+        self.place.number = next_number();
         (self.stage, self.seat) = (Stage::Held { until, timer: None }, seat);
         self
     }
@@ -162,6 +163,7 @@ impl Waiter {
                 return Poll::Pending;
             }
             Reached::Later(until) => {
+                self.place.number = next_number();
                 self.stage = Stage::Held { until, timer: None };
                 return Poll::Pending;
             }
@@ -183,16 +185,24 @@ impl Future for Waiter {
         match &mut waiter.stage {
             Stage::InLine => {}
             Stage::Held { until, timer } => {
-                ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));
-                waiter.stage = Stage::Nowhere;
-                // It may have been held again meanwhile.
-                return match waiter.limiter.held(waiter.key, now) {
-                    Some(left) => {
-                        let refusal = Refusal { wait: Some(left), limit: None };
-                        Poll::Ready(waiter.settled(Settled::Refused(refusal), now))
-                    }
-                    None => Poll::Ready(Ok(waiter.permit(None, now))),
+                let Place { number, patience, .. } = waiter.place;
+                let Some(left) = waiter.limiter.poll_hold(waiter.key, number, now, cx) else {
+                    waiter.stage = Stage::Nowhere;
+                    return Poll::Ready(Ok(waiter.permit(None, now)));
                 };
+                let end = clock::after(now, left);
+                if end > patience.latest {
+                    waiter.limiter.leave_hold(waiter.key, number);
+                    let refusal = Refusal { wait: Some(left), limit: None };
+                    return Poll::Ready(waiter.settled(Settled::Refused(refusal), now));
+                }
+                if end != *until {
+                    (*until, *timer) = (end, None);
+                }
+                ready!(timer.get_or_insert_with(|| Timer::at(end)).poll(cx));
+                // It was due between asking the time and asking the timer.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
             }
             Stage::ForSeat { .. } | Stage::Nowhere => return Poll::Pending,
         }
@@ -214,7 +224,8 @@ impl Drop for Waiter {
                     ((), line.leave(desk, place, wakers))
                 });
             }
-            Stage::Held { .. } | Stage::Nowhere => {}
+            Stage::Held { .. } => self.limiter.leave_hold(self.key, self.place.number),
+            Stage::Nowhere => {}
         }
     }
 }

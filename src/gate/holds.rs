@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::task::Context;
 use std::time::{Duration, Instant};
 
 use super::limiter::{Gate, Limiter, Settings};
-use super::line::is_any_uncertain;
+use super::line::{Desk, Line, is_any_uncertain};
+use super::queue::{Number, Wakers};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -95,7 +97,10 @@ impl Limiter {
         let releases = self.0.lines.find(key, |line| line.releases()).unwrap_or(0);
         let held = Held { left: span.min(LONGEST_HOLD), releases };
         self.set_hold(key, held, now);
-        answer(self.0.settings.store.hold(key, &self.0.settings.terms, held)).await.map(|_| ())
+        let held = answer(self.0.settings.store.hold(key, &self.0.settings.terms, held)).await?;
+        // It may have been released by others before, which was not known here.
+        self.hold_heard(key, held);
+        Ok(())
     }
 
     /// The same until a moment. One that has passed holds nothing.
@@ -129,12 +134,37 @@ impl Limiter {
     /// What holds `key` has changed.
     fn set_hold(&self, key: Key, held: Held, now: Instant) {
         // Without room for one more key, the next call learns it from the store.
-        let _ = self.open_line(key, now, |line, desk, wakers| ((), line.hold(desk, held, wakers)));
+        let _ = self.open_line(key, now, |line, desk, wakers| ((), line.hold(desk, held, true, wakers)));
     }
 
-    /// Somebody else has held `key`, or released it: of use where there is anything to hold back.
+    /// Somebody else has held `key`, or released it: of use where there is anything to hold back, or the store is not
+    /// asked.
     pub(super) fn hold_heard(&self, key: Key, held: Held) {
-        self.at_line(key, clock::now(), |line, desk, wakers| ((), line.hold(desk, held, wakers)));
+        let now = clock::now();
+        let hear = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
+            ((), line.hold(desk, held, false, wakers))
+        };
+        if self.0.settings.terms.quota().limits().is_empty() && !held.left.is_zero() {
+            let _ = self.open_line(key, now, hear);
+        } else {
+            self.at_line(key, now, hear);
+        }
+    }
+
+    /// For how long `key` is held; until then, the task is woken when that changes.
+    pub(super) fn poll_hold(
+        &self,
+        key: Key,
+        number: Number,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Option<Duration> {
+        self.0.lines.find(key, |line| line.poll_hold(number, now, cx)).flatten()
+    }
+
+    /// One waits for the end of the hold no more.
+    pub(super) fn leave_hold(&self, key: Key, number: Number) {
+        self.0.lines.find(key, |line| line.leave_hold(number));
     }
 
     fn upstream_answered(&self, key: Key, signal: &Signal) {
@@ -149,7 +179,7 @@ impl Limiter {
         }
         let held = self.open_line(key, now, |line, desk, wakers| {
             let held = line.refused_upstream(retry_after, *max_hold, now);
-            (held, held.and_then(|held| line.hold(desk, held, wakers)))
+            (held, held.and_then(|held| line.hold(desk, held, true, wakers)))
         });
         if let Ok(Some(held)) = held {
             events::held(key, held.left);

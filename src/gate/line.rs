@@ -139,6 +139,7 @@ impl Line {
             return (Entered::Granted(slot), None);
         }
         if let Some(left) = self.held(desk.now).filter(|left| clock::after(desk.now, *left) > patience.latest)
+            && !self.asks_for_release(desk.now)
         {
             return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
         }
@@ -174,8 +175,8 @@ impl Line {
         match desk.store.lease(ask) {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
-                self.remember(desk, &lease, desk.now, desk.now);
-                self.hold_answered(lease.held, desk.now);
+                let bounds = self.remember(desk, &lease, desk.now, desk.now);
+                self.hold_answered(lease.held, desk.now, bounds);
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);

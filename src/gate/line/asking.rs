@@ -164,7 +164,7 @@ impl Line {
             Err(_) => (sent, now),
         };
         if let Ok(lease) = &answer {
-            self.hold_answered(lease.held, now);
+            self.hold_answered(lease.held, sent, bounds);
         }
         let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
         let Some(queue) = &mut self.queue else { return };

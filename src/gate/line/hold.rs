@@ -3,24 +3,51 @@
 //! What lies at hand and what was booked before its end goes back; who cannot wait so long is told; the others take new
 //! slots, which a store that knows of the hold gives for the time after it.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::{Desk, Errand, Line};
 use crate::clock;
-use crate::gate::queue::Wakers;
+use crate::gate::queue::{Number, Wakers};
 use crate::jitter::jittered;
 use crate::store::Held;
 
 pub(super) struct Holding {
     until: Instant,
+    /// Until when it holds at least, by what was seen here or answered: what is told of it. What was told to all may have
+    /// been on its way for long.
+    sure_until: Instant,
     releases: u32,
-    /// Until when the store knows of it.
+    /// Until when the store knows of it, at most.
     known_until: Instant,
+    /// Since when it is what it is: answers to calls of before may not know of it.
+    since: Instant,
+    /// When the store or others last spoke of it; none where some word may have been missed.
+    heard: Option<Instant>,
+    /// The tasks that wait for its end alone.
+    waiting: BTreeMap<Number, Waker>,
     /// How often in a row the upstream said no and not for how long.
     refusals: u32,
     /// While there are any.
     uncertain: Option<Uncertain>,
+}
+
+impl Holding {
+    fn new(now: Instant) -> Self {
+        Holding {
+            until: now,
+            sure_until: now,
+            releases: 0,
+            known_until: now,
+            since: now,
+            heard: None,
+            waiting: BTreeMap::new(),
+            refusals: 0,
+            uncertain: None,
+        }
+    }
 }
 
 /// An upstream has said no and not for how long: until it says yes, answers are looked at.
@@ -51,6 +78,9 @@ pub(in crate::gate) fn is_any_uncertain() -> bool {
 /// What is so much later is the same, seen after another trip.
 const SAME: Duration = Duration::from_millis(5);
 
+/// How often the store is asked whether a hold still holds, while somebody calls.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
 /// The first hold where the upstream does not say for how long; each further one is twice as long.
 const FIRST_HOLD: Duration = Duration::from_secs(1);
 
@@ -71,31 +101,62 @@ impl Line {
     /// What the store is told of the hold: all there is where it may not know.
     pub(super) fn held_for_store(&self, now: Instant) -> Held {
         let Some(hold) = &self.hold else { return Held::default() };
-        let is_news = hold.until > clock::after(hold.known_until, SAME);
-        let left = if is_news { hold.until.saturating_duration_since(now) } else { Duration::ZERO };
+        // Else each exchange would move it later by what the trips differ.
+        let is_news = hold.sure_until > clock::after(hold.known_until, SAME);
+        let left = if is_news { hold.sure_until.saturating_duration_since(now) } else { Duration::ZERO };
         Held { left, releases: hold.releases }
     }
 
-    /// The store has said what holds.
-    pub(super) fn hold_answered(&mut self, held: Held, now: Instant) {
-        if self.hold.is_some() || !held.is_none() {
-            self.adopt(held, now);
+    /// The store has said what holds, in answer to a call sent at `sent`; its time was between two moments of ours.
+    pub(super) fn hold_answered(
+        &mut self,
+        held: Held,
+        sent: Instant,
+        (earliest, latest): (Instant, Instant),
+    ) {
+        if self.hold.is_none() && held.is_none() {
+            return;
         }
-        if let Some(hold) = &mut self.hold {
-            hold.known_until = clock::after(now, held.left);
+        let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(sent)));
+        let (least, most) = (clock::after(earliest, held.left), clock::after(latest, held.left));
+        if held.releases < hold.releases {
+            return;
+        }
+        hold.heard = Some(latest);
+        hold.known_until = most;
+        if held.releases > hold.releases {
+            (hold.until, hold.sure_until, hold.releases, hold.since) = (most, least, held.releases, sent);
+            return;
+        }
+        hold.sure_until = hold.sure_until.max(least);
+        if sent < hold.since {
+            hold.until = hold.until.max(most);
+        } else if hold.sure_until <= clock::after(most, SAME) {
+            (hold.until, hold.sure_until) = (most, hold.sure_until.min(most));
+        } else {
+            // It has forgotten.
+            hold.until = hold.sure_until;
         }
     }
 
-    /// Takes in what holds. Answers whether that changes anything.
-    fn adopt(&mut self, held: Held, now: Instant) -> bool {
-        let none =
-            || Box::new(Holding { until: now, releases: 0, known_until: now, refusals: 0, uncertain: None });
-        let hold = self.hold.get_or_insert_with(none);
+    /// Takes in what holds, as it was seen here (`sure`) or told to all. Answers whether that changes anything.
+    fn adopt(&mut self, held: Held, now: Instant, sure: bool) -> bool {
+        let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
         let until = clock::after(now, held.left);
-        let changes = held.releases > hold.releases
-            || (held.releases == hold.releases && until > clock::after(hold.until, SAME));
+        let released = held.releases > hold.releases;
+        if released {
+            (hold.releases, hold.sure_until) = (held.releases, now);
+        }
+        if held.releases < hold.releases {
+            return false;
+        }
+        hold.heard = Some(now);
+        if sure {
+            hold.sure_until = hold.sure_until.max(until);
+        }
+        let changes = released || until > clock::after(hold.until, SAME);
         if changes {
-            (hold.until, hold.releases) = (until, held.releases);
+            (hold.until, hold.since) = (until, now);
         }
         changes
     }
@@ -105,10 +166,14 @@ impl Line {
         &mut self,
         desk: &Desk<'_>,
         held: Held,
+        sure: bool,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
-        if !self.adopt(held, desk.now) {
+        if !self.adopt(held, desk.now, sure) {
             return None;
+        }
+        if let Some(hold) = &mut self.hold {
+            std::mem::take(&mut hold.waiting).into_values().for_each(|waker| wakers.add(Some(waker)));
         }
         self.obey(desk.now, wakers);
         if let (None, Some(queue)) = (self.held(desk.now), &mut self.queue) {
@@ -123,7 +188,8 @@ impl Line {
     /// Gives up what lies before the end of the hold.
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
-        let unused = self.clear();
+        // What goes back with the next call is forgotten then.
+        let unused = self.stock.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.withdraw(clock::after(now, left), now, wakers);
@@ -147,8 +213,7 @@ impl Line {
             // It says nothing that is not known: that call was sent before the hold began.
             None if held.is_some() => return None,
             None => {
-                self.adopt(Held { left: Duration::ZERO, releases }, now);
-                let hold = self.hold.as_mut()?;
+                let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
                 hold.uncertain.get_or_insert_with(Uncertain::new);
                 hold.refusals += 1;
                 let longest = FIRST_HOLD.saturating_mul(1 << (hold.refusals - 1).min(10));
@@ -166,8 +231,40 @@ impl Line {
         }
     }
 
-    /// A hold may have been missed.
+    /// Whether the store is to be asked by one who is held: a release may have been missed. One asks for all.
+    pub(super) fn asks_for_release(&mut self, now: Instant) -> bool {
+        let Some(hold) = &mut self.hold else { return false };
+        let asks = hold.heard.is_none_or(|heard| clock::after(heard, ASK_AGAIN) <= now);
+        if asks {
+            hold.heard = Some(now);
+        }
+        asks
+    }
+
+    /// For how long the key is held; until then, the task is woken when that changes.
+    pub(in crate::gate) fn poll_hold(
+        &mut self,
+        number: Number,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Option<Duration> {
+        let left = self.held(now)?;
+        self.hold.as_mut()?.waiting.insert(number, cx.waker().clone());
+        Some(left)
+    }
+
+    /// One waits for the end of the hold no more.
+    pub(in crate::gate) fn leave_hold(&mut self, number: Number) {
+        if let Some(hold) = &mut self.hold {
+            hold.waiting.remove(&number);
+        }
+    }
+
+    /// A hold may have been missed, or a release.
     pub(in crate::gate) fn doubt(&mut self) {
+        if let Some(hold) = &mut self.hold {
+            hold.heard = None;
+        }
         if let Some(memory) = &mut self.memory {
             memory.doubt();
         }
