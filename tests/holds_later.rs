@@ -1,0 +1,400 @@
+//! Holds over stores that answer later, tell later, or never tell. Under a paused clock.
+
+#[path = "support/counted.rs"]
+#[allow(dead_code, reason = "each file of tests uses its part")]
+mod counted;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use counted::largest_count;
+use futures::FutureExt;
+use futures::future::join_all;
+use proptest::prelude::*;
+use tokio::time::{Instant, advance, sleep, timeout};
+use tollgate::store::{
+    Answer, Ask, Held, Lease, Listener, MemoryStore, News, Store, StoreError, Terms, Unused, Usage,
+};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+
+const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// What all processes share.
+struct Server {
+    store: MemoryStore,
+    listeners: Mutex<Vec<(Duration, Weak<dyn Listener>)>>,
+    /// Whether who listens hears nothing.
+    mute: AtomicBool,
+}
+
+impl Server {
+    fn new() -> Arc<Self> {
+        let (store, listeners) = (MemoryStore::default(), Mutex::default());
+        Arc::new(Server { store, listeners, mute: AtomicBool::new(false) })
+    }
+
+    fn changed(&self, key: Key, held: Answer<Held>) -> Result<Held, StoreError> {
+        let Answer::Now(held) = held else { unreachable!("memory answers now") };
+        let held = held?;
+        for (trip, listener) in &*self.listeners.lock().unwrap() {
+            let (trip, listener) = (*trip, listener.clone());
+            if !self.mute.load(Ordering::Relaxed) {
+                tokio::spawn(async move {
+                    sleep(trip).await;
+                    if let Some(listener) = listener.upgrade() {
+                        listener.hear(key, 0, News::Held(held));
+                    }
+                });
+            }
+        }
+        Ok(held)
+    }
+}
+
+/// The store of one process: the server decides at once, and its answers take their trips one after the other.
+struct Wire {
+    server: Arc<Server>,
+    trips: Vec<Duration>,
+    calls: AtomicUsize,
+}
+
+impl Wire {
+    fn new(server: &Arc<Server>, trips: &[Duration]) -> Arc<Self> {
+        Arc::new(Wire { server: server.clone(), trips: trips.into(), calls: AtomicUsize::new(0) })
+    }
+
+    fn later<T: Send + 'static>(&self, answer: Result<T, StoreError>) -> Answer<T> {
+        let trip = self.trips[self.calls.fetch_add(1, Ordering::Relaxed) % self.trips.len()];
+        Answer::Later(Box::pin(async move {
+            sleep(trip).await;
+            answer
+        }))
+    }
+}
+
+fn now<T>(answer: Answer<T>) -> Result<T, StoreError> {
+    match answer {
+        Answer::Now(answer) => answer,
+        Answer::Later(_) => unreachable!("memory answers now"),
+    }
+}
+
+impl Store for Wire {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.later(now(self.server.store.lease(ask)))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.server.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.server.store.peek(key, terms)
+    }
+
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
+        self.later(self.server.changed(key, self.server.store.hold(key, terms, held)))
+    }
+
+    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
+        self.later(self.server.changed(key, self.server.store.release(key, terms)))
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        self.server.listeners.lock().unwrap().push((self.trips[0], listener));
+    }
+}
+
+fn process(store: Arc<dyn Store>, quota: Quota, max_wait: Duration) -> Limiter {
+    RateLimitLayer::builder(quota).store(store).max_wait(max_wait).build().unwrap().limiter()
+}
+
+fn key() -> Key {
+    Key::new("key")
+}
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+fn is_held(refused: &Limited) -> bool {
+    matches!(refused, Limited::Local { reason: Reason::Held, .. })
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_while_the_key_is_held_is_used_by_nobody_before_its_end() {
+    for later in [false, true] {
+        let server = Server::new();
+        let store: Arc<dyn Store> =
+            if later { Wire::new(&server, &[ms(1)]) } else { Arc::new(MemoryStore::default()) };
+        let limiter = process(store, Quota::new(10_000, HOUR), 10 * SECOND);
+        // In heavy use, so that some lie at hand; permits of this quota live for minutes.
+        let mut permits = Vec::new();
+        for _ in 0..100 {
+            permits.push(limiter.acquire(key()).await.unwrap());
+        }
+        limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+        let start = Instant::now();
+        let mut waits = Box::pin(limiter.acquire(key()));
+        assert!(waits.as_mut().now_or_never().is_none());
+        permits.drain(50..).for_each(tollgate::Permit::give_back);
+        let mut late = Box::pin(limiter.acquire(key()));
+        assert!(late.as_mut().now_or_never().is_none(), "later: {later}: what came back lies at hand");
+        drop(waits.await.unwrap());
+        assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
+        drop(late.await.unwrap());
+
+        limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+        let start = Instant::now();
+        // Nobody waits.
+        permits.into_iter().for_each(tollgate::Permit::give_back);
+        drop(limiter.acquire(key()).await.unwrap());
+        assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_only_calls_in_flight_are_limited_a_hold_reaches_those_who_have_not_called() {
+    let store = Arc::new(MemoryStore::default());
+    let [ours, theirs] = [(); 2].map(|()| process(store.clone(), Quota::in_flight(5), SECOND));
+    ours.hold_for(key(), 3 * SECOND).await.unwrap();
+    assert!(is_held(&theirs.acquire(key()).await.unwrap_err()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_only_calls_in_flight_are_limited_those_who_wait_hear_of_changes() {
+    let limiter = process(Arc::new(MemoryStore::default()), Quota::in_flight(5), 10 * SECOND);
+    let start = Instant::now();
+    let waits = async || {
+        let limiter = limiter.clone();
+        let task = tokio::spawn(async move { limiter.acquire(key()).await.map(drop) });
+        sleep(SECOND).await;
+        [task]
+    };
+    limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+    let [waiter] = waits().await;
+    limiter.hold_for(key(), 5 * SECOND).await.unwrap();
+    waiter.await.unwrap().expect("it can wait so long");
+    assert_eq!(start.elapsed(), 6 * SECOND);
+
+    limiter.hold_for(key(), 8 * SECOND).await.unwrap();
+    let [waiter] = waits().await;
+    limiter.release(key()).await.unwrap();
+    waiter.await.unwrap().unwrap();
+    assert_eq!(start.elapsed(), 7 * SECOND, "it goes when the hold is released");
+
+    limiter.hold_for(key(), 8 * SECOND).await.unwrap();
+    let [waiter] = waits().await;
+    limiter.hold_for(key(), 60 * SECOND).await.unwrap();
+    assert!(is_held(&waiter.await.unwrap().unwrap_err()));
+    assert_eq!(start.elapsed(), 8 * SECOND, "it is told at once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_who_knows_of_no_release_holds_all_the_same() {
+    for later in [false, true] {
+        let (server, memory) = (Server::new(), Arc::new(MemoryStore::default()));
+        let store =
+            || -> Arc<dyn Store> { if later { Wire::new(&server, &[ms(1)]) } else { memory.clone() } };
+        let [ours, theirs, cold] = [(); 3].map(|()| process(store(), Quota::per_hour(100), SECOND));
+        ours.hold_for(key(), 60 * SECOND).await.unwrap();
+        theirs.release(key()).await.unwrap();
+        sleep(ms(10)).await;
+        drop(ours.acquire(key()).await.unwrap());
+        // It has never heard of the key.
+        cold.hold_for(key(), 60 * SECOND).await.unwrap();
+        sleep(ms(10)).await;
+        for (name, limiter) in [("ours", &ours), ("theirs", &theirs), ("cold", &cold)] {
+            let refused = limiter.acquire(key()).await.expect_err(name);
+            assert!(is_held(&refused), "{name}, later: {later}: {refused}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_creeps_no_later_however_often_it_is_asked_for() {
+    let server = Server::new();
+    // Answers that are slow now and fast then, as on a busy machine.
+    let trips: Vec<_> = [40, 2, 30, 1, 60, 3].map(ms).into();
+    let processes: Vec<_> = (0..8)
+        .map(|number| {
+            let mut trips = trips.clone();
+            trips.rotate_left(number % 6);
+            process(Wire::new(&server, &trips), Quota::per_second(200), 60 * SECOND)
+        })
+        .collect();
+    for limiter in &processes {
+        drop(limiter.acquire(key()).await.unwrap());
+    }
+    let start = Instant::now();
+    processes[0].hold_for(key(), 4 * SECOND).await.unwrap();
+    let mut tasks = Vec::new();
+    while start.elapsed() < 3 * SECOND {
+        sleep(ms(20)).await;
+        tasks.extend(
+            processes.iter().map(|limiter| tokio::spawn(limiter.acquire(key()).map(|got| got.map(drop)))),
+        );
+    }
+    let peek = processes[0].peek(key()).await.unwrap();
+    println!("after {:?} of 4 s it is held for {:?} more", start.elapsed(), peek.held);
+    let left = peek.held.unwrap();
+    assert!(start.elapsed() + left <= 4 * SECOND + ms(120), "{:?} left after {:?}", left, start.elapsed());
+    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap().unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_missed_a_release_learns_of_it_when_others_call() {
+    let server = Server::new();
+    let [ours, theirs] =
+        [(); 2].map(|()| process(Wire::new(&server, &[ms(2)]), Quota::per_second(50), SECOND));
+    for limiter in [&ours, &theirs] {
+        drop(limiter.acquire(key()).await.unwrap());
+    }
+    ours.hold_for(key(), HOUR).await.unwrap();
+    sleep(ms(10)).await;
+    assert!(is_held(&theirs.acquire(key()).await.unwrap_err()));
+    server.mute.store(true, Ordering::Relaxed);
+    ours.release(key()).await.unwrap();
+    let start = Instant::now();
+    while theirs.acquire(key()).await.is_err() {
+        assert!(start.elapsed() < 5 * SECOND, "it asks nobody, and is told nothing");
+        sleep(ms(100)).await;
+    }
+}
+
+// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+#[derive(Clone, Debug)]
+enum Act {
+    /// One calls, and can wait so long.
+    Call { patience: Option<u64>, uses: bool },
+    /// Somebody holds the key.
+    Hold(u64),
+}
+
+#[derive(Clone, Debug)]
+struct Step {
+    after: u64,
+    process: usize,
+    act: Act,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let call = (prop_oneof![3 => Just(None), 1 => (0u64..4000).prop_map(Some)], prop::bool::weighted(0.85));
+    let act = prop_oneof![
+        20 => call.prop_map(|(patience, uses)| Act::Call { patience, uses }),
+        1 => (1u64..2500).prop_map(Act::Hold),
+    ];
+    let after = prop_oneof![6 => Just(0u64), 2 => 1u64..50, 1 => 100u64..1500];
+    (after, 0usize..3, act).prop_map(|(after, process, act)| Step { after, process, act })
+}
+
+/// What came of a call: when it asked, whether it can wait for as long as it takes, and when it left.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    process: usize,
+    asked: Instant,
+    patient: bool,
+    left: Option<Instant>,
+}
+
+#[derive(Default)]
+struct Past {
+    calls: Vec<Call>,
+    uses: Vec<Instant>,
+    /// By which process, from when to when.
+    holds: Vec<(usize, Instant, Instant)>,
+}
+
+async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Duration) {
+    let (server, past) = (Server::new(), Arc::new(Mutex::new(Past::default())));
+    let start = Instant::now();
+    let wire = |trips: &Vec<u64>| Wire::new(&server, &trips.iter().copied().map(ms).collect::<Vec<_>>());
+    let processes: Vec<_> = trips.iter().map(|trips| process(wire(trips), quota, 80_000 * SECOND)).collect();
+    let mut tasks = Vec::new();
+    for Step { after, process, act } in steps.iter().cloned() {
+        sleep(ms(after)).await;
+        // No two things happen at the same moment.
+        advance(Duration::from_nanos(100)).await;
+        let (limiter, past) = (processes[process].clone(), past.clone());
+        match act {
+            Act::Hold(span) => {
+                let asked = Instant::now();
+                past.lock().unwrap().holds.push((process, asked, asked + ms(span)));
+                tasks.push(tokio::spawn(async move { limiter.hold_for(key(), ms(span)).await.unwrap() }));
+            }
+            Act::Call { patience, uses } => tasks.push(tokio::spawn(async move {
+                let asked = Instant::now();
+                let mut acquire = limiter.acquire(key());
+                if let Some(patience) = patience {
+                    acquire = acquire.deadline((asked + ms(patience)).into_std());
+                }
+                let got = timeout(HOUR, acquire).await.expect("nobody waits for ever");
+                if let (Err(error), None) = (&got, patience) {
+                    panic!("who can wait is served: {error}");
+                }
+                let mut past = past.lock().unwrap();
+                let (patient, left) = (patience.is_none(), got.is_ok().then(Instant::now));
+                past.calls.push(Call { process, asked, patient, left });
+                match got {
+                    Ok(permit) if uses => {
+                        past.uses.push(Instant::now());
+                        drop(permit);
+                    }
+                    Ok(permit) => permit.give_back(),
+                    Err(_) => {}
+                }
+            })),
+        }
+    }
+    for ended in join_all(tasks).await {
+        ended.expect("as above");
+    }
+    let took = start.elapsed();
+    for limiter in &processes {
+        assert_eq!(limiter.peek(key()).await.unwrap().waiting, 0);
+    }
+    (std::mem::take(&mut *past.lock().unwrap()), took)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, max_shrink_iters: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whenever_it_is_held_every_wait_ends_in_order_and_nobody_leaves_in_a_hold(
+        count in 3u32..40,
+        trips in prop::collection::vec(prop::collection::vec(0u64..40, 1..6), 3),
+        steps in prop::collection::vec(step(), 1..150),
+    ) {
+        let quota = Quota::per_second(count);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let (past, took) = runtime.block_on(replay(quota, &trips, &steps));
+        let Past { calls, uses, holds } = past;
+        prop_assert!(largest_count(&uses, SECOND) <= count as usize);
+        for call in &calls {
+            let Some(left) = call.left else { continue };
+            for &(process, from, until) in &holds {
+                // The others are told after a trip, and what answers were under way are known after another.
+                let known = if process == call.process { from } else { from + ms(trips[call.process][0] + 2) };
+                prop_assert!(
+                    left <= known || left >= until,
+                    "{call:?} left in the hold of {process} from {from:?} to {until:?}"
+                );
+            }
+        }
+        for (number, first) in calls.iter().enumerate().filter(|(_, call)| call.patient) {
+            for second in calls[..number].iter().filter(|call| call.process == first.process) {
+                let overtook = second.asked > first.asked && second.left.is_some_and(|left| Some(left) < first.left);
+                prop_assert!(!overtook, "{second:?} left before {first:?}");
+            }
+        }
+        // Never idle for long: the holds, the calls at the pace of the limit, and what trips and dead permits cost.
+        let holds: u64 = holds.iter().map(|(_, from, until)| (*until - *from).as_millis() as u64).sum();
+        let arrived: u64 = steps.iter().map(|step| step.after).sum();
+        let windows = calls.len() as u64 / u64::from(count) + 2;
+        let longest = ms(holds + arrived + windows * 1100 + 3000);
+        prop_assert!(took <= longest, "{took:?} instead of {longest:?}");
+    }
+}
