@@ -17,8 +17,13 @@ pub struct Event {
     pub ended: u64,
     /// How.
     pub outcome: Outcome,
-    /// What the error said, if it was one.
+    /// What the error said, if it was one; of a call that the upstream refused, when that came back.
     pub text: String,
+}
+
+/// The text of a call that the upstream refused, which came back at `moment`.
+pub fn refusal(moment: u64) -> String {
+    format!("429 {moment}")
 }
 
 /// How a call left the gate.
@@ -45,6 +50,11 @@ impl Event {
     /// How long it was at the gate.
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.ended.saturating_sub(self.asked))
+    }
+
+    /// When the refusal by the upstream came back, if it was one.
+    pub fn refused_at(&self) -> Option<u64> {
+        self.text.strip_prefix("429 ")?.parse().ok()
     }
 }
 
@@ -176,6 +186,9 @@ mod tests {
         let event = Event { outcome: Outcome::StoreFailed, text: "it is away".into(), ..granted(1, 2) };
         assert_eq!(event.to_string().parse::<Event>().unwrap(), event);
         assert_eq!(granted(1, 2).to_string().parse::<Event>().unwrap(), granted(1, 2));
+        let refused = Event { text: refusal(3), ..granted(1, 2) };
+        assert_eq!(refused.to_string().parse::<Event>().unwrap().refused_at(), Some(3));
+        assert_eq!(event.refused_at(), None);
         assert!("done".parse::<Event>().is_err());
     }
 

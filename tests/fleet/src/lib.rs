@@ -12,7 +12,7 @@ mod fleet;
 mod options;
 mod redis;
 
-pub use events::{Event, Outcome, Report, by_grant, ideal, lateness, log, overtaken, percentile};
+pub use events::{Event, Outcome, Report, by_grant, ideal, lateness, log, overtaken, percentile, refusal};
 pub use fleet::Fleet;
 pub use options::{Arrivals, MEMORY, Options};
 pub use redis::store_calls;

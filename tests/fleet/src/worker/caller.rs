@@ -4,9 +4,9 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fleet::{Event, Options, Outcome};
+use fleet::{Event, Options, Outcome, refusal};
 use reqwest::header::HeaderValue;
-use reqwest::{Client, Method, Request, Response, Url};
+use reqwest::{Client, Method, Request, Response, StatusCode, Url};
 use tollgate::{Key, Limited, Limiter, RateLimitLayer};
 use tower::util::BoxCloneSyncService;
 use tower::{BoxError, Layer, Service, ServiceExt};
@@ -50,13 +50,17 @@ impl Caller {
                 let mut service = stamped(layer, client.clone(), who.clone(), Arc::clone(&granted));
                 let answer = async {
                     let response = service.ready().await?.call(request).await?;
+                    let text = match response.status() {
+                        StatusCode::TOO_MANY_REQUESTS => refusal(fleet::now()),
+                        _ => String::new(),
+                    };
                     response.bytes().await?;
-                    Ok::<_, BoxError>(())
+                    Ok::<_, BoxError>(text)
                 };
                 let result = answer.await;
                 let granted = granted.load(Ordering::Relaxed);
                 match result {
-                    Ok(()) => Event { asked, ended: granted, outcome: Outcome::Granted, text: String::new() },
+                    Ok(text) => Event { asked, ended: granted, outcome: Outcome::Granted, text },
                     Err(error) => failed(asked, if granted > 0 { granted } else { fleet::now() }, &*error),
                 }
             }

@@ -4,6 +4,7 @@
 
 mod away;
 mod deploy;
+mod holds;
 mod in_flight;
 mod killed;
 mod lost;

@@ -1,0 +1,313 @@
+//! The upstream says no to one process: all hold, for as long as it said, whatever becomes of Redis and of them.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use fleet::{Options, Report};
+use tollgate::store::RedisStore;
+use tollgate::{Key, RateLimitLayer};
+use upstream::{Arrival, refusal};
+
+use super::*;
+
+/// When the upstream becomes angry.
+const CALM: Duration = Duration::from_secs(2);
+
+/// An upstream that says no to all for `anger`, from the first call on that comes after its calm.
+struct Anger {
+    site: Site,
+    span: Duration,
+    first: Arc<OnceLock<Instant>>,
+}
+
+impl Anger {
+    fn of(span: Duration) -> Anger {
+        let (first, start) = (Arc::new(OnceLock::new()), Instant::now());
+        let script = {
+            let first = first.clone();
+            move |_| {
+                let now = Instant::now();
+                if now < start + CALM {
+                    return None;
+                }
+                (now < *first.get_or_init(|| now) + span).then(|| refusal(span.as_secs()))
+            }
+        };
+        let site = Site { upstream: Upstream::open().script(script), ..Site::new() };
+        Anger { site, span, first }
+    }
+
+    /// Waits for the first refusal.
+    fn begin(&self) -> Instant {
+        let start = Instant::now();
+        while self.first.get().is_none() {
+            assert!(start.elapsed() < 5 * CALM, "somebody calls");
+            sleep(ms(1));
+        }
+        self.first.get().copied().expect("as above")
+    }
+
+    /// Those sent in the time for which it said no.
+    fn sent(&self) -> Vec<Arrival> {
+        let from = self.begin();
+        let log = self.site.upstream.log();
+        let within =
+            |arrival: &&Arrival| arrival.sent.is_some_and(|sent| (from..from + self.span).contains(&sent));
+        log.iter().filter(within).cloned().collect()
+    }
+}
+
+/// Once a refusal has come back to a process, nothing leaves it before the end of the hold: by its own clock, so that no
+/// machine is too slow for it.
+fn assert_each_keeps_its_own(reports: &[Report], hold: Duration) {
+    let hold = u64::try_from(hold.as_nanos()).unwrap();
+    for (number, report) in reports.iter().enumerate() {
+        let Some(first) = report.events.iter().filter_map(|event| event.refused_at()).min() else { continue };
+        let left = report.events.iter().filter(|event| event.outcome == fleet::Outcome::Granted);
+        let early: Vec<_> = left.filter(|event| (first + 1..first + hold).contains(&event.ended)).collect();
+        assert!(early.is_empty(), "process {number}, refused at {first}, still sent {early:?}");
+    }
+}
+
+fn check(quota: &str, processes: usize, tasks: usize) {
+    let _turn = turn();
+    let hold = Duration::from_secs(2);
+    let anger = Anger::of(hold);
+    let options = Options { quota: quota.into(), tasks, span: ms(8000), ..Options::default() };
+    let mut fleet = anger.site.start(processes, &options);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let (log, quota) = (anger.site.upstream.log(), quota.parse().unwrap());
+    let (first, sent) = (anger.begin(), anger.sent());
+    let who = log.iter().find(|arrival| !arrival.accepted).and_then(|arrival| arrival.who.clone());
+    let others = sent.iter().filter(|arrival| arrival.who != who);
+    let others: Vec<_> = others.filter_map(|arrival| Some(arrival.sent? - first)).collect();
+    let refused: Vec<_> = log.iter().filter(|arrival| !arrival.accepted).collect();
+    let mut saw: Vec<_> = refused.iter().map(|arrival| arrival.who.clone()).collect();
+    saw.sort();
+    saw.dedup();
+    let end = first + hold;
+    let after = part(&log, end, end + ms(60_000));
+    let rule = rules(&quota)[0];
+    let resumed = after.first().map(|arrival| arrival.at - end);
+    let herd = after.first().map_or(0, |first| between(&after, first.at, first.at + rule.window));
+    println!(
+        "{quota}, {processes} processes: {} calls refused, of {} processes; after the first, others sent {}, the last \
+         {:.1?} after it; resumed {:.1?} after the end with {herd} in the first window; jitter {:.1?}",
+        refused.len(),
+        saw.len(),
+        others.len(),
+        others.iter().max().copied().unwrap_or_default(),
+        resumed.unwrap_or_default(),
+        log.jitter()
+    );
+    // Each task of the others may have had one that was released, and no more: its answer is a refusal, which its own
+    // process keeps.
+    assert!(others.len() <= (processes - 1) * tasks, "{} by others", others.len());
+    assert_each_keeps_its_own(&reports, hold);
+    assert_never_over(&log, &quota);
+    assert!(herd <= rule.count as usize, "{herd}");
+    assert!(after.len() >= rule.count as usize, "calls flow again");
+}
+
+#[test]
+fn holds_of_4_processes_begin_with_one_refusal() {
+    check("100/1s", 4, 50);
+}
+
+#[test]
+fn holds_of_16_processes_begin_with_one_refusal() {
+    check("100/1s", 16, 12);
+}
+
+#[test]
+fn holds_of_4_processes_that_send_all_the_time_begin_with_one_refusal() {
+    check("5/100ms", 4, 10);
+}
+
+#[test]
+fn holds_of_16_processes_that_send_all_the_time_begin_with_one_refusal() {
+    check("5/100ms", 16, 4);
+}
+
+#[test]
+fn holds_are_kept_by_those_who_know_while_redis_is_killed() {
+    for fail_open in [false, true] {
+        let _turn = turn();
+        let mut anger = Anger::of(Duration::from_secs(3));
+        let options =
+            Options { quota: "20/200ms".into(), tasks: 20, span: ms(7000), fail_open, ..Options::default() };
+        let mut fleet = anger.site.start(4, &options);
+        fleet.go();
+        let first = anger.begin();
+        wait_until(first, ms(500));
+        anger.site.redis.kill();
+        let killed = Instant::now();
+        let reports = fleet.finish();
+        assert_all_ended(&reports);
+        let late = anger.sent().iter().filter(|arrival| arrival.sent > Some(killed)).count();
+        let log = anger.site.upstream.log();
+        let after = between(&log, first + anger.span, first + ms(60_000));
+        println!(
+            "fail_open {fail_open}: {late} calls in the hold after Redis was killed, {after} after its end"
+        );
+        assert_each_keeps_its_own(&reports, anger.span);
+        assert_eq!(late, 0, "all knew of it by then");
+        assert_eq!(after > 0, fail_open, "{after} after the end");
+    }
+}
+
+#[test]
+fn holds_outlast_a_redis_that_forgets_them() {
+    let _turn = turn();
+    let mut anger = Anger::of(Duration::from_secs(6));
+    let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(12_000), ..Options::default() };
+    let mut fleet = anger.site.start(4, &options);
+    fleet.go();
+    let first = anger.begin();
+    wait_until(first, ms(500));
+    anger.site.redis.restart().unwrap();
+    let restarted = Instant::now();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let late = anger.sent().iter().filter(|arrival| arrival.sent > Some(restarted)).count();
+    let log = anger.site.upstream.log();
+    let after = part(&log, first + anger.span, first + ms(60_000));
+    let resumed = after.first().map(|arrival| arrival.at - first - anger.span);
+    println!(
+        "Redis forgot: {late} calls in the rest of the hold; {} after its end, from {:.1?} on",
+        after.len(),
+        resumed.unwrap_or_default()
+    );
+    assert_each_keeps_its_own(&reports, anger.span);
+    assert_eq!(late, 0);
+    assert!(!after.is_empty(), "calls flow again");
+}
+
+#[test]
+fn holds_are_not_prolonged_by_those_who_try_again() {
+    let _turn = turn();
+    let anger = Anger::of(Duration::from_secs(2));
+    // They never wait: each asks twenty times a second.
+    let options =
+        Options { quota: "100/1s".into(), tasks: 10, span: ms(7000), max_wait: ms(0), ..Options::default() };
+    let mut fleet = anger.site.start(4, &options);
+    fleet.go();
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let first = anger.begin();
+    let end = first + anger.span;
+    let log = anger.site.upstream.log();
+    let last = log.iter().filter(|arrival| !arrival.accepted).map(|arrival| arrival.at - first).max();
+    let resumed = log.iter().filter(|arrival| arrival.at > end).map(|arrival| arrival.at - end).min();
+    let tries = reports.iter().map(|report| report.of(fleet::Outcome::Refused).count()).sum::<usize>();
+    println!(
+        "{tries} tries refused; the last refusal by the upstream {:.1?} after the first; resumed {:.1?} after the end",
+        last.unwrap_or_default(),
+        resumed.unwrap_or_default()
+    );
+    assert_each_keeps_its_own(&reports, anger.span);
+    assert_never_over(&log, &"100/1s".parse().unwrap());
+    assert!(resumed.is_some(), "the hold ends");
+}
+
+#[test]
+fn holds_are_kept_by_processes_that_start_while_they_last() {
+    let _turn = turn();
+    let anger = Anger::of(Duration::from_secs(4));
+    let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(9000), ..Options::default() };
+    let mut fleet = anger.site.start(4, &options);
+    fleet.go();
+    let first = anger.begin();
+    wait_until(first, ms(500));
+    // Also the one that was refused.
+    (0..4).for_each(|number| fleet.kill(number));
+    let heirs = Options { who: "heir".into(), span: ms(6000), ..options };
+    let mut heirs = anger.site.start(2, &heirs);
+    heirs.go();
+    assert_all_ended(&heirs.finish());
+    drop(fleet);
+    let log = anger.site.upstream.log();
+    let theirs = |arrival: &&Arrival| arrival.who.as_ref().is_some_and(|who| who.starts_with("heir"));
+    let earliest = log.iter().filter(theirs).filter_map(|arrival| arrival.sent).min();
+    let resumed = earliest.map(|sent| sent.saturating_duration_since(first + anger.span));
+    println!(
+        "all killed; the first call of those who came after them {:.1?} after the end",
+        resumed.unwrap_or_default()
+    );
+    assert!(earliest.is_some_and(|sent| sent >= first + anger.span), "{earliest:?}");
+}
+
+/// What becomes of the connections on which processes listen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ears {
+    Whole,
+    /// Cut as soon as they are there.
+    Cut,
+    /// Redis lets nobody listen, and nobody tell.
+    Forbidden,
+}
+
+/// Holds by hand, so that nobody learns of it by a refusal of its own. Answers when the last call left after that.
+fn last_after_a_hold(ears: Ears, quota: &str, tasks: usize) -> Duration {
+    let _turn = turn();
+    let site = Site::new();
+    let options = Options { quota: quota.into(), tasks, span: ms(9000), ..Options::default() };
+    let mut fleet = site.start(4, &options);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let store = Arc::new(RedisStore::new(&site.redis.url()).unwrap());
+    runtime.block_on(store.connect()).unwrap();
+    let limiter = RateLimitLayer::builder(quota.parse().unwrap()).store(store).build().unwrap().limiter();
+    let start = Instant::now();
+    fleet.go();
+    let over = AtomicBool::new(false);
+    let (held, reports) = std::thread::scope(|scope| {
+        if ears == Ears::Forbidden {
+            wait_until(start, ms(1500));
+            let () = site.redis.command(&["ACL", "SETUSER", "default", "resetchannels"]);
+        }
+        if ears == Ears::Cut {
+            scope.spawn(|| {
+                wait_until(start, ms(1500));
+                while !over.load(Ordering::Relaxed) {
+                    let _: i64 = site.redis.command(&["CLIENT", "KILL", "TYPE", "pubsub"]);
+                    sleep(ms(5));
+                }
+            });
+        }
+        wait_until(start, ms(2500));
+        let held = Instant::now();
+        runtime.block_on(limiter.hold_for(Key::ALL, ms(6000))).unwrap();
+        wait_until(held, ms(5500));
+        over.store(true, Ordering::Relaxed);
+        (held, fleet.finish())
+    });
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    assert_never_over(&log, &quota.parse().unwrap());
+    let sent: Vec<_> = log
+        .iter()
+        .filter_map(|arrival| arrival.sent)
+        .filter(|sent| (held..held + ms(6000)).contains(sent))
+        .map(|sent| sent - held)
+        .collect();
+    let last = sent.iter().max().copied().unwrap_or_default();
+    assert!(between(&log, start, held) >= 50, "they were at work");
+    println!(
+        "{quota}, 4 processes, ears {ears:?}: {} calls after the hold, the last {last:.1?} after it",
+        sent.len()
+    );
+    last
+}
+
+#[test]
+fn holds_are_learnt_by_processes_whose_ears_are_cut() {
+    for (quota, tasks) in [("100/1s", 50), ("5/100ms", 10)] {
+        for ears in [Ears::Whole, Ears::Cut, Ears::Forbidden] {
+            let last = last_after_a_hold(ears, quota, tasks);
+            // They use what they booked for 1.5 s without asking; that a machine stalls for as long is allowed for.
+            assert!(last <= ms(3000), "{ears:?}: {last:?}");
+        }
+    }
+}
