@@ -84,6 +84,29 @@ async fn a_process_that_starts_later_learns_of_the_hold_when_it_asks() {
 }
 
 #[tokio::test]
+async fn a_redis_that_was_started_again_is_told_of_holds_by_those_who_know_before_anybody_calls() {
+    let mut server = RedisServer::start().unwrap();
+    let quota = Quota::per_second(50);
+    let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
+    for limiter in [&ours, &theirs] {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+    }
+    ours.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    until_refused(&theirs).await;
+    drop(ours);
+    server.restart().unwrap();
+    // It only looks.
+    let late = process(&server, quota, None);
+    let give_up = Instant::now() + Duration::from_secs(10);
+    while late.peek(Key::ALL).await.ok().and_then(|peek| peek.held).is_none() {
+        assert!(Instant::now() < give_up, "nobody tells Redis");
+        sleep(millis(10)).await;
+    }
+    let refused = late.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+}
+
+#[tokio::test]
 async fn a_redis_that_forgot_a_hold_is_told_again_by_the_next_who_asks() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);

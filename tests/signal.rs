@@ -176,6 +176,7 @@ fn value() -> impl Strategy<Value = Vec<u8>> {
 struct Sent {
     status: u16,
     lines: Vec<(String, Vec<u8>)>,
+    #[cfg_attr(not(feature = "body"), expect(dead_code, reason = "then nobody reads it"))]
     body: Vec<u8>,
 }
 

@@ -151,6 +151,18 @@ impl Limiter {
         }
     }
 
+    /// What others held or released may have been missed, and the store may have forgotten what is held.
+    pub(super) fn holds_missed(&self, now: Instant) {
+        let mut held = Vec::new();
+        self.0.lines.for_each(|key, line| {
+            line.doubt();
+            held.extend(line.held(now).map(|_| key));
+        });
+        for key in held {
+            self.at_line(key, now, |line, desk, _| ((), line.confirm_hold(desk)));
+        }
+    }
+
     /// For how long `key` is held; until then, the task is woken when that changes.
     pub(super) fn poll_hold(
         &self,

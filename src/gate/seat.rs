@@ -139,7 +139,7 @@ impl Listener for Gate {
         let now = clock::now();
         match news {
             News::Held(held) => return Limiter(self).hold_heard(key, held),
-            News::Missed => return self.lines.for_each(|_, line| line.doubt()),
+            News::Missed => return Limiter(self).holds_missed(now),
             _ => {}
         }
         self.at_flight(key, |flight, wakers| {

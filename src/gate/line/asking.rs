@@ -61,7 +61,8 @@ impl Line {
         let mut bounds = (sent, now);
         if self.later {
             let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
-            if memory.incarnation() != lease.incarnation {
+            let lost = memory.incarnation() != lease.incarnation;
+            if lost {
                 // The store does not know of what it granted before.
                 self.stock.clear();
                 if let Some(queue) = &mut self.queue {
@@ -70,6 +71,9 @@ impl Line {
             }
             memory.update(lease, desk.terms.quota().longest_memory(), sent, now);
             bounds = memory.bounds();
+            if lost {
+                self.hold_forgotten(now);
+            }
         }
         if let Some(segment) = &lease.prefetched {
             self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
@@ -215,7 +219,8 @@ impl Line {
             && answer.as_ref().is_ok_and(|lease| lease.segments.iter().any(dead));
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
-        let errand = self.step(desk, None, wakers);
+        let told = self.retell_hold(desk);
+        let errand = told.or(self.step(desk, None, wakers));
         self.close();
         errand
     }

@@ -12,7 +12,7 @@ use super::{Desk, Errand, Line};
 use crate::clock;
 use crate::gate::queue::{Number, Wakers};
 use crate::jitter::jittered;
-use crate::store::Held;
+use crate::store::{Answer, Held};
 
 pub(super) struct Holding {
     until: Instant,
@@ -26,6 +26,8 @@ pub(super) struct Holding {
     since: Instant,
     /// When the store or others last spoke of it; none where some word may have been missed.
     heard: Option<Instant>,
+    /// Whether the store has lost it, and was not told again yet.
+    retell: bool,
     /// The tasks that wait for its end alone.
     waiting: BTreeMap<Number, Waker>,
     /// How often in a row the upstream said no and not for how long.
@@ -43,6 +45,7 @@ impl Holding {
             known_until: now,
             since: now,
             heard: None,
+            retell: false,
             waiting: BTreeMap::new(),
             refusals: 0,
             uncertain: None,
@@ -183,6 +186,33 @@ impl Line {
         let errand = self.step(desk, None, wakers);
         self.close();
         errand
+    }
+
+    /// Asks the store whether it still holds, though nobody waits.
+    pub(in crate::gate) fn confirm_hold(&mut self, desk: &Desk<'_>) -> Option<Errand> {
+        self.held(desk.now)?;
+        let calling = self.queue.as_ref().is_some_and(|queue| queue.is_calling());
+        if calling || !self.later {
+            return None;
+        }
+        let Answer::Later(call) = desk.store.lease(self.ask(desk, &[], 0, desk.now, &[])) else {
+            return None;
+        };
+        self.queue.get_or_insert_default().asking(&[], desk.now);
+        Some(Errand::Call(call))
+    }
+
+    /// The store has lost its state: what is known of the hold is all there is.
+    pub(super) fn hold_forgotten(&mut self, now: Instant) {
+        if let Some(hold) = &mut self.hold {
+            (hold.sure_until, hold.known_until, hold.retell) = (hold.until, now, true);
+        }
+    }
+
+    /// Tells a store that has lost its state, before others ask it who know nothing.
+    pub(super) fn retell_hold(&mut self, desk: &Desk<'_>) -> Option<Errand> {
+        let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
+        if retell { self.confirm_hold(desk) } else { None }
     }
 
     /// Gives up what lies before the end of the hold.

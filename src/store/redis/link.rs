@@ -74,6 +74,21 @@ enum State {
     Down(StoreError),
 }
 
+/// The connections that are made.
+pub(super) struct Connections(watch::Receiver<State>);
+
+impl Connections {
+    /// Ends when there is a new one. May be dropped at any time.
+    pub(super) async fn next(&mut self) {
+        while self.0.changed().await.is_ok() {
+            if matches!(*self.0.borrow_and_update(), State::Up(..)) {
+                return;
+            }
+        }
+        std::future::pending().await
+    }
+}
+
 impl Link {
     pub(super) fn new(factory: Factory, store_timeout: Duration) -> Self {
         let (state, _) = watch::channel(State::New);
@@ -125,6 +140,11 @@ impl Link {
                 Err(StoreError::away(format!("no connection within {LONGEST_CONNECTING:?}")))
             }
         }
+    }
+
+    /// Tells of each new connection from now on.
+    pub(super) fn connections(&self) -> Connections {
+        Connections(self.state.subscribe())
     }
 
     /// Until when an operation that begins now must have ended.

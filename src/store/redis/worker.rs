@@ -144,7 +144,7 @@ struct Worker {
 
 impl Worker {
     async fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
-        let link = self.link.clone();
+        let (link, mut connections) = (self.link.clone(), self.link.connections());
         let keeper = tokio::spawn(async move { link.keep().await });
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
         // Until the last gate is gone, and the store has heard of all who left.
@@ -167,6 +167,8 @@ impl Worker {
                 }
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
                 Some(heard) = self.heard.recv() => self.hear(heard),
+                // Who was asked before may have been another server, or have lost its state.
+                () = connections.next() => self.tell(Key::ALL, &News::Missed),
                 Some(_) = calls.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
