@@ -16,7 +16,7 @@ fn foreign(report: &Report) -> usize {
 
 #[test]
 fn the_stricter_limit_holds_until_its_processes_are_gone() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let mut strict = site.start(2, &Options { who: "strict".into(), ..version("20/1s", ms(4000)) });
     let mut loose = site.start(2, &Options { who: "loose".into(), ..version("50/1s", ms(10_000)) });
@@ -51,7 +51,7 @@ fn the_stricter_limit_holds_until_its_processes_are_gone() {
 
 #[test]
 fn a_stricter_limit_takes_hold_under_a_running_fleet() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let mut loose = site.start(2, &Options { who: "loose".into(), ..version("50/1s", ms(8500)) });
     let mut strict = site.start(2, &Options { who: "strict".into(), ..version("20/1s", ms(6500)) });

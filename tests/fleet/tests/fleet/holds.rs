@@ -134,7 +134,7 @@ fn holds_of_16_processes_that_send_all_the_time_begin_with_one_refusal() {
 #[test]
 fn holds_are_kept_by_those_who_know_while_redis_is_killed() {
     for fail_open in [false, true] {
-        let _turn = turn();
+        let _turn = turn_beside_others();
         let mut anger = Anger::of(Duration::from_secs(3));
         let options =
             Options { quota: "20/200ms".into(), tasks: 20, span: ms(7000), fail_open, ..Options::default() };
@@ -160,7 +160,7 @@ fn holds_are_kept_by_those_who_know_while_redis_is_killed() {
 
 #[test]
 fn holds_outlast_a_redis_that_forgets_them() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let mut anger = Anger::of(Duration::from_secs(6));
     let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(12_000), ..Options::default() };
     let mut fleet = anger.site.start(4, &options);
@@ -193,7 +193,7 @@ fn holds_outlast_a_redis_that_forgets_them() {
 
 #[test]
 fn holds_are_not_prolonged_by_those_who_try_again() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(2));
     // They never wait: each asks twenty times a second.
     let options =
@@ -220,7 +220,7 @@ fn holds_are_not_prolonged_by_those_who_try_again() {
 
 #[test]
 fn holds_are_kept_by_processes_that_start_while_they_last() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(4));
     let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(9000), ..Options::default() };
     let mut fleet = anger.site.start(4, &options);
@@ -257,7 +257,7 @@ enum Ears {
 
 /// Holds by hand, so that nobody learns of it by a refusal of its own. Answers when the last call left after that.
 fn last_after_a_hold(ears: Ears, quota: &str, tasks: usize) -> Duration {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let options = Options { quota: quota.into(), tasks, span: ms(9000), ..Options::default() };
     let mut fleet = site.start(4, &options);

@@ -134,7 +134,7 @@ fn never_waiting_processes_find_the_seats_that_are_free() {
 
 #[test]
 fn the_seats_of_a_killed_process_come_back() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(300));
     let options = options(8, ms(9000));
     let mut fleet = site.start(3, &options);
@@ -192,7 +192,7 @@ fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
 
 #[test]
 fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let (log, reports, _) = stopped(ms(800));
     assert_at_once(&log, "stopped");
     assert_eq!(lost(&reports), 0);
@@ -200,7 +200,7 @@ fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
 
 #[test]
 fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_others() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let (log, _, resumed) = stopped(ms(3000));
     let start = log[0].at;
     // What it sends before it hears that its seats were lost is a published exception.
@@ -212,7 +212,7 @@ fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_other
 
 #[test]
 fn a_process_that_was_stopped_for_more_than_a_life_gives_up_calls_that_are_still_in_flight() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(5000));
     let options = |who: &str| Options { who: who.into(), ..options(MOST, ms(9000)) };
     let (mut stopped, mut other) = (site.start(1, &options("stopped")), site.start(1, &options("other")));
@@ -279,7 +279,7 @@ fn disturbed() -> Options {
 
 #[test]
 fn redis_forgets_who_sits() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     let reports = after("flushed", site, &disturbed(), |redis| redis.command(&["FLUSHALL"]));
     assert_eq!(failed(&reports), 0);
@@ -287,7 +287,7 @@ fn redis_forgets_who_sits() {
 
 #[test]
 fn redis_forgets_who_sits_and_its_scripts() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     after("flushed with its scripts", site, &disturbed(), |redis| {
         let () = redis.command(&["SCRIPT", "FLUSH"]);
@@ -297,7 +297,7 @@ fn redis_forgets_who_sits_and_its_scripts() {
 
 #[test]
 fn redis_is_started_anew_while_calls_are_in_flight() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(200));
     let options = Options { life: ms(10_000), ..disturbed() };
     let reports = after_slow("restarted", site, &options, |redis| redis.restart().unwrap());
@@ -306,7 +306,7 @@ fn redis_is_started_anew_while_calls_are_in_flight() {
 
 #[test]
 fn redis_is_killed_for_less_than_a_life() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     let reports = after("killed for 700 ms", site, &disturbed(), |redis| {
         redis.kill();
@@ -318,7 +318,7 @@ fn redis_is_killed_for_less_than_a_life() {
 
 #[test]
 fn redis_is_killed_for_more_than_a_life_and_calls_give_up_their_seats() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
     let options = Options { life: ms(1000), ..disturbed() };
     let reports = after_slow("killed for 2 s", site, &options, |redis| {
@@ -361,7 +361,7 @@ fn after_slow(
 
 #[test]
 fn the_clock_of_redis_steps_forwards_while_calls_are_in_flight() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
     let reports = after("+30 s", site, &disturbed(), |redis| redis.step_clock(30).unwrap());
     assert_eq!(lost(&reports), 0);
@@ -369,7 +369,7 @@ fn the_clock_of_redis_steps_forwards_while_calls_are_in_flight() {
 
 #[test]
 fn the_clock_of_redis_steps_backwards_while_calls_are_in_flight() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
     let reports = after("-30 s", site, &disturbed(), |redis| redis.step_clock(-30).unwrap());
     assert_eq!(lost(&reports), 0);
@@ -377,7 +377,7 @@ fn the_clock_of_redis_steps_backwards_while_calls_are_in_flight() {
 
 #[test]
 fn an_upstream_slower_than_a_life_sees_no_more_than_the_limit() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
     let options = Options { life: ms(600), ..options(4, ms(8000)) };
     let mut fleet = site.start(4, &options);

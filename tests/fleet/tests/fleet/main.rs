@@ -12,7 +12,7 @@ mod never_over;
 mod sharing;
 mod turns;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -33,10 +33,16 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
+static TURN: RwLock<()> = RwLock::new(());
+
 /// One at a time: they measure the machine, too.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+fn turn() -> RwLockWriteGuard<'static, ()> {
+    TURN.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Beside others: they ask little of the machine, and judge what is allowed, not how fast it is.
+fn turn_beside_others() -> RwLockReadGuard<'static, ()> {
+    TURN.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A Redis server, an upstream that never refuses, and workers between them.
