@@ -116,8 +116,7 @@ where
     type Output = Result<<S::Response as HoldBody>::Held, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, seat) = ready!(self.project().inner.poll_answer(cx))?;
-        Poll::Ready(Ok(response.hold(InFlight(seat))))
+        self.project().inner.poll_answer(cx, |response, seat| response.hold(InFlight(seat)))
     }
 }
 

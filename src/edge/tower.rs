@@ -174,9 +174,6 @@ where
     }
 }
 
-/// A response, and the seat of its call where it has one.
-type Answered<T> = (T, Option<Seat>);
-
 impl<S, R> ResponseFuture<S, R>
 where
     R: AsRequestInfo,
@@ -184,25 +181,31 @@ where
     S::Response: AsResponseInfo,
     S::Error: Into<BoxError>,
 {
-    /// The response; its call is in flight until the seat, if there is one, is dropped.
-    pub(super) fn poll_answer(
+    /// What `made` makes of the response, whose call is in flight until its seat, if it has one, is dropped.
+    #[inline]
+    pub(super) fn poll_answer<T>(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<Answered<S::Response>, Error>> {
+        made: impl FnOnce(S::Response, Option<Seat>) -> T,
+    ) -> Poll<Result<T, Error>> {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                StateProj::Calling { call } => {
-                    let Poll::Ready(response) = call.poll(cx) else {
+                StateProj::Calling { call } => match call.poll(cx) {
+                    Poll::Ready(Ok(response)) => {
+                        let sent = this.sent.take().expect("a future is not polled after it was ready");
+                        let seat = leave(sent, &response, this.answers)?;
+                        return Poll::Ready(Ok(made(response, seat)));
+                    }
+                    Poll::Ready(Err(error)) => {
+                        *this.sent = None;
+                        return Poll::Ready(Err(Error::inner(error)));
+                    }
+                    Poll::Pending => {
                         let lost = this.sent.as_ref().map_or(Poll::Pending, |sent| sent.poll_lost(cx));
                         return lost.map(|limited| Err(limited.into()));
-                    };
-                    let response = response.map_err(Error::inner);
-                    let sent = this.sent.take().expect("a future is not polled after it was ready");
-                    let response = response?;
-                    let seat = leave(sent, &response, this.answers)?;
-                    return Poll::Ready(Ok((response, seat)));
-                }
+                    }
+                },
                 StateProj::Waiting { errand } => {
                     let waiting = errand.as_mut().expect("a future is not polled after it was ready");
                     let permit = match ready!(waiting.poll(cx)) {
@@ -238,7 +241,7 @@ where
     type Output = Result<S::Response, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.poll_answer(cx).map_ok(|(response, _)| response)
+        self.poll_answer(cx, |response, _| response)
     }
 }
 

@@ -8,6 +8,7 @@ use http::StatusCode;
 
 use super::holds::GateId;
 use super::limiter::Limiter;
+use super::line::is_any_uncertain;
 use super::seat::Seat;
 use super::slot::Slot;
 use crate::clock;
@@ -134,14 +135,24 @@ impl Sent {
         Sent { wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })), ..self }
     }
 
-    #[inline]
     pub(crate) fn key(&self) -> Key {
         self.key
     }
 
+    /// Whether it matters that its answer is none in which anything is said of limits.
+    #[inline]
+    pub(crate) fn is_listened_for(&self) -> bool {
+        is_any_uncertain()
+    }
+
+    /// Its answer has come, and says nothing of limits.
+    #[inline]
+    pub(crate) fn into_seat(self) -> Option<Seat> {
+        self.seat
+    }
+
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
-    #[inline]
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
         self.gate.answered(self.key, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));

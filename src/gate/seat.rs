@@ -18,7 +18,11 @@ use crate::store::{Listener, News, Refusal, StoreError};
 
 /// A call in flight. Dropping it ends the call.
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct Seat(Box<Taken>);
+
+/// Boxed, so that calls that need no seat stay small.
+#[derive(Debug)]
+struct Taken {
     limiter: Limiter,
     key: Key,
     number: Number,
@@ -76,7 +80,7 @@ impl Limiter {
     /// What the end of a wait for a seat comes to.
     pub(super) fn seated(&self, key: Key, patience: Patience, seated: Seated) -> Sitting {
         match seated {
-            Ok(number) => Sitting::Sits(Some(Seat { limiter: self.clone(), key, number })),
+            Ok(number) => Sitting::Sits(Some(Seat(Box::new(Taken { limiter: self.clone(), key, number })))),
             Err(Unseated::Failed(source)) if self.passes(&source) => Sitting::Sits(None),
             Err(Unseated::Failed(source)) => Sitting::Ended(Reached::Failed(source)),
             Err(Unseated::Refused) => {
@@ -154,12 +158,13 @@ impl Seat {
     /// Answers when the store may have given the seat to others: then the call has to end. Never where the store's word
     /// is not waited for.
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let Gate { flights, settings, .. } = &*self.limiter.0;
+        let Taken { limiter, key, number } = &*self.0;
+        let Gate { flights, settings, .. } = &*limiter.0;
         let Some(flights) = flights.as_ref().filter(|_| settings.on_store_error == OnStoreError::FailClosed)
         else {
             return Poll::Pending;
         };
-        let lost = flights.keyed.find(self.key, |flight| flight.poll_lost(self.number, cx));
+        let lost = flights.keyed.find(*key, |flight| flight.poll_lost(*number, cx));
         lost.unwrap_or(Poll::Pending).map(|()| StoreError::SeatLost)
     }
 
@@ -167,7 +172,7 @@ impl Seat {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
-            let report = report(self.key.label(None), Refusal::NEVER, now, now, 0);
+            let report = report(self.0.key.label(None), Refusal::NEVER, now, now, 0);
             told(Limited::Store { source, report })
         })
     }
@@ -176,6 +181,7 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let now = clock::now();
-        self.limiter.0.clone().at_flight(self.key, |flight, wakers| flight.end(self.number, now, wakers));
+        let Taken { limiter, key, number } = &*self.0;
+        limiter.0.clone().at_flight(*key, |flight, wakers| flight.end(*number, now, wakers));
     }
 }

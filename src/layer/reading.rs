@@ -26,9 +26,12 @@ type Of<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
 /// What a closure makes of what was read from the headers.
 type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
 
-/// How the answer to a request is read.
+/// How the answer to a request is read. A call on its way carries it, so it is small, and mostly nothing.
 #[derive(Clone, Default)]
-pub(crate) struct Answers {
+pub(crate) struct Answers(Option<Arc<Manner>>);
+
+#[derive(Clone, Default)]
+struct Manner {
     /// Whether a refusal by the upstream is an error; else it passes.
     errors: bool,
     dialect: Option<Dialect>,
@@ -36,15 +39,19 @@ pub(crate) struct Answers {
 
 impl Answers {
     pub(super) fn are_errors(&self) -> bool {
-        self.errors
+        self.0.as_ref().is_some_and(|manner| manner.errors)
+    }
+
+    fn dialect(&self) -> Option<&Dialect> {
+        self.0.as_ref()?.dialect.as_ref()
     }
 
     pub(super) fn set_errors(&mut self) {
-        self.errors = true;
+        Arc::make_mut(self.0.get_or_insert_default()).errors = true;
     }
 
     pub(super) fn set_dialect(&mut self, dialect: Dialect) {
-        self.dialect = Some(dialect);
+        Arc::make_mut(self.0.get_or_insert_default()).dialect = Some(dialect);
     }
 }
 
@@ -56,12 +63,19 @@ pub(crate) fn leave(
     response: &impl AsResponseInfo,
     answers: &Answers,
 ) -> Result<Option<Seat>, Limited> {
+    if answers.0.is_none() && !sent.is_listened_for() && !Signal::is_any_in(response) {
+        return Ok(sent.into_seat());
+    }
+    read(sent, response, answers)
+}
+
+fn read(sent: Sent, response: &impl AsResponseInfo, answers: &Answers) -> Result<Option<Seat>, Limited> {
     let mut signal = Signal::read(response);
-    if let (Some(dialect), Some(headers)) = (&answers.dialect, response.headers()) {
+    if let (Some(dialect), Some(headers)) = (answers.dialect(), response.headers()) {
         signal = dialect(sent.key(), headers, signal);
     }
     match sent.answered(&signal) {
-        (_, Some(limited)) if answers.errors => Err(limited),
+        (_, Some(limited)) if answers.are_errors() => Err(limited),
         (seat, _) => Ok(seat),
     }
 }
@@ -94,8 +108,8 @@ impl fmt::Debug for Reading {
             .field("key", &self.key.is_some())
             .field("cost", &self.cost.is_some())
             .field("deadline", &self.deadline.is_some())
-            .field("error_on_upstream_limit", &self.answers.errors)
-            .field("dialect", &self.answers.dialect.is_some())
+            .field("error_on_upstream_limit", &self.answers.are_errors())
+            .field("dialect", &self.answers.dialect().is_some())
             .finish()
     }
 }

@@ -165,6 +165,12 @@ impl Signal {
         }
     }
 
+    /// Whether a response may say anything of limits: most say nothing, and need not be read.
+    #[inline]
+    pub(crate) fn is_any_in(response: &impl AsResponseInfo) -> bool {
+        response.status().is_some_and(refusal::is_always) || response.headers().is_some_and(lines::any)
+    }
+
     /// Reads status, headers and body of a response that has just come.
     ///
     /// Some servers say only in the body that a limit was hit, or when to come back. Give it the body as a whole: one
