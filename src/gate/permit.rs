@@ -100,7 +100,9 @@ impl Permit {
 
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
-        Sent { gate: self.limiter.id(), key: self.key, seat: self.seat, wait: self.wait }
+        let Permit { limiter, key, seat, wait, .. } = self;
+        let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
+        Sent { gate: limiter.id(), key, more }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -119,6 +121,12 @@ impl Permit {
 pub(crate) struct Sent {
     gate: GateId,
     key: Key,
+    more: Option<Box<More>>,
+}
+
+/// What few requests have on their way. Boxed, so that the others stay small.
+#[derive(Default)]
+struct More {
     seat: Option<Seat>,
     wait: Option<Box<Wait>>,
 }
@@ -127,12 +135,14 @@ impl Sent {
     /// One that got its permit at once.
     #[inline]
     pub(crate) fn at_once(gate: GateId, key: Key, seat: Option<Seat>) -> Self {
-        Sent { gate, key, seat, wait: None }
+        Sent { gate, key, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
     }
 
     /// The same, and it keeps the name of its key.
-    pub(crate) fn named(self, label: Box<str>) -> Self {
-        Sent { wait: Some(Box::new(Wait { label, waited: Duration::ZERO, turns: 0 })), ..self }
+    pub(crate) fn named(mut self, label: Box<str>) -> Self {
+        let wait = Wait { label, waited: Duration::ZERO, turns: 0 };
+        self.more.get_or_insert_default().wait = Some(Box::new(wait));
+        self
     }
 
     pub(crate) fn key(&self) -> Key {
@@ -148,7 +158,7 @@ impl Sent {
     /// Its answer has come, and says nothing of limits.
     #[inline]
     pub(crate) fn into_seat(self) -> Option<Seat> {
-        self.seat
+        self.more?.seat
     }
 
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
@@ -156,18 +166,19 @@ impl Sent {
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
         self.gate.answered(self.key, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
-        (self.seat, limited)
+        (self.into_seat(), limited)
     }
 
     /// The error of a call that has to end, because its seat may have been given to others.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        self.seat.as_ref().map_or(Poll::Pending, |seat| seat.poll_limited(cx))
+        let seat = self.more.as_ref().and_then(|more| more.seat.as_ref());
+        seat.map_or(Poll::Pending, |seat| seat.poll_limited(cx))
     }
 
     #[cold]
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
-        let Wait { label, waited, turns } = match self.wait.take() {
+        let Wait { label, waited, turns } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
             None => Wait { label: self.key.label(None), waited: Duration::ZERO, turns: 0 },
         };
