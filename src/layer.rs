@@ -175,14 +175,14 @@ impl RateLimitBuilder {
         self
     }
 
-    /// How many units a request takes. Default: 1. A [`Cost`] in the request's extensions goes first.
+    /// How many units a request takes. Default: 1. A [`Cost`](crate::Cost) in the request's extensions goes first.
     pub fn cost(mut self, cost: impl Fn(&RequestInfo<'_>) -> u32 + Send + Sync + 'static) -> Self {
         self.reading.cost = Some(Box::new(cost));
         self
     }
 
-    /// The moment by which a request must leave; a slot beyond is refused at once. Default: none. A [`Deadline`] in the
-    /// request's extensions goes first; `max_wait` holds besides.
+    /// The moment by which a request must leave; a slot beyond is refused at once. Default: none. A
+    /// [`Deadline`](crate::Deadline) in the request's extensions goes first; `max_wait` holds besides.
     pub fn deadline<F>(mut self, deadline: F) -> Self
     where
         F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,

@@ -78,8 +78,8 @@
 //! |---|---|
 //! | `reqwest` | the layer around a `reqwest::Client`, as a Tower service |
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
-//! | `retry` | [`RetryLimited`] as a `tower::retry::Policy` |
-//! | `reqwest-retry` | [`RetryLimited`] as a strategy of reqwest-retry; turns on `reqwest-middleware` |
+//! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
+//! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::costs` |
 //! | `body` | `Signal::read_with_body`: what the body of a response says of limits |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
