@@ -245,8 +245,16 @@ fn a_process_that_was_stopped_for_more_than_a_life_gives_up_calls_that_are_still
     assert_at_once(&Log::from(after.cloned().collect::<Vec<_>>()), "half a second after it goes on");
 }
 
+/// What came of a fleet that was disturbed, and when.
+struct Disturbed {
+    log: Log,
+    reports: Vec<Report>,
+    start: Instant,
+    done: Instant,
+}
+
 /// Four processes; something is done to Redis after three seconds.
-fn after(what: &str, mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+fn disturb(mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Disturbed {
     let mut fleet = site.start(4, options);
     let start = Instant::now();
     fleet.go();
@@ -256,6 +264,12 @@ fn after(what: &str, mut site: Site, options: &Options, act: impl FnOnce(&mut Re
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = seen(&site, start, options.span);
+    Disturbed { log, reports, start, done }
+}
+
+/// The same; all goes on as before.
+fn after(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+    let Disturbed { log, reports, start, done } = disturb(site, options, act);
     let steady = part(&log, done + ms(4000), done + ms(6000));
     println!(
         "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the seats \
@@ -330,21 +344,8 @@ fn redis_is_killed_for_more_than_a_life_and_calls_give_up_their_seats() {
 }
 
 /// The same with an upstream that is slow: only that nobody is over, and that all goes on.
-fn after_slow(
-    what: &str,
-    mut site: Site,
-    options: &Options,
-    act: impl FnOnce(&mut RedisServer),
-) -> Vec<Report> {
-    let mut fleet = site.start(4, options);
-    let start = Instant::now();
-    fleet.go();
-    wait_until(start, ms(3000));
-    act(&mut site.redis);
-    let done = Instant::now();
-    let reports = fleet.finish();
-    assert_all_ended(&reports);
-    let log = seen(&site, start, options.span);
+fn after_slow(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
+    let Disturbed { log, reports, done, .. } = disturb(site, options, act);
     println!(
         "{what}, a call takes {:.1?}: at most {} at once; {:?} calls in each second; {} calls failed for the store, {} of \
          them gave up their seats",
