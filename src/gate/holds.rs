@@ -14,7 +14,7 @@ use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
 use crate::signal::{Observed, Signal};
-use crate::store::{Answer, Held, Listener};
+use crate::store::{Held, Listener};
 
 /// Which gate a call came through. A call on its way keeps this number and no more: the gate is looked for only when the
 /// upstream says no.
@@ -97,7 +97,7 @@ impl Limiter {
         let releases = self.0.lines.find(key, |line| line.releases()).unwrap_or(0);
         let held = Held { left: span.min(LONGEST_HOLD), releases };
         self.set_hold(key, held, now);
-        let held = answer(self.0.settings.store.hold(key, &self.0.settings.terms, held)).await?;
+        let held = self.0.settings.store.hold(key, &self.0.settings.terms, held).arrives().await?;
         // It may have been released by others before, which was not known here.
         self.hold_heard(key, held);
         Ok(())
@@ -121,7 +121,7 @@ impl Limiter {
     ///
     /// [`StoreError`] when it may still hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
-        let held = answer(self.0.settings.store.release(key, &self.0.settings.terms)).await?;
+        let held = self.0.settings.store.release(key, &self.0.settings.terms).arrives().await?;
         self.set_hold(key, held, clock::now());
         Ok(())
     }
@@ -214,10 +214,3 @@ fn used_up_for(signal: &Signal) -> Option<Duration> {
 
 /// Holds of more are cut to this: 366 days.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
-
-async fn answer<T>(answer: Answer<T>) -> Result<T, StoreError> {
-    match answer {
-        Answer::Now(answer) => answer,
-        Answer::Later(answer) => answer.await,
-    }
-}

@@ -16,7 +16,7 @@ use crate::events;
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;
-use crate::store::{Answer, Refusal, Store};
+use crate::store::{Refusal, Store};
 
 /// The gate, without HTTP: for job workers, gRPC, anything. Clones share one count.
 ///
@@ -153,10 +153,7 @@ impl Limiter {
                 store.give_back(key, terms, &[unused]);
             }
         });
-        match store.flush() {
-            Answer::Now(flushed) => flushed,
-            Answer::Later(flushed) => flushed.await,
-        }
+        store.flush().arrives().await
     }
 
     /// Enters the gate if a permit is at hand, which `pick` takes; else answers when that was.

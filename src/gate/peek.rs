@@ -7,7 +7,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::quota::Limit;
-use crate::store::{Answer, LimitUsage, Usage};
+use crate::store::{LimitUsage, Usage};
 
 /// The state of a key, as [`Limiter::peek`] tells it.
 #[derive(Clone, Debug)]
@@ -33,10 +33,7 @@ impl Limiter {
     /// [`StoreError`] when the store could not be asked.
     pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
         let answer = self.0.settings.store.peek(key, &self.0.settings.terms);
-        let Usage { limits, free, next_slot, held } = match answer {
-            Answer::Now(usage) => usage?,
-            Answer::Later(usage) => usage.await?,
-        };
+        let Usage { limits, free, next_slot, held } = answer.arrives().await?;
         let now = clock::now();
         let (waiting, at_hand) =
             self.0.lines.find(key, |line| (line.waiting(), line.at_hand(now))).unwrap_or_default();

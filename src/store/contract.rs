@@ -19,9 +19,7 @@ mod in_flight;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{
-    Answer, Ask, Held, Lease, Memory, Need, Refusal, Segment, Store, StoreError, Terms, Unused, Usage,
-};
+use super::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
 use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
@@ -86,7 +84,7 @@ impl Desk {
             memory: Memory::default(),
             held: Held::default(),
         };
-        answer(self.store.lease(ask)).await.expect("the store answers")
+        self.store.lease(ask).arrives().await.expect("the store answers")
     }
 
     /// Books `count` permits of `cost`.
@@ -95,20 +93,13 @@ impl Desk {
     }
 
     async fn peek(&self) -> Usage {
-        answer(self.store.peek(self.key, &self.terms)).await.expect("the store answers")
+        self.store.peek(self.key, &self.terms).arrives().await.expect("the store answers")
     }
 }
 
 /// Two stores in one process are asked about different keys, should they share their state.
 fn store_address(store: &Arc<dyn Store>) -> [u8; 8] {
     (Arc::as_ptr(store).cast::<()>().addr() as u64).to_le_bytes()
-}
-
-async fn answer<T>(answer: Answer<T>) -> Result<T, StoreError> {
-    match answer {
-        Answer::Now(answer) => answer,
-        Answer::Later(answer) => answer.await,
-    }
 }
 
 async fn pass(span: Duration) {

@@ -1,6 +1,6 @@
 //! What a store is told of calls in flight, and what it tells those who listen.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::{Held, StoreError};
@@ -88,4 +88,23 @@ impl News {
 pub trait Listener: Send + Sync + 'static {
     /// Hears what there is to know about `key`, or about its calls for which `holder` claimed. Does not block.
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
+}
+
+/// Those who are told of holds, for as long as they live.
+#[derive(Default)]
+pub(super) struct Listeners(Mutex<Vec<Weak<dyn Listener>>>);
+
+impl Listeners {
+    pub(super) fn add(&self, listener: Weak<dyn Listener>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
+    }
+
+    /// Tells all, without the lock.
+    pub(super) fn tell(&self, key: Key, news: &News) {
+        let mut listeners = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|listener| listener.strong_count() > 0);
+        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
+        drop(listeners);
+        alive.into_iter().for_each(|listener| listener.hear(key, 0, news.clone()));
+    }
 }

@@ -1,8 +1,9 @@
 //! Counts in this process: the default store.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use super::flight::Listeners;
 use super::{
     Answer, Ask, Claim, Held, Lease, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError, Usage,
 };
@@ -34,7 +35,7 @@ use crate::limit::{
 pub struct MemoryStore {
     counts: Keyed<Counts>,
     flights: Keyed<Flight>,
-    listeners: Mutex<Vec<Weak<dyn Listener>>>,
+    listeners: Listeners,
     max_keys: usize,
 }
 
@@ -54,7 +55,7 @@ impl MemoryStore {
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
         let (counts, flights) = (Keyed::new(max_keys), Keyed::new(max_keys));
-        MemoryStore { counts, flights, listeners: Mutex::default(), max_keys }
+        MemoryStore { counts, flights, listeners: Listeners::default(), max_keys }
     }
 
     fn with<R>(
@@ -83,11 +84,7 @@ impl MemoryStore {
             Ok(held) => held,
             Err(full) => return Answer::Now(Err(full)),
         };
-        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
-        listeners.retain(|listener| listener.strong_count() > 0);
-        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
-        drop(listeners);
-        alive.into_iter().for_each(|listener| listener.hear(key, 0, News::Held(held)));
+        self.listeners.tell(key, &News::Held(held));
         Answer::Now(Ok(held))
     }
 }
@@ -195,7 +192,7 @@ impl Store for MemoryStore {
     }
 
     fn listen(&self, listener: Weak<dyn Listener>) {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
+        self.listeners.add(listener);
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {

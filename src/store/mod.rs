@@ -133,6 +133,16 @@ pub enum Answer<T> {
     Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
 }
 
+impl<T> Answer<T> {
+    /// What is answered, when it is.
+    pub(crate) async fn arrives(self) -> Result<T, StoreError> {
+        match self {
+            Answer::Now(answer) => answer,
+            Answer::Later(answer) => answer.await,
+        }
+    }
+}
+
 /// What a process asks of a store for one key.
 #[derive(Debug)]
 #[non_exhaustive]

@@ -27,6 +27,7 @@ use redis::io::tcp::TcpSettings;
 use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
+use super::flight::Listeners;
 use super::{Answer, Ask, Claim, Held, Lease, Listener, News, Store, StoreError, Terms, Unused, Usage};
 use crate::clock;
 use crate::error::ConfigError;
@@ -34,7 +35,7 @@ use crate::jitter::dice;
 use crate::key::Key;
 use link::{Factory, RedisFailure};
 use wire::Garbled;
-use worker::{Job, Jobs, Listeners, Setup};
+use worker::{Job, Jobs, Setup};
 
 /// Counts permits in Redis, for many processes.
 ///
@@ -67,7 +68,7 @@ pub struct RedisStore {
     /// To the thread that talks to Redis, started when it is first needed.
     jobs: OnceLock<Result<Jobs, StoreError>>,
     /// Who is told of holds.
-    listeners: Listeners,
+    listeners: Arc<Listeners>,
 }
 
 /// How to get to Redis.
@@ -268,7 +269,7 @@ impl Store for RedisStore {
     }
 
     fn listen(&self, listener: Weak<dyn Listener>) {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
+        self.listeners.add(listener);
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
@@ -366,7 +367,7 @@ impl RedisStoreBuilder {
             store_timeout,
             connecting: Mutex::new(Some(connecting)),
             jobs: OnceLock::new(),
-            listeners: Listeners::default(),
+            listeners: Arc::default(),
         })
     }
 }

@@ -4,7 +4,7 @@
 //! no answer: it is gathered for a moment, so that many who leave at once make one call.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use redis::Client;
@@ -22,15 +22,13 @@ use crate::error::StoreError;
 use crate::jitter::dice;
 use crate::key::Key;
 use crate::limit::{Terms, Unused};
+use crate::store::flight::Listeners;
 use crate::store::{Claim, Listener, News};
 
 /// How long what is given back waits for more.
 const GATHERING: Duration = Duration::from_millis(2);
 
 pub(super) type Jobs = mpsc::UnboundedSender<Job>;
-
-/// Who is told of holds; the store adds to them.
-pub(super) type Listeners = Arc<Mutex<Vec<Weak<dyn Listener>>>>;
 
 /// What the thread is to do.
 pub(super) enum Job {
@@ -79,7 +77,8 @@ pub(super) struct Setup {
     pub(super) secret: Option<Key>,
     /// Whom to ask for a connection to listen on, where that is known.
     pub(super) ears: Option<Client>,
-    pub(super) listeners: Listeners,
+    /// Who is told of holds; the store adds to them.
+    pub(super) listeners: Arc<Listeners>,
 }
 
 /// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
@@ -136,7 +135,7 @@ struct Worker {
     claims: Claims,
     heard: mpsc::UnboundedReceiver<Heard>,
     /// Who is told of holds.
-    listeners: Listeners,
+    listeners: Arc<Listeners>,
     secret: Option<Key>,
     /// The channel on which all are told.
     to_all: String,
@@ -168,7 +167,7 @@ impl Worker {
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
                 Some(heard) = self.heard.recv() => self.hear(heard),
                 // Who was asked before may have been another server, or have lost its state.
-                () = connections.next() => self.tell(Key::ALL, &News::Missed),
+                () = connections.next() => self.listeners.tell(Key::ALL, &News::Missed),
                 Some(_) = calls.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
@@ -239,7 +238,7 @@ impl Worker {
         match heard {
             Heard::Open => {
                 self.claims.set_told(true);
-                self.tell(Key::ALL, &News::Missed);
+                self.listeners.tell(Key::ALL, &News::Missed);
             }
             Heard::Deaf => self.claims.set_told(false),
             Heard::Message(message) => self.claims.hear(&message),
@@ -247,18 +246,10 @@ impl Worker {
                 if let Ok((held, token)) = wire::read_hold(&message)
                     && let Some(key) = token::read(token, self.secret)
                 {
-                    self.tell(key, &News::Held(held));
+                    self.listeners.tell(key, &News::Held(held));
                 }
             }
         }
-    }
-
-    fn tell(&self, key: Key, news: &News) {
-        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
-        listeners.retain(|listener| listener.strong_count() > 0);
-        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
-        drop(listeners);
-        alive.into_iter().for_each(|listener| listener.hear(key, 0, news.clone()));
     }
 
     fn note(&mut self, released: Result<(), StoreError>) {
