@@ -32,7 +32,7 @@ impl GateId {
     /// A call of `key` that came through this gate has been answered.
     #[inline]
     pub(super) fn answered(self, key: Key, signal: &Signal) {
-        if signal.limited().is_some() || !signal.quotas().is_empty() || is_any_uncertain() {
+        if signal.limited().is_some() || used_up_for(signal).is_some() || is_any_uncertain() {
             self.tell(key, signal);
         }
     }
