@@ -5,6 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::sample::select;
 
+use super::window::Window;
 use super::*;
 
 const SLACK: Micros = 10_000;

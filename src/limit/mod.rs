@@ -21,6 +21,7 @@ mod fixed;
 #[cfg(test)]
 mod laws;
 mod pool;
+mod rule;
 mod seats;
 mod window;
 
@@ -30,11 +31,9 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::quota::{Limit, Quota};
-use bucket::Bucket;
-use fixed::Fixed;
 use pool::Pool;
+use rule::Rule;
 pub(crate) use seats::{Claimed, Seats, Told};
-use window::Window;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
@@ -103,15 +102,6 @@ pub(crate) struct TooLate {
     pub(crate) slot: Micros,
     /// The limit that was the last to allow it.
     pub(crate) limit: Option<Limit>,
-}
-
-/// What one limit has seen.
-#[derive(Debug)]
-enum Rule {
-    Window(Window),
-    /// Boxed, as it is larger than the others.
-    Bucket(Box<Bucket>),
-    Fixed(Fixed),
 }
 
 /// One limit of a key, and when it was last asserted.
@@ -385,85 +375,4 @@ pub struct Unused {
     pub units: u64,
     /// Which life of the state granted it: in another it is not taken back.
     pub incarnation: u64,
-}
-
-impl Rule {
-    fn new(limit: Limit, boundary_slack: Micros) -> Self {
-        let window = micros_up(limit.window());
-        match limit {
-            Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
-            Limit::Bucket { capacity, count, .. } => {
-                Rule::Bucket(Box::new(Bucket::new(capacity, count, window)))
-            }
-            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
-            Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
-        }
-    }
-
-    /// Forgets what no longer matters at `now`.
-    fn advance(&mut self, now: Micros) {
-        match self {
-            Rule::Window(window) => window.advance(now),
-            Rule::Bucket(_) => {}
-            Rule::Fixed(fixed) => fixed.advance(now),
-        }
-    }
-
-    /// The first moment, not before `from`, at which `cost` units may go.
-    fn first_slot(&mut self, from: Micros, cost: u64, life: Micros) -> Micros {
-        match self {
-            Rule::Window(window) => window.first_slot(from, cost),
-            Rule::Bucket(bucket) => bucket.first_slot(from, cost),
-            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life),
-        }
-    }
-
-    /// How many units may go at `slot`, which is a first slot.
-    fn room(&mut self, slot: Micros) -> u64 {
-        match self {
-            Rule::Window(window) => window.room(slot),
-            Rule::Bucket(bucket) => bucket.room(slot),
-            Rule::Fixed(fixed) => fixed.room(slot),
-        }
-    }
-
-    fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
-        match self {
-            Rule::Window(window) => window.insert(stamp, units),
-            Rule::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
-            Rule::Fixed(fixed) => fixed.insert(slot, units),
-        }
-    }
-
-    fn subtract(&mut self, now: Micros, unused: Unused) {
-        match self {
-            Rule::Window(window) => window.subtract(now, unused.stamp, unused.units),
-            Rule::Bucket(bucket) => bucket.subtract(unused),
-            Rule::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
-        }
-    }
-
-    fn free(&mut self, now: Micros) -> u64 {
-        match self {
-            Rule::Window(window) => window.free(now),
-            Rule::Bucket(bucket) => bucket.room(now),
-            Rule::Fixed(fixed) => fixed.room(now),
-        }
-    }
-
-    fn used(&self, now: Micros) -> u64 {
-        match self {
-            Rule::Window(window) => window.used(),
-            Rule::Bucket(bucket) => bucket.used(now),
-            Rule::Fixed(fixed) => fixed.used(now),
-        }
-    }
-
-    fn fresh_from(&self) -> Micros {
-        match self {
-            Rule::Window(window) => window.fresh_from(),
-            Rule::Bucket(bucket) => bucket.fresh_from(),
-            Rule::Fixed(fixed) => fixed.fresh_from(),
-        }
-    }
 }

@@ -1,0 +1,97 @@
+//! What one limit has seen, whichever kind it is.
+
+use super::bucket::Bucket;
+use super::fixed::Fixed;
+use super::window::Window;
+use super::{Micros, Unused, micros_up};
+use crate::quota::Limit;
+
+/// What one limit has seen.
+#[derive(Debug)]
+pub(super) enum Rule {
+    Window(Window),
+    /// Boxed, as it is larger than the others.
+    Bucket(Box<Bucket>),
+    Fixed(Fixed),
+}
+
+impl Rule {
+    pub(super) fn new(limit: Limit, boundary_slack: Micros) -> Self {
+        let window = micros_up(limit.window());
+        match limit {
+            Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
+            Limit::Bucket { capacity, count, .. } => {
+                Rule::Bucket(Box::new(Bucket::new(capacity, count, window)))
+            }
+            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
+            Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
+        }
+    }
+
+    /// Forgets what no longer matters at `now`.
+    pub(super) fn advance(&mut self, now: Micros) {
+        match self {
+            Rule::Window(window) => window.advance(now),
+            Rule::Bucket(_) => {}
+            Rule::Fixed(fixed) => fixed.advance(now),
+        }
+    }
+
+    /// The first moment, not before `from`, at which `cost` units may go.
+    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, life: Micros) -> Micros {
+        match self {
+            Rule::Window(window) => window.first_slot(from, cost),
+            Rule::Bucket(bucket) => bucket.first_slot(from, cost),
+            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life),
+        }
+    }
+
+    /// How many units may go at `slot`, which is a first slot.
+    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.room(slot),
+            Rule::Bucket(bucket) => bucket.room(slot),
+            Rule::Fixed(fixed) => fixed.room(slot),
+        }
+    }
+
+    pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
+        match self {
+            Rule::Window(window) => window.insert(stamp, units),
+            Rule::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
+            Rule::Fixed(fixed) => fixed.insert(slot, units),
+        }
+    }
+
+    pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
+        match self {
+            Rule::Window(window) => window.subtract(now, unused.stamp, unused.units),
+            Rule::Bucket(bucket) => bucket.subtract(unused),
+            Rule::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
+        }
+    }
+
+    pub(super) fn free(&mut self, now: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.free(now),
+            Rule::Bucket(bucket) => bucket.room(now),
+            Rule::Fixed(fixed) => fixed.room(now),
+        }
+    }
+
+    pub(super) fn used(&self, now: Micros) -> u64 {
+        match self {
+            Rule::Window(window) => window.used(),
+            Rule::Bucket(bucket) => bucket.used(now),
+            Rule::Fixed(fixed) => fixed.used(now),
+        }
+    }
+
+    pub(super) fn fresh_from(&self) -> Micros {
+        match self {
+            Rule::Window(window) => window.fresh_from(),
+            Rule::Bucket(bucket) => bucket.fresh_from(),
+            Rule::Fixed(fixed) => fixed.fresh_from(),
+        }
+    }
+}
