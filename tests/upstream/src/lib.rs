@@ -90,6 +90,12 @@ impl Upstream {
         self
     }
 
+    /// States what is left of the first rule in each answer: `X-RateLimit-Limit`, `-Remaining`, and `-Reset` in seconds.
+    pub fn stating(self) -> Self {
+        lock(&self.desk).stating = true;
+        self
+    }
+
     /// Answers by script: `script` is asked with the number of the call, from 0. Where it returns `None` the rules
     /// decide; a call it answered counts in no rule.
     ///
@@ -148,6 +154,7 @@ struct Desk {
     windows: Windows,
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
     latency: Duration,
+    stating: bool,
     arrivals: Vec<Arrival>,
     tally: Tally,
 }
@@ -159,6 +166,7 @@ impl Desk {
             windows: Windows::new(rules),
             script: Box::new(|_| None),
             latency: Duration::ZERO,
+            stating: false,
             arrivals: Vec::new(),
             tally: Tally::default(),
         }
@@ -168,10 +176,16 @@ impl Desk {
         let at = Instant::now();
         let header = |name| request.headers().get(name)?.to_str().ok();
         let scripted = (self.script)(self.arrivals.len());
-        let response = scripted.unwrap_or_else(|| match self.windows.admit(at - self.started) {
+        let mut response = scripted.unwrap_or_else(|| match self.windows.admit(at - self.started) {
             Ok(()) => Response::new("welcome\n".to_owned()),
             Err(wait) => refusal(rules::whole_seconds(wait)),
         });
+        if let Some((left, count, reset)) = self.windows.left(at - self.started).filter(|_| self.stating) {
+            let headers = response.headers_mut();
+            headers.insert("x-ratelimit-limit", count.into());
+            headers.insert("x-ratelimit-remaining", left.into());
+            headers.insert("x-ratelimit-reset", rules::whole_seconds(reset).into());
+        }
         let accepted = response.status().is_success();
         self.tally.add(accepted);
         self.arrivals.push(Arrival {

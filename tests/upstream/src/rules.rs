@@ -60,6 +60,14 @@ impl Windows {
         Ok(())
     }
 
+    /// What is left of the first rule, of how many, and until its oldest call leaves.
+    pub(crate) fn left(&self, now: Duration) -> Option<(u32, u32, Duration)> {
+        let &Rule { count, window } = self.rules.first()?;
+        let mut inside = self.accepted.iter().filter(|at| at.saturating_add(window) > now).peekable();
+        let reset = inside.peek().map_or(Duration::ZERO, |oldest| oldest.saturating_add(window) - now);
+        Some((count.saturating_sub(inside.count() as u32), count, reset))
+    }
+
     /// A call may come once the `count`-th before it has left the window.
     fn wait(&self, rule: Rule, now: Duration) -> Duration {
         let leaves = self
@@ -133,6 +141,17 @@ mod tests {
             ],
         );
         replay(&[rules[1], rules[0]], &[(0, 0), (1, 9), (10, 0), (20, 0), (25, 975)]);
+    }
+
+    #[test]
+    fn it_knows_what_is_left_and_until_when() {
+        let mut windows = Windows::new(vec![Rule::new(3, ms(100))]);
+        assert_eq!(windows.left(ms(0)), Some((3, 3, ms(0))));
+        windows.admit(ms(10)).unwrap();
+        windows.admit(ms(30)).unwrap();
+        assert_eq!(windows.left(ms(40)), Some((1, 3, ms(70))));
+        assert_eq!(windows.left(ms(110)), Some((2, 3, ms(20))));
+        assert_eq!(Windows::new(Vec::new()).left(ms(0)), None);
     }
 
     #[test]
