@@ -33,8 +33,13 @@ mod told {
         tracing::warn!(
             target: "tollgate",
             %key, %limit, %quota,
-            "another process asserts another limit for this key: until it stops, all of them hold"
+            "another process asserts another limit for this key, or has learned it: until it stops, all of them hold"
         );
+    }
+
+    /// The upstream states a limit, which holds from now on.
+    pub(crate) fn learned(key: Key, limit: Limit, quota: Option<&str>) {
+        tracing::info!(target: "tollgate", %key, %limit, quota, "the upstream states a limit");
     }
 
     /// There is a connection to the store.
@@ -110,6 +115,8 @@ mod told {
     pub(crate) fn held(_key: Key, _left: Duration) {}
 
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
+
+    pub(crate) fn learned(_key: Key, _limit: Limit, _quota: Option<&str>) {}
 
     pub(crate) fn foreign_limit(_key: Key, _limit: Limit, _quota: &Quota) {}
 

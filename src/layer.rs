@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use http::HeaderMap;
 
 use crate::error::{ConfigError, Limited};
-use crate::gate::{Entry, LIFE, Limiter, OnStoreError, Seat, Sent, Settings, Started, Waiter};
+use crate::gate::{
+    Entry, LIFE, Learn, Limiter, OnScope, OnStoreError, Seat, Sent, Settings, Started, Waiter,
+};
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
@@ -79,6 +81,8 @@ impl RateLimitLayer {
             boundary_slack: Duration::from_millis(100),
             in_flight_life: Duration::from_secs(10),
             max_hold: Duration::from_secs(60),
+            learn: Learn::default(),
+            on_scope: None,
         }
     }
 
@@ -108,7 +112,7 @@ impl RateLimitLayer {
     /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
     #[inline]
     fn sent(&self, entry: &Entry, seat: Option<Seat>, label: impl FnOnce() -> Box<str>) -> Sent {
-        let sent = Sent::at_once(self.limiter.id(), entry.key, seat);
+        let sent = Sent::at_once(self.limiter.id(), entry.key, entry.cost, seat);
         if self.reading.answers.are_errors() { sent.named(label()) } else { sent }
     }
 
@@ -152,6 +156,8 @@ pub struct RateLimitBuilder {
     boundary_slack: Duration,
     in_flight_life: Duration,
     max_hold: Duration,
+    learn: Learn,
+    on_scope: Option<OnScope>,
 }
 
 impl RateLimitBuilder {
@@ -268,6 +274,45 @@ impl RateLimitBuilder {
         self
     }
 
+    /// What is made of what the upstream says about its quotas. Default: [`Learn::Remaining`].
+    ///
+    /// [`Limiter::peek`](crate::Limiter::peek) tells what was learned.
+    pub fn learn(mut self, learn: Learn) -> Self {
+        self.learn = learn;
+        self
+    }
+
+    /// The key that a refusal holds, where the upstream names the limiter that refused ([`Signal::scope`]); `None` for none.
+    /// Default: the key of the call.
+    ///
+    /// Where one layer counts each route and another the whole account, on one store, a refusal is of one of them:
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tollgate::{Key, Quota, RateLimitLayer, store::MemoryStore};
+    ///
+    /// let (store, account) = (Arc::new(MemoryStore::default()), Key::new("our account"));
+    /// let global = move |key, scope: &str| Some(if scope == "global" { account } else { key });
+    /// let routes = RateLimitLayer::builder(Quota::per_second(5))
+    ///     .key(|request| Key::new(request.path()))
+    ///     .on_scope(global)
+    ///     .store(store.clone())
+    ///     .build()?;
+    /// let all = RateLimitLayer::builder(Quota::per_second(50))
+    ///     .key(move |_| account)
+    ///     .on_scope(move |key, scope| (scope == "global").then_some(key))
+    ///     .store(store)
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn on_scope<F>(mut self, on_scope: F) -> Self
+    where
+        F: Fn(Key, &str) -> Option<Key> + Send + Sync + 'static,
+    {
+        self.on_scope = Some(Box::new(on_scope));
+        self
+    }
+
     /// Turns a refusal by the upstream into [`Limited::Upstream`]. Default: it passes as a response.
     ///
     /// [`Signal::limited`] says what is a refusal: a 429, and others such as a 503 that say when to come back.
@@ -344,6 +389,8 @@ impl RateLimitBuilder {
             max_keys: self.max_keys,
             in_flight_life: self.in_flight_life,
             max_hold: self.max_hold,
+            learn: self.learn,
+            on_scope: self.on_scope,
             on_store_error: self.on_store_error,
         });
         Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })

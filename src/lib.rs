@@ -184,7 +184,7 @@ pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFutur
 pub use edge::retry::{AsError, RetryLimited};
 pub use edge::tower::{RateLimit, ResponseFuture};
 pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
-pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit};
+pub use gate::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
 pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
 pub use layer::{RateLimitBuilder, RateLimitLayer};
 pub use quota::{Bucket, Limit, Quota};

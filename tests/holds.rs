@@ -265,12 +265,7 @@ async fn with_the_store_away_a_process_still_keeps_its_own_holds_and_nobody_pass
         let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
         service.clone().oneshot(get("/")).await.unwrap();
         let next = service.clone().oneshot(get("/")).await;
-        if later {
-            assert!(next.is_ok() && upstream.arrivals()[1] >= 3000, "{:?}", upstream.arrivals());
-        } else {
-            let error = next.unwrap_err();
-            assert_eq!(Limited::find(&error).and_then(reason), Some(Reason::Held));
-        }
+        assert!(next.is_ok() && upstream.arrivals()[1] >= 3000, "{:?}", upstream.arrivals());
         let by_hand = layer.limiter().hold_for(Key::ALL, SECOND).await;
         assert!(by_hand.is_err(), "others do not know");
     }
@@ -284,5 +279,48 @@ async fn waiting_of(layer: &RateLimitLayer) -> usize {
     match layer.limiter().peek(Key::ALL).await {
         Ok(_) => waiting(layer).await,
         Err(_) => 0,
+    }
+}
+
+/// D30's neighbour: of two budgets, the one that is spent holds, whatever it counts.
+#[tokio::test(start_paused = true)]
+async fn a_budget_of_all_calls_that_is_spent_holds_them() {
+    for (name, holds) in [("x-ratelimit-remaining-tokens", true), ("x-ratelimit-remaining-search", false)] {
+        let layer = builder().build().unwrap();
+        let mut spent = ok().unwrap();
+        spent.headers_mut().insert(name, 0.into());
+        let reset = name.replace("remaining", "reset").parse::<http::HeaderName>().unwrap();
+        spent.headers_mut().insert(reset, 7.into());
+        spent.headers_mut().insert("x-ratelimit-remaining-requests", 80.into());
+        let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([Ok(spent)]));
+        service.oneshot(get("/")).await.unwrap();
+        assert_eq!(peek(&layer, Key::ALL).await.held, holds.then_some(7 * SECOND), "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_holds_the_key_of_its_scope() {
+    let (account, store) = (Key::new("account"), Arc::new(MemoryStore::default()));
+    for (scope, held) in [("user", [true, false]), ("global", [false, true]), ("shared", [false, false])] {
+        let route = Key::new(scope);
+        let on_scope = move |key, scope: &str| match scope {
+            "global" => Some(account),
+            "shared" => None,
+            _ => Some(key),
+        };
+        let routes = builder().key(move |_| route).on_scope(on_scope).store(store.clone()).build().unwrap();
+        let whole = RateLimitLayer::builder(Quota::per_minute(900)).store(store.clone());
+        let of_account = |key, scope: &str| (scope == "global").then_some(key);
+        let whole = whole.key(move |_| account).on_scope(of_account).build().unwrap();
+        let mut refusal = limited("9").unwrap();
+        refusal.headers_mut().insert("x-ratelimit-scope", scope.parse().unwrap());
+        let upstream = Upstream::answering([Ok(refusal)]);
+        let stack = ServiceBuilder::new().layer(whole.clone()).layer(routes.clone()).service(upstream);
+        stack.oneshot(get("/")).await.unwrap();
+        let holds = [peek(&routes, route).await.held, peek(&whole, account).await.held];
+        assert_eq!(holds, held.map(|held| held.then_some(9 * SECOND)), "{scope}");
+        let limits = peek(&whole, account).await.limits;
+        assert_eq!(limits.len(), 1, "the limit of the routes is not asserted for the account: {limits:?}");
+        whole.limiter().release(account).await.unwrap();
     }
 }

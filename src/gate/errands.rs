@@ -17,23 +17,41 @@ impl Limiter {
     pub(super) fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
         wakers.wake();
         let Some(errand) = errand else { return };
-        let calls = matches!(errand, Errand::Call(_));
-        let mut pending = Pending { limiter: self.clone(), key, since: now, calls, open: true };
-        // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let pending =
+            |calls| Pending { limiter: self.clone(), key, since: now, calls, open: true, joined: false };
+        let runtime = tokio::runtime::Handle::try_current();
         match errand {
-            Errand::Call(call) => drop(runtime.spawn(async move {
-                let answer = call.await;
-                pending.answered(answer);
-            })),
-            Errand::Gather(delay) => drop(runtime.spawn(async move {
-                if delay.is_zero() {
-                    tokio::task::yield_now().await;
-                } else {
+            Errand::Call(call) => {
+                let mut pending = pending(true);
+                // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
+                let Ok(runtime) = runtime else { return };
+                drop(runtime.spawn(async move {
+                    let answer = call.await;
+                    pending.answered(answer);
+                }));
+            }
+            Errand::Gather(delay) => {
+                let pending = pending(false);
+                let Ok(runtime) = runtime else { return };
+                drop(runtime.spawn(async move {
+                    if delay.is_zero() {
+                        tokio::task::yield_now().await;
+                    } else {
+                        clock::sleep_until(clock::after(now, delay)).await;
+                    }
+                    pending.joined();
+                }));
+            }
+            Errand::PassOn(delay) => {
+                // Lost with its runtime, somebody else does it.
+                let Ok(runtime) = runtime else { return };
+                let limiter = self.clone();
+                drop(runtime.spawn(async move {
                     clock::sleep_until(clock::after(now, delay)).await;
-                }
-                drop(pending);
-            })),
+                    let now = clock::now();
+                    limiter.at_line(key, now, |line, desk, wakers| ((), line.pass_on_now(desk, wakers)));
+                }));
+            }
         }
     }
 
@@ -58,9 +76,15 @@ struct Pending {
     since: Instant,
     calls: bool,
     open: bool,
+    /// Whether the others had the time to join.
+    joined: bool,
 }
 
 impl Pending {
+    fn joined(mut self) {
+        self.joined = true;
+    }
+
     fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
@@ -83,8 +107,9 @@ impl Drop for Pending {
         if self.open && self.calls {
             self.answered(Err(StoreError::Lost));
         } else if self.open {
-            let now = clock::now();
-            self.limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, wakers)));
+            let (now, joined) = (clock::now(), self.joined);
+            self.limiter
+                .at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, joined, wakers)));
         }
     }
 }

@@ -7,12 +7,13 @@ use std::task::Context;
 use std::time::{Duration, Instant};
 
 use super::limiter::{Gate, Limiter, Settings};
-use super::line::{Desk, Line, is_any_uncertain};
+use super::line::{Desk, Learn, Line, is_any_uncertain, is_of_use};
 use super::queue::{Number, Wakers};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
+use crate::limit::Terms;
 use crate::signal::{Observed, Signal};
 use crate::store::{Held, Listener};
 
@@ -31,17 +32,17 @@ impl GateId {
 
     /// A call of `key` that came through this gate has been answered.
     #[inline]
-    pub(super) fn answered(self, key: Key, signal: &Signal) {
-        if signal.limited().is_some() || used_up_for(signal).is_some() || is_any_uncertain() {
-            self.tell(key, signal);
+    pub(super) fn answered(self, key: Key, cost: u32, signal: &Signal) {
+        if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
+            self.tell(key, cost, signal);
         }
     }
 
     #[cold]
-    fn tell(self, key: Key, signal: &Signal) {
+    fn tell(self, key: Key, cost: u32, signal: &Signal) {
         let gate = GATES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade);
         if let Some(gate) = gate {
-            Limiter(gate).upstream_answered(key, signal);
+            Limiter(gate).upstream_answered(key, cost, signal);
         }
     }
 }
@@ -97,7 +98,7 @@ impl Limiter {
         let releases = self.0.lines.find(key, |line| line.releases()).unwrap_or(0);
         let held = Held { left: span.min(LONGEST_HOLD), releases };
         self.set_hold(key, held, now);
-        let held = self.0.settings.store.hold(key, &self.0.settings.terms, held).arrives().await?;
+        let held = self.0.settings.store.hold(key, &self.terms(key), held, None).arrives().await?;
         // It may have been released by others before, which was not known here.
         self.hold_heard(key, held);
         Ok(())
@@ -121,7 +122,7 @@ impl Limiter {
     ///
     /// [`StoreError`] when it may still hold.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
-        let held = self.0.settings.store.release(key, &self.0.settings.terms).arrives().await?;
+        let held = self.0.settings.store.release(key, &self.terms(key)).arrives().await?;
         self.set_hold(key, held, clock::now());
         Ok(())
     }
@@ -159,7 +160,7 @@ impl Limiter {
             held.extend(line.held(now).map(|_| key));
         });
         for key in held {
-            self.at_line(key, now, |line, desk, _| ((), line.confirm_hold(desk)));
+            self.at_line(key, now, |line, desk, wakers| ((), line.confirm_hold(desk, wakers)));
         }
     }
 
@@ -179,36 +180,56 @@ impl Limiter {
         self.0.lines.find(key, |line| line.leave_hold(number));
     }
 
-    fn upstream_answered(&self, key: Key, signal: &Signal) {
-        let (now, Settings { max_hold, store, terms, .. }) = (clock::now(), &self.0.settings);
+    fn upstream_answered(&self, key: Key, cost: u32, signal: &Signal) {
+        let (now, Settings { terms, learn, .. }) = (clock::now(), &self.0.settings);
         let limited = signal.limited().is_some();
-        if !limited {
-            self.at_line(key, now, |line, _, _| (line.accepted_upstream(now), None));
-        }
-        let retry_after = if limited { signal.retry_after() } else { used_up_for(signal) };
-        if max_hold.is_zero() || !(limited || retry_after.is_some()) {
-            return;
-        }
-        let held = self.open_line(key, now, |line, desk, wakers| {
-            let held = line.refused_upstream(retry_after, *max_hold, now);
-            (held, held.and_then(|held| line.hold(desk, held, true, wakers)))
+        let refused = if limited { cost } else { 0 };
+        self.at_line(key, now, |line, desk, _| {
+            if !limited {
+                line.accepted_upstream(now);
+            }
+            if *learn != Learn::Nothing {
+                line.learn(*learn, terms, signal, desk);
+                line.upstream_said(desk.terms, signal, refused, now);
+            }
+            ((), None)
         });
-        if let Ok(Some(held)) = held {
-            events::held(key, held.left);
-            // Who waits for its answer is the next call.
-            drop(store.hold(key, terms, held));
+        let retry_after = if limited { signal.retry_after() } else { used_up_for(signal) };
+        if limited || retry_after.is_some() {
+            self.hold_by_signal(key, signal, retry_after, now);
+        }
+        self.at_line(key, now, |line, desk, wakers| ((), line.pass_on(desk, wakers)));
+    }
+
+    /// The upstream has refused a call of `key`, or will refuse the next.
+    fn hold_by_signal(&self, key: Key, signal: &Signal, retry_after: Option<Duration>, now: Instant) {
+        let Settings { max_hold, store, on_scope, .. } = &self.0.settings;
+        let scoped = signal.scope().zip(on_scope.as_ref()).map(|(scope, on_scope)| on_scope(key, scope));
+        let Some(held_key) = scoped.unwrap_or(Some(key)).filter(|_| !max_hold.is_zero()) else { return };
+        let held = self.open_line(held_key, now, |line, desk, _| {
+            let held = line.refused_upstream(retry_after, *max_hold, now);
+            (held.map(|held| (held, line.left(desk.terms, now))), None)
+        });
+        if let Ok(Some((held, left))) = held {
+            events::held(held_key, held.left);
+            // Another key may have other limits: they are not told.
+            let terms = if held_key == key { self.terms(key) } else { Arc::new(Terms::none()) };
+            // The store first: those who wait ask it anew, and are to find what is left. Who waits for its answer is the next
+            // call.
+            drop(store.hold(held_key, &terms, held, left));
+            self.set_hold(held_key, held, now);
         }
     }
 }
 
 /// For how long the upstream says that there is nothing left, to a call that it still answered.
 ///
-/// Only of a quota without a name: one with a name may be of other calls than those of this key. And not for less than
-/// a whole second more or less would matter: the limit here knows better.
+/// Only of a quota that is of all calls, whatever it counts: another may be of other calls than those of this key. And not
+/// for so short that a whole second more or less would matter: the limit here knows better.
 fn used_up_for(signal: &Signal) -> Option<Duration> {
     const LONG: Duration = Duration::from_secs(5);
-    let nameless = signal.quotas().iter().filter(|quota| quota.name().is_none());
-    let used_up = nameless.filter(|quota| quota.remaining() == Some(0));
+    let used_up = signal.quotas().iter().filter(|quota| quota.remaining() == Some(0));
+    let used_up = used_up.filter(|quota| quota.is_of_all_calls());
     used_up.filter_map(Observed::reset_after).max().filter(|reset_after| *reset_after >= LONG)
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
 use super::holds::GateId;
-use super::line::{Desk, Entered, Errand, Line};
+use super::line::{Desk, Entered, Errand, Learn, Line};
 use super::queue::{Number, Wakers};
 use super::seat::{Flights, Seat, Sitting};
 use super::slot::{Patience, Slot};
@@ -50,6 +50,9 @@ pub(super) struct Gate {
     pub(super) warned: AtomicBool,
 }
 
+/// The key that a refusal of a key's call holds, by the name of its scope.
+pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
+
 /// What a gate is built from, checked.
 pub(crate) struct Settings {
     pub(crate) terms: Arc<Terms>,
@@ -59,6 +62,8 @@ pub(crate) struct Settings {
     pub(crate) max_keys: usize,
     pub(crate) in_flight_life: Duration,
     pub(crate) max_hold: Duration,
+    pub(crate) learn: Learn,
+    pub(crate) on_scope: Option<OnScope>,
     pub(crate) on_store_error: OnStoreError,
 }
 
@@ -150,7 +155,7 @@ impl Limiter {
         let Settings { store, terms, .. } = &self.0.settings;
         self.0.lines.for_each(|key, line| {
             if let Some(unused) = line.clear() {
-                store.give_back(key, terms, &[unused]);
+                store.give_back(key, line.learned_terms().as_ref().unwrap_or(terms), &[unused]);
             }
         });
         store.flush().arrives().await
@@ -291,10 +296,17 @@ impl Limiter {
         }
     }
 
-    fn desk(&self, key: Key, now: Instant) -> Desk<'_> {
+    /// A desk for the line of `key`, with what that has `learned`.
+    fn desk<'a>(&'a self, key: Key, now: Instant, learned: Option<&'a Arc<Terms>>) -> Desk<'a> {
         let Settings { terms, store, max_waiting, on_store_error, .. } = &self.0.settings;
-        let fails_open = *on_store_error == OnStoreError::FailOpen;
+        let (terms, fails_open) = (learned.unwrap_or(terms), *on_store_error == OnStoreError::FailOpen);
         Desk { key, store, terms, now, max_waiting: *max_waiting, fails_open }
+    }
+
+    /// What is allowed for `key`: what is configured, or what was learned.
+    pub(super) fn terms(&self, key: Key) -> Arc<Terms> {
+        let learned = self.0.lines.find(key, |line| line.learned_terms()).flatten();
+        learned.unwrap_or_else(|| self.0.settings.terms.clone())
     }
 
     /// Does something at the line of `key`, if there is one, and then what that left to be done without its lock.
@@ -304,8 +316,11 @@ impl Limiter {
         now: Instant,
         act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
     ) -> Option<R> {
-        let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
-        let (done, errand) = self.0.lines.find(key, |line| act(line, &desk, &mut wakers))?;
+        let mut wakers = Wakers::default();
+        let (done, errand) = self.0.lines.find(key, |line| {
+            let learned = line.learned_terms();
+            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+        })?;
         self.finish(key, now, errand, wakers);
         Some(done)
     }
@@ -317,10 +332,16 @@ impl Limiter {
         now: Instant,
         act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
     ) -> Result<R, Full> {
-        let (desk, mut wakers) = (self.desk(key, now), Wakers::default());
+        let mut wakers = Wakers::default();
         let open = || Line::new(now);
-        let forgotten = |key, mut line: Line| line.forgotten(&self.desk(key, now));
-        let at_line = |line: &mut Line| act(line, &desk, &mut wakers);
+        let forgotten = |key, mut line: Line| {
+            let learned = line.learned_terms();
+            line.forgotten(&self.desk(key, now, learned.as_ref()));
+        };
+        let at_line = |line: &mut Line| {
+            let learned = line.learned_terms();
+            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+        };
         let (done, errand) = self.0.lines.enter(key, now, open, forgotten, at_line)?;
         self.finish(key, now, errand, wakers);
         Ok(done)

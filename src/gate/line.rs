@@ -5,7 +5,9 @@
 
 mod asking;
 mod hold;
+mod learned;
 mod wait;
+mod word;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -27,7 +29,11 @@ use crate::store::{Answer, Lease, Need, Refusal, Store};
 use asking::slot;
 use hold::Holding;
 pub(super) use hold::is_any_uncertain;
+use learned::Lesson;
+pub use learned::{Learn, Learned};
 pub(super) use wait::Place;
+use word::Words;
+pub(super) use word::is_of_use;
 
 /// What a line needs to know of its gate.
 pub(super) struct Desk<'a> {
@@ -56,6 +62,12 @@ pub(super) struct Line {
     /// What is remembered of a store that may lose its state.
     memory: Option<Box<Remembered>>,
     hold: Option<Box<Holding>>,
+    /// What the upstream said of each limit.
+    words: Option<Box<Words>>,
+    /// What the upstream has stated of its limits.
+    lesson: Option<Box<Lesson>>,
+    /// Whether others use a limit of the key too, as the store says.
+    shared: bool,
 }
 
 /// What is to be done for a line without its lock.
@@ -64,6 +76,8 @@ pub(super) enum Errand {
     Call(Call),
     /// Come back after so long: others may join the next call meanwhile.
     Gather(Duration),
+    /// Pass on after so long what the upstream says meanwhile.
+    PassOn(Duration),
 }
 
 /// A store's answer that is still to come.
@@ -88,7 +102,9 @@ impl Idle for Line {
 
     fn worthless_from(&self) -> Option<Instant> {
         let remembered = self.memory.as_ref().map(|memory| memory.until());
-        self.idle_from().map(|idle| idle.max(self.stock.soon()).max(remembered.unwrap_or(idle)))
+        let learned = self.learned_until();
+        let last = |idle: Instant| idle.max(self.stock.soon()).max(remembered.max(learned).unwrap_or(idle));
+        self.idle_from().map(last)
     }
 }
 
@@ -102,6 +118,9 @@ impl Line {
             sweep_at: None,
             memory: None,
             hold: None,
+            words: None,
+            lesson: None,
+            shared: false,
         }
     }
 
@@ -138,12 +157,14 @@ impl Line {
         if let Some(slot) = self.take(cost, desk.now) {
             return (Entered::Granted(slot), None);
         }
-        if let Some(left) = self.held(desk.now).filter(|left| clock::after(desk.now, *left) > patience.latest)
+        let held = self.held(desk.now);
+        let too_long = held.filter(|left| clock::after(desk.now, *left) > patience.latest);
+        if let Some(left) = too_long
             && !self.asks_for_release(desk.now)
         {
             return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
         }
-        if self.queue.is_none() && !self.later {
+        if self.queue.is_none() && !self.later && held.is_none() {
             return self.enter_empty(desk, cost, patience);
         }
         let queue = self.queue.get_or_insert_default();
@@ -155,7 +176,8 @@ impl Line {
         }
         let number = next_number();
         queue.wait(number, cost, patience, desk.now);
-        let errand = self.step(desk, Some(number), wakers);
+        let asked = if too_long.is_some() { self.inquire(desk, wakers) } else { None };
+        let errand = asked.or_else(|| self.step(desk, Some(number), wakers));
         let entered = match self.collect(number) {
             Some(Settled::Granted(slot)) => Entered::Granted(slot),
             Some(Settled::Refused(refusal)) => Entered::Refused(refusal),

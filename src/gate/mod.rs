@@ -22,9 +22,10 @@ mod stock;
 
 pub use acquire::Acquire;
 pub(crate) use acquire::Waiter;
-pub(crate) use limiter::{Entry, Settings, Started};
+pub(crate) use limiter::{Entry, OnScope, Settings, Started};
 pub use limiter::{Limiter, OnStoreError};
 pub(crate) use line::LIFE;
+pub use line::{Learn, Learned};
 pub use peek::Peek;
 pub use permit::Permit;
 pub(crate) use permit::Sent;

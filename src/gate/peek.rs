@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::limiter::Limiter;
+use super::line::Learned;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -23,6 +24,8 @@ pub struct Peek {
     pub waiting: usize,
     /// For how long the key is held: nothing is sent, because the upstream or an operator said so.
     pub held: Option<Duration>,
+    /// The limits that the upstream has stated to this process, if it [learns](crate::Learn) them, and in which quotas.
+    pub learned: Vec<Learned>,
 }
 
 impl Limiter {
@@ -32,7 +35,7 @@ impl Limiter {
     ///
     /// [`StoreError`] when the store could not be asked.
     pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
-        let answer = self.0.settings.store.peek(key, &self.0.settings.terms);
+        let answer = self.0.settings.store.peek(key, &self.terms(key));
         let Usage { limits, free, next_slot, held } = answer.arrives().await?;
         let now = clock::now();
         let (waiting, at_hand) =
@@ -44,6 +47,7 @@ impl Limiter {
         let held = self.held(key, now).max(Some(held.left).filter(|left| !left.is_zero()));
         let free = if held.is_some() { 0 } else { free };
         let next_slot = next_slot.max(held.unwrap_or_default());
-        Ok(Peek { limits, free, next_slot, waiting, held })
+        let learned = self.0.lines.find(key, |line| line.learned()).unwrap_or_default();
+        Ok(Peek { limits, free, next_slot, waiting, held, learned })
     }
 }

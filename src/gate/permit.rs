@@ -100,9 +100,10 @@ impl Permit {
 
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
-        let Permit { limiter, key, seat, wait, .. } = self;
+        let Permit { limiter, key, slot, seat, wait } = self;
+        let cost = slot.map_or(0, |slot| slot.cost);
         let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
-        Sent { gate: limiter.id(), key, more }
+        Sent { gate: limiter.id(), cost, key, more }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -120,6 +121,7 @@ impl Permit {
 /// A request on its way: its permit is spent, its answer is to come.
 pub(crate) struct Sent {
     gate: GateId,
+    cost: u32,
     key: Key,
     more: Option<Box<More>>,
 }
@@ -134,8 +136,8 @@ struct More {
 impl Sent {
     /// One that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(gate: GateId, key: Key, seat: Option<Seat>) -> Self {
-        Sent { gate, key, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
+    pub(crate) fn at_once(gate: GateId, key: Key, cost: u32, seat: Option<Seat>) -> Self {
+        Sent { gate, cost, key, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
     }
 
     /// The same, and it keeps the name of its key.
@@ -164,7 +166,7 @@ impl Sent {
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
-        self.gate.answered(self.key, signal);
+        self.gate.answered(self.key, self.cost, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }

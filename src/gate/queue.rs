@@ -232,7 +232,9 @@ impl Queue {
         self.calling = true;
         let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
         self.asked_at = last.map(|last| (now, *last));
-        self.gathering = Gathering::NotYet;
+        if !needs.is_empty() {
+            self.gathering = Gathering::NotYet;
+        }
         for need in needs {
             self.classes.entry(need.cost).or_default().asked = need.count as usize;
         }
@@ -326,6 +328,12 @@ impl Queue {
         }
     }
 
+    /// Wakes all who wait.
+    pub(super) fn wake_all(&self, wakers: &mut Wakers) {
+        let waiting = self.classes.values().flat_map(|class| class.waiting.values());
+        wakers.0.extend(waiting.filter_map(|waiting| waiting.waker.clone()));
+    }
+
     /// Gives up the slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
         for class in self.classes.values_mut() {
@@ -346,7 +354,9 @@ impl Queue {
             }
             class.waiting.retain(|&number, one| {
                 let stays = one.patience.latest >= until;
-                if !stays {
+                if stays {
+                    one.entered = one.entered.max(until);
+                } else {
                     *waiting -= 1;
                     settled.insert(number, Settled::Refused(refusal));
                     wakers.add(one.waker.take());

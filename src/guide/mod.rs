@@ -8,6 +8,9 @@ pub mod costs {}
 #[doc = include_str!("headers.md")]
 pub mod headers {}
 
+#[doc = include_str!("learning.md")]
+pub mod learning {}
+
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("many_processes.md")]

@@ -37,6 +37,9 @@ struct Mark {
     queued_from: Micros,
 }
 
+/// What was said longer ago is taken for so old.
+const LONGEST_AGO: Micros = 5_000_000;
+
 /// The most marks; beyond, those booked first can leave only as far as nobody stands on them.
 const MOST_MARKS: usize = 32;
 
@@ -76,6 +79,18 @@ impl Bucket {
 
     pub(super) fn used(&self, now: Micros) -> u64 {
         u64::try_from(self.capacity).unwrap_or(u64::MAX).saturating_sub(self.room(now))
+    }
+
+    /// The upstream said, `ago`, that `left` units are left: there are no more in here than that and what has come back
+    /// since. Answers whether there were.
+    pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
+        let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
+        let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
+        let gone = self.room(now).saturating_sub(most);
+        if gone > 0 {
+            self.insert(now, now, gone, false);
+        }
+        gone > 0
     }
 
     pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64, ahead: bool) {

@@ -37,15 +37,17 @@ impl Fixed {
         at.map_or(0, |index| self.used[index].1)
     }
 
-    /// The first moment not before `from` whose whole life lies in one window that has room.
-    pub(super) fn first_slot(&self, from: Micros, cost: u64, life: Micros) -> Micros {
+    /// The first moment not before `from` whose whole life lies in one window that has room besides `reserved` units, or
+    /// nothing in it.
+    pub(super) fn first_slot(&self, from: Micros, cost: u64, life: Micros, reserved: u64) -> Micros {
+        let most = self.limit.saturating_sub(reserved).max(cost);
         let mut window = (from / self.window).max(self.open_from);
         let open = self.window.saturating_sub(2 * self.guard);
         loop {
             let start = window.saturating_mul(self.window).saturating_add(self.guard);
             let slot = from.max(start);
             let last = start.saturating_add(open.saturating_sub(life));
-            if slot <= last && self.units_in(window) + cost <= self.limit {
+            if slot <= last && self.units_in(window) + cost <= most {
                 return slot;
             }
             if window == u64::MAX / self.window {

@@ -1,5 +1,7 @@
 //! The laws of the limits, held against a count of every window by brute force.
 
+mod strangers;
+
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -98,6 +100,13 @@ enum Op {
     },
     /// What lies unused is given back, the newest first.
     GiveBack(usize),
+    /// The upstream says something of one of the limits, true or not.
+    See {
+        which: usize,
+        units: u64,
+        reset_in: Option<u64>,
+        refused: u32,
+    },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -113,6 +122,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (1u32..20, life, any::<u8>(), 0u32..6)
             .prop_map(|(most, life, used_at, unused)| Op::Prefetch { most, life, used_at, unused }),
         2 => (1usize..5).prop_map(Op::GiveBack),
+        1 => (0usize..3, 0u64..40, select(vec![None, Some(0u64), Some(400), Some(5000)]), select(vec![0u32, 0, 3, u32::MAX]))
+            .prop_map(|(which, units, reset_in, refused)| Op::See { which, units, reset_in, refused }),
     ]
 }
 
@@ -196,6 +207,12 @@ impl World {
                     assert_eq!(grant.slot, self.now, "only what is free now is fetched ahead");
                     self.use_up(grant, 1, used_at, 0, unused);
                 }
+            }
+            Op::See { which, units, reset_in, refused } => {
+                self.ledger.advance(&self.terms, self.now);
+                let limits = self.terms.quota().limits();
+                let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
+                self.ledger.see(&Left { limit, units, reset_in, ago: millis(0), refused });
             }
             Op::GiveBack(count) => {
                 self.ledger.advance(&self.terms, self.now);

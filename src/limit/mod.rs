@@ -16,6 +16,7 @@
 //!
 //! What this does not do: wait, lock, or know what a request is.
 
+mod account;
 mod bucket;
 mod fixed;
 #[cfg(test)]
@@ -23,6 +24,7 @@ mod laws;
 mod pool;
 mod rule;
 mod seats;
+mod strangers;
 mod window;
 
 use std::cmp::Ordering;
@@ -31,12 +33,16 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::quota::{Limit, Quota};
+use account::Account;
 use pool::Pool;
 use rule::Rule;
 pub(crate) use seats::{Claimed, Seats, Told};
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
+
+/// Permits live for at most so long, or a two-hundredth of the window: what was granted until then may be on its way.
+const LONGEST_WAY: Micros = 50_000;
 
 /// Limits whose open moments never meet, fixed windows with different guards for one, are not looked at for ever.
 const MOST_ROUNDS: usize = 1000;
@@ -64,6 +70,11 @@ impl Terms {
     /// windows (`boundary_slack`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
         Terms { quota, transit_slack, boundary_slack }
+    }
+
+    /// Nothing is asserted.
+    pub(crate) fn none() -> Self {
+        Terms::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
     }
 
     /// What is allowed.
@@ -104,14 +115,6 @@ pub(crate) struct TooLate {
     pub(crate) limit: Option<Limit>,
 }
 
-/// One limit of a key, and when it was last asserted.
-#[derive(Debug)]
-struct Account {
-    limit: Limit,
-    rule: Rule,
-    asserted: Micros,
-}
-
 /// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
 ///
 /// Callers that assert different terms for one key all get the strictest of them: a limit holds until it was not
@@ -124,6 +127,8 @@ pub(crate) struct Ledger {
     transit_slack: Micros,
     /// Time as seen here: never back.
     now: Micros,
+    /// Since when it is kept.
+    born: Micros,
     hold: Hold,
 }
 
@@ -149,7 +154,7 @@ impl Hold {
 impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
         let (accounts, pool, hold) = (SmallVec::new(), Pool::default(), Hold::default());
-        let mut ledger = Ledger { accounts, pool, transit_slack: 0, now, hold };
+        let mut ledger = Ledger { accounts, pool, transit_slack: 0, now, born: now, hold };
         ledger.advance(terms, now);
         ledger
     }
@@ -160,7 +165,7 @@ impl Ledger {
         let now = self.now;
         self.transit_slack = micros_up(terms.transit_slack);
         for account in &mut self.accounts {
-            account.rule.advance(now);
+            account.advance(now);
         }
         for limit in terms.quota.limits() {
             match self.accounts.iter_mut().find(|account| account.limit == *limit) {
@@ -171,7 +176,7 @@ impl Ledger {
                 Some(_) => {}
                 None => {
                     let rule = self.rule_for(*limit, micros_up(terms.boundary_slack), now);
-                    self.accounts.push(Account { limit: *limit, rule, asserted: now });
+                    self.accounts.push(Account::new(*limit, rule, now));
                 }
             }
         }
@@ -182,10 +187,16 @@ impl Ledger {
                 account.asserted.saturating_add(stale) >= now
             });
         }
-        while let Some(unused) = self.pool.pop_before(now) {
+        self.drain();
+        now
+    }
+
+    /// Slots of the pool that nobody can use any more leave the logs.
+    fn drain(&mut self) {
+        let from = self.from();
+        while let Some(unused) = self.pool.pop_before(from) {
             self.subtract(unused);
         }
-        now
     }
 
     /// A rule for a limit that is new to this key: it starts with what the others remember.
@@ -217,6 +228,7 @@ impl Ledger {
     /// Nothing is granted before the end of `hold`. Answers what holds.
     pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
         self.hold = self.hold.or(hold);
+        self.drain();
         self.hold
     }
 
@@ -229,6 +241,20 @@ impl Ledger {
     pub(crate) fn release(&mut self) -> Hold {
         self.hold = Hold { until: 0, releases: self.hold.releases.saturating_add(1) };
         self.hold
+    }
+
+    /// The upstream has said what is left of a limit. Slots that lie in the pool were granted when it seemed to be more.
+    pub(crate) fn see(&mut self, left: &Left) {
+        let (now, born) = (self.now, self.born);
+        let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
+            return;
+        };
+        let sent = now + micros_up(left.limit.window()) / 200 + LONGEST_WAY + self.transit_slack;
+        if account.see(left, now, sent, born) {
+            while let Some(unused) = self.pool.pop_last() {
+                self.subtract(unused);
+            }
+        }
     }
 
     /// When the next permit may be used, as far as no limit forbids it.
@@ -266,7 +292,7 @@ impl Ledger {
                 let pooled = self.pool.first(self.from(), cost, life, self.transit_slack);
                 return Err(TooLate { slot: pooled.map_or(slot, |pooled| pooled.min(slot)), limit });
             }
-            let room = self.accounts.iter_mut().map(|account| account.rule.room(slot)).min().unwrap_or(0);
+            let room = self.accounts.iter_mut().map(|account| account.room(slot)).min().unwrap_or(0);
             let fits = u32::try_from(room / cost).unwrap_or(u32::MAX).clamp(1, count);
             let stamp = slot + life + self.transit_slack;
             for account in &mut self.accounts {
@@ -297,7 +323,8 @@ impl Ledger {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
         }
-        if unused.slot <= self.now {
+        let shared = self.accounts.iter().any(|account| account.reserved(unused.slot) > 0);
+        if unused.slot <= self.now || unused.slot < self.from() || shared {
             self.subtract(unused);
         } else if let Some(last) = self.pool.put(unused) {
             // The last of many: what was booked at the end of the logs can be booked anew.
@@ -318,7 +345,7 @@ impl Ledger {
         for _ in 0..MOST_ROUNDS {
             let before = slot;
             for account in &mut self.accounts {
-                let first = account.rule.first_slot(slot, cost, life);
+                let first = account.first_slot(slot, cost, life);
                 if first > slot {
                     slot = first;
                     limit = Some(account.limit);
@@ -338,15 +365,20 @@ impl Ledger {
         if self.from() > now {
             return 0;
         }
-        self.accounts.iter_mut().map(|account| account.rule.free(now)).min().unwrap_or(u64::MAX)
+        self.accounts.iter_mut().map(|account| account.free(now)).min().unwrap_or(u64::MAX)
     }
 
-    /// Each limit with the units used of it and those free now.
-    pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64)> {
+    /// Whether others are known to use a limit too.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.accounts.iter().any(Account::is_shared)
+    }
+
+    /// Each limit with the units used of it, those free now, and those reserved for others.
+    pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         let now = self.now;
-        self.accounts
-            .iter_mut()
-            .map(move |account| (account.limit, account.rule.used(now), account.rule.free(now)))
+        self.accounts.iter_mut().map(move |account| {
+            (account.limit, account.rule.used(now), account.free(now), account.reserved(now))
+        })
     }
 
     /// When one unit could go, if nothing else is booked.
@@ -357,11 +389,27 @@ impl Ledger {
 
     /// The first moment from which a fresh ledger would grant the same: then this one can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let accounts = self.accounts.iter().map(|account| account.rule.fresh_from()).max().unwrap_or(0);
+        let accounts = self.accounts.iter().map(|account| account.fresh_from()).max().unwrap_or(0);
         let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
         // That a hold was released is remembered for as long as anybody may still speak of it: it is not worth more.
         accounts.max(pooled).max(self.hold.until)
     }
+}
+
+/// What an upstream has said is left of a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// Of which limit.
+    pub limit: Limit,
+    /// How many units.
+    pub units: u64,
+    /// Until it starts anew, where that moment is known to stay where it is: else what is gone may just have left the log,
+    /// and only what was refused tells of others. Of no use for a bucket.
+    pub reset_in: Option<Duration>,
+    /// How long ago that was said.
+    pub ago: Duration,
+    /// How many units the upstream has refused since the last word, because nothing was left.
+    pub refused: u32,
 }
 
 /// A permit that was surely not used, as it was granted: what a caller gives back.

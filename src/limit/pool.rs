@@ -81,6 +81,11 @@ impl Pool {
         passed.then(|| self.slots.remove(0))
     }
 
+    /// Takes out the last slot.
+    pub(super) fn pop_last(&mut self) -> Option<Unused> {
+        self.slots.pop()
+    }
+
     pub(super) fn last_slot(&self) -> Option<Micros> {
         self.slots.last().map(|unused| unused.slot)
     }

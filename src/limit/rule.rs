@@ -38,11 +38,12 @@ impl Rule {
     }
 
     /// The first moment, not before `from`, at which `cost` units may go.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, life: Micros) -> Micros {
+    /// Of windows, `reserved` units are for others.
+    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, life: Micros, reserved: u64) -> Micros {
         match self {
-            Rule::Window(window) => window.first_slot(from, cost),
+            Rule::Window(window) => window.first_slot(from, cost, reserved),
             Rule::Bucket(bucket) => bucket.first_slot(from, cost),
-            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life),
+            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life, reserved),
         }
     }
 

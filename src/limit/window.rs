@@ -93,9 +93,9 @@ impl Window {
         Some(oldest)
     }
 
-    /// The first moment at which at most `limit - cost` units have younger stamps.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64) -> Micros {
-        let others = self.limit.saturating_sub(cost);
+    /// The first moment at which at most `limit - reserved - cost` units have younger stamps.
+    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
+        let others = self.limit.saturating_sub(cost + reserved);
         let last_to_leave = match self.total.checked_sub(others) {
             Some(leaving @ 1..) => Some(self.seek(leaving)),
             _ => self.floor,
@@ -145,6 +145,14 @@ impl Window {
 
     pub(super) fn used(&self) -> u64 {
         self.total
+    }
+
+    /// The units whose stamps are no later than `stamp`, and with those of the first chunk that is later: it may hold some.
+    pub(super) fn used_until(&self, stamp: Micros) -> (u64, u64) {
+        let first_later = self.chunks.partition_point(|chunk| chunk.stamp <= stamp);
+        let later = self.chunks.iter().skip(first_later).map(|chunk| chunk.count);
+        let least = self.total - later.clone().sum::<u64>();
+        (least, least + later.take(1).sum::<u64>())
     }
 
     pub(super) fn insert(&mut self, stamp: Micros, units: u64) {

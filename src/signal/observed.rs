@@ -74,6 +74,11 @@ impl Observed {
         out(self.reset_after).map(Duration::from_millis)
     }
 
+    /// Whether it is of all calls, as far as its name says.
+    pub(crate) fn is_of_all_calls(&self) -> bool {
+        self.name().is_none_or(super::words::is_plain)
+    }
+
     /// Sets the name; what is longer than 95 bytes is cut.
     pub fn with_name(self, name: &str) -> Self {
         Observed { name: Some(super::text::Text::of(&[name]).as_str().into()), ..self }

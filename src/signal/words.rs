@@ -39,6 +39,29 @@ pub(super) fn unit_of(name: &str) -> Option<&'static str> {
     ["tokens", "complexity", "bytes", "credits"].into_iter().find(has)
 }
 
+/// Whether a name says no more than what is counted and for how long: then it is of all calls.
+pub(super) fn is_plain(name: &str) -> bool {
+    const PLAIN: [&str; 12] = [
+        "requests",
+        "request",
+        "calls",
+        "tokens",
+        "complexity",
+        "bytes",
+        "credits",
+        "input",
+        "output",
+        "per",
+        "global",
+        "total",
+    ];
+    let is_plain = |word: &str| {
+        let plain = PLAIN.iter().any(|plain| word.eq_ignore_ascii_case(plain));
+        plain || period(word).is_some()
+    };
+    name.split(['-', '_']).all(is_plain)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,5 +86,20 @@ mod tests {
         assert_eq!(unit_of("input-tokens"), Some("tokens"));
         assert_eq!(unit_of("tokens_usage_based"), Some("tokens"));
         assert_eq!(unit_of("tokenset"), None);
+    }
+
+    #[test]
+    fn a_plain_name_names_no_kind_of_calls() {
+        for (name, expected) in [
+            ("requests", true),
+            ("input-tokens", true),
+            ("requests_per_day", true),
+            ("5h", true),
+            ("search", false),
+            ("requests-search", false),
+            ("", false),
+        ] {
+            assert_eq!(is_plain(name), expected, "{name}");
+        }
     }
 }

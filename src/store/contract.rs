@@ -19,7 +19,7 @@ mod in_flight;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
+use super::{Ask, Held, Lease, Left, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
 use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
@@ -42,6 +42,7 @@ pub async fn check(store: Arc<dyn Store>) {
     never_grants_what_costs_more_than_the_limit(&store).await;
     forgets_no_sooner_and_no_later_than_the_window(&store).await;
     keeps_keys_apart_and_peeks_without_a_trace(&store).await;
+    leaves_to_others_what_they_use(&store).await;
     decides_in_one_step(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
 }
@@ -72,6 +73,17 @@ impl Desk {
     }
 
     async fn lease(&self, needs: &[Need], prefetch: u32, latest: Duration, returns: &[Unused]) -> Lease {
+        self.tell(needs, prefetch, latest, returns, None).await
+    }
+
+    async fn tell(
+        &self,
+        needs: &[Need],
+        prefetch: u32,
+        latest: Duration,
+        returns: &[Unused],
+        left: Option<Left>,
+    ) -> Lease {
         let ask = Ask {
             key: self.key,
             terms: &self.terms,
@@ -83,6 +95,7 @@ impl Desk {
             returns,
             memory: Memory::default(),
             held: Held::default(),
+            left,
         };
         self.store.lease(ask).arrives().await.expect("the store answers")
     }
@@ -287,6 +300,22 @@ async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn Store>) {
         assert!(matches!(usage.limits[0].limit, Limit::Sliding { count: 4, .. }));
     }
     assert_eq!(granted(&other.book(1, 4, Duration::ZERO).await), 4);
+}
+
+/// Ten were granted, and the upstream says that eighteen of a hundred are left, having refused two of the ten.
+async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
+    let quota = Quota::per_minute(100);
+    let desk = Desk::new(store, "strangers", quota);
+    desk.book(1, 10, Duration::ZERO).await;
+    let (limit, reset_in) = (quota.limits()[0], Some(Duration::from_secs(30)));
+    let left = Left { limit, units: 18, reset_in, ago: Duration::ZERO, refused: 2 };
+    let lease = desk.tell(&[Need { cost: 1, count: 30 }], 0, Duration::ZERO, &[], Some(left)).await;
+    assert!(lease.shared, "others use it too: {lease:?}");
+    assert_eq!(granted(&lease), 16, "74 of the 82 were used by others: {lease:?}");
+    let usage = desk.peek().await;
+    assert_eq!((usage.limits[0].reserved, usage.free), (74, 0), "{usage:?}");
+    let refusal = lease.refused.expect("the rest is refused");
+    assert!(refusal.wait.is_some_and(|wait| wait <= Duration::from_secs(31)), "it starts anew: {refusal:?}");
 }
 
 async fn decides_in_one_step(store: &Arc<dyn Store>) {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::flight::Listeners;
 use super::{
-    Answer, Ask, Claim, Held, Lease, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError, Usage,
+    Answer, Ask, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError,
+    Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -183,8 +184,12 @@ impl Store for MemoryStore {
         }
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
-        self.set_hold(key, terms, |ledger, now| ledger.hold_anew(hold(held, now)))
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
+        self.set_hold(key, terms, |ledger, now| {
+            let held = ledger.hold_anew(hold(held, now));
+            left.iter().for_each(|left| ledger.see(left));
+            held
+        })
     }
 
     fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
@@ -207,10 +212,11 @@ impl Store for MemoryStore {
 }
 
 pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
+    let held = held(ledger.hold(hold(ask.held, now)), now);
+    ask.left.iter().for_each(|left| ledger.see(left));
     ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
     let latest = now.saturating_add(micros_down(ask.latest));
     let life = micros_up(ask.life);
-    let held = held(ledger.hold(hold(ask.held, now)), now);
     let mut lease = Lease { now, held, ..Lease::default() };
     for need in ask.needs {
         let segments = &mut lease.segments;
@@ -221,6 +227,7 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
             break;
         }
     }
+    lease.shared = ledger.is_shared();
     if lease.refused.is_none() && ask.prefetch > 0 {
         let grant = ledger.prefetch(ask.prefetch, micros_up(ask.prefetch_life));
         lease.prefetched = grant.map(|grant| segment(grant, 1, now));
@@ -238,7 +245,10 @@ fn span(now: Micros, slot: Micros) -> Duration {
 }
 
 pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
-    let limits = ledger.usage().map(|(limit, used, free)| LimitUsage { limit, used, free }).collect();
+    let limits = ledger
+        .usage()
+        .map(|(limit, used, free, reserved)| LimitUsage { limit, used, free, reserved })
+        .collect();
     let next_slot = span(now, ledger.next_slot(0));
     let held = held(ledger.hold(Hold::default()), now);
     Usage { limits, free: ledger.free(), next_slot, held }

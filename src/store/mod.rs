@@ -20,6 +20,8 @@
 //!     later, unless it is released; and all who listen are told.
 //! 11. **Never over in flight.** What holders sit on, each within the life of its last claim, is never more than the
 //!     smallest number that one of them asserts; those who wait are served in the order in which they came.
+//! 12. **Others.** What others use of a limit, by the word of the upstream ([`Ask::left`]), is not granted until its window
+//!     ends.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
@@ -44,7 +46,7 @@ use smallvec::SmallVec;
 
 pub use crate::error::StoreError;
 use crate::key::Key;
-pub use crate::limit::{Terms, Unused};
+pub use crate::limit::{Left, Terms, Unused};
 use crate::quota::Limit;
 pub use flight::{Claim, Listener, News};
 pub use hold::Held;
@@ -85,13 +87,13 @@ pub trait Store: Send + Sync + 'static {
         listener.clone().hear(claim.key, claim.holder, News::Failed(unsupported));
     }
 
-    /// Holds `key`, and tells all who listen. Answers what holds: a hold only ever ends later, unless it is released.
-    /// Done whether or not the answer is waited for.
+    /// Holds `key`, and tells all who listen; with it came what is `left` of a limit. Answers what holds: a hold only ever
+    /// ends later, unless it is released. Done whether or not the answer is waited for.
     ///
     /// # Errors
     ///
     /// [`StoreError`] when others may not know of it; by default always, as for a store that knows nothing of holds.
-    fn hold(&self, _key: Key, _terms: &Arc<Terms>, _held: Held) -> Answer<Held> {
+    fn hold(&self, _key: Key, _terms: &Arc<Terms>, _held: Held, _left: Option<Left>) -> Answer<Held> {
         Answer::Now(Err(StoreError::Unsupported("holds")))
     }
 
@@ -167,6 +169,8 @@ pub struct Ask<'a> {
     pub memory: Memory,
     /// The hold it knows of and the store may not.
     pub held: Held,
+    /// What the upstream has said lately is left of a limit.
+    pub left: Option<Left>,
 }
 
 /// Some who wait for permits of the same cost.
@@ -223,6 +227,8 @@ pub struct Lease {
     pub held: Held,
     /// A limit in force that the terms of this ask do not have: another process asserts it for the same key.
     pub foreign: Option<Limit>,
+    /// Whether others use a limit of the key too, by the word of the upstream: then the store is to be told of each word.
+    pub shared: bool,
 }
 
 /// The segments of a lease, in order. Two fit without allocation.
@@ -299,7 +305,7 @@ impl Usage {
     /// Besides, `taken` calls are in flight, and `free` more could be, of `most`.
     pub(crate) fn in_flight(mut self, most: u32, taken: u32, free: u32) -> Self {
         let (limit, used, free) = (Limit::InFlight { count: most }, u64::from(taken), u64::from(free));
-        self.limits.push(LimitUsage { limit, used, free });
+        self.limits.push(LimitUsage { limit, used, free, reserved: 0 });
         self.free = self.free.min(free);
         self
     }
@@ -315,4 +321,6 @@ pub struct LimitUsage {
     pub used: u64,
     /// The units it would allow now.
     pub free: u64,
+    /// The units that are left to others, who use the same limit by the word of the upstream.
+    pub reserved: u64,
 }

@@ -47,6 +47,7 @@ impl Line {
             returns,
             memory: memory.unwrap_or_default(),
             held: self.held_for_store(desk.now),
+            left: self.left(desk.terms, desk.now),
         }
     }
 
@@ -58,6 +59,7 @@ impl Line {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
+        self.shared = lease.shared;
         let mut bounds = (sent, now);
         if self.later {
             let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
@@ -96,9 +98,9 @@ impl Line {
     ) -> Option<Errand> {
         // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
         // needed: what a store grants is alive.
-        let mut now = desk.now;
+        let (mut now, mut errand) = (desk.now, None);
         for _ in 0..3 {
-            let trusted = self.is_trusted(desk, now);
+            let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
             let queue = self.queue.as_mut()?;
             queue.take_from(&mut self.stock, now);
             let died = trusted && queue.hand_out(now, me, wakers);
@@ -106,6 +108,14 @@ impl Line {
             queue.trim();
             let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
             if queue.is_calling() || (needs.is_empty() && !doubtful) {
+                break;
+            }
+            if let Some(left) = held {
+                // What is booked when the hold ends is booked by what is known then.
+                if queue.gathering != Gathering::UnderWay {
+                    queue.gathering = Gathering::UnderWay;
+                    errand = Some(Errand::Gather(left));
+                }
                 break;
             }
             if self.later && !doubtful {
@@ -140,12 +150,32 @@ impl Line {
                 }
             }
         }
+        let held = self.held(now).is_some();
         let queue = self.queue.as_mut()?;
-        let next_call_is_near = queue.is_calling() || queue.gathering == Gathering::UnderWay;
+        let next_call_is_near = queue.is_calling() || (queue.gathering == Gathering::UnderWay && !held);
         if !queue.returns.is_empty() && !next_call_is_near {
             desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
         }
-        None
+        errand
+    }
+
+    /// A call for nobody: it tells the store what is known here, and hears what is known there. Not while another is under
+    /// way.
+    pub(super) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        if self.queue.as_ref().is_some_and(|queue| queue.is_calling()) {
+            return None;
+        }
+        match desk.store.lease(self.ask(desk, &[], 0, desk.now, &[])) {
+            Answer::Now(answer) => {
+                self.answered(desk, answer, clock::now(), wakers);
+                None
+            }
+            Answer::Later(call) => {
+                self.later = true;
+                self.queue.get_or_insert_default().asking(&[], desk.now);
+                Some(Errand::Call(call))
+            }
+        }
     }
 
     fn mark_asked(&mut self, needs: &[Need], now: Instant) {
@@ -218,16 +248,30 @@ impl Line {
             && self.life >= longest
             && answer.as_ref().is_ok_and(|lease| lease.segments.iter().any(dead));
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
+        let failed = answer.is_err();
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
-        let told = self.retell_hold(desk);
+        let told = self.retell_hold(desk, wakers).or_else(|| self.pass_on(desk, wakers));
         let errand = told.or(self.step(desk, None, wakers));
         self.close();
-        errand
+        if failed { errand.or_else(|| self.asks_again(desk.now)) } else { errand }
     }
 
-    /// Those who were to join the next call have joined.
-    pub(in crate::gate) fn gathered(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        self.queue.as_mut()?.gathering = Gathering::Done;
+    /// Those who were to join the next call have joined, or who waited for that is gone with its runtime, and nobody has `joined`.
+    pub(in crate::gate) fn gathered(
+        &mut self,
+        desk: &Desk<'_>,
+        joined: bool,
+        wakers: &mut Wakers,
+    ) -> Option<Errand> {
+        let held = self.held(desk.now).is_some();
+        let queue = self.queue.as_mut()?;
+        if held && !joined {
+            // The others have runtimes of their own.
+            queue.gathering = Gathering::NotYet;
+            queue.wake_all(wakers);
+            return None;
+        }
+        queue.gathering = Gathering::Done;
         let errand = self.step(desk, None, wakers);
         if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
             queue.gathering = Gathering::NotYet;

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::{Desk, Errand, Line};
 use crate::clock;
-use crate::gate::queue::{Number, Wakers};
+use crate::gate::queue::{Gathering, Number, Wakers};
 use crate::jitter::jittered;
-use crate::store::{Answer, Held};
+use crate::quota::Limit;
+use crate::store::Held;
 
 pub(super) struct Holding {
     until: Instant,
@@ -179,9 +180,18 @@ impl Line {
             std::mem::take(&mut hold.waiting).into_values().for_each(|waker| wakers.add(Some(waker)));
         }
         self.obey(desk.now, wakers);
-        if let (None, Some(queue)) = (self.held(desk.now), &mut self.queue) {
-            // What was booked for the time after it may be had earlier.
-            queue.give_up_slots();
+        let is_held = self.held(desk.now).is_some();
+        if let Some(queue) = &mut self.queue {
+            // What was booked for later goes as well, so that all is asked for anew when it ends, as it is allowed then; but
+            // not where it is paced: a bucket that others have slots in cannot take single ones back.
+            let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
+            if !is_held || !desk.terms.quota().limits().iter().any(is_paced) {
+                queue.give_up_slots();
+            }
+            // Nobody waits for its end any more.
+            if !is_held && queue.gathering == Gathering::UnderWay {
+                queue.gathering = Gathering::Done;
+            }
         }
         let errand = self.step(desk, None, wakers);
         self.close();
@@ -189,17 +199,15 @@ impl Line {
     }
 
     /// Asks the store whether it still holds, though nobody waits.
-    pub(in crate::gate) fn confirm_hold(&mut self, desk: &Desk<'_>) -> Option<Errand> {
+    pub(in crate::gate) fn confirm_hold(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
         self.held(desk.now)?;
-        let calling = self.queue.as_ref().is_some_and(|queue| queue.is_calling());
-        if calling || !self.later {
-            return None;
-        }
-        let Answer::Later(call) = desk.store.lease(self.ask(desk, &[], 0, desk.now, &[])) else {
-            return None;
-        };
-        self.queue.get_or_insert_default().asking(&[], desk.now);
-        Some(Errand::Call(call))
+        if self.later { self.inquire(desk, wakers) } else { None }
+    }
+
+    /// The store could not be asked whether it still holds: it is asked again, though nobody may wait.
+    pub(super) fn asks_again(&self, now: Instant) -> Option<Errand> {
+        let doubted = self.hold.as_ref().is_some_and(|hold| hold.heard.is_none());
+        (doubted && self.held(now).is_some()).then_some(Errand::PassOn(ASK_AGAIN))
     }
 
     /// The store has lost its state: what is known of the hold is all there is.
@@ -210,12 +218,12 @@ impl Line {
     }
 
     /// Tells a store that has lost its state, before others ask it who know nothing.
-    pub(super) fn retell_hold(&mut self, desk: &Desk<'_>) -> Option<Errand> {
+    pub(super) fn retell_hold(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
-        if retell { self.confirm_hold(desk) } else { None }
+        if retell { self.confirm_hold(desk, wakers) } else { None }
     }
 
-    /// Gives up what lies before the end of the hold.
+    /// Gives up what lies at hand, and what is booked for before the end of the hold.
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
         // What goes back with the next call is forgotten then.

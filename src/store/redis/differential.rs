@@ -15,7 +15,7 @@ use redis_server::RedisServer;
 use super::script::TEXT;
 use super::wire;
 use crate::key::Key;
-use crate::limit::{Ledger, Micros, Terms, Unused};
+use crate::limit::{Ledger, Left, Micros, Terms, Unused};
 use crate::quota::Quota;
 use crate::store::memory::{book, hold, usage};
 use crate::store::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Usage};
@@ -53,6 +53,26 @@ struct Step {
     held: Held,
     /// What happens to the hold before.
     hold: Option<Option<Held>>,
+    /// What the upstream said before.
+    left: Option<Said>,
+}
+
+/// What an upstream says is left of one of the limits.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    which: usize,
+    units: u64,
+    reset_in: Option<Duration>,
+    ago: Duration,
+    refused: u32,
+}
+
+impl Said {
+    fn of(self, terms: &Terms) -> Left {
+        let limits = terms.quota().limits();
+        let Said { which, units, reset_in, ago, refused } = self;
+        Left { limit: limits[which % limits.len()], units, reset_in, ago, refused }
+    }
 }
 
 /// Which calls a history is made of.
@@ -91,10 +111,25 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         any::<bool>(),
         1u64..4,
         prop::bool::weighted(0.1),
-        (prop::option::weighted(0.04, held()), prop::option::weighted(0.04, prop::option::of(held()))),
+        (
+            prop::option::weighted(0.04, held()),
+            prop::option::weighted(0.04, prop::option::of(held())),
+            prop::option::weighted(0.1, said()),
+        ),
     )
         .prop_map(
-            |(wait, needs, latest, life, prefetch, returns, newest, part, other_terms, (held, hold))| Step {
+            |(
+                wait,
+                needs,
+                latest,
+                life,
+                prefetch,
+                returns,
+                newest,
+                part,
+                other_terms,
+                (held, hold, left),
+            )| Step {
                 wait,
                 needs,
                 latest,
@@ -106,8 +141,20 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 other_terms,
                 held: held.unwrap_or_default(),
                 hold,
+                left,
             },
         )
+}
+
+fn said() -> impl Strategy<Value = Said> {
+    let units = prop_oneof![3 => 0u64..40, 1 => 0u64..3000, 1 => any::<u64>()];
+    let spans = (prop::option::of(select(vec![1u64, 500, 2000, 40_000])), select(vec![0u64, 3, 700, 90_000]));
+    (0usize..4, units, spans, prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()]).prop_map(
+        |(which, units, (reset_in, ago), refused)| {
+            let (reset_in, ago) = (reset_in.map(millis), millis(ago));
+            Said { which, units, reset_in, ago, refused }
+        },
+    )
 }
 
 fn held() -> impl Strategy<Value = Held> {
@@ -196,6 +243,7 @@ impl World {
             returns,
             memory: self.memory(),
             held: step.held,
+            left: step.left.map(|left| left.of(terms)),
         };
         self.set_hold(terms, step.hold);
         let theirs = self.run(&wire::lease(&ask, Duration::ZERO, 7));
@@ -209,7 +257,7 @@ impl World {
 
     fn set_hold(&mut self, terms: &Arc<Terms>, change: Option<Option<Held>>) {
         let Some(change) = change else { return };
-        let call = change.map_or_else(|| wire::release(terms, 7), |held| wire::hold(terms, held, 7));
+        let call = change.map_or_else(|| wire::release(terms, 7), |held| wire::hold(terms, held, None, 7));
         let theirs = wire::read_lease(&self.run(&call), millis(0)).unwrap();
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
@@ -268,10 +316,10 @@ impl World {
 }
 
 /// What a lease decides.
-type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>);
+type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>, bool);
 
 fn decided(lease: &Lease) -> Decided {
-    (lease.segments.to_vec(), lease.prefetched, lease.refused)
+    (lease.segments.to_vec(), lease.prefetched, lease.refused, lease.shared)
 }
 
 fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
@@ -347,6 +395,7 @@ fn giving_back_does_not_hold_up_the_clock() {
         other_terms: false,
         held: Held::default(),
         hold: None,
+        left: None,
     };
     for _ in 0..4 {
         // It asserts that the time is the server's.

@@ -28,7 +28,7 @@ use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
 use super::flight::Listeners;
-use super::{Answer, Ask, Claim, Held, Lease, Listener, News, Store, StoreError, Terms, Unused, Usage};
+use super::{Answer, Ask, Claim, Held, Lease, Left, Listener, News, Store, StoreError, Terms, Unused, Usage};
 use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
@@ -260,8 +260,8 @@ impl Store for RedisStore {
         }))
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
-        self.set_hold(key, wire::hold(terms, held, dice()))
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
+        self.set_hold(key, wire::hold(terms, held, left, dice()))
     }
 
     fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {

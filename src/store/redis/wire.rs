@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::limit::{Micros, Terms, Unused, micros_down, micros_up};
+use crate::limit::{Left, Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::{Ask, Claim, Held, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
 
@@ -21,6 +21,8 @@ const RELEASE: u8 = 5;
 const GRANTED: u8 = 0;
 const REFUSED: u8 = 1;
 const LEARNING: u8 = 2;
+/// Besides.
+const SHARED: u8 = 4;
 
 const WINDOW: u8 = 1;
 const BUCKET: u8 = 2;
@@ -67,19 +69,17 @@ impl Call {
         self.0.extend(&value.min(NEVER).to_le_bytes()[..7]);
     }
 
-    fn limits(&mut self, terms: &Terms) {
-        for limit in terms.quota().limits() {
-            let (kind, capacity) = match *limit {
-                Limit::Sliding { .. } => (WINDOW, 0),
-                Limit::Bucket { capacity, .. } => (BUCKET, capacity),
-                Limit::Fixed { .. } => (FIXED, 0),
-                Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
-            };
-            self.byte(kind);
-            self.int(limit.count());
-            self.long(micros_up(limit.window()));
-            self.int(capacity);
-        }
+    fn limit(&mut self, limit: Limit) {
+        let (kind, capacity) = match limit {
+            Limit::Sliding { .. } => (WINDOW, 0),
+            Limit::Bucket { capacity, .. } => (BUCKET, capacity),
+            Limit::Fixed { .. } => (FIXED, 0),
+            Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
+        };
+        self.byte(kind);
+        self.int(limit.count());
+        self.long(micros_up(limit.window()));
+        self.int(capacity);
     }
 }
 
@@ -90,6 +90,7 @@ struct Spans {
     prefetch: u32,
     prefetch_life: Micros,
     held: Held,
+    left: Option<Left>,
 }
 
 impl Spans {
@@ -99,6 +100,7 @@ impl Spans {
         prefetch: 0,
         prefetch_life: 0,
         held: Held { left: Duration::ZERO, releases: 0 },
+        left: None,
     };
 }
 
@@ -115,7 +117,7 @@ fn call(
 ) -> Vec<u8> {
     let limits = terms.quota().limits().len();
     let mut call = Call::new(operation, memory, store_timeout, dice);
-    call.0.reserve(62 + 16 * limits + 8 * needs.len() + 21 * returns.len());
+    call.0.reserve(100 + 16 * limits + 8 * needs.len() + 21 * returns.len());
     call.long(memory.granted);
     call.long(micros_up(terms.transit_slack()));
     call.long(micros_up(terms.boundary_slack()));
@@ -128,7 +130,8 @@ fn call(
     call.byte(limits as u8); // at most eight
     call.short(needs.len());
     call.short(returns.len());
-    call.limits(terms);
+    call.byte(u8::from(spans.left.is_some()));
+    terms.quota().limits().iter().for_each(|limit| call.limit(*limit));
     for need in needs {
         call.int(need.cost);
         call.int(need.count);
@@ -137,6 +140,13 @@ fn call(
         call.long(unused.slot);
         call.long(unused.stamp);
         call.long(unused.units);
+    }
+    if let Some(left) = spans.left {
+        call.limit(left.limit);
+        call.long(left.units);
+        call.long(left.reset_in.map_or(0, micros_up));
+        call.long(micros_up(left.ago));
+        call.int(left.refused);
     }
     call.0
 }
@@ -149,6 +159,7 @@ pub(super) fn lease(ask: &Ask<'_>, store_timeout: Duration, dice: u64) -> Vec<u8
         prefetch: ask.prefetch,
         prefetch_life: micros_up(ask.prefetch_life),
         held: ask.held,
+        left: ask.left,
     };
     let mut memory = ask.memory;
     if let (0, Some(last)) = (memory.incarnation, ask.returns.last()) {
@@ -168,8 +179,8 @@ pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> 
 }
 
 /// The call that holds the key.
-pub(super) fn hold(terms: &Terms, held: Held, dice: u64) -> Vec<u8> {
-    let spans = Spans { held, ..Spans::NONE };
+pub(super) fn hold(terms: &Terms, held: Held, left: Option<Left>, dice: u64) -> Vec<u8> {
+    let spans = Spans { held, left, ..Spans::NONE };
     call(HOLD, terms, Memory::default(), Duration::ZERO, dice, spans, &[], &[])
 }
 
@@ -275,6 +286,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
     let mut answer = Answer(answer);
     answer.version()?;
     let status = answer.byte()?;
+    let (status, shared) = (status & !SHARED, status & SHARED != 0);
     let (incarnation, writes) = (answer.long()?, answer.long()?);
     let (now, remember, wait) = (answer.long()?, answer.span()?, answer.long()?);
     let held = Held { left: answer.span()?, releases: answer.int()? };
@@ -300,7 +312,19 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         _ => return Err(Garbled),
     };
     let learning = (status == LEARNING).then_some(wait_for);
-    Ok(Lease { segments, prefetched, refused, learning, incarnation, writes, now, remember, held, foreign })
+    Ok(Lease {
+        segments,
+        prefetched,
+        refused,
+        learning,
+        incarnation,
+        writes,
+        now,
+        remember,
+        held,
+        foreign,
+        shared,
+    })
 }
 
 /// Reads the answer to [`peek`].
@@ -312,7 +336,8 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
     let mut limits = Vec::new();
     for _ in 0..answer.byte()? {
         let limit = answer.limit()?.ok_or(Garbled)?;
-        limits.push(LimitUsage { limit, used: answer.long()?, free: answer.long()? });
+        let (used, free, reserved) = (answer.long()?, answer.long()?, answer.long()?);
+        limits.push(LimitUsage { limit, used, free, reserved });
     }
     Ok(Usage { limits, free, next_slot, held })
 }

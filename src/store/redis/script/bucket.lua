@@ -161,6 +161,17 @@ local function bucket_rule()
     forget_queue(b)
   end
 
+  -- The upstream said, `ago`, that `left` units are left.
+  function rule.see(b, ago, left)
+    local back, rest = divide((ago < 5000000 and ago or 5000000) * b.count, b.window)
+    local gone = rule.room(b, S.now) - (left + back + (rest > 0 and 2 or 1))
+    if gone > 0 then
+      S.changed = true
+      rule.insert(b, S.now, S.now, gone)
+    end
+    return gone > 0
+  end
+
   function rule.fresh_from(b)
     return b.full_r > 0 and b.full + 1 or b.full
   end

@@ -12,18 +12,21 @@
 
 local VERSION = 1
 local NEVER = 9007199254740992
-local WINDOW, BUCKET, FIXED = 1, 2, 3
+local WINDOW, BUCKET, FIXED, STRANGERS = 1, 2, 3, 4
 
 -- ── the state: a head, a record for each limit, a region of entries for each, the pool ───────────────────────────────
 
 local HEAD, HEAD_SIZE, RECORD_SIZE = '<BBBBI7I7I7I7dI7I7I7I4', 65, 90
 
+local STRANGERS_RECORD = '<BI4I7I4BI7I4I4I4I4I4B'
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 
 -- ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 local LEASE, PEEK, RETURN, HOLD, RELEASE = 1, 2, 3, 4, 5
 local GRANTED, REFUSED, LEARNING = 0, 1, 2
+-- Besides: others use a limit too.
+local SHARED = 4
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and
 -- ahead of it besides the time that call and answer may have been on their way.
 local CLOCK_TOLERANCE = 250000
@@ -37,8 +40,8 @@ raw = raw[1] * 1000000 + raw[2]
 
 local ARG = ARGV[1]
 local version, operation, dice, known, known_writes, seen, since, on_way, granted_before, slack, guard, latest, life,
-  ahead, ahead_life, hold_left, hold_releases, limit_count, need_count, return_count, at =
-  struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BI2I2', ARG)
+  ahead, ahead_life, hold_left, hold_releases, limit_count, need_count, return_count, left_count,
+  at = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BI2I2B', ARG)
 if version ~= VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of calls is unknown, this script understands ' .. VERSION)
 end

@@ -30,7 +30,8 @@ local function fixed_rule()
     return spell and spell.units or 0
   end
 
-  function rule.first_slot(f, from, cost, life)
+  function rule.first_slot(f, from, cost, life, reserved)
+    local most = f.count - reserved > cost and f.count - reserved or cost
     local list, window, open = entries(f), math.floor(from / f.window), f.window - 2 * f.guard
     if window < f.open_from then window = f.open_from end
     if open < 0 then open = 0 end
@@ -42,7 +43,7 @@ local function fixed_rule()
       if spell and spell.window == window then
         units, i = spell.units, i + 1
       end
-      if slot <= start + open and units + cost <= f.count then
+      if slot <= start + open and units + cost <= most then
         return slot
       end
       if start >= NEVER then return NEVER end

@@ -22,11 +22,16 @@ else
   local base = HEAD_SIZE + RECORD_SIZE * account_count
   for i = 1, account_count do
     local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
-    local rule = rule_of(string.byte(s, from))
-    local a = rule.read(s, from)
-    a.rule, a.base = rule, base
-    base = base + a.room * rule.size
-    S[i] = a
+    local kind = string.byte(s, from)
+    if kind == STRANGERS then
+      (S.seldom or seldom()).read_strangers(s, from)
+    else
+      local rule = rule_of(kind)
+      local a = rule.read(s, from)
+      a.rule, a.base = rule, base
+      base = base + a.room * rule.size
+      S[i] = a
+    end
   end
   S.there, S.pool_base = true, base
 
@@ -61,7 +66,9 @@ S.from = held > now and held or now
 
 -- The limits: those of the call are asserted.
 for i = 1, #S do
-  S[i].rule.advance(S[i])
+  local a = S[i]
+  a.rule.advance(a)
+  if a.strangers and now >= a.strangers.ends then S.seldom.roll(a) end
 end
 for _ = 1, limit_count do
   local kind, count, window, capacity, a
@@ -96,7 +103,8 @@ if operation == PEEK then
   for i = 1, #S do
     local more = S[i].rule.more()
     local a = S[i]
-    parts[i + 1] = struct.pack('<BI4I7I4I7I7', a.kind, a.count, a.window, a.capacity, more.used(a), more.free(a))
+    parts[i + 1] = struct.pack('<BI4I7I4I7I7I7', a.kind, a.count, a.window, a.capacity, more.used(a),
+      less_reserved(more.free(a), a, now), a.strangers and reserved(a, now) or 0)
   end
   return table.concat(parts)
 end
@@ -113,6 +121,9 @@ end
 -- What comes back.
 local needs_at = at
 at = at + need_count * 8
+if left_count > 0 then
+  (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7I7I4', ARG, at + return_count * 21))
+end
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, at = struct.unpack('<I7I7I7', ARG, at)
@@ -160,7 +171,7 @@ while need_count > 0 do
     else
       fits = NEVER
       for i = 1, #S do
-        local room = S[i].rule.room(S[i], slot)
+        local room = less_reserved(S[i].rule.room(S[i], slot), S[i], slot)
         if room < fits then fits = room end
       end
       fits = math.floor(fits / cost)
@@ -190,6 +201,7 @@ end
 local fresh = S.learning > S.from and S.learning or S.from
 for i = 1, #S do
   local from = S[i].rule.fresh_from(S[i])
+  if S[i].strangers and forgotten_from(S[i]) > from then from = forgotten_from(S[i]) end
   if from > fresh then fresh = from end
 end
 if S.pooled > 0 and pool()[S.pooled].slot >= fresh then
@@ -209,7 +221,9 @@ if S.changed then
   if S.relaid then
     (S.seldom or seldom()).rewrite(incarnation, writes, offset, expires, held, releases, ttl)
   else
-    s = struct.pack(HEAD, VERSION, #S, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, now,
+    local strangers, shared = '', 0
+    if S.seldom then strangers, shared = S.seldom.strangers_records() end
+    s = struct.pack(HEAD, VERSION, #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, now,
       expires, held, releases)
     for i = 1, #S do
       local a = S[i]
@@ -220,7 +234,7 @@ if S.changed then
         redis.call('SETRANGE', KEYS[1], a.base, (S.lists or lists()).pack(a.list, a.kind))
       end
     end
-    redis.call('SETRANGE', KEYS[1], 0, s)
+    redis.call('SETRANGE', KEYS[1], 0, s .. strangers)
     if S.pooled > 0 then
       redis.call('SETRANGE', KEYS[1], S.pool_base, (S.lists or lists()).pack(S.pool, 'pool'))
     end
@@ -235,14 +249,17 @@ if operation == HOLD or operation == RELEASE then
   redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', VERSION, S.from - now, releases) .. ARGV[3])
 end
 
-local foreign
+local foreign, shared = nil, 0
 if #S > limit_count then
   for i = #S, 1, -1 do
     if not S[i].ours then foreign = S[i] end
   end
 end
+for i = 1, #S do
+  if S[i].strangers then shared = SHARED end
+end
 local l, f = status == REFUSED and limit or NONE, foreign or NONE
-s = struct.pack(REPLY, VERSION, status, incarnation, writes, now, fresh - now, wait,
+s = struct.pack(REPLY, VERSION, status + shared, incarnation, writes, now, fresh - now, wait,
   S.from - now, releases, l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
 if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
 return s

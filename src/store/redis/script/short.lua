@@ -5,7 +5,7 @@
 -- follows and decides everything: whatever is unusual leaves for it (break), before anything is written.
 
 repeat
-  if operation ~= LEASE or need_count ~= 1 or return_count > 0 or ahead > 0 or hold_left > 0
+  if operation ~= LEASE or need_count ~= 1 or return_count + left_count > 0 or ahead > 0 or hold_left > 0
     or #s ~= HEAD_SIZE + RECORD_SIZE * limit_count then break end
   local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires, held,
     releases = struct.unpack(HEAD, s)

@@ -181,6 +181,17 @@ local function window_rule()
       return w.total
     end
 
+    -- The units whose stamps are no later, and with those of the first chunk that is later: it may hold some.
+    function more.used_until(w, stamp)
+      local least, most = w.total, w.total
+      for i = w.n - 1, 0, -1 do
+        if stamp_of(w, i) <= stamp then break end
+        most = least
+        least = least - count_of(w, i)
+      end
+      return least, most
+    end
+
     -- Makes one without chunks.
     function more.new(w)
       w.total, w.fine, w.coarse, w.first, w.floor, w.index, w.before = 0, 0, 0, 0, 0, 0, 0
@@ -265,7 +276,8 @@ local function window_rule()
     if w.floor <= gone then w.floor = 0 end
   end
 
-  local function first_slot(w, from, cost)
+  local function first_slot(w, from, cost, _, reserved)
+    cost = cost + reserved
     local leaving, last = w.total - (w.count > cost and w.count - cost or 0), w.floor
     if leaving >= 1 then
       -- The stamp of the unit that is number `leaving` of the oldest.

@@ -1,0 +1,159 @@
+//! Limits that the upstream states, for the keys whose answers state them.
+//!
+//! They are asserted to the store like those that are configured: so they hold for all processes at once, and until they were
+//! not asserted for two of their windows.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::{Desk, LIFE, Line};
+use crate::clock;
+use crate::events;
+use crate::limit::Terms;
+use crate::quota::{Limit, Quota};
+use crate::signal::{Observed, Signal};
+
+/// What is made of what the upstream says about its quotas.
+///
+/// ```
+/// use tollgate::{Learn, Quota, RateLimitLayer};
+///
+/// // It may change its mind: `RateLimit-Policy: "default";q=100;w=60`.
+/// let limit = RateLimitLayer::builder(Quota::per_minute(300)).learn(Learn::Stricter).build()?;
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Learn {
+    /// Nothing. A refusal still holds the key.
+    Nothing,
+    /// How much of a configured limit others use, who share the credential: it is left to them.
+    ///
+    /// A quota is taken for the limit if its window is the same, or it states no window and the count is the same. What is
+    /// gone of it and was not granted to this fleet, others have used, and what it refuses as well; so much is reserved for
+    /// them until the quota starts anew and in the window after. Not for [buckets](Quota::bucket), which only lose what is
+    /// said to be gone.
+    #[default]
+    Remaining,
+    /// Besides, limits that are stated with a window hold as well as those that are configured: the strictest counts.
+    Stricter,
+    /// Besides, limits that are stated with a window hold instead of those that are configured, even if they allow more.
+    ///
+    /// Whoever answers for the upstream decides how much is sent.
+    Stated,
+}
+
+/// A limit that the upstream has stated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Learned {
+    /// The limit.
+    pub limit: Limit,
+    /// The name of the quota that states it, if it has one.
+    pub name: Option<Box<str>>,
+    until: Instant,
+}
+
+/// What was learned for one key.
+pub(super) struct Lesson {
+    pub(super) terms: Arc<Terms>,
+    learned: SmallVec<[Learned; 1]>,
+}
+
+/// How many are learned for one key; of more, those that came first.
+const MOST: usize = 4;
+
+impl Learned {
+    /// What a quota states, if it counts requests and makes sense as a limit.
+    fn of(quota: &Observed, terms: &Terms, now: Instant) -> Option<Learned> {
+        let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
+        let limit = Limit::Sliding { count, window };
+        let margin = LIFE + terms.transit_slack();
+        let makes_sense = quota.unit() == "requests"
+            && Quota::new(count, window).check(margin, terms.boundary_slack()).is_ok();
+        // As long as it is stated now and then, it holds.
+        let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
+        let until = clock::after(now, lasts);
+        makes_sense.then(|| Learned { limit, name: quota.name().map(Box::from), until })
+    }
+
+    /// Whether those that are configured allow no more.
+    fn is_implied_by(&self, quota: &Quota) -> bool {
+        let rate = |limit: &Limit| f64::from(limit.count()) / limit.window().as_secs_f64();
+        quota.limits().iter().any(|limit| match limit {
+            Limit::Bucket { .. } => rate(limit) <= rate(&self.limit),
+            _ => limit.window() == self.limit.window() && limit.count() <= self.limit.count(),
+        })
+    }
+}
+
+impl Line {
+    /// What is allowed, where the upstream has stated it.
+    pub(in crate::gate) fn learned_terms(&self) -> Option<Arc<Terms>> {
+        self.lesson.as_ref().map(|lesson| lesson.terms.clone())
+    }
+
+    /// What the upstream has stated.
+    pub(in crate::gate) fn learned(&self) -> Vec<Learned> {
+        self.lesson.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
+    }
+
+    /// Until when that holds.
+    pub(super) fn learned_until(&self) -> Option<Instant> {
+        self.lesson.as_ref()?.learned.iter().map(|learned| learned.until).max()
+    }
+
+    /// An answer has come: what it states holds from now on, besides or instead of what is `configured`.
+    pub(in crate::gate) fn learn(
+        &mut self,
+        learn: Learn,
+        configured: &Arc<Terms>,
+        signal: &Signal,
+        desk: &Desk<'_>,
+    ) {
+        let quota = configured.quota();
+        if !matches!(learn, Learn::Stricter | Learn::Stated) || quota.limits().is_empty() {
+            return;
+        }
+        let mut learned = self.lesson.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
+        learned.retain(|learned| learned.until > desk.now);
+        let stated = signal.quotas().iter().filter_map(|quota| Learned::of(quota, configured, desk.now));
+        for stated in stated.filter(|stated| learn == Learn::Stated || !stated.is_implied_by(quota)) {
+            let same =
+                |other: &Learned| other.name == stated.name && other.limit.window() == stated.limit.window();
+            match learned.iter().position(same) {
+                Some(known) => learned[known] = stated,
+                None if learned.len() < MOST => learned.push(stated),
+                None => {}
+            }
+        }
+        let limits = |learned: &[Learned]| -> SmallVec<[Limit; MOST]> {
+            learned.iter().map(|learned| learned.limit).collect()
+        };
+        let known = self.lesson.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
+        let now = limits(&learned);
+        if now == known {
+            if let Some(lesson) = &mut self.lesson {
+                lesson.learned = learned;
+            }
+            return;
+        }
+        for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
+            events::learned(desk.key, new.limit, new.name.as_deref());
+        }
+        // What was said of other limits is said again.
+        self.words = None;
+        self.lesson = (!now.is_empty()).then(|| {
+            let base = if learn == Learn::Stricter { Some(*quota) } else { None };
+            let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
+            let stated = now.iter().take(room).map(|limit| Quota::new(limit.count(), limit.window()));
+            let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
+            let in_flight = quota.most_in_flight().map(Quota::in_flight);
+            let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
+            let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
+            Box::new(Lesson { terms: Arc::new(terms), learned })
+        });
+    }
+}

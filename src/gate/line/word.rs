@@ -1,0 +1,220 @@
+//! What the upstream's answers say of the limits of a key, for the store.
+//!
+//! An upstream that starts anew at a moment which stays where it is counts in windows, or from its oldest call: what it
+//! counts then, the store has in its log, and what is more, others have used. Where that moment moves along, what is gone
+//! cannot be told from what has just left the log: then only what is refused tells of others.
+
+use std::time::{Duration, Instant};
+
+use super::{Desk, Errand, Line};
+use crate::clock;
+use crate::gate::queue::Wakers;
+use crate::limit::Terms;
+use crate::quota::Limit;
+use crate::signal::{Observed, Signal};
+use crate::store::Left;
+
+/// What was said of each limit.
+#[derive(Default)]
+pub(super) struct Words {
+    of: Vec<Word>,
+    /// When the store is told what was said last.
+    telling: Option<Instant>,
+}
+
+/// What was said of one limit.
+#[derive(Default)]
+struct Word {
+    /// When it was to start anew, as first said, and when that was.
+    anchor: Option<(Instant, Instant)>,
+    /// Whether that stayed where it was.
+    stays: bool,
+    /// What is left, until when, and when that was said.
+    latest: Option<(u64, Instant, Instant)>,
+    refused: u32,
+    /// When the store was last told.
+    told: Option<Instant>,
+}
+
+/// What differs by so much is the same: many say whole seconds, and not all round alike.
+const SAME: Duration = Duration::from_millis(1500);
+
+/// That it stays where it is can be told after so long.
+const LONG: Duration = Duration::from_secs(3);
+
+/// The last second may be rounding.
+const LAST: Duration = Duration::from_secs(1);
+
+/// The store is told so often in a window, and every second; or as soon as calls were refused.
+const TOLD_PER_WINDOW: u32 = 32;
+const LONGEST_REST: Duration = Duration::from_secs(1);
+
+impl Word {
+    fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, now: Instant) {
+        let Some(left) = quota.remaining() else { return };
+        if left == 0 {
+            self.refused = self.refused.saturating_add(refused);
+        }
+        let resets = clock::after(now, quota.reset_after().unwrap_or_default());
+        self.latest = Some((left, resets, now));
+        let Some((anchor, since)) = self.anchor else {
+            self.anchor = Some((resets, now));
+            return;
+        };
+        let apart = |one: Instant, other: Instant| one.max(other) - one.min(other);
+        if apart(resets, anchor) <= SAME {
+            self.stays |= now.saturating_duration_since(since) >= LONG;
+            return;
+        }
+        // The next window, if it follows the last.
+        let over = clock::after(now, LAST) >= anchor;
+        let follows = over && resets > anchor && apart(resets, clock::after(anchor, limit.window())) <= SAME;
+        self.stays &= follows;
+        self.anchor = Some((resets, now));
+    }
+
+    /// How long the store need not be told.
+    fn rests(&self, limit: Limit, now: Instant) -> Duration {
+        let told = self.told.filter(|_| self.refused == 0);
+        let rest = (limit.window() / TOLD_PER_WINDOW).min(LONGEST_REST);
+        let due = told.map_or(now, |told| clock::after(told, rest));
+        due.saturating_duration_since(now)
+    }
+
+    /// What the store is to know now.
+    fn tell(&mut self, limit: Limit, now: Instant) -> Option<Left> {
+        let (units, resets, said) = self.latest.filter(|_| self.rests(limit, now).is_zero())?;
+        (self.latest, self.told) = (None, Some(now));
+        let reset_in = resets.saturating_duration_since(now);
+        let reset_in = (self.stays && reset_in > LAST).then_some(reset_in);
+        let ago = now.saturating_duration_since(said);
+        Some(Left { limit, units, reset_in, ago, refused: std::mem::take(&mut self.refused) })
+    }
+}
+
+/// Whether a response may say what is left of a limit, or which there is.
+pub(in crate::gate) fn is_of_use(signal: &Signal) -> bool {
+    let stated = |quota: &Observed| quota.limit().is_some() && quota.window().is_some();
+    signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
+}
+
+/// Whether it is this limit that is spoken of.
+fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
+    let count = match limit {
+        Limit::Bucket { capacity, .. } => return quota.limit() == Some(u64::from(capacity)),
+        _ => u64::from(limit.count()),
+    };
+    match (quota.window(), quota.limit()) {
+        (Some(window), _) => window == limit.window() && quota.unit() != "percent",
+        (None, Some(stated)) => stated == count,
+        (None, None) => quota.name().is_none() && terms.quota().limits().len() == 1,
+    }
+}
+
+impl Line {
+    /// The answer to a call has come, which refused so many units, if any.
+    pub(in crate::gate) fn upstream_said(
+        &mut self,
+        terms: &Terms,
+        signal: &Signal,
+        refused: u32,
+        now: Instant,
+    ) {
+        for (index, limit) in terms.quota().limits().iter().enumerate() {
+            let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
+            // Of several, the one with the least.
+            let said = said.filter(|quota| quota.remaining().is_some());
+            let Some(quota) = said.min_by_key(|quota| quota.remaining()) else { continue };
+            let words = self.words.get_or_insert_default();
+            if words.of.len() <= index {
+                words.of.resize_with(index + 1, Word::default);
+            }
+            words.of[index].hear(*limit, quota, refused, now);
+        }
+    }
+
+    /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the
+    /// limit too.
+    pub(in crate::gate) fn pass_on(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        let words = self.words.as_mut()?;
+        let limits = desk.terms.quota().limits().iter();
+        let news = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
+        let news = news.filter(|(_, word)| self.shared || word.refused > 0);
+        let rest = news.map(|(limit, word)| word.rests(*limit, desk.now)).min()?;
+        if rest.is_zero() {
+            return self.inquire(desk, wakers);
+        }
+        // One who was to do it and is late has gone with its runtime.
+        let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < desk.now);
+        nobody.then(|| {
+            words.telling = Some(clock::after(desk.now, rest));
+            Errand::PassOn(rest)
+        })
+    }
+
+    /// It is time to; or to ask about a hold again.
+    pub(in crate::gate) fn pass_on_now(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        if let Some(words) = &mut self.words {
+            words.telling = None;
+        }
+        let doubted = self.asks_again(desk.now).is_some();
+        let errand = self.pass_on(desk, wakers);
+        let errand = errand.or_else(|| if doubted { self.confirm_hold(desk, wakers) } else { None });
+        self.close();
+        errand
+    }
+
+    /// What the store is to be told of what is left: of one limit with each call.
+    pub(in crate::gate) fn left(&mut self, terms: &Terms, now: Instant) -> Option<Left> {
+        let words = self.words.as_mut()?;
+        let mut limits = terms.quota().limits().iter().zip(&mut words.of);
+        limits.find_map(|(limit, word)| word.tell(*limit, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Limit = Limit::Sliding { count: 100, window: Duration::from_secs(60) };
+
+    /// What the store is told after answers at these seconds, each with what is left and in how many seconds it resets.
+    fn told(answers: &[(u64, u64, u64)]) -> Option<u64> {
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut at = start;
+        for &(second, left, reset) in answers {
+            at = start + Duration::from_secs(second);
+            let quota = Observed::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
+            word.hear(LIMIT, &quota, 0, at);
+        }
+        word.tell(LIMIT, at).filter(|left| left.reset_in.is_some()).map(|left| left.units)
+    }
+
+    #[test]
+    fn only_where_the_reset_stays_where_it_is() {
+        assert_eq!(told(&[(0, 90, 50)]), None, "nobody knows yet");
+        assert_eq!(told(&[(0, 90, 50), (1, 80, 49)]), None, "it may be rounding");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46)]), Some(80));
+        assert_eq!(told(&[(0, 90, 60), (4, 80, 60)]), None, "it moves along");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46), (51, 99, 59)]), Some(99), "the next window");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46), (10, 70, 59)]), None, "it did not stay");
+        assert_eq!(told(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
+    }
+
+    #[test]
+    fn the_store_is_told_now_and_then_and_of_refusals_at_once() {
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut answered = |millis: u64, left: u64, refused: u32| {
+            let at = start + Duration::from_millis(millis);
+            let reset = Duration::from_millis(50_000 - millis);
+            word.hear(LIMIT, &Observed::new().with_remaining(left).with_reset_after(reset), refused, at);
+            word.tell(LIMIT, at).map(|left| left.refused)
+        };
+        assert_eq!(answered(0, 50, 0), Some(0));
+        assert_eq!(answered(4000, 40, 0), Some(0));
+        assert_eq!(answered(4100, 30, 0), None);
+        assert_eq!(answered(4200, 30, 2), None, "another limit has refused that");
+        assert_eq!(answered(4300, 0, 2), Some(2));
+        assert_eq!(answered(7000, 0, 0), Some(0));
+    }
+}

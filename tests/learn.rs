@@ -1,0 +1,153 @@
+//! Limits that the upstream states: from one answer on they hold for the fleet.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Response;
+use support::{Upstream, get, pass};
+use tollgate::store::{MemoryStore, Store};
+use tollgate::{Key, Learn, Limit, Quota, RateLimitLayer};
+use tower::{Layer, ServiceExt};
+
+fn sliding(count: u32, seconds: u64) -> Limit {
+    Limit::Sliding { count, window: Duration::from_secs(seconds) }
+}
+
+fn stating(headers: &[(&str, &str)]) -> Response<String> {
+    let response =
+        headers.iter().fold(Response::builder(), |response, (name, value)| response.header(*name, *value));
+    response.body("hello".to_owned()).unwrap()
+}
+
+fn layer(quota: Quota, learn: Learn, store: &Arc<dyn Store>) -> RateLimitLayer {
+    RateLimitLayer::builder(quota).learn(learn).max_wait(Duration::ZERO).store(store.clone()).build().unwrap()
+}
+
+/// Two gates on one store, of which the first has had an answer with these headers.
+async fn taught(quota: Quota, learn: Learn, headers: &[(&str, &str)]) -> [RateLimitLayer; 2] {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layers = [(); 2].map(|()| layer(quota, learn, &store));
+    let upstream = Upstream::answering([Ok(stating(headers))]);
+    layers[0].layer(upstream).oneshot(get("/")).await.unwrap();
+    layers
+}
+
+/// How many get a permit now.
+async fn granted(layer: &RateLimitLayer) -> usize {
+    let mut granted = 0;
+    while layer.limiter().acquire(Key::ALL).await.is_ok() {
+        granted += 1;
+    }
+    granted
+}
+
+async fn learned(layer: &RateLimitLayer) -> Vec<(Limit, Option<Box<str>>)> {
+    let learned = layer.limiter().peek(Key::ALL).await.unwrap().learned;
+    learned.into_iter().map(|learned| (learned.limit, learned.name)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stricter_policy_holds_for_the_fleet() {
+    let policy = [("RateLimit-Policy", r#""default";q=30;w=10"#)];
+    let [taught, other] = taught(Quota::per_minute(300), Learn::Stricter, &policy).await;
+    assert_eq!(learned(&taught).await, [(sliding(30, 10), Some("default".into()))]);
+    assert_eq!(granted(&taught).await, 29, "the first call counts");
+    assert_eq!(granted(&other).await, 0, "it was not told, and yet");
+    pass(Duration::from_secs(10) + Duration::from_millis(100)).await;
+    assert_eq!(granted(&other).await, 30);
+    // Nobody asserts it any more.
+    pass(Duration::from_secs(90)).await;
+    assert_eq!(granted(&other).await, 300);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_looser_policy_counts_where_that_is_asked_for() {
+    let policy = [("RateLimit-Policy", r#""default";q=100;w=10"#)];
+    for (learn, allowed) in
+        [(Learn::Nothing, 9), (Learn::Remaining, 9), (Learn::Stricter, 9), (Learn::Stated, 99)]
+    {
+        let [taught, _] = taught(Quota::new(10, Duration::from_secs(10)), learn, &policy).await;
+        // The stricter limit holds until it was not asserted for two of its windows.
+        for _ in 0..4 {
+            pass(Duration::from_secs(9)).await;
+            let _ = taught.limiter().peek(Key::ALL).await;
+        }
+        drop(taught.limiter().acquire(Key::ALL).await.unwrap());
+        assert_eq!(granted(&taught).await, allowed, "{learn:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_budgets_gate_together() {
+    let budgets = [("X-App-Rate-Limit", "20:1,50:120"), ("X-App-Rate-Limit-Count", "1:1,1:120")];
+    let [taught, other] = taught(Quota::per_second(1000), Learn::Stricter, &budgets).await;
+    assert_eq!(learned(&taught).await.len(), 2);
+    assert_eq!(granted(&taught).await, 19, "20 a second");
+    pass(Duration::from_millis(1100)).await;
+    assert_eq!(granted(&taught).await, 20);
+    pass(Duration::from_millis(1100)).await;
+    assert_eq!(granted(&other).await, 10, "50 in two minutes");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_minute(1000), Learn::Stricter, &store);
+    let policy = |count: u32| Ok(stating(&[("RateLimit-Policy", &format!(r#""default";q={count};w=2"#))]));
+    let upstream = Upstream::answering([policy(3), policy(5), Ok(stating(&[]))]);
+    let service = layer.layer(upstream);
+    service.clone().oneshot(get("/")).await.unwrap();
+    assert_eq!(learned(&layer).await, [(sliding(3, 2), Some("default".into()))]);
+    pass(Duration::from_secs(3)).await;
+    service.clone().oneshot(get("/")).await.unwrap();
+    assert_eq!(learned(&layer).await, [(sliding(5, 2), Some("default".into()))]);
+    pass(Duration::from_secs(61)).await;
+    // Its answer says nothing of it; the next that states any limit, or its own time, ends it.
+    let other = Upstream::answering([Ok(stating(&[("X-RateLimit-Remaining", "7")]))]);
+    layer.layer(other).oneshot(get("/")).await.unwrap();
+    assert_eq!(learned(&layer).await, []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_makes_no_sense_as_a_limit_of_requests_is_none() {
+    for headers in [
+        ("RateLimit-Policy", r#""default";q=0;w=10"#),
+        ("RateLimit-Policy", r#""default";q=10"#),
+        ("RateLimit-Policy", r#""tokens";q=10;w=10;qu="tokens""#),
+        ("RateLimit-Policy", r#""default";q=99999999999;w=10"#),
+        ("X-App-Usage", r#"{"call_count": 28, "total_time": 25, "total_cputime": 25}"#),
+        ("X-RateLimit-Limit", "10"),
+    ] {
+        let [taught, _] = taught(Quota::per_minute(300), Learn::Stricter, &[headers]).await;
+        assert_eq!(learned(&taught).await, [], "{headers:?}");
+        assert_eq!(granted(&taught).await, 299, "{headers:?}");
+    }
+}
+
+/// A process that starts anew knows nothing of what it used before; its upstream does.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_after_a_restart_is_all_that_is_used() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_hour(5000), Learn::Remaining, &store);
+    let says = |left: u32, reset: u32| {
+        Ok(stating(&[
+            ("X-RateLimit-Limit", "5000"),
+            ("X-RateLimit-Remaining", &left.to_string()),
+            ("X-RateLimit-Reset", &reset.to_string()),
+        ]))
+    };
+    let upstream = Upstream::answering([says(12, 1200), says(11, 1195), says(10, 1194)]);
+    let service = layer.layer(upstream);
+    for pause in [0, 5, 1] {
+        pass(Duration::from_secs(pause)).await;
+        service.clone().oneshot(get("/")).await.unwrap();
+    }
+    assert_eq!(granted(&layer).await, 10);
+    let peek = layer.limiter().peek(Key::ALL).await.unwrap();
+    assert_eq!((peek.limits[0].used, peek.limits[0].free), (13, 0));
+    assert_eq!(peek.limits[0].reserved, 4987);
+    pass(Duration::from_secs(1195)).await;
+    assert_eq!(granted(&layer).await, 4987, "it started anew");
+}
