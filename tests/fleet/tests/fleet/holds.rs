@@ -2,8 +2,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use fleet::{Options, Report};
+use http::Response;
 use tollgate::store::RedisStore;
 use tollgate::{Key, RateLimitLayer};
 use upstream::{Arrival, refusal};
@@ -20,8 +22,43 @@ struct Anger {
     first: Arc<OnceLock<Instant>>,
 }
 
+/// How it says for how long.
+#[derive(Clone, Copy, Debug)]
+enum Form {
+    /// `Retry-After` in seconds.
+    Seconds,
+    /// `Retry-After` as a date, in the words of its own clock.
+    Date,
+    /// As GitHub: a 403 with nothing left and a Unix time.
+    Reset,
+    /// As OpenAI and others.
+    Millis,
+}
+
+impl Form {
+    /// A refusal until `end`, or up to a second later, which is `left` from now.
+    fn says(self, end: SystemTime, left: Duration) -> Response<String> {
+        let whole = end.duration_since(UNIX_EPOCH).unwrap().as_secs() + 1;
+        let refused = |status: u16| Response::builder().status(status);
+        let response = match self {
+            Form::Seconds => return refusal(left.as_secs_f64().ceil() as u64),
+            Form::Date => {
+                let date = httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_secs(whole));
+                refused(429).header("retry-after", date)
+            }
+            Form::Reset => refused(403).header("x-ratelimit-remaining", 0).header("x-ratelimit-reset", whole),
+            Form::Millis => refused(429).header("retry-after-ms", left.as_millis() as u64 + 1),
+        };
+        response.body("too many\n".to_owned()).unwrap()
+    }
+}
+
 impl Anger {
     fn of(span: Duration) -> Anger {
+        Anger::in_form(Form::Seconds, span)
+    }
+
+    fn in_form(form: Form, span: Duration) -> Anger {
         let (first, start) = (Arc::new(OnceLock::new()), Instant::now());
         let script = {
             let first = first.clone();
@@ -30,7 +67,8 @@ impl Anger {
                 if now < start + CALM {
                     return None;
                 }
-                (now < *first.get_or_init(|| now) + span).then(|| refusal(span.as_secs()))
+                let end = *first.get_or_init(|| now) + span;
+                (now < end).then(|| form.says(SystemTime::now() + (end - now), end - now))
             }
         };
         let site = Site { upstream: Upstream::open().script(script), ..Site::new() };
@@ -70,9 +108,13 @@ fn assert_each_keeps_its_own(reports: &[Report], hold: Duration) {
 }
 
 fn check(quota: &str, processes: usize, tasks: usize) {
+    check_form(Form::Seconds, quota, processes, tasks);
+}
+
+fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
     let _turn = turn();
     let hold = Duration::from_secs(2);
-    let anger = Anger::of(hold);
+    let anger = Anger::in_form(form, hold);
     let options = Options { quota: quota.into(), tasks, span: ms(8000), ..Options::default() };
     let mut fleet = anger.site.start(processes, &options);
     fleet.go();
@@ -93,7 +135,7 @@ fn check(quota: &str, processes: usize, tasks: usize) {
     let resumed = after.first().map(|arrival| arrival.at - end);
     let herd = after.first().map_or(0, |first| between(&after, first.at, first.at + rule.window));
     println!(
-        "{quota}, {processes} processes: {} calls refused, of {} processes; after the first, others sent {}, the last \
+        "{quota}, {processes} processes, {form:?}: {} calls refused, of {} processes; after the first, others sent {}, the last \
          {:.1?} after it; resumed {:.1?} after the end with {herd} in the first window; jitter {:.1?}",
         refused.len(),
         saw.len(),
@@ -119,6 +161,13 @@ fn holds_of_4_processes_begin_with_one_refusal() {
 #[test]
 fn holds_of_16_processes_begin_with_one_refusal() {
     check("100/1s", 16, 12);
+}
+
+#[test]
+fn holds_begin_and_end_in_whatever_form_the_upstream_says_it() {
+    for form in [Form::Date, Form::Reset, Form::Millis] {
+        check_form(form, "100/1s", 4, 50);
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod killed;
 mod lost;
 mod never_over;
 mod sharing;
+mod strangers;
 mod turns;
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

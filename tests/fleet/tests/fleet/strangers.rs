@@ -1,0 +1,51 @@
+//! A process that knows nothing of the others uses half of the limit.
+
+use fleet::Options;
+use tollgate::Quota;
+
+use super::*;
+
+/// Windows that pass until what others use is known.
+const WARM_UP: usize = 3;
+
+#[test]
+fn strangers_are_left_what_they_use() {
+    let _turn = turn_beside_others();
+    let (quota, half) = ("40/2s", "20/2s");
+    let rule = rules(&quota.parse::<Quota>().unwrap())[0];
+    // What its own margin makes longer, the stranger's windows drift: the limit has room for that.
+    let site = Site { upstream: Upstream::start(rule).stating(), ..Site::new() };
+    let span = 12 * rule.window;
+    let options = Options { quota: quota.into(), tasks: 15, span, who: "ours ".into(), ..Options::default() };
+    let stranger = Options {
+        quota: half.into(),
+        store: fleet::MEMORY.into(),
+        url: site.upstream.url(),
+        who: "stranger ".into(),
+        tasks: 25,
+        ..options.clone()
+    };
+    let mut stranger = Fleet::start(WORKER, 1, &stranger);
+    let mut fleet = site.start(4, &options);
+    stranger.go();
+    fleet.go();
+    let (reports, _) = (fleet.finish(), stranger.finish());
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let from = log[0].at + rule.window * WARM_UP as u32;
+    let log = part(&log, from, log[0].at + span);
+    let is_ours =
+        |arrival: &&upstream::Arrival| arrival.who.as_ref().is_some_and(|who| who.starts_with("ours"));
+    let count = |ours: bool, accepted: bool| {
+        log.iter().filter(|arrival| is_ours(arrival) == ours && arrival.accepted == accepted).count()
+    };
+    let (ours, refused, theirs) = (count(true, true), count(true, false), count(false, true));
+    let allowed = rule.count as usize * (12 - WARM_UP);
+    println!(
+        "{quota} beside a stranger of {half}: of {allowed} ours {ours}, refused {refused}, theirs {theirs}; of theirs \
+         refused {}",
+        count(false, false)
+    );
+    assert!(ours + theirs >= allowed * 85 / 100, "{ours} and {theirs} of {allowed} are used");
+    assert!(refused * 20 <= ours, "{refused} refused beside {ours}");
+}
