@@ -164,6 +164,15 @@ async fn where_only_calls_in_flight_are_limited_a_hold_reaches_those_who_have_no
 }
 
 #[tokio::test(start_paused = true)]
+async fn where_only_calls_in_flight_are_limited_who_starts_later_learns_of_a_hold() {
+    let store = Arc::new(MemoryStore::default());
+    let ours = process(store.clone(), Quota::in_flight(5), SECOND);
+    ours.hold_for(key(), 3 * SECOND).await.unwrap();
+    let late = process(store, Quota::in_flight(5), SECOND);
+    assert!(is_held(&late.acquire(key()).await.unwrap_err()));
+}
+
+#[tokio::test(start_paused = true)]
 async fn where_only_calls_in_flight_are_limited_those_who_wait_hear_of_changes() {
     let limiter = process(Arc::new(MemoryStore::default()), Quota::in_flight(5), 10 * SECOND);
     let start = Instant::now();

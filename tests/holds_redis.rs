@@ -84,6 +84,16 @@ async fn a_process_that_starts_later_learns_of_the_hold_when_it_asks() {
 }
 
 #[tokio::test]
+async fn where_only_calls_in_flight_are_limited_one_call_may_come_before_it_is_known() {
+    let server = RedisServer::start().unwrap();
+    let quota = Quota::in_flight(5);
+    process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    let late = process(&server, quota, None);
+    let _ = late.acquire(Key::ALL).await;
+    until_refused(&late).await;
+}
+
+#[tokio::test]
 async fn a_redis_that_was_started_again_is_told_of_holds_by_those_who_know_before_anybody_calls() {
     let mut server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);

@@ -261,7 +261,12 @@ impl Limiter {
     pub(super) fn line_up(&self, entry: &Entry, patience: Patience, now: Instant) -> Reached {
         let settings = &self.0.settings;
         if settings.terms.quota().limits().is_empty() {
-            // Only a hold can be in its way.
+            // Only a hold can be in its way: whether there is one is asked once, since nothing else is.
+            if self.0.lines.find(entry.key, |_| ()).is_none() {
+                let asks =
+                    |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| ((), line.inquire(desk, wakers));
+                let _ = self.open_line(entry.key, now, asks);
+            }
             let until = self.held(entry.key, now).map(|left| clock::after(now, left));
             return match until {
                 None => Reached::Slot(None),

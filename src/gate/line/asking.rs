@@ -161,7 +161,7 @@ impl Line {
 
     /// A call for nobody: it tells the store what is known here, and hears what is known there. Not while another is under
     /// way.
-    pub(super) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+    pub(in crate::gate) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
         if self.queue.as_ref().is_some_and(|queue| queue.is_calling()) {
             return None;
         }
