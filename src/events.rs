@@ -28,6 +28,16 @@ mod told {
         tracing::warn!(target: "tollgate", key, %error, "passed uncounted");
     }
 
+    /// The store is away, and this process goes on with its share.
+    pub(crate) fn alone(key: Key, share: &Quota, error: &StoreError) {
+        tracing::warn!(target: "tollgate", %key, %share, %error, "the store is away: this process goes on with its share");
+    }
+
+    /// The store is back, and has been told what was used without it.
+    pub(crate) fn together(key: Key) {
+        tracing::info!(target: "tollgate", %key, "the store is back: the limit is shared again");
+    }
+
     /// Another process asserts another limit for the same key.
     pub(crate) fn foreign_limit(key: Key, limit: Limit, quota: &Quota) {
         tracing::warn!(
@@ -117,6 +127,9 @@ mod told {
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 
     pub(crate) fn learned(_key: Key, _limit: Limit, _quota: Option<&str>) {}
+    pub(crate) fn alone(_key: Key, _share: &Quota, _error: &StoreError) {}
+
+    pub(crate) fn together(_key: Key) {}
 
     pub(crate) fn foreign_limit(_key: Key, _limit: Limit, _quota: &Quota) {}
 

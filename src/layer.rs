@@ -15,7 +15,7 @@ use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::store::{MemoryStore, Store};
+use crate::store::{MemoryStore, Share, ShareStore, Store};
 use reading::Reading;
 pub(crate) use reading::{Answers, leave};
 
@@ -74,6 +74,7 @@ impl RateLimitLayer {
             reading: Reading::default(),
             store: None,
             on_store_error: OnStoreError::default(),
+            fallback_share: None,
             max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
             max_waiting: 10_000,
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
@@ -149,6 +150,7 @@ pub struct RateLimitBuilder {
     reading: Reading,
     store: Option<Arc<dyn Store>>,
     on_store_error: OnStoreError,
+    fallback_share: Option<f64>,
     max_wait: Duration,
     max_waiting: usize,
     max_keys: usize,
@@ -231,6 +233,29 @@ impl RateLimitBuilder {
     /// What becomes of a request when the store cannot be asked. Default: [`OnStoreError::FailClosed`].
     pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
         self.on_store_error = on_store_error;
+        self
+    }
+
+    /// The share of the limit with which a process goes on while the store is away that was granted nothing in the last
+    /// window before; with [`OnStoreError::FallbackShare`] only. Default: none, such a process is refused. Above 0 and at
+    /// most 1: one divided by the number of processes.
+    ///
+    /// A share of less than one unit is one unit in a longer time.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tollgate::{OnStoreError, Quota, RateLimitLayer, store::MemoryStore};
+    ///
+    /// # let store = Arc::new(MemoryStore::default());
+    /// let limit = RateLimitLayer::builder(Quota::per_second(50))
+    ///     .store(store)
+    ///     .on_store_error(OnStoreError::FallbackShare)
+    ///     .fallback_share(1.0 / 8.0) // we are eight
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn fallback_share(mut self, share: f64) -> Self {
+        self.fallback_share = Some(share);
         self
     }
 
@@ -380,7 +405,11 @@ impl RateLimitBuilder {
             });
         }
         self.quota.check(LIFE + self.transit_slack, self.boundary_slack)?;
-        let store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
+        let share = self.share()?;
+        let mut store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
+        if self.on_store_error == OnStoreError::FallbackShare {
+            store = Arc::new(ShareStore::new(store, share, self.max_keys));
+        }
         let limiter = Limiter::new(Settings {
             terms: Arc::new(Terms::new(self.quota, self.transit_slack, self.boundary_slack)),
             store,
@@ -394,6 +423,26 @@ impl RateLimitBuilder {
             on_store_error: self.on_store_error,
         });
         Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })
+    }
+
+    fn share(&self) -> Result<Option<Share>, ConfigError> {
+        let falls_back = self.on_store_error == OnStoreError::FallbackShare;
+        if falls_back && self.quota.limits().is_empty() {
+            let allowed =
+                "FailClosed or FailOpen where only calls in flight are limited: they have no shares";
+            let value = "FallbackShare".into();
+            return Err(ConfigError::OutOfRange { setting: "on_store_error", value, allowed });
+        }
+        let Some(share) = self.fallback_share else { return Ok(None) };
+        let out_of_range = |allowed| {
+            let value = format!("{share:?}");
+            ConfigError::OutOfRange { setting: "fallback_share", value, allowed }
+        };
+        if !falls_back {
+            return Err(out_of_range("left out, or go with on_store_error(OnStoreError::FallbackShare)"));
+        }
+        let allowed = "above 0 and at most 1, such as 1.0 / 8.0 for eight processes";
+        Share::new(share).map(Some).ok_or_else(|| out_of_range(allowed))
     }
 }
 

@@ -228,6 +228,35 @@ impl Quota {
         self.limits().iter().map(memory).max().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
+    /// What one of several has of its limits of rate, when all of them together have `of` and it has `part`.
+    ///
+    /// What would be less than one unit is one unit in a longer time.
+    pub(crate) fn part(&self, part: u64, of: u64) -> Quota {
+        let mut quota = Quota { in_flight: None, ..*self };
+        for limit in &mut quota.limits[..self.len] {
+            *limit = limit.part(part.clamp(1, of.max(1)), of.max(1));
+        }
+        quota
+    }
+
+    /// The limit that remembers use for longest, alone, and how many units of it may be used within
+    /// [its memory](Quota::longest_memory).
+    pub(crate) fn longest(&self) -> (Quota, u64) {
+        let longest = self.limits().iter().copied().map(Quota::of).max_by_key(Quota::longest_memory);
+        let longest = longest.unwrap_or(*self);
+        let units = match longest.limits[0] {
+            Limit::Bucket { capacity, count, window } => {
+                let full = longest.longest_memory().as_nanos() * u128::from(count);
+                let refilled = u64::try_from(full / window.as_nanos().max(1)).unwrap_or(u64::MAX);
+                refilled.saturating_add(u64::from(capacity))
+            }
+            // Two of its windows may lie within the length of one.
+            Limit::Fixed { count, .. } => 2 * u64::from(count),
+            limit => u64::from(limit.count()),
+        };
+        (longest, units)
+    }
+
     /// Checks everything at once.
     ///
     /// `margin` is what a permit costs over its slot (life and transit slack), `boundary_slack` what fixed windows

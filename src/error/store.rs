@@ -32,6 +32,13 @@ pub enum StoreError {
     Lost,
     /// It could not be told for so long that a call is in flight that others may take its place: the call was given up.
     SeatLost,
+    /// It is away, and the request costs more than the share with which the process goes on meanwhile.
+    AboveShare {
+        /// The units it costs.
+        cost: u32,
+        /// The most units that one request can cost of the share.
+        share: u32,
+    },
     /// It cannot do what the quota needs.
     Unsupported(&'static str),
 }
@@ -67,6 +74,11 @@ impl fmt::Display for StoreError {
             StoreError::SeatLost => write!(
                 f,
                 "the store was away for longer than calls in flight are counted without it: this one was given up"
+            ),
+            StoreError::AboveShare { cost, share } => write!(
+                f,
+                "the store is away, and a request that costs {cost} is more than the {share} that this process may use \
+                 at once meanwhile"
             ),
             StoreError::Unsupported(what) => write!(f, "this store does not know {what}"),
         }

@@ -61,6 +61,8 @@ pub(super) struct Line {
     sweep_at: Option<Instant>,
     /// What is remembered of a store that may lose its state.
     memory: Option<Box<Remembered>>,
+    /// Whether what is booked was granted by this process, as the store is away.
+    alone: bool,
     hold: Option<Box<Holding>>,
     /// What the upstream said of each limit.
     words: Option<Box<Words>>,
@@ -117,6 +119,7 @@ impl Line {
             later: false,
             sweep_at: None,
             memory: None,
+            alone: false,
             hold: None,
             words: None,
             lesson: None,
@@ -198,7 +201,9 @@ impl Line {
             Answer::Now(Err(error)) => (Entered::Failed(error), None),
             Answer::Now(Ok(lease)) => {
                 let bounds = self.remember(desk, &lease, desk.now, desk.now);
-                self.hold_answered(lease.held, desk.now, bounds);
+                if lease.is_word_of_store() {
+                    self.hold_answered(lease.held, desk.now, bounds);
+                }
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);

@@ -57,11 +57,22 @@ impl Remembered {
         (self.incarnation, self.writes) = (lease.incarnation, lease.writes);
         (self.sent, self.heard, self.doubted) = (sent, now, false);
         self.until = clock::after(sent, lease.remember);
+        self.count_from(lease, lease.now, window, now);
+    }
+
+    /// Counts what the process granted itself while the store was away.
+    pub(super) fn count(&mut self, lease: &Lease, window: Duration, now: Instant) {
+        let passed = now.saturating_duration_since(self.latest);
+        self.count_from(lease, self.seen.saturating_add(micros_down(passed)), window, now);
+    }
+
+    /// Counts what a lease grants; the store's time is `theirs`.
+    fn count_from(&mut self, lease: &Lease, theirs: u64, window: Duration, now: Instant) {
         // What was granted a window ago makes room once what came before it is a window old.
         let old = |granted: &Granted| granted.until.is_none_or(|until| clock::after(until, window) <= now);
-        if old(&self.granted_before) && self.granted.from.saturating_add(micros_down(window)) <= lease.now {
+        if old(&self.granted_before) && self.granted.from.saturating_add(micros_down(window)) <= theirs {
             self.granted_before = std::mem::take(&mut self.granted);
-            self.granted.from = lease.now;
+            self.granted.from = theirs;
         }
         for &Segment { cost, count, wait, life, .. } in lease.segments.iter().chain(&lease.prefetched) {
             let until = clock::after(now, wait.saturating_add(life));

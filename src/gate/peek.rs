@@ -26,6 +26,9 @@ pub struct Peek {
     pub held: Option<Duration>,
     /// The limits that the upstream has stated to this process, if it [learns](crate::Learn) them, and in which quotas.
     pub learned: Vec<Learned>,
+    /// Whether the store is away, and `limits` are the share with which this process goes on: see
+    /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
+    pub alone: bool,
 }
 
 impl Limiter {
@@ -36,7 +39,7 @@ impl Limiter {
     /// [`StoreError`] when the store could not be asked.
     pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
         let answer = self.0.settings.store.peek(key, &self.terms(key));
-        let Usage { limits, free, next_slot, held } = answer.arrives().await?;
+        let Usage { limits, free, next_slot, held, alone } = answer.arrives().await?;
         let now = clock::now();
         let (waiting, at_hand) =
             self.0.lines.find(key, |line| (line.waiting(), line.at_hand(now))).unwrap_or_default();
@@ -48,6 +51,6 @@ impl Limiter {
         let free = if held.is_some() { 0 } else { free };
         let next_slot = next_slot.max(held.unwrap_or_default());
         let learned = self.0.lines.find(key, |line| line.learned()).unwrap_or_default();
-        Ok(Peek { limits, free, next_slot, waiting, held, learned })
+        Ok(Peek { limits, free, next_slot, waiting, held, learned, alone })
     }
 }

@@ -160,7 +160,7 @@ impl Seat {
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
         let Taken { limiter, key, number } = &*self.0;
         let Gate { flights, settings, .. } = &*limiter.0;
-        let Some(flights) = flights.as_ref().filter(|_| settings.on_store_error == OnStoreError::FailClosed)
+        let Some(flights) = flights.as_ref().filter(|_| settings.on_store_error != OnStoreError::FailOpen)
         else {
             return Poll::Pending;
         };

@@ -70,6 +70,37 @@ impl Limit {
         }
     }
 
+    /// `part` of `of` parts of it; less than one unit is one unit in a longer time.
+    pub(super) fn part(self, part: u64, of: u64) -> Limit {
+        let units = |count: u32| {
+            let units = u128::from(count) * u128::from(part) / u128::from(of);
+            u32::try_from(units).unwrap_or(count).min(count)
+        };
+        let longer = |window: Duration| {
+            let nanos = (window.as_nanos() * u128::from(of)).div_ceil(u128::from(part));
+            Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+                .clamp(window, Quota::LONGEST_WINDOW)
+        };
+        match self {
+            Limit::Sliding { count, window } if units(count) > 0 => {
+                Limit::Sliding { count: units(count), window }
+            }
+            Limit::Fixed { count, window } if units(count) > 0 => {
+                Limit::Fixed { count: units(count), window }
+            }
+            Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
+                // Each of its units has as long as it would wait for its turn.
+                let of_one = window.as_nanos() / u128::from(count.max(1));
+                let of_one = Duration::from_nanos(u64::try_from(of_one).unwrap_or(u64::MAX));
+                Limit::Sliding { count: 1, window: longer(of_one).max(window) }
+            }
+            Limit::Bucket { capacity, count, window } => {
+                Limit::Bucket { capacity: units(capacity).max(1), count, window: longer(window) }
+            }
+            limit @ Limit::InFlight { .. } => limit,
+        }
+    }
+
     pub(super) fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
         let limit = *self;
         if self.count() == 0 || self.largest_cost() == 0 {

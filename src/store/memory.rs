@@ -251,7 +251,7 @@ pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
         .collect();
     let next_slot = span(now, ledger.next_slot(0));
     let held = held(ledger.hold(Hold::default()), now);
-    Usage { limits, free: ledger.free(), next_slot, held }
+    Usage { limits, free: ledger.free(), next_slot, held, alone: false }
 }
 
 pub(super) fn hold(held: Held, now: Micros) -> Hold {

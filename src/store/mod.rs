@@ -36,6 +36,7 @@ mod memory;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
+mod share;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -54,6 +55,8 @@ pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
+use share::Own;
+pub(crate) use share::{ALONE, Share, ShareStore};
 
 /// For how long after an answer permits may be used that were granted before: after that, the store is asked first
 /// whether it still knows of them. One that lost its state grants nothing for a window and so long.
@@ -229,6 +232,20 @@ pub struct Lease {
     pub foreign: Option<Limit>,
     /// Whether others use a limit of the key too, by the word of the upstream: then the store is to be told of each word.
     pub shared: bool,
+    /// Set when the process granted it itself, of its share.
+    pub(crate) own: Option<Own>,
+}
+
+impl Lease {
+    /// Whether it says anything of the state besides its segments.
+    pub(crate) fn is_word_of_store(&self) -> bool {
+        self.own.is_none_or(|own| own.answered)
+    }
+
+    /// Which life of a state granted its segments.
+    pub(crate) fn granted_in(&self) -> u64 {
+        if self.own.is_some() { ALONE } else { self.incarnation }
+    }
 }
 
 /// The segments of a lease, in order. Two fit without allocation.
@@ -299,6 +316,9 @@ pub struct Usage {
     pub next_slot: Duration,
     /// What holds the key.
     pub held: Held,
+    /// Whether the store is away, and this is the share with which the process goes on: see
+    /// [`FallbackShare`](crate::OnStoreError::FallbackShare).
+    pub alone: bool,
 }
 
 impl Usage {

@@ -59,9 +59,23 @@ impl Line {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
-        self.shared = lease.shared;
-        let mut bounds = (sent, now);
-        if self.later {
+        let mut bounds = lease.own.map_or((sent, now), |own| (own.at, own.at));
+        if self.alone != lease.own.is_some() {
+            // What the other granted is counted there. Who waited keeps its place.
+            self.alone = lease.own.is_some();
+            self.stock.clear();
+            if let Some(queue) = &mut self.queue {
+                queue.void();
+            }
+        }
+        if lease.is_word_of_store() {
+            self.shared = lease.shared;
+        }
+        if !lease.is_word_of_store() {
+            if let Some(memory) = &mut self.memory {
+                memory.count(lease, desk.terms.quota().longest_memory(), now);
+            }
+        } else if self.later {
             let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
             let lost = memory.incarnation() != lease.incarnation;
             if lost {
@@ -72,7 +86,9 @@ impl Line {
                 }
             }
             memory.update(lease, desk.terms.quota().longest_memory(), sent, now);
-            bounds = memory.bounds();
+            if lease.own.is_none() {
+                bounds = memory.bounds();
+            }
             if lost {
                 self.hold_forgotten(now);
             }
@@ -197,7 +213,9 @@ impl Line {
             Ok(lease) => self.remember(desk, lease, sent, now),
             Err(_) => (sent, now),
         };
-        if let Ok(lease) = &answer {
+        if let Ok(lease) = answer.as_ref()
+            && lease.is_word_of_store()
+        {
             self.hold_answered(lease.held, sent, bounds);
         }
         let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
@@ -229,7 +247,7 @@ impl Line {
     fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
         let trusted =
             |memory: &Remembered| memory.is_trusted(trust(desk.terms.quota().longest_memory()), now);
-        self.memory.as_deref().is_none_or(trusted)
+        self.alone || self.memory.as_deref().is_none_or(trusted)
     }
 
     /// The call sent at `sent`, which answered later, has been answered.
@@ -246,7 +264,7 @@ impl Line {
         let dead = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
         let too_slow = took >= self.life
             && self.life >= longest
-            && answer.as_ref().is_ok_and(|lease| lease.segments.iter().any(dead));
+            && answer.as_ref().is_ok_and(|lease| lease.own.is_none() && lease.segments.iter().any(dead));
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
         let failed = answer.is_err();
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
@@ -328,7 +346,7 @@ pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instan
         count: segment.count,
         slot: segment.slot,
         stamp: segment.stamp,
-        incarnation: lease.incarnation,
+        incarnation: lease.granted_in(),
     }
 }
 

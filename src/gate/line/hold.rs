@@ -105,8 +105,8 @@ impl Line {
     /// What the store is told of the hold: all there is where it may not know.
     pub(super) fn held_for_store(&self, now: Instant) -> Held {
         let Some(hold) = &self.hold else { return Held::default() };
-        // Else each exchange would move it later by what the trips differ.
-        let is_news = hold.sure_until > clock::after(hold.known_until, SAME);
+        // Else each exchange would move it later by what the trips differ. The ledger of a process alone knows of nothing.
+        let is_news = self.alone || hold.sure_until > clock::after(hold.known_until, SAME);
         let left = if is_news { hold.sure_until.saturating_duration_since(now) } else { Duration::ZERO };
         Held { left, releases: hold.releases }
     }

@@ -324,6 +324,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         held,
         foreign,
         shared,
+        own: None,
     })
 }
 
@@ -339,7 +340,7 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
         let (used, free, reserved) = (answer.long()?, answer.long()?, answer.long()?);
         limits.push(LimitUsage { limit, used, free, reserved });
     }
-    Ok(Usage { limits, free, next_slot, held })
+    Ok(Usage { limits, free, next_slot, held, alone: false })
 }
 
 /// What is told to a holder: in answer to its claim, or because of another's.

@@ -34,6 +34,8 @@ pub struct Options {
     pub pause: Duration,
     /// Whether a call passes when the store cannot be asked.
     pub fail_open: bool,
+    /// The share with which it goes on then, where it was granted nothing before; 0 for none, and not to go on.
+    pub share: f64,
     /// Whether the first call finds the server without its script.
     pub cold: bool,
     /// Whether each call is printed when it ends, so that one that is killed has told of all it did.
@@ -78,6 +80,7 @@ impl Default for Options {
             life: Duration::from_secs(10),
             pause: Duration::from_millis(50),
             fail_open: false,
+            share: 0.0,
             cold: false,
             live: false,
             who: String::new(),
@@ -109,6 +112,7 @@ impl Options {
             ("life", ms(self.life)),
             ("pause", ms(self.pause)),
             ("fail-open", self.fail_open.to_string()),
+            ("share", self.share.to_string()),
             ("cold", self.cold.to_string()),
             ("live", self.live.to_string()),
             ("who", self.who.clone()),
@@ -150,6 +154,7 @@ impl Options {
                     "--life" => options.life = ms(&value)?,
                     "--pause" => options.pause = ms(&value)?,
                     "--fail-open" => options.fail_open = value.parse()?,
+                    "--share" => options.share = value.parse()?,
                     "--cold" => options.cold = value.parse()?,
                     "--live" => options.live = value.parse()?,
                     "--who" => options.who = value.clone(),
@@ -173,6 +178,7 @@ mod tests {
             quota: "25/5s, 60/12s".into(),
             arrivals: Arrivals::Every(Duration::from_millis(7)),
             fail_open: true,
+            share: 0.25,
             ..Options::default()
         };
         let [first, on, off] = [0, 1000, 500].map(Duration::from_millis);

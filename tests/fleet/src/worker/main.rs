@@ -77,6 +77,9 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     if options.fail_open {
         builder = builder.on_store_error(OnStoreError::FailOpen);
     }
+    if options.share > 0.0 {
+        builder = builder.on_store_error(OnStoreError::FallbackShare).fallback_share(options.share);
+    }
     Ok(builder.build()?)
 }
 

@@ -140,3 +140,59 @@ fn calls_pass_while_redis_does_not_answer() {
 fn calls_are_refused_while_redis_does_not_answer() {
     check("stopped", false, pause, resume);
 }
+
+/// Their shares are what each was granted before, together no more than the limit: but for the window in which Redis is
+/// lost, in which both may grant.
+fn go_on_with_shares(
+    what: &str,
+    leave: impl FnOnce(&mut RedisServer),
+    come_back: impl FnOnce(&mut RedisServer),
+) {
+    let _turn = turn();
+    let mut site = Site::new();
+    let options = Options {
+        quota: "100/1s".into(),
+        tasks: 16,
+        span: ms(17_000),
+        store_timeout: STORE_TIMEOUT,
+        share: 0.25,
+        ..Options::default()
+    };
+    let quota = options.quota.parse().unwrap();
+    let mut fleet = site.start(4, &options);
+    let start = Instant::now();
+    fleet.go();
+    wait_until(start, ms(4000));
+    leave(&mut site.redis);
+    let away = wait_until(start, ms(4000));
+    let back = wait_until(start, ms(8500));
+    come_back(&mut site.redis);
+    let reports = fleet.finish();
+    let log = site.upstream.log();
+    assert_all_ended(&reports);
+    let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed)).count();
+    let meanwhile = between(&log, away + ms(1500), back);
+    let (most, after) = (log.largest_count_sent(ms(1000)), part(&log, away + ms(1500), Instant::now()));
+    println!(
+        "{what}, 4 processes with shares: {:?} calls in each second; {meanwhile} of {} from 1.5 s after it was lost until it \
+         was back, at most {most} in a second there, {} afterwards; {failed} calls were told of the store",
+        per_second(&log),
+        allowed(&quota, ms(3000)),
+        after.largest_count_sent(ms(1000))
+    );
+    assert!(most <= 200, "{most} in the second in which it was lost");
+    assert_never_over(&after, &quota);
+    assert!(meanwhile >= 150, "{meanwhile}: most of the limit is used");
+    let last = between(&log, start + ms(15_000), start + ms(16_500));
+    assert!(last >= 100, "{last} in a second and a half: all of it is back");
+}
+
+#[test]
+fn processes_go_on_with_their_shares_while_redis_is_killed() {
+    go_on_with_shares("killed", kill, start);
+}
+
+#[test]
+fn processes_go_on_with_their_shares_while_redis_does_not_answer() {
+    go_on_with_shares("stopped", pause, resume);
+}

@@ -1,0 +1,309 @@
+//! The store is away, and processes go on with their shares: together no more than the limit, on the way there and back.
+//!
+//! Under a paused clock; each limiter is a process, and what they sent is counted as one who is called would.
+
+#[path = "support/counted.rs"]
+#[allow(dead_code, reason = "it counts polls too")]
+mod counted;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use counted::largest_count;
+use proptest::prelude::*;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
+use tollgate::{ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// A store that all share, a millisecond away, and that can be away.
+#[derive(Default)]
+struct Shared {
+    store: MemoryStore,
+    away: AtomicBool,
+    /// Whether calls arrive though their answers do not.
+    deaf: AtomicBool,
+    calls: AtomicUsize,
+}
+
+impl Shared {
+    fn set_away(&self, away: bool) {
+        self.away.store(away, Ordering::Relaxed);
+    }
+
+    fn answer<T: Send + 'static>(&self, answer: impl FnOnce() -> Answer<T>) -> Answer<T> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let away = self.away.load(Ordering::Relaxed);
+        let answer = (!away || self.deaf.load(Ordering::Relaxed)).then(|| match answer() {
+            Answer::Now(answer) => answer,
+            Answer::Later(_) => unreachable!("memory answers now"),
+        });
+        let gone = || Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))));
+        let answer = answer.filter(|_| !away).unwrap_or_else(gone);
+        Answer::Later(Box::pin(async move {
+            sleep(ms(1)).await;
+            answer
+        }))
+    }
+}
+
+impl Store for Shared {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.answer(|| self.store.lease(ask))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.answer(|| self.store.peek(key, terms))
+    }
+}
+
+fn builder(quota: Quota, store: &Arc<Shared>) -> RateLimitBuilder {
+    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(ms(3000));
+    builder.on_store_error(OnStoreError::FallbackShare)
+}
+
+fn limiter(quota: Quota, store: &Arc<Shared>) -> Limiter {
+    builder(quota, store).build().unwrap().limiter()
+}
+
+type Sent = Arc<Mutex<Vec<Instant>>>;
+
+/// Calls over and over from `tasks` tasks for `span`, with a pause after each call; notes when they went.
+fn calls(limiter: &Limiter, tasks: usize, pause: Duration, span: Duration, sent: &Sent) {
+    for _ in 0..tasks {
+        let (limiter, sent) = (limiter.clone(), sent.clone());
+        tokio::spawn(timeout(span, async move {
+            loop {
+                match limiter.acquire(Key::ALL).await {
+                    Ok(_) => sent.lock().unwrap().push(Instant::now()),
+                    Err(_) => sleep(ms(100)).await,
+                }
+                sleep(pause).await;
+            }
+        }));
+    }
+}
+
+fn within(sent: &Sent, from: Instant, to: Instant) -> usize {
+    sent.lock().unwrap().iter().filter(|at| (from..to).contains(at)).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fleet_goes_on_with_its_shares_and_comes_back_within_the_limit() {
+    let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
+    let start = Instant::now();
+    let fleet: Vec<_> = (0..4).map(|_| limiter(quota, &store)).collect();
+    fleet.iter().for_each(|limiter| calls(limiter, 8, ms(0), ms(20_000), &sent));
+    for (at, away) in [(5000, true), (12_000, false)] {
+        sleep(start + ms(at) - Instant::now()).await;
+        store.set_away(away);
+    }
+    sleep(start + ms(20_000) - Instant::now()).await;
+    let second = |from: u64| within(&sent, start + ms(from), start + ms(from + 1000));
+    let seconds: Vec<_> = (0..20).map(|number| second(number * 1000)).collect();
+    let sent = sent.lock().unwrap().clone();
+    let lost = start + ms(5000)..start + ms(6500);
+    let away_from_losing: Vec<_> = sent.iter().filter(|at| !lost.contains(at)).copied().collect();
+    let [all, others] = [&sent, &away_from_losing].map(|sent| largest_count(sent, ms(1000)));
+    println!("{all} at most in a second, {others} away from the switch; {seconds:?}");
+    assert!(all <= 80 && others <= 44, "{all} in a second, {others} away from the switch: {seconds:?}");
+    let alone: usize = seconds[6..12].iter().sum();
+    assert!(alone >= 6 * 34, "most of the limit is used: {seconds:?}");
+    let back: usize = seconds[17..].iter().sum();
+    assert!(back >= 3 * 37, "all of it is back: {seconds:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_granted_before_counts_in_the_share() {
+    let (quota, store) = (Quota::new(10, ms(10_000)), Arc::<Shared>::default());
+    let limiter = builder(quota, &store).max_wait(ms(0)).build().unwrap().limiter();
+    for _ in 0..16 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+        sleep(ms(2500)).await;
+    }
+    store.set_away(true);
+    // Of each ten seconds it had three or four, and has now; the last three are not over yet.
+    let mut more = 0;
+    let refused = loop {
+        match limiter.acquire(Key::ALL).await {
+            Ok(_) => more += 1,
+            Err(refused) => break refused,
+        }
+    };
+    assert!(matches!(refused, Limited::Local { .. }) && more <= 1, "{more} more, then {refused:?}");
+    let again = refused.retry_after().unwrap();
+    assert!(again > ms(0) && again < ms(5000), "{again:?}");
+    let peek = limiter.peek(Key::ALL).await.unwrap();
+    let share = peek.limits[0].limit.count();
+    assert!(peek.alone && (3..=4).contains(&share), "{peek:?}");
+    assert_eq!((peek.limits[0].used, peek.free), (u64::from(share), 0), "{peek:?}");
+    sleep(again + ms(100)).await;
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    assert!(limiter.acquire(Key::ALL).await.is_err(), "they come back as they went");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_had_nothing_has_what_was_configured_or_nothing() {
+    let store = Arc::<Shared>::default();
+    store.set_away(true);
+    let quota = Quota::per_second(40);
+    let none = limiter(quota, &store);
+    assert!(matches!(none.acquire(Key::ALL).await, Err(Limited::Store { .. })));
+    assert!(none.peek(Key::ALL).await.is_err());
+    let eighth = builder(quota, &store).max_wait(ms(0)).fallback_share(0.125).build().unwrap().limiter();
+    for _ in 0..5 {
+        drop(eighth.acquire(Key::ALL).await.unwrap());
+    }
+    let refused = eighth.acquire(Key::ALL).await.unwrap_err();
+    assert!(matches!(refused, Limited::Local { .. }), "{refused:?}");
+    assert_eq!(eighth.peek(Key::ALL).await.unwrap().limits[0].limit.count(), 5);
+    let costly = eighth.acquire(Key::ALL).cost(6).await.unwrap_err();
+    assert!(costly.to_string().contains("more than the 5"), "{costly}");
+    // Less than one unit is one unit in a longer time.
+    let slow = builder(Quota::per_second(2), &store).max_wait(ms(0)).fallback_share(0.1).build().unwrap();
+    drop(slow.limiter().acquire(Key::ALL).await.unwrap());
+    let again = slow.limiter().acquire(Key::ALL).await.unwrap_err().retry_after().unwrap();
+    assert!(again > ms(4900) && again < ms(5100), "{again:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_used_alone_is_charged_though_nobody_asks() {
+    let store = Arc::<Shared>::default();
+    let quota = Quota::per_minute(20);
+    let limiter = builder(quota, &store).max_wait(ms(0)).fallback_share(0.5).build().unwrap().limiter();
+    store.set_away(true);
+    for _ in 0..10 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+    }
+    sleep(ms(3000)).await;
+    store.set_away(false);
+    sleep(ms(2100)).await;
+    let peek = limiter.peek(Key::ALL).await.unwrap();
+    assert_eq!((peek.alone, peek.limits[0].used), (false, 10), "{peek:?}");
+    let other = self::limiter(quota, &store);
+    let mut granted = 0;
+    while timeout(ms(100), other.acquire(Key::ALL)).await.is_ok_and(|permit| permit.is_ok()) {
+        granted += 1;
+    }
+    assert_eq!(granted, 10, "the other has what is left");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_leaves_while_the_key_is_held_that_is_alone() {
+    let store = Arc::<Shared>::default();
+    let limiter = builder(Quota::per_second(40), &store).fallback_share(0.5).build().unwrap().limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    store.set_away(true);
+    let _ = limiter.hold_for(Key::ALL, ms(2000)).await;
+    let start = Instant::now();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    assert!(start.elapsed() >= ms(1900), "{:?}", start.elapsed());
+    // A wait for a hold costs no calls without end.
+    assert!(store.calls.load(Ordering::Relaxed) < 100, "{:?} calls", store.calls);
+}
+
+#[test]
+fn shares_that_make_no_sense_are_errors_that_say_what_to_change() {
+    let build = |builder: RateLimitBuilder| builder.build().map(|_| ()).map_err(|error| error.to_string());
+    let quota = Quota::per_second(40);
+    let shares = |share| {
+        RateLimitLayer::builder(quota).on_store_error(OnStoreError::FallbackShare).fallback_share(share)
+    };
+    for share in [0.0, -0.5, 1.5, f64::NAN, f64::INFINITY, 1e-12] {
+        let error = build(shares(share)).unwrap_err();
+        assert!(error.contains("fallback_share") && error.contains("above 0"), "{share}: {error}");
+    }
+    assert_eq!(build(shares(1.0)), Ok(()));
+    let closed = build(RateLimitLayer::builder(quota).fallback_share(0.5)).unwrap_err();
+    assert!(closed.contains("FallbackShare"), "{closed}");
+    let seats = RateLimitLayer::builder(Quota::in_flight(3)).on_store_error(OnStoreError::FallbackShare);
+    assert!(matches!(seats.build(), Err(ConfigError::OutOfRange { setting: "on_store_error", .. })));
+}
+
+#[derive(Clone, Debug)]
+struct History {
+    quota: Quota,
+    /// Of each process: its tasks, the pause after each call, when it begins.
+    processes: Vec<(usize, u64, u64)>,
+    /// For how long the store is there, away, there ...
+    turns: Vec<u64>,
+    deaf: bool,
+}
+
+fn histories() -> impl Strategy<Value = History> {
+    let quota = prop_oneof![
+        (4..60_u32, 300..1000_u64).prop_map(|(count, window)| Quota::new(count, ms(window))),
+        (10..40_u32, 40..90_u32)
+            .prop_map(|(few, many)| Quota::new(few, ms(500)).and(Quota::new(many, ms(2000)))),
+    ];
+    let process = (1..6_usize, 0..400_u64, 0..500_u64);
+    let processes = proptest::collection::vec(process, 1..5);
+    (quota, processes, proptest::collection::vec(9000..16_000_u64, 2..5), any::<bool>())
+        .prop_map(|(quota, processes, turns, deaf)| History { quota, processes, turns, deaf })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    /// Where shares are what processes were granted for some windows, and all lose the store and find it together.
+    #[test]
+    fn shares_are_never_over_but_for_the_window_of_the_switch(history in histories()) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let (start, sent) = runtime.block_on(async {
+            let (store, sent, start) = (Arc::<Shared>::default(), Sent::default(), Instant::now());
+            store.deaf.store(history.deaf, Ordering::Relaxed);
+            let span = ms(history.turns.iter().sum());
+            for &(tasks, pause, begins) in &history.processes {
+                let (limiter, sent) = (limiter(history.quota, &store), sent.clone());
+                tokio::spawn(async move {
+                    sleep(ms(begins)).await;
+                    calls(&limiter, tasks, ms(pause), span, &sent);
+                });
+            }
+            for (number, turn) in history.turns.iter().enumerate() {
+                store.set_away(number % 2 == 1);
+                sleep(ms(*turn)).await;
+            }
+            let sent = sent.lock().unwrap().clone();
+            (start, sent)
+        });
+        prop_assert!(!sent.is_empty());
+        let (mut moment, mut lost, mut found) = (start, Vec::new(), Vec::new());
+        for turns in history.turns.chunks(2) {
+            moment += ms(turns[0]);
+            lost.push(moment);
+            moment += turns.get(1).map_or(Duration::ZERO, |turn| ms(*turn));
+            found.push(moment);
+        }
+        for limit in history.quota.limits() {
+            let (window, count) = (limit.window(), limit.count() as usize);
+            // Of a short window, a share may be less than one unit.
+            let meet = if history.quota.limits().len() > 1 { history.processes.len() } else { 0 };
+            let near = |moments: &[Instant], span: u64, at: &Instant| {
+                moments.iter().any(|moment| (*moment..*moment + ms(span) + window).contains(at))
+            };
+            // What waits has its slots up to three seconds ahead, and finds out as late.
+            let away_from_losing: Vec<_> = sent.iter().filter(|at| !near(&lost, 3100, at)).copied().collect();
+            let away_from_both: Vec<_> =
+                away_from_losing.iter().filter(|at| !near(&found, 4000, at)).copied().collect();
+            // What was used in the tenth of a second in which one charges, and a unit of each.
+            let uncharged = count * 200 / window.as_millis() as usize + history.processes.len();
+            for (what, sent, most) in [
+                ("where the store is lost", &sent, 2 * count),
+                ("where it is found", &away_from_losing, count + uncharged),
+                ("else", &away_from_both, count),
+            ] {
+                let largest = largest_count(sent, window);
+                prop_assert!(largest <= most + meet, "{largest} of {limit} {what}");
+            }
+        }
+    }
+}
