@@ -81,6 +81,9 @@
 //! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
 //! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
 //! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::costs` |
+//! | `redis-cluster` | `store::RedisStore::cluster` |
+//! | `redis-sentinel` | `store::RedisStore::sentinel` |
+//! | `redis-tls-rustls` | `rediss://` URLs |
 //! | `body` | `Signal::read_with_body`: what the body of a response says of limits |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |

@@ -59,7 +59,7 @@ pub enum ConfigError {
         /// The text.
         text: String,
     },
-    /// A URL that is none, or one for which a feature of the `redis` crate is missing. The URL is not told: it may hold a
+    /// A URL that is none, or one for which a feature is missing. The URL is not told: it may hold a
     /// password.
     RedisUrl {
         /// What is wrong with it.
@@ -124,7 +124,7 @@ impl fmt::Display for ConfigError {
             ConfigError::RedisUrl { reason } => write!(
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
-                 redis://127.0.0.1:6379/ (rediss:// needs a TLS feature of the redis crate)"
+                 redis://127.0.0.1:6379/, and rediss:// for TLS"
             ),
             ConfigError::OutOfRange { setting, value, allowed } => {
                 write!(f, "{setting} is {value}, but must be {allowed}")

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_core::Stream;
-use redis::Client;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::link::Link;
+use super::place::Ears;
 use crate::clock;
 use crate::jitter::jittered;
 
@@ -52,7 +52,7 @@ const FORBIDDEN: Duration = Duration::from_secs(30);
 
 /// Listens for as long as it is polled.
 pub(super) async fn listen(
-    client: Client,
+    ears: Ears,
     channels: Channels,
     link: Arc<Link>,
     heard: mpsc::UnboundedSender<Heard>,
@@ -60,7 +60,7 @@ pub(super) async fn listen(
     let mut pause = SHORTEST_PAUSE;
     loop {
         let subscribing = async {
-            let mut pubsub = client.get_async_pubsub().await?;
+            let mut pubsub = ears().await?.get_async_pubsub().await?;
             pubsub.subscribe(&channels.ours).await?;
             pubsub.subscribe(&channels.all).await?;
             Ok::<_, redis::RedisError>(pubsub)

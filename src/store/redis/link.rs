@@ -41,14 +41,16 @@ where
 pub(super) fn factory_of(client: Client) -> Factory {
     Box::new(move || {
         let client = client.clone();
-        Box::pin(async move {
-            // The deadlines are ours: one for the whole of each operation.
-            let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
-            let made: MultiplexedConnection =
-                client.get_multiplexed_async_connection_with_config(&config).await?;
-            Ok(connection(made))
-        })
+        Box::pin(async move { connect(&client).await })
     })
+}
+
+/// A connection to the server that `client` knows.
+pub(super) async fn connect(client: &Client) -> RedisResult<Connection> {
+    // The deadlines are ours: one for the whole of each operation.
+    let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
+    let made: MultiplexedConnection = client.get_multiplexed_async_connection_with_config(&config).await?;
+    Ok(connection(made))
 }
 
 /// How long making a connection may take: names and certificates need longer than a call.

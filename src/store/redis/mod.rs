@@ -8,10 +8,13 @@
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
 
 mod claims;
+#[cfg(feature = "redis-cluster")]
+mod cluster;
 #[cfg(test)]
 mod differential;
 mod ears;
 mod link;
+mod place;
 mod script;
 mod token;
 mod wire;
@@ -22,9 +25,8 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use redis::RedisError;
 use redis::aio::ConnectionLike;
-use redis::io::tcp::TcpSettings;
-use redis::{Client, IntoConnectionInfo, RedisError};
 use tokio::sync::oneshot;
 
 use super::flight::Listeners;
@@ -33,7 +35,8 @@ use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
-use link::{Factory, RedisFailure};
+use link::RedisFailure;
+use place::Connecting;
 use wire::Garbled;
 use worker::{Job, Jobs, Setup};
 
@@ -71,13 +74,6 @@ pub struct RedisStore {
     listeners: Arc<Listeners>,
 }
 
-/// How to get to Redis.
-struct Connecting {
-    factory: Factory,
-    /// Where to listen to what other processes do; a connection of the user's is for commands.
-    ears: Option<Client>,
-}
-
 impl RedisStore {
     /// A store at `url`, such as `redis://127.0.0.1:6379/`, with the default settings.
     ///
@@ -104,10 +100,48 @@ impl RedisStore {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn builder(url: &str) -> RedisStoreBuilder {
-        RedisStoreBuilder::of(client(url).map(|client| {
-            let ears = Some(client.clone());
-            Connecting { factory: link::factory_of(client), ears }
-        }))
+        RedisStoreBuilder::of(place::server(url))
+    }
+
+    /// A builder of a store in a cluster that the servers at `urls` belong to: some of them, so that one may be away.
+    ///
+    /// Each limit of a key is one key of the cluster, so limits spread over its servers. A call that may have been done is not
+    /// repeated; one that a server did not do, as another has the key, goes to that one.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let nodes = ["redis://10.0.0.1:6379/", "redis://10.0.0.2:6379/", "redis://10.0.0.3:6379/"];
+    /// let store = RedisStore::cluster(nodes).build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[cfg(feature = "redis-cluster")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis-cluster")))]
+    pub fn cluster<S: AsRef<str>>(urls: impl IntoIterator<Item = S>) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(place::cluster(urls))
+    }
+
+    /// A builder of a store on a master that Sentinels watch. They are asked where it is for each new connection, so a
+    /// failover needs no restart.
+    ///
+    /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any. `master` is a URL with the
+    /// name by which they know the master instead of a host; user, password, database and `rediss://` in it are for the
+    /// master.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let sentinels = ["redis://10.0.0.1:26379/", "redis://10.0.0.2:26379/", "redis://10.0.0.3:26379/"];
+    /// let store = RedisStore::sentinel(sentinels, "redis://user:password@mymaster/").build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[cfg(feature = "redis-sentinel")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis-sentinel")))]
+    pub fn sentinel<S: AsRef<str>>(
+        sentinels: impl IntoIterator<Item = S>,
+        master: &str,
+    ) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(place::sentinel(sentinels, master))
     }
 
     /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
@@ -379,14 +413,4 @@ impl std::fmt::Debug for RedisStoreBuilder {
             .field("store_timeout", &self.store_timeout)
             .finish_non_exhaustive()
     }
-}
-
-/// The text of a URL may hold a password, so no error shows it.
-fn client(url: &str) -> Result<Client, ConfigError> {
-    let info = url.into_connection_info().map(|info| {
-        // Without it, a call may wait for the acknowledgement of the one before.
-        let tcp = TcpSettings::default().set_nodelay(true);
-        info.set_tcp_settings(tcp)
-    });
-    info.and_then(Client::open).map_err(|error| ConfigError::RedisUrl { reason: error.to_string() })
 }

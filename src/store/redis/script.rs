@@ -57,6 +57,10 @@ impl Script {
                 drop(now);
                 link.ask(command("EVALSHA", &self.hash), deadline).await
             };
+            // Of a cluster, another server may have got it.
+            if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
+                answer = link.ask(command("EVAL", self.text), deadline).await;
+            }
         }
         match answer {
             Ok(Value::BulkString(answer)) => Ok(answer),

@@ -7,13 +7,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::Client;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use super::claims::Claims;
 use super::ears::{self, Channels, Heard};
 use super::link::{Factory, Link};
+use super::place::Ears;
 use super::script::{Script, TEXT};
 use super::token;
 use super::wire::{self, MOST_RETURNS};
@@ -76,7 +76,7 @@ pub(super) struct Setup {
     pub(super) channels: String,
     pub(super) secret: Option<Key>,
     /// Whom to ask for a connection to listen on, where that is known.
-    pub(super) ears: Option<Client>,
+    pub(super) ears: Option<Ears>,
     /// Who is told of holds; the store adds to them.
     pub(super) listeners: Arc<Listeners>,
 }
@@ -95,8 +95,8 @@ pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
             let to_all = format!("{channels}all");
             let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
             let (told, heard) = mpsc::unbounded_channel();
-            if let Some(client) = ears {
-                runtime.spawn(ears::listen(client, listening, link.clone(), told));
+            if let Some(ears) = ears {
+                runtime.spawn(ears::listen(ears, listening, link.clone(), told));
             }
             let claims = Claims::new(link.clone(), instance, channels, store_timeout);
             let worker = Worker {

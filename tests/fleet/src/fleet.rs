@@ -85,7 +85,11 @@ impl Fleet {
 
 impl Worker {
     fn start(program: &Path, options: &Options) -> Worker {
-        let mut child = Command::new(program)
+        let mut command = Command::new(program);
+        if !options.certificate.is_empty() {
+            command.env("SSL_CERT_FILE", &options.certificate);
+        }
+        let mut child = command
             .args(options.to_words())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

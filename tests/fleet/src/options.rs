@@ -12,8 +12,11 @@ pub const MEMORY: &str = "memory";
 pub struct Options {
     /// As tollgate reads it.
     pub quota: String,
-    /// The URL of a Redis server, or [`MEMORY`].
+    /// The URL of a Redis server, or [`MEMORY`]; `cluster` and the URLs of its servers; `sentinel`, the URL of the master
+    /// and those of Sentinels.
     pub store: String,
+    /// The file with the certificate that is trusted; empty for those of the system.
+    pub certificate: String,
     /// What is called behind the gate; empty for nothing.
     pub url: String,
     /// How many call at once.
@@ -70,6 +73,7 @@ impl Default for Options {
         Options {
             quota: "10/1s".into(),
             store: MEMORY.into(),
+            certificate: String::new(),
             url: String::new(),
             tasks: 1,
             arrivals: Arrivals::Loop,
@@ -102,6 +106,7 @@ impl Options {
         let pairs = [
             ("quota", self.quota.clone()),
             ("store", self.store.clone()),
+            ("certificate", self.certificate.clone()),
             ("url", self.url.clone()),
             ("tasks", self.tasks.to_string()),
             ("arrivals", arrivals),
@@ -135,6 +140,7 @@ impl Options {
                 match name.as_str() {
                     "--quota" => options.quota = value.clone(),
                     "--store" => options.store = value.clone(),
+                    "--certificate" => options.certificate = value.clone(),
                     "--url" => options.url = value.clone(),
                     "--tasks" => options.tasks = value.parse()?,
                     "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,

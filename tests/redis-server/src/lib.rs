@@ -6,6 +6,9 @@
 
 #![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
 
+mod cluster;
+mod sentinel;
+
 use std::fs;
 use std::io::{Error, ErrorKind};
 use std::net::{Ipv4Addr, TcpListener};
@@ -16,6 +19,9 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, FromRedisValue};
 use tempfile::TempDir;
+
+pub use cluster::RedisCluster;
+pub use sentinel::Watched;
 
 /// A running server. Dropping it kills it and removes its data.
 #[derive(Debug)]
@@ -63,8 +69,22 @@ impl RedisServer {
         RedisServer::with(&["--save", ""], Some(Clock { library: libfaketime()?, ahead: 0 }))
     }
 
+    /// One of a cluster: such a server listens on a second port, 10000 above its own.
+    fn on_low_port(options: &[&str]) -> Result<Self, Error> {
+        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port());
+        let mut port = free()?;
+        while port > 55_535 || TcpListener::bind((Ipv4Addr::LOCALHOST, port + 10_000)).is_err() {
+            port = free()?;
+        }
+        RedisServer::on_port(port, options, None)
+    }
+
     fn with(options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+        RedisServer::on_port(port, options, clock)
+    }
+
+    fn on_port(port: u16, options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
         let mut server = RedisServer { port, options, directory: TempDir::new()?, child: None, clock };
         server.write_clock()?;

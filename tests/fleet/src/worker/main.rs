@@ -69,7 +69,13 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
     builder = builder.in_flight_life(options.life);
     if options.store != MEMORY {
-        let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
+        let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
+        let store = match urls[..] {
+            ["cluster", ref nodes @ ..] => RedisStore::cluster(nodes),
+            ["sentinel", master, ref sentinels @ ..] => RedisStore::sentinel(sentinels, master),
+            _ => RedisStore::builder(&options.store),
+        };
+        let store = store.store_timeout(options.store_timeout).build()?;
         // The same for connections.
         store.connect().await.context("the store")?;
         builder = builder.store(Arc::new(store));

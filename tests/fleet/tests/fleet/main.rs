@@ -9,6 +9,7 @@ mod in_flight;
 mod killed;
 mod lost;
 mod never_over;
+mod places;
 mod sharing;
 mod strangers;
 mod turns;

@@ -1,0 +1,168 @@
+//! A cluster of servers of one's own.
+
+use std::io::Error;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use redis::FromRedisValue;
+
+use crate::RedisServer;
+
+/// Three primaries, each with a replica. Dropping it kills them.
+#[derive(Debug)]
+pub struct RedisCluster {
+    nodes: Vec<RedisServer>,
+}
+
+/// How long a cluster may take to agree.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+impl RedisCluster {
+    /// Starts one whose servers find each other dead after a second.
+    ///
+    /// # Errors
+    ///
+    /// When `redis-server` or `redis-cli` is not there, or the cluster does not come up.
+    pub fn start() -> Result<Self, Error> {
+        let options = ["--save", "", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000"];
+        let nodes = (0..6).map(|_| RedisServer::on_low_port(&options)).collect::<Result<Vec<_>, _>>()?;
+        let mut create = Command::new("redis-cli");
+        create.args(["--cluster", "create"]);
+        create.args(nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())));
+        create.args(["--cluster-replicas", "1", "--cluster-yes"]);
+        let created = create.stdin(Stdio::null()).stdout(Stdio::null()).status()?;
+        if !created.success() {
+            return Err(Error::other("redis-cli could not create the cluster"));
+        }
+        let cluster = RedisCluster { nodes };
+        cluster.wait_for("every server is content", |cluster| {
+            let content = |node: &RedisServer| {
+                let info: String = node.command(&["CLUSTER", "INFO"]);
+                let role: String = node.command(&["INFO", "replication"]);
+                info.contains("cluster_state:ok")
+                    && (role.contains("role:master") || role.contains("master_link_status:up"))
+            };
+            cluster.nodes.iter().all(content)
+        });
+        Ok(cluster)
+    }
+
+    /// The URLs of all its servers.
+    pub fn urls(&self) -> Vec<String> {
+        self.nodes.iter().map(RedisServer::url).collect()
+    }
+
+    /// One of its servers.
+    pub fn node(&mut self, number: usize) -> &mut RedisServer {
+        &mut self.nodes[number]
+    }
+
+    /// The slot of a key.
+    pub fn slot(&self, key: &str) -> u16 {
+        self.ask(&["CLUSTER", "KEYSLOT", key])
+    }
+
+    /// The servers that are primaries and have slots, by what one that lives says: each number, and its first and last
+    /// slots.
+    fn primaries(&self) -> Vec<(usize, String, Vec<(u16, u16)>)> {
+        let text: String = self.ask(&["CLUSTER", "NODES"]);
+        let primary = |line: &str| {
+            let mut words = line.split_ascii_whitespace();
+            let (id, address, flags) = (words.next()?, words.next()?, words.next()?);
+            let port = address.split(['@', ',']).next()?.rsplit_once(':')?.1.parse::<u16>().ok()?;
+            let number = self.nodes.iter().position(|node| node.port() == port)?;
+            let alive = flags.contains("master") && !flags.contains("fail");
+            let range = |range: &str| match range.split_once('-') {
+                Some((first, last)) => Some((first.parse().ok()?, last.parse().ok()?)),
+                None => range.parse().ok().map(|slot| (slot, slot)),
+            };
+            let slots = words.skip(5).filter_map(range).collect::<Vec<_>>();
+            alive.then(|| (number, id.to_owned(), slots))
+        };
+        text.lines().filter_map(primary).collect()
+    }
+
+    /// The number of the server that has `slot`, if one that lives has it.
+    pub fn primary_of(&self, slot: u16) -> Option<usize> {
+        let has = |slots: &[(u16, u16)]| slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
+        self.primaries().into_iter().find(|(_, _, slots)| has(slots)).map(|(number, ..)| number)
+    }
+
+    /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. Keys stay where they are for
+    /// `pause` while both servers know that the slot is being moved. Answers the number of the new one.
+    ///
+    /// # Panics
+    ///
+    /// When nobody has it, or a server does not do what it is told.
+    pub fn move_slot(&self, slot: u16, pause: Duration) -> usize {
+        let from = self.primary_of(slot).expect("somebody has the slot");
+        let primaries = self.primaries();
+        let id = |number: usize| {
+            let found = primaries.iter().find(|(other, ..)| *other == number);
+            found.map(|(_, id, _)| id.clone()).expect("a primary has an id")
+        };
+        let to = primaries.iter().map(|(number, ..)| *number).find(|number| *number != from);
+        let to = to.expect("another primary");
+        let (from_id, to_id, slot) = (id(from), id(to), slot.to_string());
+        let (source, target) = (&self.nodes[from], &self.nodes[to]);
+        let () = target.command(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]);
+        let () = source.command(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]);
+        sleep(pause);
+        let port = target.port().to_string();
+        loop {
+            let keys: Vec<String> = source.command(&["CLUSTER", "GETKEYSINSLOT", &slot, "100"]);
+            for key in &keys {
+                let () = source.command(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
+            }
+            if keys.is_empty() {
+                break;
+            }
+        }
+        sleep(pause);
+        for server in [target, source] {
+            let () = server.command(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]);
+        }
+        to
+    }
+
+    /// Waits until `ready`.
+    ///
+    /// # Panics
+    ///
+    /// When that takes longer than half a minute.
+    pub fn wait_for(&self, what: &str, ready: impl Fn(&RedisCluster) -> bool) {
+        let start = Instant::now();
+        while !ready(self) {
+            assert!(start.elapsed() < PATIENCE, "not yet: {what}");
+            sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Asks the first that lives.
+    fn ask<T: FromRedisValue>(&self, words: &[&str]) -> T {
+        let mut command = redis::Cmd::new();
+        words.iter().for_each(|word| {
+            command.arg(word);
+        });
+        let answer = |node: &RedisServer| command.query(&mut node.connect().ok()?).ok();
+        self.nodes.iter().find_map(answer).expect("a server lives and answers")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_moves_and_a_replica_takes_over() {
+        let mut cluster = RedisCluster::start().unwrap();
+        let slot = cluster.slot("{a}");
+        let from = cluster.primary_of(slot).unwrap();
+        let to = cluster.move_slot(slot, Duration::ZERO);
+        assert_ne!(from, to);
+        cluster.wait_for("all know who has it", |cluster| cluster.primary_of(slot) == Some(to));
+        cluster.node(to).kill();
+        cluster.wait_for("another has it", |cluster| cluster.primary_of(slot).is_some_and(|now| now != to));
+    }
+}

@@ -1,0 +1,110 @@
+//! A master, a replica, and three Sentinels that watch them.
+
+use std::fs;
+use std::io::Error;
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::RedisServer;
+
+/// A master by the name of [`NAME`](Watched::NAME), its replica and their Sentinels. Dropping it kills them.
+#[derive(Debug)]
+pub struct Watched {
+    servers: [RedisServer; 2],
+    sentinels: Vec<(u16, Child)>,
+    _directory: TempDir,
+}
+
+impl Watched {
+    /// How the Sentinels call the master.
+    pub const NAME: &'static str = "mymaster";
+
+    /// Starts them. A master that does not answer for a second is taken for dead.
+    ///
+    /// # Errors
+    ///
+    /// When `redis-server` is not there, or they do not find each other within ten seconds.
+    pub fn start() -> Result<Self, Error> {
+        let servers = [RedisServer::start()?, RedisServer::start()?];
+        let master = servers[0].port().to_string();
+        let () = servers[1].command(&["REPLICAOF", "127.0.0.1", &master]);
+        let directory = TempDir::new()?;
+        let mut watched = Watched { servers, sentinels: Vec::new(), _directory: directory };
+        for number in 0..3 {
+            let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+            let config = watched._directory.path().join(format!("sentinel-{number}.conf"));
+            let name = Watched::NAME;
+            let settings = format!(
+                "port {port}\nbind 127.0.0.1\nsentinel monitor {name} 127.0.0.1 {master} 2\nsentinel \
+                 down-after-milliseconds {name} 1000\nsentinel failover-timeout {name} 3000\n"
+            );
+            fs::write(&config, settings)?;
+            let mut command = Command::new("redis-server");
+            command
+                .arg(&config)
+                .arg("--sentinel")
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null());
+            watched.sentinels.push((port, command.spawn()?));
+        }
+        let start = Instant::now();
+        while !watched.sentinels.iter().all(|(port, _)| knows_all(*port)) {
+            if start.elapsed() > Duration::from_secs(10) {
+                return Err(Error::other("the Sentinels do not find each other"));
+            }
+            sleep(Duration::from_millis(50));
+        }
+        Ok(watched)
+    }
+
+    /// The URLs of the Sentinels.
+    pub fn urls(&self) -> Vec<String> {
+        self.sentinels.iter().map(|(port, _)| format!("redis://127.0.0.1:{port}/")).collect()
+    }
+
+    /// The servers: the first was the master at first.
+    pub fn servers(&mut self) -> &mut [RedisServer; 2] {
+        &mut self.servers
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        for (_, sentinel) in &mut self.sentinels {
+            let _ = sentinel.kill();
+            let _ = sentinel.wait();
+        }
+    }
+}
+
+/// Whether a Sentinel knows the replica and the two others.
+fn knows_all(port: u16) -> bool {
+    let asked = || {
+        let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).ok()?;
+        let mut sentinel = client.get_connection_with_timeout(Duration::from_secs(1)).ok()?;
+        redis::cmd("INFO").arg("sentinel").query::<String>(&mut sentinel).ok()
+    };
+    asked().is_some_and(|info| info.contains("status=ok") && info.contains("slaves=1,sentinels=3"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_replica_takes_over() {
+        let mut watched = Watched::start().unwrap();
+        watched.servers()[0].kill();
+        let start = Instant::now();
+        let role = |server: &RedisServer| server.command::<String>(&["INFO", "replication"]);
+        while !role(&watched.servers()[1]).contains("role:master") {
+            assert!(start.elapsed() < Duration::from_secs(20), "it is still a replica");
+            sleep(Duration::from_millis(50));
+        }
+    }
+}
