@@ -7,6 +7,7 @@
 #![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
 
 mod cluster;
+mod proxy;
 mod sentinel;
 
 use std::fs;
@@ -21,6 +22,7 @@ use redis::{Connection, FromRedisValue};
 use tempfile::TempDir;
 
 pub use cluster::RedisCluster;
+pub use proxy::Proxy;
 pub use sentinel::Watched;
 
 /// A running server. Dropping it kills it and removes its data.

@@ -1,0 +1,155 @@
+//! A way to a server on which things happen: it swallows, it breaks, it breaks right after a script was run.
+
+use std::io::{Error, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+/// Passes on what is said between its clients and a server. When it is dropped, its connections break.
+#[derive(Debug)]
+pub struct Proxy {
+    port: u16,
+    way: Arc<Way>,
+}
+
+#[derive(Debug, Default)]
+struct Way {
+    /// Nothing gets through, and nobody is told.
+    swallows: AtomicBool,
+    /// Nobody gets through, and everybody is told.
+    refuses: AtomicBool,
+    /// How many more scripts are to be run without an answer.
+    breaks: AtomicUsize,
+    /// Each try to connect.
+    tries: Mutex<Vec<Instant>>,
+    open: Mutex<Vec<TcpStream>>,
+}
+
+impl Proxy {
+    /// One to the server at `port`.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot listen.
+    pub fn start(port: u16) -> Result<Self, Error> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let proxy = Proxy { port: listener.local_addr()?.port(), way: Arc::default() };
+        let way = Arc::downgrade(&proxy.way);
+        thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let Some(way) = way.upgrade() else { break };
+                lock(&way.tries).push(Instant::now());
+                if !way.refuses.load(Ordering::Relaxed) {
+                    // A server that is away breaks the connection.
+                    let _ = way.connect(client, port);
+                }
+            }
+        });
+        Ok(proxy)
+    }
+
+    /// `redis://127.0.0.1:port/`.
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// From now on it takes what is said, and says nothing; or no more, and those connections break.
+    pub fn swallow(&self, swallows: bool) {
+        self.way.swallows.store(swallows, Ordering::Relaxed);
+        if !swallows {
+            self.way.break_all();
+        }
+    }
+
+    /// From now on it breaks every connection, or lets them through.
+    pub fn refuse(&self, refuses: bool) {
+        self.way.refuses.store(refuses, Ordering::Relaxed);
+        self.way.break_all();
+    }
+
+    /// Breaks all connections; new ones get through.
+    pub fn break_all(&self) {
+        self.way.break_all();
+    }
+
+    /// The next script that is called is run; then the connection breaks instead of the answer.
+    pub fn break_after_script(&self) {
+        self.way.breaks.store(1, Ordering::Relaxed);
+    }
+
+    /// Whether that has happened.
+    pub fn has_broken(&self) -> bool {
+        self.way.breaks.load(Ordering::Relaxed) == 0
+    }
+
+    /// When clients tried to connect, since `start`.
+    pub fn tries_since(&self, start: Instant) -> Vec<Instant> {
+        lock(&self.way.tries).iter().copied().filter(|at| *at >= start).collect()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.way.refuses.store(true, Ordering::Relaxed);
+        self.way.break_all();
+        // The thread wakes, and ends.
+        let _ = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
+    }
+}
+
+impl Way {
+    fn break_all(&self) {
+        for stream in lock(&self.open).drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn connect(self: Arc<Self>, client: TcpStream, port: u16) -> Result<(), Error> {
+        let server = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+        [&client, &server].into_iter().try_for_each(|stream| stream.set_nodelay(true))?;
+        lock(&self.open).extend([client.try_clone()?, server.try_clone()?]);
+        // Whether the next that the server says is to be lost.
+        let lost = Arc::new(AtomicBool::new(false));
+        let (there, asked) = ((client.try_clone()?, server.try_clone()?), lost.clone());
+        let way = self.clone();
+        thread::spawn(move || {
+            way.pass(there.0, there.1, |bytes| {
+                let script = bytes.windows(7).any(|word| word == b"EVALSHA");
+                if script && way.breaks.load(Ordering::Relaxed) > 0 {
+                    asked.store(true, Ordering::Relaxed);
+                }
+                true
+            })
+        });
+        thread::spawn(move || {
+            self.pass(server, client, |_| {
+                if lost.load(Ordering::Relaxed) {
+                    self.breaks.store(0, Ordering::Relaxed);
+                }
+                !lost.load(Ordering::Relaxed)
+            })
+        });
+        Ok(())
+    }
+
+    /// Passes on what comes until it ends, or `goes_on` says no.
+    fn pass(&self, mut from: TcpStream, mut to: TcpStream, goes_on: impl Fn(&[u8]) -> bool) {
+        let mut bytes = [0; 16 * 1024];
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            if self.swallows.load(Ordering::Relaxed) {
+                continue;
+            }
+            if !goes_on(&bytes[..count]) || to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        let _ = from.shutdown(Shutdown::Both);
+        let _ = to.shutdown(Shutdown::Both);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

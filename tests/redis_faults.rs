@@ -1,0 +1,318 @@
+//! Each fault on a real server: how soon it is found out, what a call costs meanwhile, how soon it is over, whether anybody
+//! was over the limit, and whether anything was done twice.
+//!
+//! `cargo test --test redis_faults -- --nocapture` prints the table. `TOLLGATE_FAULT_ROUNDS` says how often each fault is
+//! made (2), for figures that are worth printing: 20.
+
+#![cfg(feature = "redis")]
+
+#[path = "support/counted.rs"]
+#[allow(dead_code, reason = "it counts polls too")]
+mod counted;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use counted::largest_count;
+use futures::future::join_all;
+use redis_server::{Proxy, RedisServer};
+use tokio::time::{Instant, sleep};
+use tollgate::store::RedisStore;
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// The default `store_timeout`.
+const STORE_TIMEOUT: Duration = ms(250);
+
+/// What a machine that stalls may add.
+const NOISE: Duration = ms(1500);
+
+/// How long a fault lasts that does not end by itself.
+const LASTS: Duration = ms(500);
+
+/// The limit that is shared, a second.
+const LIMIT: u32 = 50;
+
+fn limiter(url: &str, quota: Quota) -> Limiter {
+    let store = Arc::new(RedisStore::new(url).unwrap());
+    RateLimitLayer::builder(quota).store(store).max_wait(Duration::ZERO).build().unwrap().limiter()
+}
+
+/// A call of a key of its own.
+#[derive(Clone, Copy)]
+struct Call {
+    key: Key,
+    asked: Instant,
+    took: Duration,
+    failed: bool,
+}
+
+struct Site {
+    server: Mutex<RedisServer>,
+    proxy: Proxy,
+    /// One that no fault concerns.
+    admin: Mutex<redis::Connection>,
+}
+
+impl Site {
+    fn new() -> Site {
+        let options = ["--save", "", "--enable-debug-command", "yes"];
+        // A state that is read from a file is read slowly: about half a second for ten thousand keys.
+        let slowly = ["--key-load-delay", "50", "--loading-process-events-interval-bytes", "1024"];
+        let server = RedisServer::with_options(&[&options[..], &slowly].concat()).unwrap();
+        let proxy = Proxy::start(server.port()).unwrap();
+        let admin = Mutex::new(server.connect().unwrap());
+        Site { server: Mutex::new(server), proxy, admin }
+    }
+
+    fn admin(&self, words: &[&str]) {
+        let mut command = redis::Cmd::new();
+        words.iter().for_each(|word| {
+            command.arg(word);
+        });
+        let mut admin = self.admin.lock().unwrap();
+        command.exec(&mut admin).unwrap_or_else(|error| panic!("{words:?}: {error}"));
+    }
+
+    fn restart(&self) {
+        let mut server = self.server.lock().unwrap();
+        server.restart().unwrap();
+        *self.admin.lock().unwrap() = server.connect().unwrap();
+    }
+
+    /// The first part of a fault, and its end.
+    fn make(&self, fault: &str) {
+        let lasts = || std::thread::sleep(LASTS);
+        match fault {
+            "killed" => {
+                self.server.lock().unwrap().kill();
+                lasts();
+                self.restart();
+            }
+            "connections reset" => self.proxy.break_all(),
+            "hung (SIGSTOP)" => {
+                self.server.lock().unwrap().pause();
+                lasts();
+                self.server.lock().unwrap().resume();
+            }
+            "silent partition" => {
+                self.proxy.swallow(true);
+                lasts();
+                self.proxy.swallow(false);
+            }
+            "READONLY" => {
+                self.admin(&["REPLICAOF", "127.0.0.1", "1"]);
+                lasts();
+                self.admin(&["REPLICAOF", "NO", "ONE"]);
+            }
+            "LOADING" => {
+                self.admin(&["DEBUG", "POPULATE", "10000"]);
+                self.admin(&["SAVE"]);
+                self.restart();
+            }
+            "password changed" => {
+                self.admin(&["CONFIG", "SET", "requirepass", "another"]);
+                self.admin(&["CLIENT", "KILL", "TYPE", "normal"]);
+                lasts();
+                self.admin(&["CONFIG", "SET", "requirepass", ""]);
+            }
+            "NOSCRIPT" => self.admin(&["SCRIPT", "FLUSH"]),
+            "OOM" => {
+                self.admin(&["CONFIG", "SET", "maxmemory", "1"]);
+                lasts();
+                self.admin(&["CONFIG", "SET", "maxmemory", "0"]);
+            }
+            _ => unreachable!("{fault}"),
+        }
+    }
+}
+
+fn percentile(spans: &mut [Duration], share: f64) -> Duration {
+    spans.sort_unstable();
+    let index = (spans.len() as f64 * share) as usize;
+    spans.get(index.min(spans.len().saturating_sub(1))).copied().unwrap_or_default()
+}
+
+/// What a fault did, over all its rounds.
+#[derive(Default)]
+struct Measured {
+    found_out: Vec<Duration>,
+    meanwhile: Vec<Duration>,
+    recovered: Vec<Duration>,
+    failed: usize,
+    twice: usize,
+    extra: usize,
+}
+
+async fn measure(fault: &'static str, rounds: usize) -> Measured {
+    let site = Arc::new(Site::new());
+    let url = site.proxy.url();
+    let (calls, sent, over) =
+        (Arc::<Mutex<Vec<Call>>>::default(), Arc::default(), Arc::new(AtomicBool::new(false)));
+    let number = Arc::new(AtomicUsize::new(0));
+    let mut tasks = Vec::new();
+    for _ in 0..2 {
+        let (alone, shared) = (limiter(&url, Quota::per_hour(5)), limiter(&url, Quota::per_second(LIMIT)));
+        for _ in 0..2 {
+            let (alone, calls, over, number) = (alone.clone(), calls.clone(), over.clone(), number.clone());
+            tasks.push(tokio::spawn(async move {
+                while !over.load(Ordering::Relaxed) {
+                    let key = Key::new(format!("call {}", number.fetch_add(1, Ordering::Relaxed)));
+                    let asked = Instant::now();
+                    let failed = matches!(alone.acquire(key).await, Err(Limited::Store { .. }));
+                    calls.lock().unwrap().push(Call { key, asked, took: asked.elapsed(), failed });
+                    sleep(ms(1)).await;
+                }
+            }));
+        }
+        let (sent, over): (Arc<Mutex<Vec<Instant>>>, _) = (Arc::clone(&sent), over.clone());
+        tasks.push(tokio::spawn(async move {
+            while !over.load(Ordering::Relaxed) {
+                match shared.acquire(Key::ALL).await {
+                    Ok(_) => sent.lock().unwrap().push(Instant::now()),
+                    Err(_) => sleep(ms(2)).await,
+                }
+            }
+        }));
+    }
+    let mut measured = Measured::default();
+    for _ in 0..rounds {
+        sleep(ms(300)).await;
+        let made = site.clone();
+        let begins = Instant::now();
+        tokio::task::spawn_blocking(move || made.make(fault)).await.unwrap();
+        let ends = Instant::now();
+        let good = |call: &&Call| call.asked >= ends && !call.failed;
+        let recovered = loop {
+            sleep(ms(5)).await;
+            assert!(ends.elapsed() < Duration::from_secs(20), "{fault}: it never came back");
+            if let Some(call) = calls.lock().unwrap().iter().find(good) {
+                break call.asked + call.took - ends;
+            }
+        };
+        sleep(ms(100)).await;
+        let all = std::mem::take(&mut *calls.lock().unwrap());
+        let bad: Vec<_> = all.iter().filter(|call| call.failed && call.asked + call.took >= begins).collect();
+        // Those who were asking when it began, or were the first after, waited for it to be found out.
+        let first = bad.iter().map(|call| call.asked + call.took).min();
+        if let Some(first) = first {
+            let waiting = bad.iter().filter(|call| call.asked <= first);
+            measured.found_out.extend(waiting.map(|call| call.took));
+            measured.meanwhile.extend(bad.iter().filter(|call| call.asked > first).map(|call| call.took));
+            measured.recovered.push(recovered);
+        }
+        measured.failed += bad.len();
+        // Who was not told that it was done may have it done; nobody twice.
+        let judge = limiter(&site.server.lock().unwrap().url(), Quota::per_hour(5));
+        for call in bad {
+            let used = judge.peek(call.key).await.unwrap().limits[0].used;
+            measured.twice += usize::from(used > 1);
+        }
+    }
+    over.store(true, Ordering::Relaxed);
+    for task in tasks {
+        task.await.unwrap();
+    }
+    measured.extra = largest_count(&sent.lock().unwrap(), ms(1000)).saturating_sub(LIMIT as usize);
+    measured
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_fault_is_found_out_costs_little_meanwhile_and_is_over_by_itself() {
+    let rounds = std::env::var("TOLLGATE_FAULT_ROUNDS").map_or(2, |rounds| rounds.parse().expect("a number"));
+    println!(
+        "{:<18} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>6} {:>6}",
+        "fault", "failed", "found p99", "then p50", "then p99", "back p50", "back p99", "extra", "twice"
+    );
+    let faults = ["killed", "connections reset", "hung (SIGSTOP)", "silent partition", "READONLY"];
+    for fault in faults.into_iter().chain(["LOADING", "password changed", "NOSCRIPT", "OOM"]) {
+        let mut measured = measure(fault, rounds).await;
+        let Measured { found_out, meanwhile, recovered, failed, twice, extra } = &mut measured;
+        let found = percentile(found_out, 0.99);
+        let [then, then99] = [0.5, 0.99].map(|share| percentile(meanwhile, share));
+        let [back, back99] = [0.5, 0.99].map(|share| percentile(recovered, share));
+        println!(
+            "{fault:<18} {failed:>7} {found:>10.2?} {then:>10.2?} {then99:>10.2?} {back:>10.2?} {back99:>10.2?} {extra:>6} \
+             {twice:>6}"
+        );
+        assert_eq!((*extra, *twice), (0, 0), "{fault}");
+        assert!(found <= STORE_TIMEOUT + NOISE, "{fault}: found out after {found:?}");
+        assert!(then <= ms(20), "{fault}: a call costs {then:?} meanwhile");
+        assert!(back99 <= ms(5000), "{fault}: over after {back99:?}");
+        let harmless = ["NOSCRIPT", "connections reset"].contains(&fault);
+        assert!(harmless || *failed > 0, "{fault}: it was none");
+    }
+}
+
+/// The connection breaks after the script ran and before its answer: it counts, and is never run again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
+    const STORES: usize = 10;
+    const EACH: usize = 100;
+    let server = RedisServer::start().unwrap();
+    let direct = limiter(&server.url(), Quota::per_hour(5));
+    let key = |store: usize, number: usize| Key::new(format!("{store} {number}"));
+    // The script is known, so that each call is one.
+    drop(direct.acquire(Key::ALL).await.unwrap());
+    let stores = (0..STORES).map(|store| {
+        let proxy = Proxy::start(server.port()).unwrap();
+        tokio::spawn(async move {
+            let through = limiter(&proxy.url(), Quota::per_hour(5));
+            for number in 0..EACH {
+                let start = Instant::now();
+                while through.peek(Key::ALL).await.is_err() {
+                    assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
+                    sleep(ms(2)).await;
+                }
+                proxy.break_after_script();
+                let lost = through.acquire(key(store, number)).await;
+                assert!(matches!(lost, Err(Limited::Store { .. })), "{lost:?}");
+                assert!(proxy.has_broken(), "the script was run");
+            }
+        })
+    });
+    for store in join_all(stores).await {
+        store.unwrap();
+    }
+    let mut done = [0; 3];
+    for number in 0..STORES * EACH {
+        let used = direct.peek(key(number / EACH, number % EACH)).await.unwrap().limits[0].used;
+        done[used.min(2) as usize] += 1;
+    }
+    println!("{} calls without an answer: never, once, and more often done: {done:?}", STORES * EACH);
+    assert_eq!(done, [0, STORES * EACH, 0]);
+}
+
+/// Clients that lost a server together do not come back together.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_clients_do_not_come_back_at_once() {
+    const CLIENTS: usize = 150;
+    let server = RedisServer::start().unwrap();
+    let proxy = Proxy::start(server.port()).unwrap();
+    let stores: Vec<_> = (0..CLIENTS).map(|_| RedisStore::new(&proxy.url()).unwrap()).collect();
+    for store in &stores {
+        let start = Instant::now();
+        while store.connect().await.is_err() {
+            assert!(start.elapsed() < Duration::from_secs(20), "it cannot be reached");
+            sleep(ms(10)).await;
+        }
+    }
+    proxy.refuse(true);
+    sleep(ms(3000)).await;
+    proxy.refuse(false);
+    let back = std::time::Instant::now();
+    sleep(ms(2000)).await;
+    let tries: Vec<_> = proxy.tries_since(back).into_iter().map(Instant::from_std).collect();
+    let largest = largest_count(&tries, ms(100));
+    println!(
+        "{CLIENTS} clients with two connections each came back by {} tries, at most {largest} ({} %) in 100 ms",
+        tries.len(),
+        largest * 100 / tries.len().max(1)
+    );
+    assert!(tries.len() >= CLIENTS, "{} tries", tries.len());
+    assert!(largest * 2 <= tries.len(), "{largest} of {} within 100 ms", tries.len());
+}
