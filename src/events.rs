@@ -127,6 +127,7 @@ mod told {
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 
     pub(crate) fn learned(_key: Key, _limit: Limit, _quota: Option<&str>) {}
+
     pub(crate) fn alone(_key: Key, _share: &Quota, _error: &StoreError) {}
 
     pub(crate) fn together(_key: Key) {}

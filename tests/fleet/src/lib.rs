@@ -14,7 +14,7 @@ mod redis;
 
 pub use events::{Event, Outcome, Report, by_grant, ideal, lateness, log, overtaken, percentile, refusal};
 pub use fleet::Fleet;
-pub use options::{Arrivals, MEMORY, Options};
+pub use options::{Arrivals, INCR, MEMORY, Options};
 pub use redis::store_calls;
 
 /// Now, in nanoseconds since the Unix epoch, by a clock that no step of the system's moves.

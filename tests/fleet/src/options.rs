@@ -7,6 +7,9 @@ use anyhow::{Context, bail};
 /// The store of a process that counts for itself.
 pub const MEMORY: &str = "memory";
 
+/// Before the URL of a Redis server: a counter for each second there, without tollgate's store.
+pub const INCR: &str = "incr";
+
 /// What a worker does.
 #[derive(Clone, Debug)]
 pub struct Options {

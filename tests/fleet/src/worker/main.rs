@@ -4,13 +4,14 @@
 //! then prints each call, each warning and `done`. The options are those of `fleet::Options`.
 
 mod caller;
+mod naive;
 mod warnings;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use fleet::{Arrivals, Event, MEMORY, Options, Outcome};
+use fleet::{Arrivals, Event, INCR, MEMORY, Options, Outcome};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tollgate::store::RedisStore;
@@ -68,8 +69,11 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let quota: Quota = options.quota.parse()?;
     let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
     builder = builder.in_flight_life(options.life);
-    if options.store != MEMORY {
-        let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
+    let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
+    if let [INCR, url] = urls[..] {
+        let redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+        builder = builder.store(Arc::new(naive::Incr(redis)));
+    } else if options.store != MEMORY {
         let store = match urls[..] {
             ["cluster", ref nodes @ ..] => RedisStore::cluster(nodes),
             ["sentinel", master, ref sentinels @ ..] => RedisStore::sentinel(sentinels, master),

@@ -11,6 +11,7 @@ mod lost;
 mod never_over;
 mod places;
 mod sharing;
+mod soak;
 mod strangers;
 mod turns;
 

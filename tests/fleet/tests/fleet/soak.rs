@@ -1,0 +1,119 @@
+//! Whatever happens to Redis at random, nobody is over; and the same look at limiters that are not exact finds them out.
+//!
+//! `TOLLGATE_SOAK_SECONDS=3600` soaks for an hour instead of ten seconds; `TOLLGATE_SOAK_SEED` repeats what was drawn, as
+//! far as processes repeat anything.
+
+use std::process;
+use std::time::SystemTime;
+
+use fleet::{Fleet, INCR, MEMORY, Options, Outcome};
+
+use super::*;
+
+/// A number from the environment.
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+}
+
+/// What is drawn follows from the seed.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        // xorshift64*
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % sides
+    }
+}
+
+/// Does one thing to Redis, and answers what.
+fn disturb(redis: &mut RedisServer, dice: &mut Dice) -> String {
+    let span = 20 + dice.roll(700);
+    match dice.roll(6) {
+        0 => {
+            redis.kill();
+            sleep(ms(span));
+            redis.restart().unwrap();
+            format!("killed for {span} ms")
+        }
+        1 => {
+            redis.restart().unwrap();
+            "restarted".into()
+        }
+        2 | 3 => {
+            redis.pause();
+            sleep(ms(span));
+            redis.resume();
+            format!("stopped for {span} ms")
+        }
+        4 => {
+            let () = redis.command(&["FLUSHALL"]);
+            "flushed".into()
+        }
+        _ => {
+            let () = redis.command(&["SCRIPT", "FLUSH"]);
+            let _: i64 = redis.command(&["CLIENT", "KILL", "TYPE", "normal"]);
+            "its scripts flushed and its clients thrown out".into()
+        }
+    }
+}
+
+/// Four processes through what a seed draws, and what was over.
+fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<String> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let seed = setting("TOLLGATE_SOAK_SEED")
+        .unwrap_or(u64::from(now.subsec_nanos()) ^ (u64::from(process::id()) << 32));
+    println!("{what}: TOLLGATE_SOAK_SEED={seed}");
+    let mut dice = Dice(seed | 1);
+    let mut site = Site::new();
+    let url = site.redis.url();
+    let store = store.map_or_else(|| url.clone(), |store| store.replace("URL", &url));
+    let options = Options {
+        quota: "50/1s".into(),
+        store,
+        url: site.upstream.url(),
+        tasks: 16,
+        span,
+        ..Options::default()
+    };
+    let mut fleet = Fleet::start(WORKER, 4, &options);
+    let start = Instant::now();
+    fleet.go();
+    let mut happened = Vec::new();
+    while !calm && start.elapsed() + ms(1000) < span {
+        sleep(ms(200 + dice.roll(3000)).min(span.saturating_sub(start.elapsed())));
+        happened.push(disturb(&mut site.redis, &mut dice));
+    }
+    let reports = fleet.finish();
+    assert_all_ended(&reports);
+    let log = site.upstream.log();
+    let granted: usize = reports.iter().map(|report| report.of(Outcome::Granted).count()).sum();
+    println!("{what}: {happened:?}; {granted} calls, {:?} in each second", per_second(&log));
+    assert!(granted > 30, "{granted} calls");
+    over(&log, &options.quota.parse().unwrap())
+}
+
+#[test]
+fn whatever_happens_to_redis_nobody_is_over() {
+    let _turn = turn();
+    let span = Duration::from_secs(setting("TOLLGATE_SOAK_SECONDS").unwrap_or(10));
+    assert_eq!(soak("soak", None, span, false), None);
+}
+
+/// Each process with a counter of its own.
+#[test]
+fn a_counter_in_each_process_is_found_out() {
+    let _turn = turn();
+    let over = soak("a counter in each process", Some(MEMORY), ms(2000), true);
+    println!("{}", over.expect("it is over"));
+}
+
+/// One counter in Redis for each second, as it is often written.
+#[test]
+fn a_counter_for_each_second_is_found_out() {
+    let _turn = turn();
+    let over = soak("a counter for each second", Some(&format!("{INCR} URL")), ms(4000), true);
+    println!("{}", over.expect("it is over"));
+}
