@@ -15,6 +15,14 @@ pub struct RedisCluster {
     nodes: Vec<RedisServer>,
 }
 
+/// A server that has slots.
+struct Primary {
+    number: usize,
+    id: String,
+    /// The first and the last of each range.
+    slots: Vec<(u16, u16)>,
+}
+
 /// How long a cluster may take to agree.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -63,9 +71,8 @@ impl RedisCluster {
         self.ask(&["CLUSTER", "KEYSLOT", key])
     }
 
-    /// The servers that are primaries and have slots, by what one that lives says: each number, and its first and last
-    /// slots.
-    fn primaries(&self) -> Vec<(usize, String, Vec<(u16, u16)>)> {
+    /// The primaries that live, by what one of them says.
+    fn primaries(&self) -> Vec<Primary> {
         let text: String = self.ask(&["CLUSTER", "NODES"]);
         let primary = |line: &str| {
             let mut words = line.split_ascii_whitespace();
@@ -78,7 +85,7 @@ impl RedisCluster {
                 None => range.parse().ok().map(|slot| (slot, slot)),
             };
             let slots = words.skip(5).filter_map(range).collect::<Vec<_>>();
-            alive.then(|| (number, id.to_owned(), slots))
+            alive.then(|| Primary { number, id: id.to_owned(), slots })
         };
         text.lines().filter_map(primary).collect()
     }
@@ -86,7 +93,7 @@ impl RedisCluster {
     /// The number of the server that has `slot`, if one that lives has it.
     pub fn primary_of(&self, slot: u16) -> Option<usize> {
         let has = |slots: &[(u16, u16)]| slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
-        self.primaries().into_iter().find(|(_, _, slots)| has(slots)).map(|(number, ..)| number)
+        self.primaries().into_iter().find(|primary| has(&primary.slots)).map(|primary| primary.number)
     }
 
     /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. Keys stay where they are for
@@ -99,10 +106,10 @@ impl RedisCluster {
         let from = self.primary_of(slot).expect("somebody has the slot");
         let primaries = self.primaries();
         let id = |number: usize| {
-            let found = primaries.iter().find(|(other, ..)| *other == number);
-            found.map(|(_, id, _)| id.clone()).expect("a primary has an id")
+            let found = primaries.iter().find(|primary| primary.number == number);
+            found.map(|primary| primary.id.clone()).expect("a primary has an id")
         };
-        let to = primaries.iter().map(|(number, ..)| *number).find(|number| *number != from);
+        let to = primaries.iter().map(|primary| primary.number).find(|number| *number != from);
         let to = to.expect("another primary");
         let (from_id, to_id, slot) = (id(from), id(to), slot.to_string());
         let (source, target) = (&self.nodes[from], &self.nodes[to]);
