@@ -233,7 +233,7 @@ impl Quota {
     /// What would be less than one unit is one unit in a longer time.
     pub(crate) fn part(&self, part: u64, of: u64) -> Quota {
         let mut quota = Quota { in_flight: None, ..*self };
-        for limit in &mut quota.limits[..self.len] {
+        for limit in &mut quota.limits {
             *limit = limit.part(part.clamp(1, of.max(1)), of.max(1));
         }
         quota
@@ -369,6 +369,28 @@ mod tests {
             Quota::new(1, Duration::from_millis(100)), // a window says what it says
         ] {
             assert_eq!(check(fine), Ok(()), "{fine}");
+        }
+    }
+
+    #[test]
+    fn a_part_is_never_more_and_less_than_one_unit_takes_longer() {
+        let [second, minute] = [1, 60].map(Duration::from_secs);
+        for (quota, part, of, expected) in [
+            (Quota::new(100, second), 1, 4, Quota::new(25, second)),
+            (Quota::new(10, second), 1, 3, Quota::new(3, second)),
+            (Quota::new(2, second), 1, 4, Quota::new(1, 2 * second)),
+            (Quota::new(1, minute), 1, 8, Quota::new(1, 8 * minute)),
+            (Quota::new(10, second).and(Quota::in_flight(3)), 1, 2, Quota::new(5, second)),
+            (Quota::bucket(8).refill(2, second), 1, 4, Quota::bucket(2).refill(2, 4 * second)),
+            (Quota::every(second), 1, 4, Quota::every(4 * second)),
+            (Quota::fixed(7, minute), 1, 2, Quota::fixed(3, minute)),
+            (Quota::new(25, 5 * second).and(Quota::new(300, minute)), 30, 300, {
+                Quota::new(2, 5 * second).and(Quota::new(30, minute))
+            }),
+            (Quota::new(10, second), 9, 4, Quota::new(10, second)),
+            (Quota::new(10, second), 0, 4, Quota::new(2, second)),
+        ] {
+            assert_eq!(quota.part(part, of), expected, "{quota}, {part} of {of}");
         }
     }
 

@@ -110,6 +110,8 @@ impl Site {
                 self.admin(&["REPLICAOF", "NO", "ONE"]);
             }
             "LOADING" => {
+                // What is loaded is the same each time.
+                self.admin(&["FLUSHALL"]);
                 self.admin(&["DEBUG", "POPULATE", "10000"]);
                 self.admin(&["SAVE"]);
                 self.restart();

@@ -174,6 +174,24 @@ async fn who_had_nothing_has_what_was_configured_or_nothing() {
     assert!(again > ms(4900) && again < ms(5100), "{again:?}");
 }
 
+/// It comes and goes: a process keeps the share that it had before all that.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_comes_back_for_a_moment_leaves_the_shares_as_they_were() {
+    let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
+    let fleet: Vec<_> = (0..2).map(|_| limiter(quota, &store)).collect();
+    fleet.iter().for_each(|limiter| calls(limiter, 8, ms(0), ms(30_000), &sent));
+    sleep(ms(6000)).await;
+    for (away, span) in [(true, 5000), (false, 3200), (true, 5000), (false, 1000), (true, 5000)] {
+        store.set_away(away);
+        sleep(ms(span)).await;
+    }
+    let now = Instant::now();
+    let last = within(&sent, now - ms(4000), now);
+    let largest = largest_count(&sent.lock().unwrap(), ms(1000));
+    assert!(last >= 4 * 30, "{last} in the last four seconds, alone again");
+    assert!(largest <= 80, "{largest} in a second");
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_was_used_alone_is_charged_though_nobody_asks() {
     let store = Arc::<Shared>::default();
@@ -251,7 +269,7 @@ fn histories() -> impl Strategy<Value = History> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Where shares are what processes were granted for some windows, and all lose the store and find it together.
     #[test]

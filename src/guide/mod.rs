@@ -5,6 +5,11 @@
 #[doc = include_str!("costs.md")]
 pub mod costs {}
 
+#[cfg(feature = "redis")]
+#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+#[doc = include_str!("guarantees.md")]
+pub mod guarantees {}
+
 #[doc = include_str!("headers.md")]
 pub mod headers {}
 

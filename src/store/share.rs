@@ -10,6 +10,7 @@
 //!
 //! What this does not do: calls in flight. They have no shares; while the store is away, nobody is given a place.
 
+mod asked;
 mod kept;
 
 use std::collections::VecDeque;
@@ -30,6 +31,7 @@ use crate::events;
 use crate::key::Key;
 use crate::keyed::Keyed;
 use crate::limit::Micros;
+use asked::Asked;
 use kept::{Alone, Kept, Stage};
 
 /// Which life of a state granted what a process grants itself.
@@ -82,73 +84,6 @@ impl ShareStore {
             kept: Keyed::new(max_keys),
             kept_after: AtomicBool::new(false),
         }))
-    }
-}
-
-/// An [`Ask`] that outlives its call.
-struct Asked {
-    key: Key,
-    terms: Arc<Terms>,
-    needs: SmallVec<[Need; 2]>,
-    prefetch: u32,
-    latest: Duration,
-    life: Duration,
-    prefetch_life: Duration,
-    /// What the store granted.
-    returns: SmallVec<[Unused; 4]>,
-    memory: Memory,
-    held: Held,
-    at: Instant,
-}
-
-impl Asked {
-    fn new(ask: &Ask<'_>) -> Self {
-        let of_store = ask.returns.iter().filter(|unused| unused.incarnation != ALONE);
-        Asked {
-            key: ask.key,
-            terms: ask.terms.clone(),
-            needs: ask.needs.into(),
-            prefetch: ask.prefetch,
-            latest: ask.latest,
-            life: ask.life,
-            prefetch_life: ask.prefetch_life,
-            returns: of_store.copied().collect(),
-            memory: ask.memory,
-            held: ask.held,
-            at: clock::now(),
-        }
-    }
-
-    /// One who wants nothing for itself.
-    fn to_charge(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
-        Asked {
-            key,
-            terms: terms.clone(),
-            needs: SmallVec::new(),
-            prefetch: 0,
-            latest: Duration::ZERO,
-            life: Duration::ZERO,
-            prefetch_life: Duration::ZERO,
-            returns: SmallVec::new(),
-            memory,
-            held: Held::default(),
-            at: clock::now(),
-        }
-    }
-
-    fn ask<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
-        Ask {
-            key: self.key,
-            terms: &self.terms,
-            needs,
-            prefetch: self.prefetch,
-            latest: self.latest,
-            life: self.life,
-            prefetch_life: self.prefetch_life,
-            returns: &self.returns,
-            memory: self.memory,
-            held: self.held,
-        }
     }
 }
 

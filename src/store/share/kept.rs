@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{ALONE, Asked, LOOK, OFTEN, OTHERS, Own, Share};
+use super::asked::Asked;
+use super::{ALONE, LOOK, OFTEN, OTHERS, Own, Share};
 use crate::clock;
 use crate::error::StoreError;
 use crate::jitter::jittered;
@@ -41,6 +42,8 @@ pub(super) struct Kept {
     /// The first window all of which was seen.
     first: u64,
     alone: Option<Box<Alone>>,
+    /// The share it had when it was alone last.
+    last: Option<Share>,
 }
 
 /// Units with slots in one part of the time.
@@ -98,6 +101,8 @@ impl Kept {
     /// Together with the store again.
     pub(super) fn join(&mut self) {
         self.alone = None;
+        // What was granted meanwhile says nothing of its share.
+        self.first = self.theirs(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 
     /// One asks who remembers this of the store. Answers what it owes the store, if it is alone.
@@ -215,11 +220,15 @@ impl Kept {
         let Asked { terms, life, memory: remembered, at, .. } = asked;
         let (longest, all) = terms.quota().longest();
         let (asked, now) = (clock::micros(*at), clock::micros(now));
-        let known = self.least_granted(self.theirs(asked));
-        let share = match known {
-            0 => configured?,
-            units => Share { part: units.min(all), of: all },
+        let moment = self.theirs(asked);
+        let share = match (self.least_granted(moment), self.last) {
+            (None, Some(last)) => last,
+            (units, _) => match units.unwrap_or_else(|| self.granted_lately(moment)) {
+                0 => configured?,
+                units => Share { part: units.min(all), of: all },
+            },
         };
+        self.last = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
             Terms::new(quota, terms.transit_slack(), terms.boundary_slack())
@@ -252,15 +261,20 @@ impl Kept {
         Some(self.alone.insert(Box::new(alone)))
     }
 
-    /// The least units of the windows before a moment of the store's time, or those of its own where there are none.
-    fn least_granted(&self, moment: Micros) -> u64 {
-        let last = moment / (self.width() * PARTS);
-        let units = |window: u64| -> u64 {
-            let within = self.granted.iter().filter(|part| part.number / PARTS == window);
-            within.map(|part| part.units).sum()
-        };
-        let before = self.first.max(last.saturating_sub(self.windows()))..last;
-        before.map(units).min().unwrap_or_else(|| units(last))
+    /// The least units of the windows before a moment of the store's time, if there are any.
+    fn least_granted(&self, moment: Micros) -> Option<u64> {
+        let now = moment / (self.width() * PARTS);
+        let before = self.first.max(now.saturating_sub(self.windows()))..now;
+        before.map(|window| self.granted_in(window)).min()
+    }
+
+    /// The units of the window that is not over then.
+    fn granted_lately(&self, moment: Micros) -> u64 {
+        self.granted_in(moment / (self.width() * PARTS))
+    }
+
+    fn granted_in(&self, window: u64) -> u64 {
+        self.granted.iter().filter(|part| part.number / PARTS == window).map(|part| part.units).sum()
     }
 }
 
