@@ -80,7 +80,7 @@
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
 //! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
 //! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
-//! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::costs` |
+//! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::guarantees`, `guide::costs` |
 //! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs |

@@ -250,43 +250,72 @@ async fn every_fault_is_found_out_costs_little_meanwhile_and_is_over_by_itself()
     }
 }
 
-/// The connection breaks after the script ran and before its answer: it counts, and is never run again.
+/// Each of so many calls loses its answer: the connection breaks after the script ran.
+async fn lose_answers(store: usize, calls: usize, proxy: Proxy, through: Limiter) {
+    for number in 0..calls {
+        let start = Instant::now();
+        while through.peek(Key::ALL).await.is_err() {
+            assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
+            sleep(ms(2)).await;
+        }
+        proxy.break_after_script();
+        let lost = through.acquire(lost_key(store, number)).await;
+        assert!(matches!(lost, Err(Limited::Store { .. })), "{lost:?}");
+        assert!(proxy.has_broken(), "the script was run");
+    }
+}
+
+fn lost_key(store: usize, number: usize) -> Key {
+    Key::new(format!("{store} {number}"))
+}
+
+/// It was done, and never again.
+async fn assert_each_done_once(what: &str, direct: &Limiter, stores: usize, calls: usize) {
+    let mut done = [0; 3];
+    for number in 0..stores * calls {
+        let used = direct.peek(lost_key(number / calls, number % calls)).await.unwrap().limits[0].used;
+        done[used.min(2) as usize] += 1;
+    }
+    println!(
+        "{what}, {} calls without an answer: never, once, and more often done: {done:?}",
+        stores * calls
+    );
+    assert_eq!(done, [0, stores * calls, 0]);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
     const STORES: usize = 10;
     const EACH: usize = 100;
     let server = RedisServer::start().unwrap();
     let direct = limiter(&server.url(), Quota::per_hour(5));
-    let key = |store: usize, number: usize| Key::new(format!("{store} {number}"));
     // The script is known, so that each call is one.
     drop(direct.acquire(Key::ALL).await.unwrap());
     let stores = (0..STORES).map(|store| {
         let proxy = Proxy::start(server.port()).unwrap();
-        tokio::spawn(async move {
-            let through = limiter(&proxy.url(), Quota::per_hour(5));
-            for number in 0..EACH {
-                let start = Instant::now();
-                while through.peek(Key::ALL).await.is_err() {
-                    assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
-                    sleep(ms(2)).await;
-                }
-                proxy.break_after_script();
-                let lost = through.acquire(key(store, number)).await;
-                assert!(matches!(lost, Err(Limited::Store { .. })), "{lost:?}");
-                assert!(proxy.has_broken(), "the script was run");
-            }
-        })
+        let through = limiter(&proxy.url(), Quota::per_hour(5));
+        tokio::spawn(lose_answers(store, EACH, proxy, through))
     });
     for store in join_all(stores).await {
         store.unwrap();
     }
-    let mut done = [0; 3];
-    for number in 0..STORES * EACH {
-        let used = direct.peek(key(number / EACH, number % EACH)).await.unwrap().limits[0].used;
-        done[used.min(2) as usize] += 1;
-    }
-    println!("{} calls without an answer: never, once, and more often done: {done:?}", STORES * EACH);
-    assert_eq!(done, [0, STORES * EACH, 0]);
+    assert_each_done_once("a server", &direct, STORES, EACH).await;
+}
+
+/// The client of a cluster would make it again by itself.
+#[cfg(feature = "redis-cluster")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_a_cluster_no_call_without_an_answer_is_made_twice() {
+    let server = RedisServer::start_cluster_of_one().unwrap();
+    let direct = limiter(&server.url(), Quota::per_hour(5));
+    drop(direct.acquire(Key::ALL).await.unwrap());
+    let proxy = Proxy::start(server.port()).unwrap();
+    // Clients go where the cluster says that it is.
+    let () = server.command(&["CONFIG", "SET", "cluster-announce-port", &proxy.port().to_string()]);
+    let store = Arc::new(RedisStore::cluster([proxy.url()]).build().unwrap());
+    let through = RateLimitLayer::builder(Quota::per_hour(5)).store(store).max_wait(Duration::ZERO);
+    lose_answers(0, 100, proxy, through.build().unwrap().limiter()).await;
+    assert_each_done_once("a cluster", &direct, 1, 100).await;
 }
 
 /// Clients that lost a server together do not come back together.

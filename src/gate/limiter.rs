@@ -76,13 +76,13 @@ pub enum OnStoreError {
     FailClosed,
     /// It passes, uncounted: the upstream may be called more often than the limit allows.
     FailOpen,
-    /// It goes on with the share of this process: what the store granted it in the last window before, in each process
-    /// that had any; together that is no more than the limit. A process that was granted nothing has the share that
+    /// It goes on with the share of this process: what the store granted it in each window lately, the least of them; over
+    /// all processes that is no more than the limit. A process that was granted nothing has the share that
     /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) says, or none: then it is as with `FailClosed`.
     ///
     /// What the store granted lately counts in the share, and what was used alone is told to the store when it is back,
-    /// before anybody takes more than a share: [many processes](crate::guide::many_processes) tells the bounds. Calls
-    /// in flight have no shares: nobody is given a place while the store is away.
+    /// before anybody takes more than a share: the page `guide::many_processes` tells the bounds. Calls in flight have no
+    /// shares: nobody is given a place while the store is away.
     FallbackShare,
 }
 

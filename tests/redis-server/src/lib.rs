@@ -71,6 +71,24 @@ impl RedisServer {
         RedisServer::with(&["--save", ""], Some(Clock { library: libfaketime()?, ahead: 0 }))
     }
 
+    /// Starts a cluster of one, which has all slots.
+    ///
+    /// # Errors
+    ///
+    /// When `redis-server` is not there, or does not answer within ten seconds.
+    pub fn start_cluster_of_one() -> Result<Self, Error> {
+        let server = RedisServer::on_low_port(&["--save", "", "--cluster-enabled", "yes"])?;
+        let () = server.command(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
+        let start = Instant::now();
+        while !server.command::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok") {
+            if start.elapsed() > Duration::from_secs(10) {
+                return Err(Error::other("the cluster of one is not content"));
+            }
+            sleep(Duration::from_millis(20));
+        }
+        Ok(server)
+    }
+
     /// One of a cluster: such a server listens on a second port, 10000 above its own.
     fn on_low_port(options: &[&str]) -> Result<Self, Error> {
         let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port());

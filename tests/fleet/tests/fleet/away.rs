@@ -170,6 +170,10 @@ fn go_on_with_shares(
     let reports = fleet.finish();
     let log = site.upstream.log();
     assert_all_ended(&reports);
+    let told = |report: &fleet::Report| {
+        report.warnings.iter().any(|warning| warning.contains("goes on with its share"))
+    };
+    assert!(reports.iter().all(told), "it is told that a process goes on alone");
     let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed)).count();
     let meanwhile = between(&log, away + ms(1500), back);
     let (most, after) = (log.largest_count_sent(ms(1000)), part(&log, away + ms(1500), Instant::now()));
