@@ -149,6 +149,14 @@ impl Link {
         Connections(self.state.subscribe())
     }
 
+    /// Why there is no connection, if there is none and was one, or a try to make one has failed.
+    pub(super) fn down(&self) -> Option<StoreError> {
+        match &*self.state.borrow() {
+            State::Down(error) => Some(error.clone()),
+            State::New | State::Up(..) => None,
+        }
+    }
+
     /// Until when an operation that begins now must have ended.
     pub(super) fn deadline(&self) -> Instant {
         clock::after(clock::now(), self.store_timeout)

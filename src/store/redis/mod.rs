@@ -38,7 +38,7 @@ use crate::key::Key;
 use link::RedisFailure;
 use place::Connecting;
 use wire::Garbled;
-use worker::{Job, Jobs, Setup};
+use worker::{Job, Setup, Thread};
 
 /// Counts permits in Redis, for many processes.
 ///
@@ -69,7 +69,7 @@ pub struct RedisStore {
     /// Taken when the thread starts.
     connecting: Mutex<Option<Connecting>>,
     /// To the thread that talks to Redis, started when it is first needed.
-    jobs: OnceLock<Result<Jobs, StoreError>>,
+    thread: OnceLock<Result<Thread, StoreError>>,
     /// Who is told of holds.
     listeners: Arc<Listeners>,
 }
@@ -219,8 +219,8 @@ impl RedisStore {
             let listeners = self.listeners.clone();
             worker::start(Setup { factory, store_timeout, channels, secret, ears, listeners })
         };
-        let jobs = self.jobs.get_or_init(start).as_ref().map_err(StoreError::clone)?;
-        jobs.send(job).map_err(|_| StoreError::Lost)
+        let thread = self.thread.get_or_init(start).as_ref().map_err(StoreError::clone)?;
+        thread.jobs.send(job).map_err(|_| StoreError::Lost)
     }
 
     /// Sends a job that is answered.
@@ -243,6 +243,11 @@ impl RedisStore {
         call: Vec<u8>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> Asking<T> {
+        if let Some(Ok(thread)) = self.thread.get()
+            && let Some(away) = thread.link.down()
+        {
+            return Box::pin(std::future::ready(Err(away)));
+        }
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
         let answer = self.ask(|answer| Job::Call { key, call, answer });
         Box::pin(async move {
@@ -400,7 +405,7 @@ impl RedisStoreBuilder {
             secret,
             store_timeout,
             connecting: Mutex::new(Some(connecting)),
-            jobs: OnceLock::new(),
+            thread: OnceLock::new(),
             listeners: Arc::default(),
         })
     }

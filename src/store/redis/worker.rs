@@ -68,6 +68,13 @@ pub(super) enum Job {
     Ping(oneshot::Sender<Result<(), StoreError>>),
 }
 
+/// The thread, as others see it.
+pub(super) struct Thread {
+    pub(super) jobs: Jobs,
+    /// Why there is no connection now is known without asking.
+    pub(super) link: Arc<Link>,
+}
+
 /// What the thread is started with.
 pub(super) struct Setup {
     pub(super) factory: Factory,
@@ -82,16 +89,17 @@ pub(super) struct Setup {
 }
 
 /// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
-pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
+pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
     let Setup { factory, store_timeout, channels, secret, ears, listeners } = setup;
-    let link = Link::new(factory, store_timeout);
+    let link = Arc::new(Link::new(factory, store_timeout));
+    let thread = Thread { jobs, link: link.clone() };
     std::thread::Builder::new()
         .name("tollgate-redis".into())
         .spawn(move || {
-            let (link, script, instance) = (Arc::new(link), Arc::new(Script::new(TEXT)), dice() >> 11);
+            let (script, instance) = (Arc::new(Script::new(TEXT)), dice() >> 11);
             let to_all = format!("{channels}all");
             let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
             let (told, heard) = mpsc::unbounded_channel();
@@ -116,7 +124,7 @@ pub(super) fn start(setup: Setup) -> Result<Jobs, StoreError> {
             runtime.shutdown_background();
         })
         .map_err(StoreError::away)?;
-    Ok(jobs)
+    Ok(thread)
 }
 
 /// What was given back, by key and by the life of the state that granted it.
