@@ -23,8 +23,8 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    Answer, Ask, Claim, Held, Lease, Listener, Memory, Need, Segment, Segments, Store, StoreError, Terms,
-    Unused, Usage,
+    Answer, Ask, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments, Store, StoreError,
+    Terms, Unused, Usage,
 };
 use crate::clock;
 use crate::events;
@@ -228,7 +228,7 @@ impl Inner {
         let debt = Need { cost: 1, count: due };
         let debt = if due > 0 { std::slice::from_ref(&debt) } else { &[] };
         let latest = asked.terms.quota().longest_memory();
-        let charge = Ask { prefetch: 0, latest, ..asked.ask(debt) };
+        let charge = Ask { prefetch: 0, latest, left: None, ..asked.ask(debt) };
         self.store.lease(charge).arrives()
     }
 
@@ -315,8 +315,8 @@ impl Store for ShareStore {
         self.0.store.claim(claim, listener);
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held) -> Answer<Held> {
-        self.0.store.hold(key, terms, held)
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
+        self.0.store.hold(key, terms, held, left)
     }
 
     fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {

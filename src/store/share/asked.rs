@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::ALONE;
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{Terms, Unused};
+use crate::limit::{Left, Terms, Unused};
 use crate::store::{Ask, Held, Memory, Need};
 
 /// An [`Ask`] that outlives its call.
@@ -24,6 +24,7 @@ pub(super) struct Asked {
     pub(super) returns: SmallVec<[Unused; 4]>,
     pub(super) memory: Memory,
     pub(super) held: Held,
+    pub(super) left: Option<Left>,
     pub(super) at: Instant,
 }
 
@@ -41,6 +42,7 @@ impl Asked {
             returns: of_store.copied().collect(),
             memory: ask.memory,
             held: ask.held,
+            left: ask.left,
             at: clock::now(),
         }
     }
@@ -58,6 +60,7 @@ impl Asked {
             returns: SmallVec::new(),
             memory,
             held: Held::default(),
+            left: None,
             at: clock::now(),
         }
     }
@@ -74,6 +77,7 @@ impl Asked {
             returns: &self.returns,
             memory: self.memory,
             held: self.held,
+            left: self.left,
         }
     }
 }
