@@ -15,3 +15,56 @@ pub(crate) fn jittered(span: Duration) -> Duration {
     let half = span / 2;
     half.saturating_add(half.mul_f64(dice() as f64 / u64::MAX as f64))
 }
+
+/// Dice for one line of calls or for one simulation: the same seed rolls the same numbers, always.
+///
+/// ```
+/// use tollgate::pace::Dice;
+///
+/// let (mut one, mut other) = (Dice::seeded(7), Dice::seeded(7));
+/// assert_eq!(one.roll(), other.roll());
+/// assert!((0.0..1.0).contains(&one.roll()));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Dice(u64);
+
+impl Dice {
+    /// Dice that roll the same for the same seed.
+    pub fn seeded(seed: u64) -> Self {
+        Dice(seed)
+    }
+
+    /// The next number, from 0 up to, and without, 1; all alike likely.
+    pub fn roll(&mut self) -> f64 {
+        // The upper 53 bits: as many as a double keeps.
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// The next number, from `low` up to, and without, `high`.
+    pub fn between(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * self.roll()
+    }
+
+    /// SplitMix64, by Sebastiano Vigna (public domain): one addition and a finish, any seed is good.
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dice_roll_what_is_published_for_their_generator() {
+        assert_eq!(Dice::seeded(0).next(), 0xe220_a839_7b1d_cdaf);
+        let mut dice = Dice::seeded(1);
+        let rolls: Vec<f64> = (0..100_000).map(|_| dice.between(2.0, 4.0)).collect();
+        assert!(rolls.iter().all(|roll| (2.0..4.0).contains(roll)));
+        assert!((rolls.iter().sum::<f64>() / 100_000.0 - 3.0).abs() < 0.01);
+    }
+}

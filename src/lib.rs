@@ -177,6 +177,7 @@ mod key;
 mod keyed;
 mod layer;
 mod limit;
+pub mod pace;
 mod quota;
 mod signal;
 pub mod store;

@@ -19,6 +19,8 @@ mod queue;
 mod seat;
 mod slot;
 mod stock;
+#[allow(dead_code, reason = "the layer over it comes next")]
+pub(crate) mod throttle;
 
 pub use acquire::Acquire;
 pub(crate) use acquire::Waiter;

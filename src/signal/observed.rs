@@ -31,7 +31,7 @@ type Small = Option<NonZeroU64>;
 
 impl Observed {
     /// The unit where none is stated.
-    pub(super) const REQUESTS: &str = "requests";
+    pub(crate) const REQUESTS: &str = "requests";
 
     /// A quota of which nothing is stated.
     pub fn new() -> Self {

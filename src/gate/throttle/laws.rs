@@ -1,0 +1,155 @@
+//! What holds for the line, whatever happens in which order.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proptest::prelude::*;
+
+use super::line::*;
+use crate::clock;
+use crate::pace::{Dice, Fair, Pace, Remaining};
+use crate::signal::{Observed, Signal};
+
+const MAX_HOLD: Duration = Duration::from_secs(60);
+
+/// What happens next.
+#[derive(Clone, Debug)]
+enum Step {
+    Join,
+    Pass(u64),
+    /// The `n`-th on its way is answered: refused or not, with so much left, and a wait.
+    Answer(usize, bool, u64, Option<u64>),
+    /// The `n`-th on its way ends without an answer.
+    Lose(usize),
+    /// The `n`-th that waits gives up.
+    Leave(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let wait = proptest::option::weighted(0.3, 0_u64..100);
+    prop_oneof![
+        3 => Just(Step::Join),
+        4 => (0_u64..5000).prop_map(Step::Pass),
+        4 => (any::<usize>(), any::<bool>(), 0_u64..50, wait).prop_map(|(n, ok, left, wait)| Step::Answer(n, ok, left, wait)),
+        1 => any::<usize>().prop_map(Step::Lose),
+        1 => any::<usize>().prop_map(Step::Leave),
+    ]
+}
+
+fn signal(refused: bool, left: u64, wait: Option<u64>) -> Signal {
+    Signal::default()
+        .with_limited(refused.then_some(StatusCode::TOO_MANY_REQUESTS))
+        .with_retry_after(wait.map(Duration::from_secs))
+        .with_quota(Observed::new().with_remaining(left))
+}
+
+/// Does the steps and checks after each; answers who left, when, in order.
+fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Duration)>, TestCaseError> {
+    let start = clock::now();
+    let mut now = start;
+    let mut line = Line::new(pace, Dice::seeded(seed), MAX_HOLD, now);
+    let (mut waiting, mut flying, mut left) = (Vec::new(), Vec::<Flight>::new(), Vec::new());
+    let mut is_answered = false;
+    let mut probe = None;
+    for step in steps {
+        let held = line.held_until();
+        match *step {
+            Step::Join => waiting.push(line.join(now)),
+            Step::Pass(millis) => now += Duration::from_millis(millis),
+            Step::Answer(n, refused, remaining, wait) if !flying.is_empty() => {
+                let flight = flying.remove(n % flying.len());
+                let number = flight.number;
+                let signal = signal(refused, remaining, wait);
+                is_answered = true;
+                match line.answered(flight, &signal, now) {
+                    Some(again) => {
+                        let said = Duration::from_secs(wait.unwrap_or(0)).min(MAX_HOLD);
+                        prop_assert!(said.is_zero() || line.held_until() >= Some(now + said));
+                        line.back(again, now);
+                        waiting.push(number);
+                        waiting.sort();
+                    }
+                    None => prop_assert!(!refused),
+                }
+            }
+            Step::Lose(n) if !flying.is_empty() => line.lost(flying.remove(n % flying.len())),
+            Step::Leave(n) if !waiting.is_empty() => {
+                let number = waiting.remove(n % waiting.len());
+                prop_assert!(line.leave(number));
+                prop_assert!(!line.leave(number));
+            }
+            _ => {}
+        }
+        prop_assert!(line.held_until() >= held, "a hold never moves to an earlier moment");
+        while let Some(flight) = line.depart(now) {
+            prop_assert!(line.held_until().is_none_or(|until| until <= now));
+            prop_assert_eq!(flight.number, waiting.remove(0), "first come, first served");
+            if !is_answered {
+                let alone = flying.is_empty() || probe.is_some_and(|at| now >= at + Duration::from_secs(1));
+                prop_assert!(alone, "before the first answer one probe is out, for a second");
+                probe = Some(now);
+            }
+            left.push((flight.number, now - start));
+            flying.push(flight);
+        }
+        prop_assert_eq!(line.in_flight(), flying.len());
+        prop_assert_eq!(line.waiting(), waiting.len());
+        if let Some(at) = line.look_at() {
+            prop_assert!(at > now, "who may leave has left");
+        } else {
+            prop_assert!(waiting.is_empty());
+        }
+    }
+    // Nothing is lost: whoever waits goes at some time, and when it was said.
+    for _ in 0..waiting.len() {
+        let at = line.look_at().expect("somebody waits");
+        prop_assert!(at <= now + Duration::from_secs(1800));
+        now = now.max(at);
+        let flight = line.depart(now).expect("it was the moment to look again");
+        prop_assert_eq!(line.answered(flight, &signal(false, 10, None), now).is_none(), true);
+    }
+    prop_assert_eq!(line.waiting(), 0);
+    Ok(left)
+}
+
+proptest! {
+    #[test]
+    fn a_line_is_fair_patient_and_loses_nobody(steps in prop::collection::vec(step(), 1..80)) {
+        replay(Box::new(Fair::new()), 1, &steps)?;
+        replay(Box::new(Fair::new().limit(100, Duration::from_secs(60))), 1, &steps)?;
+    }
+
+    #[test]
+    fn the_same_happens_again_with_the_same_seed(steps in prop::collection::vec(step(), 1..80), seed in any::<u64>()) {
+        let one = replay(Box::new(Fair::new()), seed, &steps)?;
+        let other = replay(Box::new(Fair::new()), seed, &steps)?;
+        prop_assert_eq!(one, other);
+    }
+}
+
+#[test]
+fn who_sleeps_alone_keeps_nobody_from_going() {
+    let start = clock::now();
+    let after = |millis| start + Duration::from_millis(millis);
+    let mut line = Line::new(Box::new(Remaining::new()), Dice::seeded(1), MAX_HOLD, start);
+    let unlucky = line.join(start);
+    let flight = line.depart(start).unwrap();
+    let refused = line.answered(flight, &signal(true, 0, Some(50)), after(100)).unwrap();
+    line.back(refused, after(100));
+    let other = line.join(after(200));
+    assert_eq!(line.depart(after(200)).unwrap().number, other);
+    // The published paces do not read what a refusal says: 0.8 s, and up to a tenth more.
+    assert!(line.depart(after(899)).is_none());
+    assert_eq!(line.depart(after(1000)).unwrap().number, unlucky);
+}
+
+#[test]
+fn the_word_of_the_server_counts_only_so_far() {
+    let start = clock::now();
+    let mut line = Line::new(Box::new(Fair::new()), Dice::seeded(1), MAX_HOLD, start);
+    line.join(start);
+    let flight = line.depart(start).unwrap();
+    let _refused = line.answered(flight, &signal(true, 0, Some(86_400)), start);
+    let held = line.held_until().unwrap() - start;
+    assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
+}

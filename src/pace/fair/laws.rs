@@ -1,0 +1,193 @@
+//! What holds for all answers, true or not, at any time.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proptest::prelude::*;
+
+use super::*;
+use crate::signal::{Observed, Signal};
+
+/// What an answer says, after how long a silence, and how long it was on its way.
+#[derive(Clone, Debug)]
+struct Answer {
+    after: Duration,
+    trip: Duration,
+    refused: bool,
+    remaining: Option<u64>,
+    limit: Option<u64>,
+    window: Option<Duration>,
+    reset: Option<Duration>,
+    retry_after: Option<Duration>,
+}
+
+impl Answer {
+    fn signal(&self) -> Signal {
+        let mut quota = Observed::new();
+        quota = self.remaining.map_or(quota.clone(), |remaining| quota.with_remaining(remaining));
+        quota = self.limit.map_or(quota.clone(), |limit| quota.with_limit(limit));
+        quota = self.window.map_or(quota.clone(), |window| quota.with_window(window));
+        quota = self.reset.map_or(quota.clone(), |reset| quota.with_reset_after(reset));
+        let refused = self.refused.then_some(StatusCode::TOO_MANY_REQUESTS);
+        Signal::default().with_quota(quota).with_limited(refused).with_retry_after(self.retry_after)
+    }
+}
+
+/// Small and huge numbers, each often.
+fn count() -> impl Strategy<Value = u64> {
+    prop_oneof![0_u64..20, 0_u64..5000, any::<u64>()]
+}
+
+fn span() -> impl Strategy<Value = Duration> {
+    let millis = prop_oneof![0_u64..50, 0_u64..5000, 0_u64..10_000_000, any::<u64>()];
+    millis.prop_map(|millis| Duration::from_millis(millis % 40_000_000_000))
+}
+
+fn answer() -> impl Strategy<Value = Answer> {
+    let said = (
+        proptest::option::of(count()),
+        proptest::option::of(count()),
+        proptest::option::weighted(0.2, span()),
+        proptest::option::of(span()),
+        proptest::option::weighted(0.2, span()),
+    );
+    let time = (0_u64..20_000).prop_map(Duration::from_millis);
+    let trip = (0_u64..5000).prop_map(Duration::from_millis);
+    (time, trip, any::<bool>(), said).prop_map(|(after, trip, refused, said)| {
+        let (remaining, limit, window, reset, retry_after) = said;
+        Answer { after, trip, refused, remaining, limit, window, reset, retry_after }
+    })
+}
+
+fn pace() -> impl Strategy<Value = Fair> {
+    let hint = proptest::option::of((1_u32..10_000, 1_u64..1_000_000_000));
+    hint.prop_map(|hint| match hint {
+        Some((limit, millis)) => Fair::new().limit(limit, Duration::from_millis(millis)),
+        None => Fair::new(),
+    })
+}
+
+/// Tells `pace` the answers one after another; `each` sees it before and after, and the pause.
+fn replay(
+    mut pace: Fair,
+    answers: &[Answer],
+    mut each: impl FnMut(&Fair, &Fair, &Answer, Option<Pause>) -> Result<(), TestCaseError>,
+) -> Result<(), TestCaseError> {
+    let (mut now, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+    pace.arrived(&mut call, &Traffic::at(now), &mut dice);
+    for answer in answers {
+        now += answer.after;
+        let before = pace.clone();
+        pace.sent(&Traffic { last_sent: before.last_sent, ..Traffic::at(now) });
+        let sent = now;
+        now += answer.trip;
+        let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
+        let signal = answer.signal();
+        let mut reply = Reply::new(&signal, sent, &mut call);
+        let pause = if answer.refused {
+            Some(pace.refused(&mut reply, &traffic, &mut dice))
+        } else {
+            pace.passed(&mut reply, &traffic, &mut dice);
+            None
+        };
+        each(&before, &pace, answer, pause)?;
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn every_number_stays_in_its_bounds(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
+        replay(pace, &answers, |_, pace, _, _| {
+            let most = (LONGEST / pace.scale.token_time).max(1.0);
+            prop_assert!((1.0..=most * (1.0 + 1e-9)).contains(&pace.n), "n {} of {most}", pace.n);
+            prop_assert!((0.0..=most * (1.0 + 1e-9)).contains(&pace.m), "m {}", pace.m);
+            prop_assert!((1.0..1e9).contains(&pace.drain), "drain {}", pace.drain);
+            prop_assert!(pace.scale.token_time > 0.0 && pace.scale.token_time <= LONGEST);
+            for in_flight in [0, 1, 1000] {
+                prop_assert!((0.0..=LONGEST).contains(&pace.pace(in_flight)));
+            }
+            let now = pace.last_answer.unwrap();
+            let traffic = Traffic { last_sent: Some(now), waiting: 1, ..Traffic::at(now) };
+            prop_assert!(pace.slot(&traffic).unwrap() <= now + Duration::from_secs(900));
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn one_answer_moves_the_estimate_by_no_more_than_a_factor(
+        pace in pace(),
+        answers in prop::collection::vec(answer(), 1..40),
+    ) {
+        replay(pace, &answers, |before, after, answer, _| {
+            let most = if answer.refused { (before.n * REFUSED).max(FIRST_GUESS) } else { before.n * GROWTH.exp() };
+            prop_assert!(after.n <= most * (1.0 + 1e-9), "{} -> {}", before.n, after.n);
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn a_refusal_pauses_for_half_to_all_of_its_span_or_for_what_was_said_and_up_to_that_more(
+        pace in pace(),
+        answers in prop::collection::vec(answer(), 1..40),
+    ) {
+        replay(pace, &answers, |_, after, answer, pause| {
+            let Some(pause) = pause else { return Ok(()) };
+            prop_assert_eq!(pause.call, Duration::ZERO);
+            let most = (after.scale.token_time * (PAUSE * after.n).max(after.m)).min(LONGEST);
+            let said = wait_said(&answer.signal()).map(|said| said.as_secs_f64());
+            let least = said.or_else(|| after.scale.empty_until_reset(&Told::of(&answer.signal())));
+            let pause = pause.all.as_secs_f64();
+            let bounds = least.map_or(most / 2.0..=most, |least| least..=least + most);
+            prop_assert!(pause >= bounds.start() - 1e-6 && pause <= bounds.end() + 1e-6, "{pause} in {bounds:?}");
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn with_plenty_left_nothing_is_delayed(left in 300_u64..5000, n in 1.0_f64..100.0, in_flight in 0_usize..20) {
+        let mut pace = Fair::new().limit(5000, Duration::from_secs(3600));
+        pace.n = n;
+        pace.level = Some(left as f64);
+        prop_assert_eq!(pace.pace(in_flight), 0.0);
+    }
+
+    #[test]
+    fn without_a_header_and_without_a_refusal_nothing_is_delayed_ever(
+        pace in pace(),
+        steps in prop::collection::vec((0_u64..20_000, 0_u64..5000), 1..60),
+    ) {
+        let quiet = |(after, trip)| Answer {
+            after: Duration::from_millis(after),
+            trip: Duration::from_millis(trip),
+            refused: false,
+            remaining: None,
+            limit: None,
+            window: None,
+            reset: None,
+            retry_after: None,
+        };
+        let answers: Vec<Answer> = steps.into_iter().map(quiet).collect();
+        replay(pace, &answers, |_, pace, _, _| {
+            prop_assert_eq!(pace.pace(0), 0.0);
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn of_several_refusals_in_one_round_trip_one_counts(count in 1_usize..20, left in 0_u64..3) {
+        let mut pace = Fair::new().limit(100, Duration::from_secs(100));
+        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+        pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
+        pace.n = 7.0;
+        let signal = Signal::default()
+            .with_limited(StatusCode::TOO_MANY_REQUESTS)
+            .with_quota(Observed::new().with_remaining(left));
+        for index in 0..count {
+            let now = sent + Duration::from_millis(100 + index as u64);
+            let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
+            pace.refused(&mut Reply::new(&signal, sent, &mut call), &traffic, &mut dice);
+        }
+        prop_assert!((pace.n - 14.0).abs() < 0.1, "{}", pace.n);
+    }
+}

@@ -1,0 +1,364 @@
+//! The recommended pace: how many compete for this limit?
+
+#[cfg(test)]
+mod laws;
+mod scale;
+mod trust;
+
+use std::time::{Duration, Instant};
+
+use super::reading::{Told, wait_said};
+use super::{Call, Dice, LONGEST, Pace, Pause, Reply, Traffic, seconds, span};
+use scale::Scale;
+use trust::Trust;
+
+/// Learns how many equal competitors share the limit, and takes one fair share. The recommended pace.
+///
+/// It needs no coordination: clients that never talk to each other settle at the same interval, with next to no
+/// refusals, and each waits no longer than a fair round robin would make it wait. It works best where the answers say what
+/// is left, and does what can be done where they do not, or lie. Nothing has to be configured;
+/// [`limit`](Fair::limit) makes it quicker.
+///
+/// # How it works
+///
+/// Its unit is the token time `t0` = window / limit, one token's worth of time. Its state, for one key in one process:
+///
+/// | | starts as | is |
+/// |---|---|---|
+/// | `n` | 1 | how many equal competitors there seem to be, this one included |
+/// | `m` | 0 | the least interval, in token times, for what Remaining cannot explain: other limits, lies, silence |
+/// | `drain` | 1 | how many tokens all of them take for each request of ours, on average |
+/// | `v` | none | how many tokens were left after the last answer |
+///
+/// The next request leaves `t0 x max(q, m)` after the last one. Where `v` is not known, `q` is 0; else it is
+///
+/// ```text
+/// n + min(0.8 x (5 - (v - in flight)), n)       one fair share, corrected by shortage and surplus
+/// at least min(r, r - v), r = 5 + drain         one token time for each token that is missing
+/// ```
+///
+/// What is left is a ticket number: clients that ask at the same instant read consecutive values, and a wait of one token
+/// time for each missing token spreads them one token time apart. The brake comes before the wall, because `r` grows with
+/// how fast all others drain the bucket. Far above it nothing is held back at all.
+///
+/// An answer that is no refusal moves `n` up by `exp(0.2 u)`, once in a round trip, and down by `exp(-0.004 (1 - u))` for
+/// each token time since the answer before; `u` is 1 at an empty bucket and 0 from ten tokens on. Growth for each
+/// *request*, release over *time*: who is too fast asks more often and grows more, and all share one clock. That one
+/// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all.
+///
+/// A refusal doubles `n`, once in a round trip, or sets it to 5 for all calls that wait; then nothing leaves for half to
+/// all of `2.5 n` token times, or for as long as the server said and up to `2.5 n` token times more. A refusal while
+/// plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again slowly at first and then faster and
+/// faster, so that a limit that has gone is found out. So does a refusal where nothing is said of what is left; there a
+/// long interval falls faster than a short one, so that those whom chance refused catch up.
+///
+/// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
+///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise.
+/// - **A fixed window** is a bucket in disguise. It is one if the moment of its reset stays put while Remaining does not
+///   rise. Half of the quota may go at once, the other half is kept for an even pace: `v` is Remaining less a straight line
+///   from half of the limit to 0 at the reset. Far below the line, what is left is spread evenly over what is left of the
+///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace.
+/// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed; `m` takes over
+///   at the interval that was reached.
+///
+/// # Constants
+///
+/// | | | halved, or one and a half times |
+/// |---|---|---|
+/// | set point | 5 tokens | fifty clients are refused more often / a bucket is emptied more slowly |
+/// | growth | 0.2 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
+/// | release | 0.004 for each token time | slower to follow / fifty are refused more often |
+/// | shortage | 0.8 token times for each token | slower to empty / fifty are refused more often |
+/// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
+/// | factor after a refusal | 2 | below 1.3 it fails / fifty wait longer |
+/// | pause | 2.5 `n` token times | refused more often / longer waits |
+/// | kept of a window | a half | bursts against an even pace later |
+///
+/// The shortage term is what is quick: with each client sampling once in `n` token times the loop gain is 0.4 rad, far from where
+/// it would swing. `n` follows in about 200 token times.
+///
+/// # What it is bad at
+///
+/// Sliding windows that say nothing of their reset: a burst comes back as a burst one window later. Windows of a few
+/// seconds with a reset in whole seconds. Hundreds of clients on an empty bucket: to learn `n` from refusals alone costs
+/// about one refusal for each client and doubling.
+#[derive(Clone, Debug)]
+pub struct Fair {
+    start: f64,
+    first_call: Option<Instant>,
+    n: f64,
+    m: f64,
+    drain: f64,
+    level: Option<f64>,
+    scale: Scale,
+    trust: Trust,
+    /// Whether nothing left since the last refusal: the pause was the pace.
+    refused: bool,
+    passed_since_refusal: u32,
+    last_answer: Option<Instant>,
+    last_refusal: Option<Instant>,
+    /// The last step up: growth, or a reaction to a refusal.
+    last_step: Option<Instant>,
+    last_sent: Option<Instant>,
+    /// Between two requests of ours, in seconds, on average.
+    interval: Option<f64>,
+    /// Where in its share of a new window this client starts; rolled once.
+    place: Option<f64>,
+}
+
+impl Default for Fair {
+    fn default() -> Self {
+        Fair {
+            start: 0.0,
+            first_call: None,
+            n: 1.0,
+            m: 0.0,
+            drain: 1.0,
+            level: None,
+            scale: Scale::default(),
+            trust: Trust::default(),
+            refused: false,
+            passed_since_refusal: 0,
+            last_answer: None,
+            last_refusal: None,
+            last_step: None,
+            last_sent: None,
+            interval: None,
+            place: None,
+        }
+    }
+}
+
+/// The set point; twice as many tokens are comfortable.
+const SET_POINT: f64 = 5.0;
+/// Growth of ln n for an answer at an empty bucket.
+const GROWTH: f64 = 0.2;
+/// Release of ln n for each token time.
+const RELEASE: f64 = 0.004;
+/// Release of ln n for each second, where the token time is a guess: clients whose guesses differ settle at the same
+/// interval then.
+const RELEASE_A_SECOND: f64 = 0.005;
+/// The most that one answer releases.
+const MOST_RELEASE: f64 = 1.5;
+/// Token times for each token of shortage.
+const SHORTAGE: f64 = 0.8;
+/// Shortage makes the interval longer by at most so many times itself.
+const BRAKE: f64 = 1.0;
+/// The first guess of n after a refusal, for all calls that wait here together.
+const FIRST_GUESS: f64 = 5.0;
+/// What a refusal multiplies n by.
+const REFUSED: f64 = 2.0;
+/// What a refusal multiplies m by, where nothing says how much is left: less, because who is refused is chance.
+const REFUSED_BLIND: f64 = 1.4;
+/// The same where there is reason to think that m is near the truth.
+const REFUSED_NEAR: f64 = 1.2;
+/// Release of ln m for each token time, where Remaining is known, and where it is not.
+const SEEN_RELEASE: f64 = 0.0005;
+const BLIND_RELEASE: f64 = 0.0002;
+/// An m that falls just so fast where Remaining is not known.
+const BLIND_SIZE: f64 = 15.0;
+/// The pause after a refusal, in n token times.
+const PAUSE: f64 = 2.5;
+/// A ticket of more tokens holds nothing back earlier.
+const LONGEST_TICKET: f64 = 200.0;
+/// The weight of a new sample in an average.
+const WEIGHT: f64 = 0.2;
+/// Far below the line of a window n grows as if at a fifth of the bucket, when the fleet takes just what it may.
+const FAR_USE: f64 = 0.2;
+/// The weight of a new interval in the average.
+const INTERVAL_WEIGHT: f64 = 0.05;
+/// If Remaining falls silent so many token times after a refusal, the pace that was reached is kept.
+const REMEMBERED: f64 = 1000.0;
+
+impl Fair {
+    /// Knows nothing of the limit, and learns it.
+    pub fn new() -> Self {
+        Fair::default()
+    }
+
+    /// What is known of the limit: so many requests in a window. Default: nothing.
+    ///
+    /// A limit that is four times too high or too low still works, only less well. One that the server states in its
+    /// headers need not be told.
+    pub fn limit(mut self, limit: u32, window: Duration) -> Self {
+        self.scale.configure(f64::from(limit.max(1)), window.as_secs_f64().max(1e-3));
+        self
+    }
+
+    /// The pace each caller starts with, before the first answer. Default: none, the first request leaves at once.
+    ///
+    /// Where five callers wait, the first request leaves after a fifth of it.
+    pub fn start_with(mut self, interval: Duration) -> Self {
+        self.start = interval.as_secs_f64().min(LONGEST);
+        self
+    }
+
+    /// How many equal competitors there seem to be, this one included: from 1 to as many as make the interval 900 s.
+    pub fn competitors(&self) -> f64 {
+        self.n
+    }
+
+    /// The interval between two requests that follows from all that was seen, with so many on their way.
+    pub fn interval(&self, in_flight: usize) -> Duration {
+        span(self.pace(in_flight))
+    }
+
+    fn pace(&self, in_flight: usize) -> f64 {
+        let share = self.level.map_or(0.0, |level| {
+            let shortage = SHORTAGE * (SET_POINT - (level - in_flight as f64));
+            if self.scale.is_far {
+                return (self.n + shortage.min(0.0)).max(0.0);
+            }
+            let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(SET_POINT + self.drain);
+            (self.n + shortage.min(BRAKE * self.n)).max(ticket.min(ticket - level)).max(0.0)
+        });
+        (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
+    }
+
+    /// What an answer says of what is left; `None` where it cannot be believed.
+    fn look(&mut self, told: &Told, passed: bool, now: Instant) -> Option<f64> {
+        let was_blind = self.trust.is_silent();
+        let limit = self.scale.known_limit(told);
+        let believed = self.trust.believe(told.remaining, limit, passed);
+        match (was_blind, self.trust.is_silent()) {
+            (false, true) => {
+                let since = self.last_refusal.map(|last| seconds(last, now) / self.scale.token_time);
+                if self.level.is_some() && since.is_some_and(|since| since < REMEMBERED) {
+                    self.m = self.m.max(self.n);
+                }
+            }
+            (true, false) => self.m = 0.0,
+            _ => {}
+        }
+        let level = self.scale.look(told, believed, now);
+        match level {
+            Some(_) => level,
+            None if self.trust.is_silent() => None,
+            None => self.level.map(|level| level - 1.0),
+        }
+    }
+
+    /// Whether its request left after the last step up, so that it tells something of it.
+    fn is_news(&self, reply: &Reply<'_>) -> bool {
+        self.last_step.is_none_or(|step| reply.sent > step)
+    }
+
+    fn settle(&mut self, now: Instant) {
+        self.n = self.n.clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
+        self.m = self.m.clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
+        self.last_answer = Some(now);
+    }
+}
+
+impl Pace for Fair {
+    fn arrived(&mut self, _: &mut Call, traffic: &Traffic, dice: &mut Dice) -> Duration {
+        self.first_call.get_or_insert(traffic.now);
+        self.place.get_or_insert_with(|| dice.roll());
+        Duration::ZERO
+    }
+
+    fn slot(&self, traffic: &Traffic) -> Option<Instant> {
+        let Some(last) = traffic.last_sent else {
+            return Some(self.first_call? + span(self.start / traffic.waiting.max(1) as f64));
+        };
+        if self.refused {
+            return Some(last);
+        }
+        let slot = last + span(self.pace(traffic.in_flight));
+        let Some((reset_at, share)) = self.scale.next_window() else { return Some(slot) };
+        if self.m > 0.0 {
+            return Some(slot);
+        }
+        Some(slot.min(last.max(reset_at) + span(self.place.unwrap_or(0.0) * self.n * share)))
+    }
+
+    fn sent(&mut self, traffic: &Traffic) {
+        self.refused = false;
+        if let Some(last) = self.last_sent.replace(traffic.now) {
+            let interval = seconds(last, traffic.now);
+            let mean = self.interval.get_or_insert(interval);
+            *mean += INTERVAL_WEIGHT * (interval - *mean);
+        }
+    }
+
+    fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
+        let now = traffic.now;
+        let before = self.level;
+        self.level = self.look(&Told::of(reply.signal), true, now);
+        let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
+        let tokens = since / self.scale.paced_time;
+        if self.m > 0.0 {
+            let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
+            let (rate, calm) = match self.level {
+                Some(_) => (SEEN_RELEASE, calm / 200.0),
+                // The longer an interval is against others, the sooner it falls: so those who were unlucky catch up.
+                None => (BLIND_RELEASE * (self.m / BLIND_SIZE).clamp(0.2, 8.0), calm / 1000.0),
+            };
+            self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
+        }
+        let mut used = 0.0;
+        if let Some(level) = self.level {
+            if let Some(before) = before
+                && (level > 0.0 || self.scale.is_far)
+            {
+                let drain = before - level + since / self.scale.token_time;
+                let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
+                self.drain += WEIGHT * (drain - self.drain);
+            }
+            used = if self.scale.is_far {
+                (FAR_USE * self.drain / self.n).min(1.0)
+            } else {
+                (1.0 - level / (2.0 * SET_POINT)).clamp(0.0, 1.0)
+            };
+        }
+        if used > 0.0 && self.is_news(reply) {
+            self.n *= (GROWTH * used).exp();
+            self.last_step = Some(now);
+        }
+        if self.level.is_some() {
+            // Where nothing is said, nothing is learned: n waits for Remaining to speak again.
+            let release = if self.scale.is_guess { RELEASE_A_SECOND * since } else { RELEASE * tokens };
+            self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
+        }
+        if self.scale.is_mostly_free() {
+            self.n *= (-GROWTH).exp();
+        }
+        self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
+        self.settle(now);
+    }
+
+    fn refused(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, dice: &mut Dice) -> Pause {
+        let now = traffic.now;
+        let told = Told::of(reply.signal);
+        self.level = self.look(&told, false, now);
+        if self.is_news(reply) {
+            let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
+            let first = FIRST_GUESS / traffic.waiting.max(1) as f64;
+            match self.level {
+                Some(level) if level <= SET_POINT => {
+                    let release = (RELEASE * since / self.scale.token_time).min(MOST_RELEASE);
+                    self.n = (self.n * REFUSED * (-release).exp()).max(first);
+                }
+                Some(_) => {
+                    let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
+                    self.m = REFUSED_NEAR * self.m.max(own);
+                }
+                None => {
+                    let factor = if self.passed_since_refusal >= 3 { REFUSED_NEAR } else { REFUSED_BLIND };
+                    self.m = (self.m * factor).max(first);
+                }
+            }
+            self.last_step = Some(now);
+        }
+        self.passed_since_refusal = 0;
+        self.last_refusal = Some(now);
+        self.refused = true;
+        self.settle(now);
+        let wait = self.scale.token_time * (PAUSE * self.n).max(self.m);
+        let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
+        Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
+            Some(said) => span(dice.roll() * wait) + Duration::try_from_secs_f64(said).unwrap_or_default(),
+            None => span(dice.between(0.5, 1.0) * wait),
+        })
+    }
+}

@@ -1,0 +1,217 @@
+//! How long one token takes, and whether the limit is a bucket or a window.
+
+use std::time::{Duration, Instant};
+
+use super::super::reading::Told;
+use super::super::{LONGEST, seconds};
+use super::SET_POINT;
+
+/// What is known of the limit.
+#[derive(Clone, Debug)]
+pub(super) struct Scale {
+    /// Limit and window, in seconds, as configured.
+    configured: Option<(f64, f64)>,
+    /// One token's worth of time, in seconds.
+    pub(super) token_time: f64,
+    /// The same for the pace: longer where less is left of the window than an even pace would leave.
+    pub(super) paced_time: f64,
+    /// Whether the token time is a guess.
+    pub(super) is_guess: bool,
+    /// Whether less is left of the window than an even pace would leave.
+    pub(super) is_far: bool,
+    kind: Kind,
+    limit: Option<f64>,
+    /// The length of the window as a header says it.
+    stated_window: Option<f64>,
+    /// The longest time to a reset: the window is at least that long.
+    longest_reset: f64,
+    watch: Option<Watch>,
+    /// When what was left, for the guess.
+    last: Option<(Instant, f64)>,
+    /// The most that ever was left.
+    most: f64,
+    is_mostly_free: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Unknown,
+    Bucket,
+    Window,
+}
+
+/// A reset that is watched, whether it stays put.
+#[derive(Clone, Copy, Debug)]
+struct Watch {
+    reset_at: Instant,
+    since: Instant,
+    remaining: f64,
+}
+
+/// The part of a window's quota that is kept for an even pace.
+const KEPT: f64 = 0.5;
+/// The token time to begin with, where nothing is known, in seconds.
+const GUESS: f64 = 0.3;
+/// A reset that moves by less stays put, in seconds: it comes in whole seconds, over a way that varies.
+const STAYS: f64 = 1.5;
+/// How long it has to stay put, in seconds.
+const WATCHED: f64 = 4.0;
+/// The least that Remaining has to rise to tell something of the token time.
+const LEAST_GAIN: f64 = 3.0;
+/// The least time to full that tells something of the token time, in seconds: it comes in whole ones.
+const LEAST_RESET: f64 = 5.0;
+const SHORTEST: f64 = 1e-6;
+
+impl Default for Scale {
+    fn default() -> Self {
+        Scale {
+            configured: None,
+            token_time: GUESS,
+            paced_time: GUESS,
+            is_guess: true,
+            is_far: false,
+            kind: Kind::Unknown,
+            limit: None,
+            stated_window: None,
+            longest_reset: 0.0,
+            watch: None,
+            last: None,
+            most: 0.0,
+            is_mostly_free: false,
+        }
+    }
+}
+
+impl Scale {
+    pub(super) fn configure(&mut self, limit: f64, window: f64) {
+        self.configured = Some((limit, window));
+        self.set(window / limit);
+    }
+
+    fn set(&mut self, token_time: f64) {
+        self.token_time = token_time.clamp(SHORTEST, LONGEST);
+        self.paced_time = self.token_time;
+        self.is_guess = false;
+    }
+
+    /// The limit, where there is one; else no bound.
+    pub(super) fn limit(&self) -> f64 {
+        self.limit.or(self.configured.map(|(limit, _)| limit)).unwrap_or(f64::INFINITY)
+    }
+
+    /// The limit that `remaining` is part of.
+    pub(super) fn known_limit(&self, told: &Told) -> Option<f64> {
+        told.limit.or(self.limit).or(self.configured.map(|(limit, _)| limit))
+    }
+
+    /// Whether most of what was ever left is free: of use where nothing else tells how large the bucket is.
+    pub(super) fn is_mostly_free(&self) -> bool {
+        self.is_guess && self.is_mostly_free
+    }
+
+    /// When a window, if it is one, begins anew, and the time in it that each request has, in seconds.
+    pub(super) fn next_window(&self) -> Option<(Instant, f64)> {
+        let reset_at = self.watch.filter(|_| self.kind == Kind::Window)?.reset_at;
+        Some((reset_at, self.window()? / self.limit?))
+    }
+
+    /// How long nothing is left, where an answer says that a window is used up.
+    pub(super) fn empty_until_reset(&self, told: &Told) -> Option<f64> {
+        told.reset.filter(|_| self.kind == Kind::Window && told.remaining == Some(0.0))
+    }
+
+    fn window(&self) -> Option<f64> {
+        let configured = self.configured.map(|(_, window)| window);
+        let seen = (self.longest_reset > 0.0).then_some(self.longest_reset);
+        self.stated_window.or(configured).or(seen)
+    }
+
+    /// Learns from an answer. Answers how many tokens are left above what is kept for an even pace.
+    pub(super) fn look(&mut self, told: &Told, remaining: Option<f64>, now: Instant) -> Option<f64> {
+        self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
+        self.stated_window = told.window.filter(|window| *window > 0.0).or(self.stated_window);
+        let remaining = remaining?;
+        if let Some(reset) = told.reset {
+            self.watch(reset, remaining, now);
+        }
+        if self.kind == Kind::Window
+            && let (Some(limit), Some(window), Some(reset)) = (self.limit, self.window(), told.reset)
+        {
+            return Some(self.line(remaining, limit, window, reset));
+        }
+        self.is_far = false;
+        self.measure(told, remaining, now);
+        Some(remaining)
+    }
+
+    /// A window: what is left above the straight line from the part that is kept to 0 at the reset.
+    fn line(&mut self, remaining: f64, limit: f64, window: f64, reset: f64) -> f64 {
+        let line = KEPT * limit * reset / window;
+        let level = remaining - line;
+        self.is_far = level < -4.0 * SET_POINT;
+        self.set(window / (KEPT * limit));
+        if level < 0.0 {
+            self.paced_time = (reset / remaining.max(1.0)).clamp(self.token_time, LONGEST);
+        }
+        level
+    }
+
+    fn measure(&mut self, told: &Told, remaining: f64, now: Instant) {
+        let last = self.last.replace((now, remaining));
+        self.most = self.most.max(remaining);
+        self.is_mostly_free = remaining >= 0.8 * self.most && remaining > 6.0 * SET_POINT;
+        if let Some((limit, window)) = self.configured {
+            return self.set(window / limit);
+        }
+        if let (Some(limit), Some(window)) = (self.limit, self.stated_window) {
+            return self.set(window / limit);
+        }
+        if let (Some(limit), Some(reset), Kind::Bucket) = (self.limit, told.reset, self.kind)
+            && reset >= LEAST_RESET
+            && limit - remaining >= 1.0
+        {
+            return self.set(reset / (limit - remaining));
+        }
+        if let Some((then, before)) = last
+            && self.is_guess
+            && remaining - before >= LEAST_GAIN
+        {
+            let seen = seconds(then, now) / (remaining - before - 1.0);
+            self.token_time = seen.clamp(self.token_time / 2.0, self.token_time).max(SHORTEST);
+            self.paced_time = self.token_time;
+        }
+    }
+
+    /// Whether the reset stays put (a window) or moves (the time until a bucket is full).
+    fn watch(&mut self, reset: f64, remaining: f64, now: Instant) {
+        self.longest_reset = self.longest_reset.max(whole_window(reset));
+        let Ok(until) = Duration::try_from_secs_f64(reset) else { return };
+        let Some(reset_at) = now.checked_add(until) else { return };
+        let fresh = Watch { reset_at, since: now, remaining };
+        let Some(watch) = &mut self.watch else {
+            self.watch = Some(fresh);
+            return;
+        };
+        let moved = seconds(watch.reset_at, reset_at).max(seconds(reset_at, watch.reset_at));
+        if moved <= STAYS {
+            if remaining > watch.remaining {
+                *watch = Watch { reset_at: watch.reset_at, ..fresh };
+            } else if seconds(watch.since, now) >= WATCHED {
+                self.kind = Kind::Window;
+            }
+            watch.remaining = remaining;
+        } else {
+            // A window that ended begins anew; before its end, its reset does not move.
+            if seconds(now, watch.reset_at) > STAYS {
+                self.kind = Kind::Bucket;
+            }
+            *watch = fresh;
+        }
+    }
+}
+
+/// The shortest usual window that has `reset` seconds left.
+fn whole_window(reset: f64) -> f64 {
+    let usual = [1.0, 10.0, 60.0, 900.0, 3600.0, 86_400.0];
+    usual.into_iter().find(|window| reset <= window + STAYS).unwrap_or(reset)
+}

@@ -1,0 +1,78 @@
+//! What a pace reads from a signal.
+
+use std::time::Duration;
+
+use crate::signal::{Observed, Signal};
+
+/// One quota of an answer, as numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Told {
+    pub(super) remaining: Option<f64>,
+    pub(super) limit: Option<f64>,
+    /// Seconds.
+    pub(super) window: Option<f64>,
+    /// Seconds from the answer on.
+    pub(super) reset: Option<f64>,
+}
+
+impl Told {
+    /// Of several quotas, the one of which the smallest share is left.
+    pub(super) fn of(signal: &Signal) -> Told {
+        let share = |quota: &Observed| match (quota.remaining(), quota.limit()) {
+            (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
+            (Some(_), None) => 1.0,
+            (None, _) => f64::INFINITY,
+        };
+        let requests = signal.quotas().iter().filter(|quota| quota.unit() == Observed::REQUESTS);
+        let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
+            return Told::default();
+        };
+        Told {
+            remaining: quota.remaining().map(|count| count as f64),
+            limit: quota.limit().map(|count| count as f64),
+            window: quota.window().map(|span| span.as_secs_f64()),
+            reset: quota.reset_after().map(|span| span.as_secs_f64()),
+        }
+    }
+}
+
+/// How long a refusal asked to wait in so many words.
+///
+/// Where it did not, [`Signal::retry_after`] tells when the quotas that are spent are reset. For a window that is the
+/// same; for a bucket, whose reset may mean "full again", it would be far too long, so it does not count here.
+pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
+    let wait = signal.retry_after()?;
+    let is_reset = |quota: &Observed| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
+    (!signal.quotas().iter().any(is_reset)).then_some(wait)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(headers: &[(&'static str, &str)]) -> Signal {
+        let mut response = http::Response::builder().status(429);
+        for (name, value) in headers {
+            response = response.header(*name, *value);
+        }
+        Signal::read(&response.body(()).unwrap())
+    }
+
+    #[test]
+    fn the_scarcest_quota_counts() {
+        let quota = |limit, remaining| Observed::new().with_limit(limit).with_remaining(remaining);
+        let signal = Signal::default().with_quota(quota(10, 9)).with_quota(quota(4500, 100));
+        let signal = signal.with_quota(quota(7, 0).with_unit("tokens"));
+        assert_eq!(Told::of(&signal).remaining, Some(100.0));
+        assert_eq!(Told::of(&Signal::default()), Told::default());
+    }
+
+    #[test]
+    fn a_reset_is_no_wait_in_so_many_words() {
+        let reset = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600")];
+        assert_eq!(wait_said(&refusal(&reset)), None);
+        let both = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600"), ("retry-after", "2")];
+        assert_eq!(wait_said(&refusal(&both)), Some(Duration::from_secs(2)));
+        assert_eq!(wait_said(&refusal(&[])), None);
+    }
+}
