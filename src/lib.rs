@@ -86,6 +86,7 @@
 //! | `redis-tls-rustls` | `rediss://` URLs |
 //! | `body` | `Signal::read_with_body`: what the body of a response says of limits |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
+//! | `sim` | `sim`: fleets against servers with limits, in virtual time: how a [`pace`] does before it is used |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
 //!
 //! # Testing with a paused clock
@@ -180,6 +181,9 @@ mod limit;
 pub mod pace;
 mod quota;
 mod signal;
+#[cfg(feature = "sim")]
+#[cfg_attr(docsrs, doc(cfg(feature = "sim")))]
+pub mod sim;
 pub mod store;
 
 pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};

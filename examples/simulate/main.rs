@@ -1,0 +1,106 @@
+//! Scenarios x strategies x seeds, in virtual time, on all cores: how fair, how patient, how often refused.
+//!
+//! ```text
+//! cargo run --release --features sim --example simulate
+//! cargo run --release --features sim --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
+//! cargo run --release --features sim --example simulate -- --file my-scenarios.json --json metrics.json
+//! ```
+
+mod mine;
+#[allow(dead_code, reason = "it serves other examples, too")]
+#[path = "../common/options.rs"]
+mod options;
+mod table;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use options::{Options, Usage};
+use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, sweep};
+
+const HELP: &str = "\
+Simulates fleets of clients against servers with limits, in virtual time.
+
+  --file FILE         scenarios to run (JSON); without it, the public set
+  --scenarios A,B     only these of them
+  --strategies A,B    what to try: fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
+                      blog-backoff-2, aimd, none, mine (see mine.rs); default: fair,blog-remaining
+  --seeds N           how many runs of each, default 10
+  --first-seed N      the seed of the first of them, default 1
+  --json FILE         writes the metrics of all runs, their means and deviations
+";
+
+fn main() -> ExitCode {
+    let failed = |error: &dyn Error, code| {
+        eprintln!("simulate: {error}");
+        ExitCode::from(code)
+    };
+    let options = match Options::read(std::env::args().skip(1)) {
+        Ok(Some(options)) => options,
+        Ok(None) => {
+            print!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        Err(usage) => return failed(&usage, 2),
+    };
+    match work(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => failed(&*error, if error.is::<Usage>() { 2 } else { 1 }),
+    }
+}
+
+fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
+    let scenarios = match options.find("--file") {
+        Some(file) => {
+            let text = std::fs::read_to_string(&file).map_err(|error| format!("{file}: {error}"))?;
+            Scenarios::read(&text).map_err(|error| format!("{file}: {error}"))?
+        }
+        None => Scenarios::public(),
+    };
+    let scenarios = chosen(scenarios.0, options.find("--scenarios"))?;
+    let names = options.text("--strategies", "fair,blog-remaining");
+    let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
+    let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
+    let first = u64::from(options.number("--first-seed", 1, 0..=u32::MAX)?);
+    let json = options.find("--json");
+    options.finish()?;
+
+    let bar = ProgressBar::new(scenarios.len() as u64 * strategies.len() as u64 * seeds);
+    bar.set_style(ProgressStyle::with_template("{bar:40} {pos}/{len} runs, {elapsed}, {eta} to go")?);
+    let runs = sweep(&scenarios, &strategies, first..=first + seeds - 1, || bar.inc(1))?;
+    bar.finish_and_clear();
+
+    print!("{}", table::table(&runs));
+    println!("means of {seeds} seeds; the runs took {:.1?}", bar.elapsed());
+    if let Some(file) = json {
+        std::fs::write(&file, metrics(&runs).to_string()).map_err(|error| format!("{file}: {error}"))?;
+    }
+    Ok(())
+}
+
+fn strategy(name: &str) -> Result<Strategy, Usage> {
+    match name {
+        "mine" => Ok(mine::strategy()),
+        name => Strategy::named(name).ok_or_else(|| Usage::new(format!("there is no strategy {name:?}"))),
+    }
+}
+
+fn chosen(all: Vec<(String, Scenario)>, names: Option<String>) -> Result<Vec<(String, Scenario)>, Usage> {
+    let Some(names) = names else { return Ok(all) };
+    let find = |name: &str| {
+        let found = all.iter().find(|(other, _)| other == name);
+        found.cloned().ok_or_else(|| Usage::new(format!("there is no scenario {name:?}")))
+    };
+    names.split(',').map(find).collect()
+}
+
+/// `{scenario: {strategy: {mean, deviation, runs}}}`.
+fn metrics(all: &[Runs]) -> serde_json::Value {
+    let mut file = serde_json::json!({});
+    for runs in all {
+        file[&runs.scenario][&runs.strategy] =
+            serde_json::json!({ "mean": runs.mean(), "deviation": runs.deviation(), "runs": runs.runs });
+    }
+    file
+}

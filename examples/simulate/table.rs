@@ -1,0 +1,60 @@
+//! What is told at the end.
+
+use tollgate::sim::Runs;
+
+const HEAD: [&str; 11] = [
+    "scenario",
+    "strategy",
+    "retry %",
+    "max sleep",
+    "max wait",
+    "p99 wait",
+    "stdev",
+    "Jain",
+    "util %",
+    "clear",
+    "share",
+];
+
+/// One row for each scenario and strategy: means and, where there are several seeds, deviations of the first columns.
+pub(crate) fn table(all: &[Runs]) -> String {
+    let mut rows = vec![HEAD.map(str::to_owned)];
+    for runs in all {
+        let (mean, deviation) = (runs.mean(), runs.deviation());
+        let with = |mean: f64, deviation: f64, digits: usize| {
+            if runs.runs.len() > 1 {
+                format!("{mean:.digits$} ± {deviation:.digits$}")
+            } else {
+                format!("{mean:.digits$}")
+            }
+        };
+        let some = |value: Option<f64>, digits: usize| {
+            value.map_or("–".into(), |value| format!("{value:.digits$}"))
+        };
+        rows.push([
+            runs.scenario.clone(),
+            runs.strategy.clone(),
+            with(mean.retry_pct, deviation.retry_pct, 2),
+            with(mean.max_sleep, deviation.max_sleep, 1),
+            with(mean.max_wait, deviation.max_wait, 1),
+            format!("{:.1}", mean.p99_wait),
+            format!("{:.1}", mean.stdev),
+            format!("{:.3}", mean.jain),
+            format!("{:.1}", mean.util_pct),
+            some(mean.clear, 1),
+            some(mean.share, 2),
+        ]);
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 11] = std::array::from_fn(width);
+    let mut text = String::new();
+    for row in &rows {
+        for (column, cell) in row.iter().enumerate() {
+            let width = widths[column];
+            text += &if column < 2 { format!("{cell:width$}   ") } else { format!("{cell:>width$}   ") };
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+    }
+    text
+}

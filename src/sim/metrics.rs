@@ -1,0 +1,144 @@
+//! What came of a run, in numbers.
+
+use serde::Serialize;
+
+use super::fleet::Caller;
+
+/// What came of a run, or the mean of several. Times are in seconds; what does not apply is no number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Metrics {
+    /// Mean over callers of refusals / requests, in per cent.
+    pub retry_pct: f64,
+    /// The same over all requests.
+    pub retry_pct_pooled: f64,
+    /// The longest that a caller was held back before one request.
+    pub max_sleep: f64,
+    /// The longest that a call waited: how long it took, less what its requests took.
+    pub max_wait: f64,
+    /// What 99 % of the calls did not wait longer than.
+    pub p99_wait: f64,
+    /// Sample standard deviation over callers of requests sent.
+    pub stdev: f64,
+    /// Jain index of successes: 1 where all callers have the same, 1/n where one has all.
+    pub jain: f64,
+    /// Accepted requests / what could be taken, in per cent.
+    pub util_pct: f64,
+    /// When the last caller stopped, where they stop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clear: Option<f64>,
+    /// Successes of a caller under the strategy that is tried / of a caller in a group with a strategy of its own, where
+    /// there are both.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub share: Option<f64>,
+}
+
+/// What happened in a run, from which the metrics are made.
+pub(super) struct Tally<'a> {
+    pub(super) callers: &'a [Caller],
+    /// Waits of all calls that ended.
+    pub(super) waits: Vec<f64>,
+    /// The longest wait of those that did not.
+    pub(super) longest_open: f64,
+    pub(super) taken: f64,
+    pub(super) supply: f64,
+    pub(super) clear: Option<f64>,
+    pub(super) fair_groups: Option<&'a [usize]>,
+    /// Whether a group has a strategy of its own.
+    pub(super) foreign: &'a [bool],
+}
+
+impl Tally<'_> {
+    pub(super) fn metrics(mut self) -> Metrics {
+        let shares = self.callers.iter().filter(|caller| caller.sent > 0);
+        let shares: Vec<f64> = shares.map(|caller| caller.refused as f64 / caller.sent as f64).collect();
+        let sum = |of: fn(&Caller) -> u64| self.callers.iter().map(of).sum::<u64>() as f64;
+        let compared: Vec<&Caller> = self
+            .callers
+            .iter()
+            .filter(|caller| self.fair_groups.is_none_or(|fair| fair.contains(&caller.group)))
+            .collect();
+        let sent: Vec<f64> = compared.iter().map(|caller| caller.sent as f64).collect();
+        let passed: Vec<f64> = compared.iter().map(|caller| caller.passed as f64).collect();
+        let squares = passed.iter().map(|count| count * count).sum::<f64>();
+        let p99 = (self.waits.len() as f64 * 0.99).ceil() as usize;
+        let p99_wait = match p99.checked_sub(1) {
+            Some(index) => *self.waits.select_nth_unstable_by(index, f64::total_cmp).1,
+            None => 0.0,
+        };
+        let of_group = |foreign: bool| {
+            let callers = self.callers.iter().filter(|caller| self.foreign[caller.group] == foreign);
+            mean(&callers.map(|caller| caller.passed as f64).collect::<Vec<_>>())
+        };
+        Metrics {
+            retry_pct: 100.0 * mean(&shares),
+            retry_pct_pooled: 100.0 * sum(|caller| caller.refused) / sum(|caller| caller.sent).max(1.0),
+            max_sleep: self.callers.iter().map(|caller| caller.max_sleep).fold(0.0, f64::max),
+            max_wait: self.waits.iter().copied().fold(self.longest_open, f64::max),
+            p99_wait,
+            stdev: deviation(&sent),
+            jain: if squares > 0.0 {
+                passed.iter().sum::<f64>().powi(2) / (passed.len() as f64 * squares)
+            } else {
+                1.0
+            },
+            util_pct: 100.0 * self.taken / self.supply,
+            clear: self.clear,
+            share: self.foreign.contains(&true).then(|| of_group(false) / of_group(true)),
+        }
+    }
+}
+
+impl Metrics {
+    /// Each metric with its name in files.
+    pub fn named(&self) -> [(&'static str, Option<f64>); 10] {
+        [
+            ("retry_pct", Some(self.retry_pct)),
+            ("retry_pct_pooled", Some(self.retry_pct_pooled)),
+            ("max_sleep", Some(self.max_sleep)),
+            ("max_wait", Some(self.max_wait)),
+            ("p99_wait", Some(self.p99_wait)),
+            ("stdev", Some(self.stdev)),
+            ("jain", Some(self.jain)),
+            ("util_pct", Some(self.util_pct)),
+            ("clear", self.clear),
+            ("share", self.share),
+        ]
+    }
+
+    fn from_each(of: impl Fn(usize) -> Option<f64>) -> Self {
+        let number = |index| of(index).unwrap_or(f64::NAN);
+        Metrics {
+            retry_pct: number(0),
+            retry_pct_pooled: number(1),
+            max_sleep: number(2),
+            max_wait: number(3),
+            p99_wait: number(4),
+            stdev: number(5),
+            jain: number(6),
+            util_pct: number(7),
+            clear: of(8),
+            share: of(9),
+        }
+    }
+
+    /// The means of `runs`, and their sample standard deviations.
+    pub fn mean_and_deviation(runs: &[Metrics]) -> (Metrics, Metrics) {
+        let column = |index: usize| runs.iter().map(|run| run.named()[index].1).collect::<Option<Vec<f64>>>();
+        (
+            Metrics::from_each(|index| column(index).map(|column| mean(&column))),
+            Metrics::from_each(|index| column(index).map(|column| deviation(&column))),
+        )
+    }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
+}
+
+/// The sample standard deviation.
+fn deviation(values: &[f64]) -> f64 {
+    let middle = mean(values);
+    let squares = values.iter().map(|value| (value - middle).powi(2)).sum::<f64>();
+    if values.len() < 2 { 0.0 } else { (squares / (values.len() - 1) as f64).sqrt() }
+}

@@ -1,0 +1,191 @@
+//! Servers as they judge requests.
+
+use std::collections::VecDeque;
+
+use super::scenario::{Change, Server};
+
+/// What a server thinks of a request, and what is left after it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Verdict {
+    pub(super) ok: bool,
+    pub(super) remaining: f64,
+    pub(super) limit: f64,
+    /// Seconds.
+    pub(super) window: f64,
+    /// Seconds until a window begins anew, or a bucket is full.
+    pub(super) reset: f64,
+    /// Seconds until a request would be accepted.
+    pub(super) wait: f64,
+}
+
+/// A server at work. Moments are seconds since the start.
+#[derive(Debug)]
+pub(super) enum Desk {
+    Bucket { cap: f64, refill: f64, tokens: f64, last: Option<f64> },
+    Fixed { limit: f64, window: f64, phase: f64, used: f64, number: f64 },
+    Sliding { limit: f64, window: f64, accepted: VecDeque<f64> },
+    Dual { short: Box<Desk>, long: Box<Desk> },
+}
+
+impl Desk {
+    pub(super) fn new(server: &Server) -> Self {
+        match *server {
+            Server::Bucket { cap, refill, start, .. } => {
+                Desk::Bucket { cap, refill, tokens: start, last: None }
+            }
+            Server::Fixed { limit, window, phase, used, .. } => {
+                Desk::Fixed { limit, window, phase, used, number: (phase / window).floor() }
+            }
+            Server::Sliding { limit, window, .. } => {
+                Desk::Sliding { limit, window, accepted: VecDeque::new() }
+            }
+            Server::Dual { ref short, ref long } => {
+                Desk::Dual { short: Box::new(Desk::new(short)), long: Box::new(Desk::new(long)) }
+            }
+        }
+    }
+
+    /// A request arrives at `now`.
+    pub(super) fn judge(&mut self, now: f64) -> Verdict {
+        self.advance(now);
+        let ok = self.is_free();
+        if ok {
+            self.take(now);
+        }
+        self.verdict(ok, now)
+    }
+
+    pub(super) fn change(&mut self, change: &Change, now: f64) {
+        self.advance(now);
+        match self {
+            Desk::Bucket { cap, refill, tokens, .. } => {
+                *cap = change.cap.unwrap_or(*cap);
+                *refill = change.refill.unwrap_or(*refill);
+                *tokens = change.tokens.unwrap_or(*tokens);
+            }
+            Desk::Fixed { limit, window, used, .. } => {
+                *limit = change.limit.unwrap_or(*limit);
+                *window = change.window.unwrap_or(*window);
+                *used = change.used.unwrap_or(*used);
+            }
+            Desk::Sliding { limit, window, .. } => {
+                *limit = change.limit.unwrap_or(*limit);
+                *window = change.window.unwrap_or(*window);
+            }
+            Desk::Dual { .. } => {}
+        }
+    }
+
+    fn advance(&mut self, now: f64) {
+        match self {
+            Desk::Bucket { cap, refill, tokens, last } => {
+                let since = now - *last.get_or_insert(now);
+                if tokens < cap {
+                    *tokens = cap.min(*tokens + since * *refill);
+                }
+                *last = Some(now);
+            }
+            Desk::Fixed { window, phase, used, number, .. } => {
+                let current = ((now + *phase) / *window).floor();
+                if current != *number {
+                    (*number, *used) = (current, 0.0);
+                }
+            }
+            Desk::Sliding { window, accepted, .. } => {
+                while accepted.front().is_some_and(|at| at + *window <= now) {
+                    accepted.pop_front();
+                }
+            }
+            Desk::Dual { short, long } => {
+                short.advance(now);
+                long.advance(now);
+            }
+        }
+    }
+
+    fn is_free(&self) -> bool {
+        match self {
+            Desk::Bucket { tokens, .. } => *tokens >= 1.0,
+            Desk::Fixed { limit, used, .. } => *used + 1.0 <= *limit,
+            Desk::Sliding { limit, accepted, .. } => accepted.len() as f64 + 1.0 <= *limit,
+            Desk::Dual { short, long } => short.is_free() && long.is_free(),
+        }
+    }
+
+    fn take(&mut self, now: f64) {
+        match self {
+            Desk::Bucket { tokens, .. } => *tokens -= 1.0,
+            Desk::Fixed { used, .. } => *used += 1.0,
+            Desk::Sliding { accepted, .. } => accepted.push_back(now),
+            Desk::Dual { short, long } => {
+                short.take(now);
+                long.take(now);
+            }
+        }
+    }
+
+    fn verdict(&self, ok: bool, now: f64) -> Verdict {
+        match self {
+            Desk::Bucket { cap, refill, tokens, .. } => Verdict {
+                ok,
+                remaining: tokens.floor().max(0.0),
+                limit: *cap,
+                window: cap / refill,
+                reset: (cap - tokens) / refill,
+                wait: (1.0 - tokens).max(0.0) / refill,
+            },
+            Desk::Fixed { limit, window, phase, used, number } => {
+                let reset = (number + 1.0) * window - phase - now;
+                let remaining = (limit - used).max(0.0);
+                Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
+            }
+            Desk::Sliding { limit, window, accepted } => {
+                let reset = accepted.front().map_or(0.0, |at| at + window - now);
+                let remaining = (limit - accepted.len() as f64).max(0.0);
+                Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
+            }
+            Desk::Dual { short, long } => {
+                let wait = short.verdict(ok, now).wait.max(if long.is_free() {
+                    0.0
+                } else {
+                    long.verdict(ok, now).wait
+                });
+                Verdict { wait, ..long.verdict(ok, now) }
+            }
+        }
+    }
+}
+
+impl Server {
+    /// What can be taken in `duration`: what is there at the start, and what is added.
+    pub(super) fn supply(&self, duration: f64) -> f64 {
+        match self {
+            Server::Bucket { refill, start, changes, .. } => {
+                let (mut supply, mut rate, mut since) = (*start, *refill, 0.0);
+                for (at, change) in changes {
+                    let at = at.min(duration);
+                    supply += rate * (at - since);
+                    since = at;
+                    rate = change.refill.unwrap_or(rate);
+                }
+                supply + rate * (duration - since)
+            }
+            // The last window counts whole.
+            Server::Fixed { limit, window, phase, .. } => {
+                limit * (((duration + phase) / window).floor() + 1.0)
+            }
+            Server::Sliding { limit, window, .. } => limit * duration / window,
+            Server::Dual { long, .. } => long.supply(duration),
+        }
+    }
+
+    /// What changes, when.
+    pub(super) fn changes(&self) -> &[(f64, Change)] {
+        match self {
+            Server::Bucket { changes, .. }
+            | Server::Fixed { changes, .. }
+            | Server::Sliding { changes, .. } => changes,
+            Server::Dual { .. } => &[],
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Scenarios x strategies x seeds, on all cores.
+
+use std::ops::RangeInclusive;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use super::{Metrics, Scenario, Strategy, UnknownStrategy, run};
+
+/// The runs of one scenario with one strategy.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Runs {
+    /// The name of the scenario.
+    pub scenario: String,
+    /// The name of the strategy.
+    pub strategy: String,
+    /// The metrics of each seed.
+    pub runs: Vec<Metrics>,
+}
+
+impl Runs {
+    /// The mean over the seeds.
+    pub fn mean(&self) -> Metrics {
+        Metrics::mean_and_deviation(&self.runs).0
+    }
+
+    /// The sample standard deviation over the seeds.
+    pub fn deviation(&self) -> Metrics {
+        Metrics::mean_and_deviation(&self.runs).1
+    }
+}
+
+/// Runs every scenario with every strategy and every seed, on all cores. `told` hears of each run that
+/// is done.
+///
+/// Answers in the order of scenarios, then of strategies; what the cores do changes nothing in it.
+///
+/// # Errors
+///
+/// [`UnknownStrategy`] where a group of a scenario names a strategy that does not come with tollgate.
+pub fn sweep(
+    scenarios: &[(String, Scenario)],
+    strategies: &[Strategy],
+    seeds: RangeInclusive<u64>,
+    told: impl Fn() + Sync,
+) -> Result<Vec<Runs>, UnknownStrategy> {
+    let jobs: Vec<(&Scenario, &Strategy, u64)> = scenarios
+        .iter()
+        .flat_map(|(_, scenario)| strategies.iter().map(move |strategy| (scenario, strategy)))
+        .flat_map(|(scenario, strategy)| seeds.clone().map(move |seed| (scenario, strategy, seed)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let done = Mutex::new(vec![None; jobs.len()]);
+    let work = || {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some((scenario, strategy, seed)) = jobs.get(index) else { break };
+            let metrics = run(scenario, strategy, *seed);
+            let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+            done[index] = Some(metrics);
+            told();
+        }
+    };
+    thread::scope(|scope| {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        for _ in 0..cores {
+            scope.spawn(work);
+        }
+    });
+    let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut done = done.into_iter().map(|metrics| metrics.expect("each job was taken by one"));
+    let mut all = Vec::new();
+    for (scenario, _) in scenarios {
+        for strategy in strategies {
+            let runs = done.by_ref().take(seeds.clone().count()).collect::<Result<_, _>>()?;
+            let strategy = strategy.name().to_owned();
+            all.push(Runs { scenario: scenario.clone(), strategy, runs });
+        }
+    }
+    Ok(all)
+}
