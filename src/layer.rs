@@ -1,6 +1,7 @@
 //! The words a user says: the layer and its builder.
 
 mod reading;
+mod throttle;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,6 +19,8 @@ use crate::signal::Signal;
 use crate::store::{MemoryStore, Share, ShareStore, Store};
 use reading::Reading;
 pub(crate) use reading::{Answers, leave};
+pub(crate) use throttle::Begun;
+pub use throttle::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RetryingThrottleLayer};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///

@@ -43,8 +43,9 @@
 //!
 //! # Choosing a layer
 //!
-//! There is one today, [`RateLimitLayer`], for limits that are known. One value of it fits every socket, and its
-//! clones share one count:
+//! [`RateLimitLayer`] is for limits that are known, and keeps them exactly. [`AdaptiveThrottleLayer`] is for those that
+//! are unknown or move: it learns its [`pace`] from what answers say. Where both are wanted, stack them. One value of a
+//! layer fits every socket, and its clones share one count:
 //!
 //! | you call through | write | feature |
 //! |---|---|---|
@@ -190,11 +191,15 @@ pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFutur
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use edge::retry::{AsError, RetryLimited};
+pub use edge::throttle::{AdaptiveThrottle, CloneRequest, RetryingThrottle, ThrottledFuture};
 pub use edge::tower::{RateLimit, ResponseFuture};
 pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
 pub use gate::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
+pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit, Throttle, ThrottlePermit};
 pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
-pub use layer::{RateLimitBuilder, RateLimitLayer};
+pub use layer::{
+    AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer, RetryingThrottleLayer,
+};
 pub use quota::{Bucket, Limit, Quota};
 pub use signal::{AsResponseInfo, Observed, Signal};
 

@@ -5,4 +5,5 @@ pub(crate) mod held;
 mod reqwest;
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 pub(crate) mod retry;
+pub(crate) mod throttle;
 pub(crate) mod tower;

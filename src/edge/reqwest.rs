@@ -62,9 +62,9 @@ mod middleware {
 
     use crate::edge::held::{HoldBody, HoldUntilBodyEnd, InFlight};
     use crate::error::Error;
-    use crate::gate::Seat;
+    use crate::gate::{Back, Seat, Wait};
     use crate::key::RequestInfo;
-    use crate::layer::{Entered, RateLimitLayer, leave};
+    use crate::layer::{AdaptiveThrottleLayer, Begun, Entered, RateLimitLayer, RetryingThrottleLayer, leave};
 
     /// A limit is a [`MiddlewareError::Middleware`] in which [`Limited::find`](crate::Limited::find) finds it; errors
     /// of the client inside stay as they are.
@@ -119,5 +119,65 @@ mod middleware {
         .await?;
         let seat = leave(sent, &response, &layer.answers()).map_err(Error::from)?;
         Ok((response, seat))
+    }
+
+    #[async_trait::async_trait]
+    impl Middleware for AdaptiveThrottleLayer {
+        async fn handle(
+            &self,
+            request: Request,
+            extensions: &mut Extensions,
+            next: Next<'_>,
+        ) -> Result<Response> {
+            throttled(self, request, extensions, next, |_| None).await
+        }
+    }
+
+    #[async_trait::async_trait]
+    impl Middleware for RetryingThrottleLayer {
+        async fn handle(
+            &self,
+            request: Request,
+            extensions: &mut Extensions,
+            next: Next<'_>,
+        ) -> Result<Response> {
+            throttled(&self.layer, request, extensions, next, Request::try_clone).await
+        }
+    }
+
+    async fn throttled(
+        layer: &AdaptiveThrottleLayer,
+        mut request: Request,
+        extensions: &mut Extensions,
+        next: Next<'_>,
+        clones: fn(&Request) -> Option<Request>,
+    ) -> Result<Response> {
+        let begun = layer.enter(&RequestInfo::new(&request).with_extensions(extensions));
+        let mut permit = match begun {
+            Begun::Leaves(permit) => permit,
+            Begun::Waits(wait) => wait.await.map_err(Error::from)?,
+            Begun::Limited(limited) => return Err(Error::from(limited).into()),
+        };
+        loop {
+            let again = clones(&request);
+            let response = next.clone().run(request, extensions).await?;
+            let signal = layer.signal(permit.key(), &response);
+            let Some(repeated) = again.filter(|_| signal.limited().is_some()) else {
+                layer.leave(permit, &signal).map_err(Error::from)?;
+                return Ok(response);
+            };
+            let wait: Box<Wait> = match permit.answered_or_back(&signal) {
+                Some(Back::Waits(wait)) => wait,
+                Some(Back::Ended(limited)) if layer.are_errors() => return Err(Error::from(limited).into()),
+                _ => return Ok(response),
+            };
+            permit = match wait.await {
+                Ok(permit) => permit,
+                // The wait was in vain: the refusal is the answer.
+                Err(limited) if layer.are_errors() => return Err(Error::from(limited).into()),
+                Err(_) => return Ok(response),
+            };
+            request = repeated;
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The gate: a key enters and a [`Permit`] comes out, at once or after a wait; the permit ends exactly once.
 //!
-//! [`Limiter`] is the gate with a quota. Each key has a *line* in this process: what is at hand, and who waits. All of
+//! [`Limiter`] is the gate with a quota; [`Throttle`], in a folder of its own, is the one that learns its pace. Each key has a *line* in this process: what is at hand, and who waits. All of
 //! a line's state is behind one lock that is never held across an `await`; a waiting future holds a number in the line
 //! and nothing else, so it can be dropped at any time.
 //!
@@ -19,7 +19,6 @@ mod queue;
 mod seat;
 mod slot;
 mod stock;
-#[allow(dead_code, reason = "the layer over it comes next")]
 pub(crate) mod throttle;
 
 pub use acquire::Acquire;
@@ -32,3 +31,5 @@ pub use peek::Peek;
 pub use permit::Permit;
 pub(crate) use permit::Sent;
 pub(crate) use seat::Seat;
+pub(crate) use throttle::{Back, Begun, ThrottleSettings, Wait};
+pub use throttle::{Throttle, ThrottlePermit};

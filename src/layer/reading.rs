@@ -46,6 +46,15 @@ impl Answers {
         self.0.as_ref()?.dialect.as_ref()
     }
 
+    /// What `response` to a request under `key` says.
+    pub(super) fn signal(&self, key: Key, response: &impl AsResponseInfo) -> Signal {
+        let signal = Signal::read(response);
+        match (self.dialect(), response.headers()) {
+            (Some(dialect), Some(headers)) => dialect(key, headers, signal),
+            _ => signal,
+        }
+    }
+
     pub(super) fn set_errors(&mut self) {
         Arc::make_mut(self.0.get_or_insert_default()).errors = true;
     }
@@ -70,10 +79,7 @@ pub(crate) fn leave(
 }
 
 fn read(sent: Sent, response: &impl AsResponseInfo, answers: &Answers) -> Result<Option<Seat>, Limited> {
-    let mut signal = Signal::read(response);
-    if let (Some(dialect), Some(headers)) = (answers.dialect(), response.headers()) {
-        signal = dialect(sent.key(), headers, signal);
-    }
+    let signal = answers.signal(sent.key(), response);
     match sent.answered(&signal) {
         (_, Some(limited)) if answers.are_errors() => Err(limited),
         (seat, _) => Ok(seat),

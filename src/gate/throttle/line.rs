@@ -42,6 +42,8 @@ pub(crate) struct Flight {
     pub(crate) number: Number,
     call: Call,
     sent: Instant,
+    /// When the request before it left.
+    before: Option<Instant>,
 }
 
 /// A refused call that may have its old place again.
@@ -98,9 +100,9 @@ impl Line {
         self.pace.sent(&traffic);
         call.attempts = call.attempts.saturating_add(1);
         self.in_flight += 1;
-        self.last_sent = Some(now);
+        let before = self.last_sent.replace(now);
         self.last_change = now;
-        Some(Flight { number, call, sent: now })
+        Some(Flight { number, call, sent: now, before })
     }
 
     /// When to look again whether one may leave, if nothing else happens before; `None`: not before something does.
@@ -127,7 +129,7 @@ impl Line {
 
     /// An answer has come: `Some` where it is a refusal, whose call may go [back](Self::back).
     pub(crate) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
-        let Flight { number, mut call, sent } = flight;
+        let Flight { number, mut call, sent, .. } = flight;
         self.in_flight -= 1;
         self.answered = true;
         self.last_change = now;
@@ -157,9 +159,16 @@ impl Line {
     }
 
     /// A call on its way ends without an answer.
-    pub(crate) fn lost(&mut self, flight: Flight) {
-        let Flight { .. } = flight;
+    pub(crate) fn lost(&mut self, _: Flight) {
         self.in_flight -= 1;
+    }
+
+    /// A call that may have left did not: the next may leave in its place.
+    pub(crate) fn unsent(&mut self, flight: Flight) {
+        self.in_flight -= 1;
+        if self.last_sent == Some(flight.sent) {
+            self.last_sent = flight.before;
+        }
     }
 
     /// A call that waits gives up its place. Answers whether it did wait.

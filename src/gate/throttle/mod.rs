@@ -1,11 +1,22 @@
 //! The gate that learns its pace.
 //!
-//! [`Line`] is its pure core, one for each key: who waits, who is on the way, until when nothing may leave. It has no
+//! `Line` is its pure core, one for each key: who waits, who is on the way, until when nothing may leave. It has no
 //! timer, no task and no clock; it is told the moment, and tells who may leave and when to look again. The simulator
-//! drives it in virtual time, the gate with wakers.
+//! drives it in virtual time. `Station` drives it with wakers and one timer for each who waits: only that of the first
+//! stands at the line's next moment, so nobody is woken for nothing.
+//!
+//! What this does not do: decide. That is the [pace](crate::pace)'s.
 
+mod gate;
 #[cfg(test)]
 mod laws;
 mod line;
+mod permit;
+mod station;
 
+pub use gate::Throttle;
+pub(crate) use gate::{Begun, ThrottleSettings};
+#[cfg(feature = "sim")]
 pub(crate) use line::{Flight, Line, Number};
+pub use permit::ThrottlePermit;
+pub(crate) use permit::{Back, Wait};

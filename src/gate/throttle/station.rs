@@ -1,0 +1,260 @@
+//! The line of one key, with those who wait for it in real time.
+
+use std::collections::BTreeMap;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use super::line::{Flight, Line, Number};
+use crate::clock::{self, Timer};
+use crate::gate::queue::Wakers;
+use crate::keyed::Idle;
+use crate::signal::Signal;
+
+/// What was learned is worth nothing any more after so long without a call.
+const WORTHLESS: Duration = Duration::from_secs(3600);
+
+#[derive(Debug)]
+pub(super) struct Station {
+    line: Line,
+    waiters: BTreeMap<Number, Waiter>,
+    last_used: Instant,
+}
+
+/// One who waits.
+#[derive(Debug)]
+struct Waiter {
+    latest: Instant,
+    /// It may leave.
+    granted: Option<Flight>,
+    /// For when its timer stands.
+    wakes_at: Instant,
+    timer: Option<Timer>,
+    waker: Option<Waker>,
+}
+
+/// Why one can wait no longer, and when it could have left, if that is known.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Over {
+    pub(super) is_held: bool,
+    pub(super) retry_at: Option<Instant>,
+}
+
+/// How one arrives.
+pub(super) enum Joined {
+    Leaves(Flight),
+    Waits(Number),
+    Over(Over),
+    Full,
+}
+
+impl Station {
+    pub(super) fn new(line: Line, now: Instant) -> Self {
+        Station { line, waiters: BTreeMap::new(), last_used: now }
+    }
+
+    /// One arrives, who can wait until `latest`.
+    pub(super) fn join(&mut self, latest: Instant, most: usize, now: Instant, wakers: &mut Wakers) -> Joined {
+        self.last_used = now;
+        if let Some(over) = self.held_beyond(latest, now) {
+            return Joined::Over(over);
+        }
+        let number = self.line.join(now);
+        self.wait(number, latest);
+        self.tend(now, Some(number), wakers);
+        if let Some(flight) = self.collect(number) {
+            return Joined::Leaves(flight);
+        }
+        if latest <= now {
+            let over = Over { is_held: false, retry_at: self.line.slot() };
+            self.leave(number, now, wakers);
+            return Joined::Over(over);
+        }
+        if self.line.waiting() > most {
+            self.leave(number, now, wakers);
+            return Joined::Full;
+        }
+        Joined::Waits(number)
+    }
+
+    fn wait(&mut self, number: Number, latest: Instant) {
+        let waiter = Waiter { latest, granted: None, wakes_at: latest, timer: None, waker: None };
+        self.waiters.insert(number, waiter);
+    }
+
+    /// One who waits is polled.
+    pub(super) fn poll(
+        &mut self,
+        number: Number,
+        now: Instant,
+        cx: &mut Context<'_>,
+        wakers: &mut Wakers,
+    ) -> Poll<Result<Flight, Over>> {
+        self.tend(now, Some(number), wakers);
+        if let Some(flight) = self.collect(number) {
+            return Poll::Ready(Ok(flight));
+        }
+        let is_first = self.first() == Some(number);
+        let look_at = self.line.look_at().filter(|_| is_first);
+        let Some(waiter) = self.waiters.get_mut(&number) else {
+            // It left; nobody polls it then.
+            return Poll::Pending;
+        };
+        let latest = waiter.latest;
+        let over = match self.held_beyond(latest, now) {
+            Some(over) => Some(over),
+            None if latest <= now => Some(Over { is_held: false, retry_at: self.line.slot() }),
+            None => None,
+        };
+        if let Some(over) = over {
+            self.leave(number, now, wakers);
+            return Poll::Ready(Err(over));
+        }
+        let waiter = self.waiters.get_mut(&number).expect("it was just there");
+        waiter.wakes_at(look_at.map_or(latest, |at| at.min(latest)));
+        waiter.waker = Some(cx.waker().clone());
+        let wakes_at = waiter.wakes_at;
+        if waiter.timer.get_or_insert_with(|| Timer::at(wakes_at)).poll(cx).is_ready() {
+            // It was due between asking the time and asking the timer.
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    /// One stops waiting; if it had its turn, the next has it.
+    pub(super) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
+        match self.waiters.remove(&number).and_then(|waiter| waiter.granted) {
+            Some(flight) => self.line.unsent(flight),
+            None => {
+                self.line.leave(number);
+            }
+        }
+        self.tend(now, None, wakers);
+    }
+
+    /// An answer has come. With `back_until`, a refused call waits in its old place until then: `true`; else, or where
+    /// that is too early, it ends.
+    pub(super) fn answered(
+        &mut self,
+        flight: Flight,
+        signal: &Signal,
+        back_until: Option<Instant>,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> bool {
+        self.last_used = now;
+        let (number, held) = (flight.number, self.line.held_until());
+        let refused = self.line.answered(flight, signal, now);
+        let mut is_back = false;
+        if let (Some(refused), Some(latest)) = (refused, back_until)
+            && latest > now
+            && self.held_beyond(latest, now).is_none()
+        {
+            self.line.back(refused, now);
+            self.wait(number, latest);
+            is_back = true;
+        }
+        if self.line.held_until() > held {
+            self.tell_those_held(wakers);
+        }
+        self.tend(now, None, wakers);
+        is_back
+    }
+
+    /// A call on its way ends without an answer.
+    pub(super) fn lost(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
+        self.line.lost(flight);
+        self.tend(now, None, wakers);
+    }
+
+    /// A call that may have left did not.
+    pub(super) fn unsent(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
+        self.line.unsent(flight);
+        self.tend(now, None, wakers);
+    }
+
+    /// Nothing leaves before `until`.
+    pub(super) fn hold_until(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
+        self.last_used = now;
+        self.line.hold_until(until);
+        self.tell_those_held(wakers);
+        self.tend(now, None, wakers);
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.line.waiting()
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.line.in_flight()
+    }
+
+    /// Lets all leave who may, and sets the timer of the first of the others; `me` needs no waking.
+    fn tend(&mut self, now: Instant, me: Option<Number>, wakers: &mut Wakers) {
+        while let Some(flight) = self.line.depart(now) {
+            let number = flight.number;
+            let Some(waiter) = self.waiters.get_mut(&number) else {
+                self.line.unsent(flight);
+                continue;
+            };
+            waiter.granted = Some(flight);
+            if me != Some(number) {
+                wakers.add(waiter.waker.take());
+            }
+        }
+        let look_at = self.line.look_at();
+        if let Some(first) = self.waiters.values_mut().find(|waiter| waiter.granted.is_none())
+            && let Some(at) = look_at
+        {
+            first.wakes_at(at.min(first.latest));
+        }
+    }
+
+    fn first(&self) -> Option<Number> {
+        self.waiters.iter().find(|(_, waiter)| waiter.granted.is_none()).map(|(number, _)| *number)
+    }
+
+    /// The turn of `number`, if it has come.
+    fn collect(&mut self, number: Number) -> Option<Flight> {
+        let flight = self.waiters.get_mut(&number)?.granted.take()?;
+        self.waiters.remove(&number);
+        Some(flight)
+    }
+
+    fn held_beyond(&self, latest: Instant, now: Instant) -> Option<Over> {
+        let until = self.line.held_until().filter(|until| *until > now && *until > latest)?;
+        Some(Over { is_held: true, retry_at: Some(until) })
+    }
+
+    /// Those who cannot wait for the end of the hold need not wait at all.
+    fn tell_those_held(&mut self, wakers: &mut Wakers) {
+        let Some(until) = self.line.held_until() else { return };
+        for waiter in self.waiters.values_mut().filter(|waiter| waiter.latest < until) {
+            wakers.add(waiter.waker.take());
+        }
+    }
+}
+
+impl Waiter {
+    fn wakes_at(&mut self, at: Instant) {
+        if self.wakes_at == at {
+            return;
+        }
+        self.wakes_at = at;
+        if let Some(timer) = &mut self.timer {
+            timer.set(at);
+        }
+    }
+}
+
+impl Idle for Station {
+    type Now = Instant;
+
+    fn idle_from(&self) -> Option<Instant> {
+        let is_idle = self.waiters.is_empty() && self.line.in_flight() == 0;
+        is_idle.then(|| self.line.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
+    }
+
+    fn worthless_from(&self) -> Option<Instant> {
+        Some(clock::after(self.idle_from()?, WORTHLESS))
+    }
+}

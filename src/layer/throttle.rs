@@ -1,0 +1,292 @@
+//! The words a user says about a limit that is not known.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::HeaderMap;
+
+use super::at_most;
+use super::reading::Reading;
+use crate::error::{ConfigError, Limited};
+pub(crate) use crate::gate::Begun;
+use crate::gate::{Throttle, ThrottlePermit, ThrottleSettings};
+use crate::key::{Key, RequestInfo};
+use crate::pace::{Fair, Pace};
+use crate::signal::{AsResponseInfo, Signal};
+
+/// Finds the pace that a server allows, where its limit is unknown or moves, and is fair to every other client without
+/// talking to them. Clones share what they learn.
+///
+/// It learns from what answers say: refusals, what is left, when to come back. How it does so is its
+/// [pace](crate::pace): by default [`Fair`], with next to no refusals and even shares for all. Where the limit is known,
+/// [`RateLimitLayer`](super::RateLimitLayer) is exact; the two go together in one stack.
+///
+/// It is a `tower_layer::Layer` over the same services as [`RateLimitLayer`](super::RateLimitLayer), and a
+/// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). Without HTTP, take its
+/// [`throttle`](AdaptiveThrottleLayer::throttle).
+///
+/// ```
+/// use http::{Request, Response};
+/// use tollgate::{AdaptiveThrottleLayer, by_host};
+/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), BoxError> {
+/// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new("hello")) });
+/// let throttle = AdaptiveThrottleLayer::builder().key(by_host).build()?;
+/// let mut service = ServiceBuilder::new().layer(throttle).service(client);
+///
+/// let request = Request::get("https://api.example.com/users").body(String::new())?;
+/// let response = service.ready().await?.call(request).await?;
+/// # assert_eq!(response.status(), 200);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # What happens to a request
+///
+/// It joins the line of its key, first come, first served. Before the first answer one request is out alone, for at most a
+/// second; after that, the pace says when the next may leave. A refusal holds the line for as long as the server said, up to
+/// [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for as long as the pace finds right.
+///
+/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying) the call takes its old place in the
+/// line instead, before all others, and is sent again.
+///
+/// # What it does not do
+///
+/// It counts nothing: a server's limit may be hit once in a while, and is found again. Each process learns for itself, and
+/// nothing is lost when it ends.
+#[derive(Clone, Debug)]
+pub struct AdaptiveThrottleLayer {
+    throttle: Throttle,
+    reading: Arc<Reading>,
+}
+
+impl AdaptiveThrottleLayer {
+    /// A layer that learns one pace for everything that passes it, and knows nothing yet. Waits up to 15 s.
+    #[expect(clippy::new_without_default, reason = "a layer is made on purpose: each counts for itself")]
+    pub fn new() -> Self {
+        AdaptiveThrottleLayer::builder().build().expect("the defaults make sense")
+    }
+
+    /// A builder, for the second day.
+    pub fn builder() -> AdaptiveThrottleBuilder {
+        AdaptiveThrottleBuilder {
+            reading: Reading::default(),
+            pace: Box::new(|| Box::new(Fair::new())),
+            max_wait: Duration::from_secs(15),
+            max_waiting: 10_000,
+            max_keys: 100_000,
+            max_hold: Duration::from_secs(3600),
+        }
+    }
+
+    /// The gate behind this layer, for what is not HTTP. It shares what the layer learns.
+    pub fn throttle(&self) -> Throttle {
+        self.throttle.clone()
+    }
+
+    /// The same layer, which sends refused requests again.
+    pub fn retrying(self) -> RetryingThrottleLayer {
+        RetryingThrottleLayer { layer: self }
+    }
+
+    /// A request enters the gate.
+    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Begun {
+        let Some(entry) = self.reading.entry(request) else {
+            return Begun::Limited(self.throttle.no_key());
+        };
+        let label = || entry.key.label(Some(request));
+        match self.throttle.begin(entry.key, entry.deadline, label) {
+            Begun::Leaves(permit) if self.are_errors() => Begun::Leaves(permit.named(label())),
+            begun => begun,
+        }
+    }
+
+    /// What `response` to a request under `key` says.
+    pub(crate) fn signal(&self, key: Key, response: &impl AsResponseInfo) -> Signal {
+        self.reading.answers.signal(key, response)
+    }
+
+    /// Whether a refusal by the upstream is an error.
+    pub(crate) fn are_errors(&self) -> bool {
+        self.reading.answers.are_errors()
+    }
+
+    /// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors.
+    pub(crate) fn leave(&self, permit: ThrottlePermit, signal: &Signal) -> Result<(), Limited> {
+        match permit.answered(signal) {
+            Some(limited) if self.are_errors() => Err(limited),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the line, for as long as
+/// `max_wait` from its arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
+///
+/// What is still refused then passes as a response. A request has to be one that can be sent twice
+/// ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as one with a streaming body, is sent once. So mind requests
+/// that do something each time they arrive: a server that refuses a request has, as a rule, not acted on it.
+///
+/// ```
+/// use http::{Request, Response};
+/// use tollgate::AdaptiveThrottleLayer;
+/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), BoxError> {
+/// # let mut refusals = 2;
+/// let client = service_fn(move |_: Request<String>| {
+///     let status = if refusals > 0 { 429 } else { 200 };
+///     refusals -= 1;
+///     async move { Response::builder().status(status).header("retry-after", 1).body("hello") }
+/// });
+/// # let client = { let client = std::sync::Arc::new(std::sync::Mutex::new(client)); service_fn(move |request: Request<String>| client.lock().unwrap().call(request)) };
+/// let mut service = ServiceBuilder::new().layer(AdaptiveThrottleLayer::new().retrying()).service(client);
+///
+/// let request = Request::get("https://api.example.com/users").body(String::new())?;
+/// let response = service.ready().await?.call(request).await?;
+/// assert_eq!(response.status(), 200);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RetryingThrottleLayer {
+    pub(crate) layer: AdaptiveThrottleLayer,
+}
+
+/// Sets up an [`AdaptiveThrottleLayer`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::pace::Fair;
+/// use tollgate::{AdaptiveThrottleLayer, by_host};
+///
+/// // It is known that about 4500 requests an hour are allowed: that makes it quicker.
+/// let throttle = AdaptiveThrottleLayer::builder()
+///     .key(by_host)
+///     .pace(|| Fair::new().limit(4500, Duration::from_secs(3600)))
+///     .max_wait(Duration::from_secs(60))
+///     .build()?;
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+#[must_use = "a builder does nothing until build"]
+pub struct AdaptiveThrottleBuilder {
+    reading: Reading,
+    pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
+    max_wait: Duration,
+    max_waiting: usize,
+    max_keys: usize,
+    max_hold: Duration,
+}
+
+impl AdaptiveThrottleBuilder {
+    const LONGEST: Duration = Duration::from_secs(86_400);
+
+    /// The key of a request, as in [`RateLimitBuilder::key`](super::RateLimitBuilder::key). Default: one key for everything.
+    /// What is learned is learned for a key.
+    pub fn key<F, K>(mut self, key: F) -> Self
+    where
+        F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,
+        K: Into<Option<Key>>,
+    {
+        self.reading.key = Some(Box::new(move |request| key(request).into()));
+        self
+    }
+
+    /// The moment by which a request must leave. Default: none. A [`Deadline`](crate::Deadline) in the request's extensions
+    /// goes first; `max_wait` holds besides.
+    pub fn deadline<F>(mut self, deadline: F) -> Self
+    where
+        F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,
+    {
+        self.reading.deadline = Some(Box::new(deadline));
+        self
+    }
+
+    /// How the speed for one key answers to signals; `pace` is asked for each key. Default: [`Fair::new`].
+    ///
+    /// A pace is told what happens under a lock, so it should be quick.
+    pub fn pace<P: Pace + 'static>(mut self, pace: impl Fn() -> P + Send + Sync + 'static) -> Self {
+        self.pace = Box::new(move || Box::new(pace()));
+        self
+    }
+
+    /// The longest a request may wait at the gate, all its attempts together. Default: 15 s; at most a day.
+    ///
+    /// Nobody knows before how long a wait will be, so a request waits for so long before it is refused; but where the
+    /// server has said that it will be longer, it is refused at once. `Duration::ZERO` means: never wait.
+    pub fn max_wait(mut self, max_wait: Duration) -> Self {
+        self.max_wait = max_wait;
+        self
+    }
+
+    /// How many may wait for one key in this process; the next is refused. Default: 10,000; at least 1.
+    pub fn max_waiting(mut self, max_waiting: usize) -> Self {
+        self.max_waiting = max_waiting;
+        self
+    }
+
+    /// How many keys may be in use at once. Default: 100,000; at least 1.
+    ///
+    /// What was learned for a key is kept for an hour after its last call, or as long as there is room.
+    pub fn max_keys(mut self, max_keys: usize) -> Self {
+        self.max_keys = max_keys;
+        self
+    }
+
+    /// The longest that the word of the server holds a key. Default: an hour; at most a day; `Duration::ZERO` for never.
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.max_hold = max_hold;
+        self
+    }
+
+    /// Turns a refusal by the upstream into [`Limited::Upstream`]. Default: it passes as a response.
+    pub fn error_on_upstream_limit(mut self) -> Self {
+        self.reading.answers.set_errors();
+        self
+    }
+
+    /// Reads what the upstream says in a way of its own, as in [`RateLimitBuilder::dialect`](super::RateLimitBuilder::dialect).
+    pub fn dialect<F>(mut self, dialect: F) -> Self
+    where
+        F: Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync + 'static,
+    {
+        self.reading.answers.set_dialect(Arc::new(dialect));
+        self
+    }
+
+    /// Checks everything and makes the layer.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
+    pub fn build(self) -> Result<AdaptiveThrottleLayer, ConfigError> {
+        at_most("max_wait", self.max_wait, Self::LONGEST, "at most a day")?;
+        at_most("max_hold", self.max_hold, Self::LONGEST, "at most a day")?;
+        for (setting, value) in [("max_waiting", self.max_waiting), ("max_keys", self.max_keys)] {
+            if value == 0 {
+                return Err(ConfigError::OutOfRange { setting, value: "0".into(), allowed: "at least 1" });
+            }
+        }
+        let throttle = Throttle::new(ThrottleSettings {
+            pace: self.pace,
+            max_wait: self.max_wait,
+            max_waiting: self.max_waiting,
+            max_keys: self.max_keys,
+            max_hold: self.max_hold,
+        });
+        Ok(AdaptiveThrottleLayer { throttle, reading: Arc::new(self.reading) })
+    }
+}
+
+impl fmt::Debug for AdaptiveThrottleBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdaptiveThrottleBuilder")
+            .field("reading", &self.reading)
+            .field("max_wait", &self.max_wait)
+            .finish_non_exhaustive()
+    }
+}

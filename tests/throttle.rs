@@ -1,0 +1,338 @@
+//! The layer that learns its pace, around an upstream without sockets, with a clock that moves when the test waits.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic, Unpaced};
+use tollgate::{
+    AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal, by_host,
+};
+use tower::{Layer, ServiceBuilder, ServiceExt};
+
+use support::{Upstream, get, limited, ms, now, ok, other_error, pass, settle, soon, who_said_no};
+
+/// One request in so many milliseconds, whatever happens.
+#[derive(Debug)]
+struct Every(u64);
+
+impl Pace for Every {
+    fn slot(&self, traffic: &Traffic) -> Option<Instant> {
+        Some(traffic.last_sent? + ms(self.0))
+    }
+
+    fn refused(&mut self, _: &mut Reply<'_>, _: &Traffic, _: &mut Dice) -> Pause {
+        Pause::of_all(ms(self.0))
+    }
+}
+
+fn every(millis: u64) -> AdaptiveThrottleLayer {
+    AdaptiveThrottleLayer::builder().pace(move || Every(millis)).max_wait(ms(60_000)).build().unwrap()
+}
+
+fn reason(error: &Error) -> Option<Reason> {
+    Limited::find(error)?.reason()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_goes_first_alone_and_where_nothing_is_said_nothing_waits_after_that() {
+    let upstream = Upstream::taking(ms(100));
+    let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
+    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    for call in calls {
+        assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    }
+    let arrivals = upstream.arrivals();
+    assert_eq!(arrivals[0], 0);
+    assert!(arrivals[1..].iter().all(|at| (100..=102).contains(at)), "{arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_request_that_hangs_keeps_others_for_a_second() {
+    let upstream = Upstream::taking(ms(5000));
+    let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
+    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    for call in calls {
+        soon(call).await.unwrap().unwrap();
+    }
+    let arrivals = upstream.arrivals();
+    assert!((1000..=1002).contains(&arrivals[1]) && (2000..=2004).contains(&arrivals[2]), "{arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_passes_and_what_it_said_holds_the_next() {
+    let upstream = Upstream::answering([limited("2")]);
+    let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
+    assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), 429);
+    assert_eq!(soon(service.clone().oneshot(get("/"))).await.unwrap().status(), 200);
+    assert!(upstream.arrivals()[1] >= 2000, "{:?}", upstream.arrivals());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_request_goes_again_before_all_others() {
+    let upstream = Upstream::answering([ok(), limited("1"), limited("1")]);
+    let service = every(100).retrying().layer(upstream.clone());
+    service.clone().oneshot(get("/first")).await.unwrap();
+    let calls: Vec<_> = ["/second", "/third"]
+        .into_iter()
+        .map(|path| tokio::spawn(service.clone().oneshot(get(path))))
+        .collect();
+    for call in calls {
+        assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    }
+    assert_eq!(upstream.paths(), ["/first", "/second", "/second", "/second", "/third"]);
+    let arrivals = upstream.arrivals();
+    assert!(arrivals[2] >= arrivals[1] + 1000 && arrivals[3] >= arrivals[2] + 1000, "{arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_cannot_wait_for_its_retry_ends_with_the_refusal() {
+    let upstream = Upstream::answering([limited("30"), ok()]);
+    let layer = AdaptiveThrottleLayer::new();
+    let service = layer.clone().retrying().layer(upstream.clone());
+    let response = soon(service.clone().oneshot(get("/"))).await.unwrap();
+    assert_eq!((response.status(), upstream.count()), (StatusCode::TOO_MANY_REQUESTS, 1));
+    assert_eq!((layer.throttle().in_flight(Key::ALL), layer.throttle().waiting(Key::ALL)), (0, 0));
+
+    // The next cannot either, and is told at once when to come back.
+    let start = now();
+    let error = service.clone().oneshot(get("/")).await.unwrap_err();
+    assert_eq!((reason(&error), now() - start), (Some(Reason::Held), ms(0)));
+    let retry_after = Limited::find(&error).unwrap().retry_after().unwrap();
+    assert!(retry_after >= Duration::from_secs(30), "{retry_after:?}");
+    assert_eq!(upstream.count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_in_line_are_told_at_once_when_a_hold_is_longer_than_they_can_wait() {
+    let mut script: Vec<_> = vec![ok()];
+    script.push(limited("50"));
+    let upstream = Upstream::answering(script);
+    let layer = AdaptiveThrottleLayer::builder().pace(|| Every(5000)).max_wait(ms(20_000)).build().unwrap();
+    let service = layer.layer(upstream.clone());
+    service.clone().oneshot(get("/")).await.unwrap();
+    let start = now();
+    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let mut ended = Vec::new();
+    for call in calls {
+        ended.push(
+            soon(call).await.unwrap().map(|response| response.status().as_u16()).map_err(|e| reason(&e)),
+        );
+    }
+    assert_eq!(ended, [Ok(429), Err(Some(Reason::Held)), Err(Some(Reason::Held))]);
+    assert!(now() - start < ms(5100), "{:?}", now() - start);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_at_the_gate_say_why() {
+    let upstream = Upstream::taking(ms(100));
+    let build = |max_wait, max_waiting| {
+        let builder = AdaptiveThrottleLayer::builder().pace(|| Every(10_000)).key(by_host);
+        builder.max_wait(ms(max_wait)).max_waiting(max_waiting).max_keys(1).build().unwrap()
+    };
+    let url = "http://api.example.com/";
+    let service = build(0, 1).layer(upstream.clone());
+    service.clone().oneshot(get(url)).await.unwrap();
+    let error = service.clone().oneshot(get(url)).await.unwrap_err();
+    assert_eq!(reason(&error), Some(Reason::MaxWait(ms(0))));
+    let limited = Limited::find(&error).unwrap();
+    assert_eq!(limited.key(), "api.example.com");
+    assert!(limited.retry_after().unwrap() > ms(9000), "{limited}");
+
+    let service = build(5000, 1).layer(upstream.clone());
+    service.clone().oneshot(get(url)).await.unwrap();
+    let waits = tokio::spawn(service.clone().oneshot(get(url)));
+    settle().await;
+    let full = service.clone().oneshot(get(url)).await.unwrap_err();
+    assert_eq!(reason(&full), Some(Reason::LineFull(1)));
+    let other = service.clone().oneshot(get("http://other.example.com/")).await.unwrap_err();
+    assert_eq!(reason(&other), Some(Reason::TooManyKeys(1)));
+    assert_eq!(reason(&service.clone().oneshot(get("/")).await.unwrap_err()), Some(Reason::NoKey));
+    let start = now();
+    let late = soon(waits).await.unwrap().unwrap_err();
+    assert_eq!(reason(&late), Some(Reason::MaxWait(ms(5000))));
+    assert_eq!((now() - start).as_secs(), 5);
+
+    let mut request = get(url);
+    request.extensions_mut().insert(Deadline(now() + ms(1000)));
+    let late = soon(service.clone().oneshot(request)).await.unwrap_err();
+    assert_eq!((reason(&late), who_said_no(&late)), (Some(Reason::Deadline), "local"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_key_has_a_pace_of_its_own() {
+    let upstream = Upstream::new();
+    let layer = AdaptiveThrottleLayer::builder().pace(|| Every(1000)).key(by_host).build().unwrap();
+    let service = layer.layer(upstream.clone());
+    for url in ["http://a.example.com/", "http://b.example.com/", "http://a.example.com/"] {
+        soon(service.clone().oneshot(get(url))).await.unwrap();
+    }
+    let arrivals = upstream.arrivals();
+    assert_eq!(arrivals[1], 0);
+    assert!(arrivals[2] >= 1000, "{arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_gives_up_in_line_leaves_its_turn_to_the_next() {
+    let (upstream, layer) = (Upstream::new(), every(1000));
+    let service = layer.layer(upstream.clone());
+    service.clone().oneshot(get("/0")).await.unwrap();
+    let calls: Vec<_> =
+        (1..=3).map(|index| tokio::spawn(service.clone().oneshot(get(&format!("/{index}"))))).collect();
+    settle().await;
+    assert_eq!(layer.throttle().waiting(Key::ALL), 3);
+    calls[0].abort();
+    pass(ms(3000)).await;
+    assert_eq!(upstream.paths(), ["/0", "/2", "/3"]);
+    let arrivals = upstream.arrivals();
+    assert!(arrivals[1] <= 1002 && arrivals[2] <= 2004, "no slot is lost: {arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_nobody_took_goes_to_the_next() {
+    let throttle = every(1000).throttle();
+    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
+    // Two wait; the first is granted its turn by the answer of another, and is dropped before it is polled again.
+    let mut first = Box::pin(throttle.acquire(Key::ALL));
+    let mut second = Box::pin(throttle.acquire(Key::ALL));
+    assert!(futures::poll!(&mut first).is_pending() && futures::poll!(&mut second).is_pending());
+    pass(ms(1000)).await;
+    let held = throttle.acquire(Key::new("other")).await.unwrap();
+    held.give_back();
+    drop(first);
+    let permit = soon(second).await.unwrap();
+    assert_eq!(throttle.in_flight(Key::ALL), 1);
+    permit.give_back();
+    assert_eq!(throttle.in_flight(Key::ALL), 0);
+    // What was given back can be had at once.
+    let start = now();
+    drop(throttle.acquire(Key::ALL).await.unwrap());
+    assert_eq!((now() - start, throttle.in_flight(Key::ALL)), (ms(0), 0));
+}
+
+/// A call is dropped at every moment of its life: in line, on its way, in line again, on its way again.
+#[tokio::test(start_paused = true)]
+async fn a_call_may_be_dropped_at_any_time() {
+    for end in (0..3500).step_by(50) {
+        let refusals = [ok(), limited("1")].into_iter().cycle().take(2);
+        let (upstream, layer) = (Upstream::answering(refusals), every(500));
+        let service =
+            layer.clone().retrying().layer(ServiceBuilder::new().layer(slow(300)).service(upstream.clone()));
+        service.clone().oneshot(get("/first")).await.unwrap();
+        let call = tokio::spawn(service.clone().oneshot(get("/dropped")));
+        let other = tokio::spawn(service.clone().oneshot(get("/other")));
+        pass(ms(end)).await;
+        call.abort();
+        assert_eq!(soon(other).await.unwrap().unwrap().status(), 200, "dropped after {end} ms");
+        let _ = call.await;
+        let throttle = layer.throttle();
+        assert_eq!((throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (0, 0), "after {end} ms");
+    }
+}
+
+/// Each call takes so many milliseconds longer.
+fn slow(
+    millis: u64,
+) -> impl Layer<
+    Upstream,
+    Service = tower::util::BoxCloneService<http::Request<String>, http::Response<String>, tower::BoxError>,
+> {
+    tower::layer::layer_fn(move |upstream: Upstream| {
+        tower::util::BoxCloneService::new(upstream.and_then(move |response| async move {
+            pass(ms(millis)).await;
+            Ok(response)
+        }))
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_fails_is_no_answer_and_is_not_in_flight_any_more() {
+    let layer = AdaptiveThrottleLayer::new();
+    let service = layer.layer(Upstream::answering([other_error()]));
+    let error = service.clone().oneshot(get("/")).await.unwrap_err();
+    assert!(matches!(error, Error::Inner(_)));
+    assert_eq!(layer.throttle().in_flight(Key::ALL), 0);
+    service.clone().oneshot(get("/")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
+    let quiet = || {
+        let mut response = http::Response::new(String::new());
+        response.headers_mut().insert("x-pause", "3".parse().unwrap());
+        Ok(response)
+    };
+    let pause = |_, headers: &http::HeaderMap, signal: Signal| match headers.contains_key("x-pause") {
+        true => signal.with_limited(StatusCode::TOO_MANY_REQUESTS).with_retry_after(ms(3000)),
+        false => signal,
+    };
+    let builder = AdaptiveThrottleLayer::builder().key(by_host).dialect(pause).error_on_upstream_limit();
+    let layer = builder.build().unwrap();
+    let upstream = Upstream::answering([quiet(), quiet(), quiet()]);
+    let url = "http://api.example.com/";
+    let error = layer.layer(upstream.clone()).oneshot(get(url)).await.unwrap_err();
+    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else { panic!("{error}") };
+    assert_eq!(
+        (status.as_u16(), report.key(), report.retry_after()),
+        (429, "api.example.com", Some(ms(3000)))
+    );
+
+    let retrying = layer.retrying().layer(upstream.clone());
+    assert_eq!(soon(retrying.oneshot(get(url))).await.unwrap().status(), 200);
+    assert_eq!(upstream.count(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_goes_together_with_a_known_limit_and_errors_stay_flat() {
+    let upstream = Upstream::answering([ok(), limited("5")]);
+    let known = RateLimitLayer::builder(Quota::per_second(1)).max_hold(ms(0)).build().unwrap();
+    let learned = AdaptiveThrottleLayer::builder().max_wait(ms(4000)).build().unwrap();
+    let service = ServiceBuilder::new().layer(known).layer(learned).service(upstream.clone());
+    soon(service.clone().oneshot(get("/"))).await.unwrap();
+    assert_eq!(soon(service.clone().oneshot(get("/"))).await.unwrap().status(), 429);
+    assert!(upstream.arrivals()[1] >= 1000);
+    let error = soon(service.clone().oneshot(get("/"))).await.unwrap_err();
+    assert!(matches!(&error, Error::Limited(_)), "{error:?}");
+    assert_eq!(reason(&error), Some(Reason::Held));
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_wake_up_for_each_turn() {
+    const CALLS: usize = 200;
+    let throttle = every(10).throttle();
+    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
+    let polls = Arc::new(AtomicUsize::new(0));
+    let calls: Vec<_> = (0..CALLS)
+        .map(|_| {
+            let (throttle, polls) = (throttle.clone(), Arc::clone(&polls));
+            tokio::spawn(async move {
+                let mut wait = Box::pin(throttle.acquire(Key::ALL));
+                let counted = std::future::poll_fn(|cx| {
+                    polls.fetch_add(1, Ordering::Relaxed);
+                    wait.as_mut().poll(cx)
+                });
+                counted.await.unwrap().answered(&Signal::default());
+            })
+        })
+        .collect();
+    for call in calls {
+        soon(call).await.unwrap();
+    }
+    let polls = polls.load(Ordering::Relaxed);
+    // One when it joins, one when its turn has come.
+    assert!(polls <= 2 * CALLS + 2, "{polls} polls for {CALLS} turns");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_by_hand_holds_even_one_without_a_pace() {
+    let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
+    let throttle = layer.throttle();
+    throttle.hold_until(Key::ALL, now() + ms(2000));
+    throttle.hold_until(Key::ALL, now() + ms(1000));
+    let start = now();
+    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
+    assert!((2000..=2002).contains(&(now() - start).as_millis()));
+}

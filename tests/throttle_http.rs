@@ -1,0 +1,73 @@
+//! Real HTTP: layers that know nothing of each other share a bucket that none of them was told of.
+#![cfg(feature = "reqwest-middleware")]
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use http::Response;
+use reqwest_middleware::ClientBuilder;
+use tollgate::AdaptiveThrottleLayer;
+use tower::{Service, ServiceBuilder, ServiceExt};
+use upstream::Upstream;
+
+/// A token bucket that refills `rate` tokens a second and says how many are left.
+fn bucket(capacity: f64, rate: f64) -> Upstream {
+    let mut tokens = capacity;
+    let mut last = None;
+    let take = Mutex::new(move || {
+        let now = Instant::now();
+        let since = now - last.replace(now).unwrap_or(now);
+        tokens = capacity.min(tokens + since.as_secs_f64() * rate);
+        let ok = tokens >= 1.0;
+        if ok {
+            tokens -= 1.0;
+        }
+        let response = Response::builder().status(if ok { 200 } else { 429 });
+        response.header("ratelimit-remaining", tokens as u64).body(String::new()).unwrap()
+    });
+    Upstream::open().script(move |_| Some((take.lock().unwrap())()))
+}
+
+/// Retrying callers of both ecosystems, each behind a layer of its own, all get through, and share what there is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_share_a_bucket() {
+    const CALLS: usize = 40;
+    let upstream = bucket(20.0, 50.0);
+    let url = reqwest::Url::parse(&upstream.url()).unwrap();
+    let layer = || {
+        let builder = AdaptiveThrottleLayer::builder().max_wait(Duration::from_secs(60));
+        builder.build().unwrap().retrying()
+    };
+    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    let refused = Arc::new(Mutex::new(0));
+    let mut callers = Vec::new();
+    for _ in 0..2 {
+        let mut service = ServiceBuilder::new().layer(layer()).service(client.clone());
+        let (url, refused) = (url.clone(), Arc::clone(&refused));
+        callers.push(tokio::spawn(async move {
+            for _ in 0..CALLS {
+                let request = reqwest::Request::new(reqwest::Method::GET, url.clone());
+                let response = service.ready().await.unwrap().call(request).await.unwrap();
+                *refused.lock().unwrap() += usize::from(response.status() != 200);
+            }
+        }));
+    }
+    for _ in 0..2 {
+        let client = ClientBuilder::new(client.clone()).with(layer()).build();
+        let (url, refused) = (url.clone(), Arc::clone(&refused));
+        callers.push(tokio::spawn(async move {
+            for _ in 0..CALLS {
+                let response = client.get(url.clone()).send().await.unwrap();
+                *refused.lock().unwrap() += usize::from(response.status() != 200);
+            }
+        }));
+    }
+    for caller in callers {
+        caller.await.unwrap();
+    }
+    let log = upstream.log();
+    let sent = log.len();
+    println!("{} requests for {} calls", sent, 4 * CALLS);
+    assert_eq!(*refused.lock().unwrap(), 0, "each waited for its success");
+    assert!(sent < 6 * CALLS, "half as many again would be no pace at all: {sent}");
+}
