@@ -53,10 +53,11 @@ use trust::Trust;
 /// long interval falls faster than a short one, so that those whom chance refused catch up.
 ///
 /// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
-///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise.
+///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise; `n` grows by as much,
+///   so that no interval changes.
 /// - **A fixed window** is a bucket in disguise. It is one if the moment of its reset stays put while Remaining does not
 ///   rise. Half of the quota may go at once, the other half is kept for an even pace: `v` is Remaining less a straight line
-///   from half of the limit to 0 at the reset. Far below the line, what is left is spread evenly over what is left of the
+///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
 ///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace.
 /// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed; `m` takes over
 ///   at the interval that was reached.
@@ -150,6 +151,8 @@ const FIRST_GUESS: f64 = 5.0;
 const REFUSED: f64 = 2.0;
 /// What a refusal multiplies m by, where nothing says how much is left: less, because who is refused is chance.
 const REFUSED_BLIND: f64 = 1.4;
+/// The same where plenty is left.
+const REFUSED_SEEN: f64 = 1.3;
 /// The same where there is reason to think that m is near the truth.
 const REFUSED_NEAR: f64 = 1.2;
 /// Release of ln m for each token time, where Remaining is known, and where it is not.
@@ -163,8 +166,8 @@ const PAUSE: f64 = 2.5;
 const LONGEST_TICKET: f64 = 200.0;
 /// The weight of a new sample in an average.
 const WEIGHT: f64 = 0.2;
-/// Far below the line of a window n grows as if at a fifth of the bucket, when the fleet takes just what it may.
-const FAR_USE: f64 = 0.2;
+/// Below the line of a window n grows as if at a fifth of the bucket, when the fleet takes just what it may.
+const BELOW_USE: f64 = 0.2;
 /// The weight of a new interval in the average.
 const INTERVAL_WEIGHT: f64 = 0.05;
 /// If Remaining falls silent so many token times after a refusal, the pace that was reached is kept.
@@ -206,7 +209,7 @@ impl Fair {
     fn pace(&self, in_flight: usize) -> f64 {
         let share = self.level.map_or(0.0, |level| {
             let shortage = SHORTAGE * (SET_POINT - (level - in_flight as f64));
-            if self.scale.is_far {
+            if self.scale.is_below {
                 return (self.n + shortage.min(0.0)).max(0.0);
             }
             let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(SET_POINT + self.drain);
@@ -230,7 +233,12 @@ impl Fair {
             (true, false) => self.m = 0.0,
             _ => {}
         }
+        let token_time = self.scale.token_time;
         let level = self.scale.look(told, believed, now);
+        if self.scale.is_guess {
+            // A better guess changes no interval: those who guess differently stay equal.
+            self.n *= token_time / self.scale.token_time;
+        }
         match level {
             Some(_) => level,
             None if self.trust.is_silent() => None,
@@ -299,14 +307,14 @@ impl Pace for Fair {
         let mut used = 0.0;
         if let Some(level) = self.level {
             if let Some(before) = before
-                && (level > 0.0 || self.scale.is_far)
+                && (level > 0.0 || self.scale.is_below)
             {
                 let drain = before - level + since / self.scale.token_time;
                 let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
                 self.drain += WEIGHT * (drain - self.drain);
             }
-            used = if self.scale.is_far {
-                (FAR_USE * self.drain / self.n).min(1.0)
+            used = if self.scale.is_below {
+                (BELOW_USE * self.drain / self.n).min(1.0)
             } else {
                 (1.0 - level / (2.0 * SET_POINT)).clamp(0.0, 1.0)
             };
@@ -341,7 +349,7 @@ impl Pace for Fair {
                 }
                 Some(_) => {
                     let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
-                    self.m = REFUSED_NEAR * self.m.max(own);
+                    self.m = REFUSED_SEEN * self.m.max(own);
                 }
                 None => {
                     let factor = if self.passed_since_refusal >= 3 { REFUSED_NEAR } else { REFUSED_BLIND };

@@ -18,7 +18,7 @@ pub(super) struct Scale {
     /// Whether the token time is a guess.
     pub(super) is_guess: bool,
     /// Whether less is left of the window than an even pace would leave.
-    pub(super) is_far: bool,
+    pub(super) is_below: bool,
     kind: Kind,
     limit: Option<f64>,
     /// The length of the window as a header says it.
@@ -69,7 +69,7 @@ impl Default for Scale {
             token_time: GUESS,
             paced_time: GUESS,
             is_guess: true,
-            is_far: false,
+            is_below: false,
             kind: Kind::Unknown,
             limit: None,
             stated_window: None,
@@ -139,7 +139,7 @@ impl Scale {
         {
             return Some(self.line(remaining, limit, window, reset));
         }
-        self.is_far = false;
+        self.is_below = false;
         self.measure(told, remaining, now);
         Some(remaining)
     }
@@ -148,9 +148,9 @@ impl Scale {
     fn line(&mut self, remaining: f64, limit: f64, window: f64, reset: f64) -> f64 {
         let line = KEPT * limit * reset / window;
         let level = remaining - line;
-        self.is_far = level < -4.0 * SET_POINT;
+        self.is_below = level < 0.0;
         self.set(window / (KEPT * limit));
-        if level < 0.0 {
+        if self.is_below {
             self.paced_time = (reset / remaining.max(1.0)).clamp(self.token_time, LONGEST);
         }
         level
