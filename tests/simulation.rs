@@ -1,6 +1,6 @@
 //! The laboratory: it agrees with what was published, and the recommended pace reaches what it promises.
 
-use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, run, sweep, trace};
+use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, report, run, sweep, trace};
 
 fn scenario(name: &str) -> Scenario {
     let all = Scenarios::public().0;
@@ -88,6 +88,20 @@ fn seven_hours_of_everything_at_once() {
     let torture = &Scenarios::read(text).unwrap().0[0].1;
     let fair = run(torture, &Strategy::named("fair").unwrap(), 1).unwrap();
     assert!(fair.retry_pct_pooled < 5.0 && fair.util_pct > 80.0, "{fair:?}");
+}
+
+#[test]
+fn a_report_needs_nothing_else_and_shows_every_run() {
+    let scenarios: Vec<_> =
+        ["n2", "seed-clear", "light"].map(|name| (name.to_owned(), scenario(name))).into();
+    let strategies = ["fair", "blog-remaining"].map(|name| Strategy::named(name).unwrap());
+    let runs = sweep(&scenarios, &strategies, 1..=2, || {}).unwrap();
+    let page = report(&scenarios, &strategies, &runs, 1).unwrap();
+    assert_eq!(page.matches("<svg").count(), 3 * 2 * 4);
+    assert_eq!(page.matches("</svg>").count(), 3 * 2 * 4);
+    for outside in ["NaN", "inf\"", "http://", "https://", "<script", "src="] {
+        assert!(!page.contains(outside), "{outside}");
+    }
 }
 
 #[test]

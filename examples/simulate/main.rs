@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --features sim --example simulate
 //! cargo run --release --features sim --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
-//! cargo run --release --features sim --example simulate -- --file my-scenarios.json --json metrics.json
+//! cargo run --release --features sim --example simulate -- --file my-scenarios.json --report report.html
 //! ```
 
 mod mine;
@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use options::{Options, Usage};
-use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, sweep};
+use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, report, sweep};
 
 const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
@@ -28,6 +28,7 @@ Simulates fleets of clients against servers with limits, in virtual time.
                       blog-backoff-2, aimd, none, mine (see mine.rs); default: fair,blog-remaining
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
+  --report FILE       writes a page with table and charts (HTML that needs nothing else)
   --json FILE         writes the metrics of all runs, their means and deviations
 ";
 
@@ -63,7 +64,7 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
     let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
     let first = u64::from(options.number("--first-seed", 1, 0..=u32::MAX)?);
-    let json = options.find("--json");
+    let (json, page) = (options.find("--json"), options.find("--report"));
     options.finish()?;
 
     let bar = ProgressBar::new(scenarios.len() as u64 * strategies.len() as u64 * seeds);
@@ -73,8 +74,13 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
 
     print!("{}", table::table(&runs));
     println!("means of {seeds} seeds; the runs took {:.1?}", bar.elapsed());
+    let write =
+        |file: &str, text: String| std::fs::write(file, text).map_err(|error| format!("{file}: {error}"));
     if let Some(file) = json {
-        std::fs::write(&file, metrics(&runs).to_string()).map_err(|error| format!("{file}: {error}"))?;
+        write(&file, metrics(&runs).to_string())?;
+    }
+    if let Some(file) = page {
+        write(&file, report(&scenarios, &strategies, &runs, first)?)?;
     }
     Ok(())
 }

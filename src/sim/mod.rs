@@ -32,9 +32,11 @@
 //!
 //! What this does not do: sockets, threads, and the wakers of the gate. Those are tested where they are.
 
+mod chart;
 mod fleet;
 mod headers;
 mod metrics;
+mod report;
 mod scenario;
 mod server;
 mod strategy;
@@ -45,6 +47,7 @@ use std::fmt;
 
 use fleet::Fleet;
 pub use metrics::Metrics;
+pub use report::report;
 pub use scenario::{Background, Change, Group, Headers, Latency, Lie, Scenario, Scenarios, Server};
 pub use strategy::{Brief, Strategy};
 pub use sweep::{Runs, sweep};

@@ -1,0 +1,275 @@
+//! A report on runs: one file of HTML that needs nothing else.
+
+use std::fmt::Write;
+
+use super::chart::{Axis, Chart};
+use super::{Metrics, Runs, Scenario, Strategy, Trace, UnknownStrategy, trace};
+
+/// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
+/// means, and for each scenario what happened in the run of `seed`, strategy beside strategy on the same scales.
+///
+/// # Errors
+///
+/// [`UnknownStrategy`] where a group of a scenario names a strategy that does not come with tollgate.
+pub fn report(
+    scenarios: &[(String, Scenario)],
+    strategies: &[Strategy],
+    runs: &[Runs],
+    seed: u64,
+) -> Result<String, UnknownStrategy> {
+    let mut page = String::from(HEAD);
+    let seeds = runs.first().map_or(0, |runs| runs.runs.len());
+    let _ = write!(
+        page,
+        "<h1>How clients share a limit</h1>\n<p>{} scenarios, {} strategies, {seeds} seeds each. {}</p>\n",
+        scenarios.len(),
+        strategies.len(),
+        summary(strategies, runs)
+    );
+    page += &table(strategies, runs);
+    for (index, (name, scenario)) in scenarios.iter().enumerate() {
+        let runs = &runs[index * strategies.len()..][..strategies.len()];
+        let open = if index == 0 { " open" } else { "" };
+        let _ = write!(
+            page,
+            "<details{open} id=\"{0}\"><summary><b>{0}</b> {1}</summary>\n<div class=\"row\">\n",
+            escaped(name),
+            escaped(&sentence(scenario))
+        );
+        page += &charts(scenario, strategies, runs, seed)?;
+        page += "</div></details>\n";
+    }
+    page += "</main></body></html>\n";
+    Ok(page)
+}
+
+/// In how many scenarios the first strategy does better than each other.
+fn summary(strategies: &[Strategy], runs: &[Runs]) -> String {
+    let Some((first, others)) = strategies.split_first() else { return String::new() };
+    let mut text = String::new();
+    for (index, other) in others.iter().enumerate() {
+        let wins = |of: fn(&Metrics) -> f64| {
+            let pairs = runs.chunks(strategies.len());
+            pairs.filter(|runs| of(&runs[0].mean()) < of(&runs[index + 1].mean())).count()
+        };
+        let _ = write!(
+            text,
+            "Against <b>{}</b>, <b>{}</b> is refused less often in {}, waits less at longest in {}, and is more even in \
+             {} of them. ",
+            escaped(other.name()),
+            escaped(first.name()),
+            wins(|mean| mean.retry_pct),
+            wins(|mean| mean.max_wait),
+            wins(|mean| -mean.jain)
+        );
+    }
+    text
+}
+
+/// A column of the table: its head, its value, its digits, and whether less is better.
+type Column = (&'static str, fn(&Metrics) -> Option<f64>, usize, bool);
+
+const COLUMNS: [Column; 8] = [
+    ("refused, %", |mean| Some(mean.retry_pct), 2, true),
+    ("longest sleep, s", |mean| Some(mean.max_sleep), 1, true),
+    ("longest wait, s", |mean| Some(mean.max_wait), 1, true),
+    ("p99 wait, s", |mean| Some(mean.p99_wait), 1, true),
+    ("stdev, requests", |mean| Some(mean.stdev), 1, true),
+    ("Jain index", |mean| Some(mean.jain), 3, false),
+    ("used, %", |mean| Some(mean.util_pct), 1, false),
+    ("cleared, s", |mean| mean.clear, 1, true),
+];
+
+fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
+    let heads: String = COLUMNS.iter().map(|column| format!("<th>{}</th>", column.0)).collect();
+    let mut table =
+        format!("<table><thead><tr><th>scenario</th><th>strategy</th>{heads}</tr></thead><tbody>\n");
+    for group in runs.chunks(strategies.len().max(1)) {
+        let means: Vec<Metrics> = group.iter().map(Runs::mean).collect();
+        for (row, runs) in group.iter().enumerate() {
+            let name = escaped(&runs.scenario);
+            let name = if row == 0 { format!("<a href=\"#{name}\">{name}</a>") } else { String::new() };
+            let class = if row == 0 { " class=\"first\"" } else { "" };
+            let _ = write!(table, "<tr{class}><td>{name}</td><td>{}</td>", escaped(&runs.strategy));
+            for (_, of, digits, less) in COLUMNS {
+                let Some(value) = of(&means[row]) else {
+                    table += "<td></td>";
+                    continue;
+                };
+                let sign = if less { 1.0 } else { -1.0 };
+                let best =
+                    means.iter().filter_map(of).map(|value| sign * value).fold(f64::INFINITY, f64::min);
+                let class = if sign * value <= best && means.len() > 1 { " class=\"best\"" } else { "" };
+                let _ = write!(table, "<td{class}>{value:.digits$}</td>");
+            }
+            table += "</tr>\n";
+        }
+    }
+    table + "</tbody></table>\n"
+}
+
+/// What the scenario is, in a few words.
+fn sentence(scenario: &Scenario) -> String {
+    let callers: usize = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
+    let processes: usize = scenario.fleet.iter().map(|group| group.procs).sum();
+    let server = match &scenario.server {
+        super::Server::Bucket { cap, refill, start, .. } => {
+            format!("a bucket of {cap}, {start} at the start, refilled by {refill:.3} per second")
+        }
+        super::Server::Fixed { limit, window, .. } => format!("{limit} in each window of {window} s"),
+        super::Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
+        super::Server::Dual { .. } => "two limits at once".into(),
+    };
+    let lie = scenario.headers.lie.map_or(String::new(), |lie| format!(", and headers that are {lie:?}"));
+    format!("{callers} callers in {processes} processes, {server}{lie}")
+}
+
+/// How many steps of time a chart has.
+const STEPS: usize = 200;
+
+/// What happened in each step of time of one run.
+struct Steps {
+    width: f64,
+    /// The longest that a request was held back, of those that left.
+    held: Vec<(f64, f64)>,
+    left: Vec<(f64, f64)>,
+    accepted: Vec<f64>,
+    refused: Vec<f64>,
+    /// Of each caller: accepted, refused.
+    callers: Vec<(f64, f64)>,
+}
+
+impl Steps {
+    fn of(trace: &Trace, end: f64, callers: usize) -> Self {
+        let width = end / STEPS as f64;
+        let step = |at: f64| ((at / width) as usize).min(STEPS - 1);
+        let middle = |index: usize| (index as f64 + 0.5) * width;
+        let mut longest = vec![None::<f64>; STEPS];
+        for (at, _, held) in &trace.held {
+            let longest = &mut longest[step(*at)];
+            *longest = Some(longest.map_or(*held, |longest| longest.max(*held)));
+        }
+        let mut left = vec![None; STEPS];
+        let (mut accepted, mut refused) = (vec![0.0; STEPS], vec![0.0; STEPS]);
+        let mut each = vec![(0.0, 0.0); callers];
+        for (at, caller, ok, remaining) in &trace.judged {
+            left[step(*at)] = Some(*remaining);
+            let (of_time, of_caller) = match ok {
+                true => (&mut accepted, &mut each[*caller].0),
+                false => (&mut refused, &mut each[*caller].1),
+            };
+            of_time[step(*at)] += 1.0;
+            *of_caller += 1.0;
+        }
+        let known = |values: Vec<Option<f64>>| {
+            let values = values.into_iter().enumerate();
+            values.filter_map(|(index, value)| Some((middle(index), value?))).collect()
+        };
+        Steps { width, held: known(longest), left: known(left), accepted, refused, callers: each }
+    }
+}
+
+fn charts(
+    scenario: &Scenario,
+    strategies: &[Strategy],
+    runs: &[Runs],
+    seed: u64,
+) -> Result<String, UnknownStrategy> {
+    let callers = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
+    let traces = strategies.iter().map(|strategy| trace(scenario, strategy, seed));
+    let traces = traces.collect::<Result<Vec<_>, _>>()?;
+    // A run that ends when all have stopped is drawn up to there.
+    let cleared = traces.iter().map(|(metrics, _)| metrics.clear).collect::<Option<Vec<f64>>>();
+    let end = cleared.map_or(scenario.duration, |clear| clear.into_iter().fold(1.0, f64::max));
+    let all: Vec<Steps> = traces.iter().map(|(_, trace)| Steps::of(trace, end, callers)).collect();
+
+    let highest = |of: &dyn Fn(&Steps) -> f64| all.iter().map(of).fold(1.0, f64::max);
+    let top = |points: &[(f64, f64)]| points.iter().map(|point| point.1).fold(0.0, f64::max);
+    let held = Axis::up_to(highest(&|steps| top(&steps.held)));
+    let left = Axis::up_to(highest(&|steps| top(&steps.left)));
+    let sums = |steps: &Steps| {
+        let sums = steps.accepted.iter().zip(&steps.refused).map(|(accepted, refused)| accepted + refused);
+        sums.fold(0.0, f64::max)
+    };
+    let sent = Axis::up_to(highest(&sums));
+    let each = Axis::up_to(highest(&|steps| steps.callers.iter().map(|(a, r)| a + r).fold(0.0, f64::max)));
+    let mut html = String::new();
+    for ((strategy, steps), runs) in strategies.iter().zip(&all).zip(runs) {
+        let mean = runs.mean();
+        let _ = write!(
+            html,
+            "<section><h2>{}</h2><p>{:.2} % refused, longest wait {:.1} s</p>",
+            escaped(strategy.name()),
+            mean.retry_pct,
+            mean.max_wait
+        );
+        let time = Axis::time(end);
+        let stacked = |low: &[f64], high: &[f64]| -> Vec<(f64, f64, f64)> {
+            let both = low.iter().zip(high).enumerate();
+            both.map(|(index, (low, high))| (index as f64 * steps.width, *low, low + high)).collect()
+        };
+        let none = vec![0.0; STEPS];
+        let of_caller = |from: fn(&(f64, f64)) -> f64, to: fn(&(f64, f64)) -> f64| -> Vec<(f64, f64, f64)> {
+            let callers = steps.callers.iter().enumerate();
+            callers.map(|(index, counts)| (index as f64, from(counts), to(counts))).collect()
+        };
+        let share = steps.callers.iter().map(|(accepted, _)| accepted).sum::<f64>() / callers.max(1) as f64;
+        let title = format!("Requests sent in each {:.0} s, refused in red", steps.width.max(1.0));
+        let charts = [
+            Chart::new(
+                "Held back before a request, the longest of each moment",
+                "seconds",
+                time.clone(),
+                held.clone(),
+            )
+            .area(&steps.held, PALE)
+            .line(&steps.held, BLUE),
+            Chart::new("Left on the server", "tokens", time.clone(), left.clone()).line(&steps.left, BLUE),
+            Chart::new(title, "requests", time, sent.clone())
+                .bars(&stacked(&none, &steps.accepted), steps.width, GREY)
+                .bars(&stacked(&steps.accepted, &steps.refused), steps.width, RED),
+            Chart::new(
+                "Requests of each client, refused in red",
+                "requests",
+                Axis::clients(callers),
+                each.clone(),
+            )
+            .bars(&of_caller(|_| 0.0, |counts| counts.0), 1.0, GREY)
+            .bars(&of_caller(|counts| counts.0, |counts| counts.0 + counts.1), 1.0, RED)
+            .level(share, "an equal share"),
+        ];
+        charts.iter().for_each(|chart| html += &chart.svg());
+        html += "</section>\n";
+    }
+    Ok(html)
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+const BLUE: &str = "#1f5fa8";
+const PALE: &str = "#cfe0f3";
+const GREY: &str = "#a9b4c0";
+const RED: &str = "#c62f2f";
+
+const HEAD: &str = r#"<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>How clients share a limit</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 }
+main { max-width: 1480px; margin: 0 auto; padding: 24px }
+h1 { font-size: 26px; margin: 0 0 4px } h2 { font-size: 17px; margin: 0 }
+section p { margin: 0 0 6px; color: #55606c }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 16px 0 28px }
+th, td { padding: 3px 10px; text-align: right; white-space: nowrap } th { border-bottom: 2px solid #1c2733 }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left } tr.first td { border-top: 1px solid #d9dfe5 }
+td.best { font-weight: 600; color: #17692f } a { color: inherit }
+details { border-top: 1px solid #d9dfe5; padding: 10px 0 } summary { cursor: pointer }
+.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 22px; padding: 12px 0 }
+svg { width: 100%; max-width: 640px; display: block; margin: 0 0 8px } svg text { font: 10px system-ui, sans-serif; fill: #3a4651 }
+svg .title { font-size: 11px; font-weight: 600 } svg .unit, svg .name { fill: #6a7681 }
+svg .name { paint-order: stroke; stroke: #fff; stroke-width: 3px }
+svg .grid { stroke: #e6eaee } svg .axis { stroke: #6a7681 }
+</style></head><body><main>
+"#;
