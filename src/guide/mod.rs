@@ -21,6 +21,9 @@ pub mod learning {}
 #[doc = include_str!("many_processes.md")]
 pub mod many_processes {}
 
+#[doc = include_str!("pace.md")]
+pub mod pace {}
+
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("redis_format.md")]

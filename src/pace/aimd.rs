@@ -1,6 +1,6 @@
 //! Additive increase, multiplicative decrease.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Dice, Pace, Pause, Reply, Traffic, seconds, span};
 
@@ -9,9 +9,9 @@ use super::{Dice, Pace, Pause, Reply, Traffic, seconds, span};
 /// # How it works
 ///
 /// Its state is a rate, in requests per second. There is none at first: nothing is held back before the first refusal.
-/// That one sets the rate to half of what was sent per second up to it, at most [`START`](Self::START). Then:
+/// That one sets the rate to half of what was sent per second up to it, at most 10. Then:
 ///
-/// - each answer that is no refusal: `rate += RISE x time since the last answer`, but for no more than one interval and
+/// - each answer that is no refusal: `rate += rise x time since the last answer`, but for no more than one interval and
 ///   a minute, so that a rest earns nothing;
 /// - a refusal of a request that left after the last cut: `rate /= 2`, and a pause of one to two intervals.
 ///
@@ -19,16 +19,18 @@ use super::{Dice, Pace, Pause, Reply, Traffic, seconds, span};
 ///
 /// # Constants
 ///
-/// The rise of 0.05 requests per second each second takes ten clients from nothing to one request per second and client
-/// in 20 s: slow enough that refusals stay at some per cent, quick enough to find capacity that came back. Halving is what
-/// TCP does; less lets those who came first keep what they have.
+/// The rise is such that one client alone needs an hour from nothing to the whole limit: six times as fast, more than twice
+/// as many requests are refused. Where the limit is not known, it is 0.0003 requests per second each second. Halving is what TCP does; less lets those who came first keep what they have.
 ///
 /// # What it is bad at
 ///
-/// It needs refusals to know where the limit is, 3 to 4 % of all requests with ten clients; and whom they hit is chance,
-/// so shares are even only over hours. It does not read what is left. [`Fair`](super::Fair) needs neither.
-#[derive(Clone, Debug, Default)]
+/// It needs refusals to know where the limit is: 6 % of all requests with ten clients, a third with fifty. It takes an hour to
+/// find capacity that came back. And it does not read what is left. Its shares are even, because who is faster is refused
+/// more often. [`Fair`](super::Fair) needs next to no refusals.
+#[derive(Clone, Debug)]
 pub struct Aimd {
+    /// Requests per second, each second.
+    rise: f64,
     /// Requests per second.
     rate: Option<f64>,
     first_sent: Option<Instant>,
@@ -37,19 +39,33 @@ pub struct Aimd {
     last_cut: Option<Instant>,
 }
 
-impl Aimd {
-    /// The highest rate after the first refusal, in requests per second.
-    pub const START: f64 = 10.0;
-    /// By how much the rate rises each second, in requests per second.
-    pub const RISE: f64 = 0.05;
-    /// The lowest rate: a request in five minutes.
-    pub const LOWEST: f64 = 1.0 / 300.0;
+impl Default for Aimd {
+    fn default() -> Self {
+        Aimd { rise: RISE, rate: None, first_sent: None, sent: 0.0, last_answer: None, last_cut: None }
+    }
+}
 
+impl Aimd {
     /// Without a rate up to the first refusal.
     pub fn new() -> Self {
         Aimd::default()
     }
+
+    /// What is known of the limit: so many requests in a window.
+    pub fn limit(self, limit: u32, window: Duration) -> Self {
+        let rate = f64::from(limit.max(1)) / window.as_secs_f64().max(1e-3);
+        Aimd { rise: rate / RISES_IN, ..self }
+    }
 }
+
+/// The highest rate after the first refusal, in requests per second.
+const START: f64 = 10.0;
+/// The lowest rate: a request in five minutes.
+const LOWEST: f64 = 1.0 / 300.0;
+/// In so many seconds one client alone rises from nothing to the whole limit.
+const RISES_IN: f64 = 3600.0;
+/// By how much the rate rises each second, where the limit is not known.
+const RISE: f64 = 0.0003;
 
 impl Pace for Aimd {
     fn slot(&self, traffic: &Traffic) -> Option<Instant> {
@@ -64,7 +80,7 @@ impl Pace for Aimd {
     fn passed(&mut self, _: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let since = self.last_answer.replace(traffic.now).map_or(0.0, |last| seconds(last, traffic.now));
         if let Some(rate) = &mut self.rate {
-            *rate += Aimd::RISE * since.min(1.0 / *rate).min(60.0);
+            *rate += self.rise * since.min(1.0 / *rate).min(60.0);
         }
     }
 
@@ -76,10 +92,10 @@ impl Pace for Aimd {
             Some(rate) => rate,
             None => {
                 let span = self.first_sent.map_or(0.0, |first| seconds(first, traffic.now)).max(0.1);
-                (self.sent / span / 2.0).min(Aimd::START)
+                (self.sent / span / 2.0).min(START)
             }
         };
-        let rate = rate.max(Aimd::LOWEST);
+        let rate = rate.max(LOWEST);
         if is_new {
             self.last_cut = Some(traffic.now);
         }

@@ -3,13 +3,14 @@
 //! A pace is pure: it asks no clock, rolls no dice of its own, waits for nothing. It is told what happens (a call comes,
 //! a request leaves, an answer is there), each time with the moment and with [`Dice`], and it tells from when the next
 //! request may leave. The gate keeps the line, the requests in flight and the hold. So a pace can be
-//! judged in a simulation (feature `sim`) that runs in virtual time, and what was judged is what runs.
+//! judged in a simulation (feature `sim`) that runs in virtual time, and what was judged is what runs. How they do is on
+//! a [page of the guide](crate::guide::pace).
 //!
 //! | pace | follows | good at | bad at |
 //! |---|---|---|---|
 //! | [`Fair`] | what is left, refusals, hints | fair shares without coordination, next to no refusals | hundreds of clients on an empty bucket |
-//! | [`Aimd`] | refusals | servers that tell nothing | even shares; needs refusals to stay put |
-//! | [`Remaining`] | what is left, refusals | the best of the published four | as [`Aimd`] |
+//! | [`Aimd`] | refusals | even shares where servers tell nothing | needs refusals to stay put; finds capacity slowly |
+//! | [`Remaining`] | what is left, refusals | the best of the published four | needs refusals to stay put; chance decides who waits |
 //! | [`Proportional`] | refusals | few refusals | emptying a full bucket: it is slow to let go |
 //! | [`Gradual`] | refusals | simple | half of its requests are refused |
 //! | [`Backoff`] | refusals | what everybody writes first | two thirds and more are refused |

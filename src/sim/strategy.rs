@@ -58,7 +58,7 @@ impl Strategy {
             }),
             Strategy::new("blog-backoff", |brief| told!(brief, Backoff::new())),
             Strategy::new("blog-backoff-2", |brief| told!(brief, Backoff::new().multiplier(2.0))),
-            Strategy::new("aimd", |_| Aimd::new()),
+            Strategy::new("aimd", |brief| told!(brief, Aimd::new())),
             Strategy::new("none", |_| Unpaced),
         ]
     }
