@@ -120,7 +120,9 @@ proptest! {
         answers in prop::collection::vec(answer(), 1..40),
     ) {
         replay(pace, &answers, |before, after, answer, _| {
-            let most = if answer.refused { (before.n * REFUSED).max(FIRST_GUESS) } else { before.n * GROWTH.exp() };
+            // What was learned in silence becomes n when Remaining first speaks.
+            let n = if before.level.is_none() { before.n.max(before.m) } else { before.n };
+            let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
             // A better guess of the token time changes the unit, not the interval.
             let unit = if after.scale.is_guess { before.scale.token_time / after.scale.token_time } else { 1.0 };
             prop_assert!(after.n <= most * unit * (1.0 + 1e-9), "{} -> {}", before.n, after.n);

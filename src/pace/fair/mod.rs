@@ -60,7 +60,8 @@ use trust::Trust;
 ///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
 ///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace.
 /// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed; `m` takes over
-///   at the interval that was reached.
+///   at the interval that was reached. Where it speaks for the first time only after refusals that were silent, what `m`
+///   has learned becomes `n`.
 ///
 /// # Constants
 ///
@@ -231,6 +232,11 @@ impl Fair {
                 }
             }
             (true, false) => self.m = 0.0,
+            (false, false) if believed.is_some() && self.level.is_none() => {
+                // It speaks for the first time: what was learned before it did was about n.
+                self.n = self.n.max(self.m);
+                self.m = 0.0;
+            }
             _ => {}
         }
         let token_time = self.scale.token_time;
