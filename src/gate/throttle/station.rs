@@ -59,6 +59,12 @@ impl Station {
             return Joined::Over(over);
         }
         let number = self.line.join(now);
+        if self.waiters.is_empty()
+            && let Some(flight) = self.line.depart(now)
+        {
+            // Nobody else waits, so it is this one.
+            return Joined::Leaves(flight);
+        }
         self.wait(number, latest);
         self.tend(now, Some(number), wakers);
         if let Some(flight) = self.collect(number) {
