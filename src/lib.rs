@@ -194,8 +194,7 @@ pub use edge::retry::{AsError, RetryLimited};
 pub use edge::throttle::{AdaptiveThrottle, CloneRequest, RetryingThrottle, ThrottledFuture};
 pub use edge::tower::{RateLimit, ResponseFuture};
 pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
-pub use gate::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
-pub use gate::{Acquire, Limiter, OnStoreError, Peek, Permit, Throttle, ThrottlePermit};
+pub use gate::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit, Throttle, ThrottlePermit};
 pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
 pub use layer::{
     AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer, RetryingThrottleLayer,

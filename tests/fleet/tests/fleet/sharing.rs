@@ -73,7 +73,8 @@ fn one_a_second_by_10_processes() {
     let cost = cost(&reports);
     println!("1/1s, 10 processes: {} calls in 10 s; when all stand in line {cost}", log.len());
     assert!(log.len() >= 9, "{} calls in 10 s", log.len());
-    assert!(cost.per_grant() <= 2.0, "{cost}");
+    // One whose permit died on a busy machine asks again.
+    assert!(cost.calls <= 2 * cost.grants + 2, "{cost}");
     assert_in_order(&reports);
 }
 
