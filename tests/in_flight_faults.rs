@@ -310,7 +310,8 @@ async fn shutdown_does_not_wait_for_what_others_say_meanwhile() {
     let client = redis::Client::open(server.url()).unwrap();
     let inner = client.get_multiplexed_async_connection().await.unwrap();
     let odd = Odd { takes: millis(20), inner, next: Arc::default() };
-    let store = Arc::new(RedisStore::with_connection(odd).build().unwrap());
+    let store = RedisStore::with_connection(odd).store_timeout(millis(3000)).build().unwrap();
+    let store = Arc::new(store);
     let build =
         || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
     let (leaves, stays) = (build(), build());
