@@ -6,9 +6,10 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::limiter::{Gate, Limiter, Settings};
+use super::limiter::{Gate, Limiter};
 use super::line::{Desk, Learn, Line, is_any_uncertain, is_of_use};
 use super::queue::{Number, Wakers};
+use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;

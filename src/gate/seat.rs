@@ -5,9 +5,10 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::flight::{Flight, Seated, Unseated};
-use super::limiter::{Gate, Limiter, OnStoreError, Reached, Settings, report, told};
+use super::limiter::{Gate, Limiter, Reached, report, told};
 use super::line::next_number;
 use super::queue::{Number, Wakers};
+use super::settings::{OnStoreError, Settings};
 use super::slot::Patience;
 use crate::clock;
 use crate::error::{Limited, Reason};

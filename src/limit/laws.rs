@@ -9,6 +9,7 @@ use proptest::sample::select;
 
 use super::window::Window;
 use super::*;
+use crate::quota::Quota;
 
 const SLACK: Micros = 10_000;
 const GUARD: Micros = 20_000;

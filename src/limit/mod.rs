@@ -25,6 +25,7 @@ mod pool;
 mod rule;
 mod seats;
 mod strangers;
+mod terms;
 mod window;
 
 use std::cmp::Ordering;
@@ -32,11 +33,12 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::quota::{Limit, Quota};
+use crate::quota::Limit;
 use account::Account;
 use pool::Pool;
 use rule::Rule;
 pub(crate) use seats::{Claimed, Seats, Told};
+pub use terms::Terms;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
@@ -55,42 +57,6 @@ pub(crate) fn micros_up(span: Duration) -> Micros {
 /// A span in microseconds, rounded down.
 pub(crate) fn micros_down(span: Duration) -> Micros {
     u64::try_from(span.as_micros()).unwrap_or(u64::MAX / 4).min(u64::MAX / 4)
-}
-
-/// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Terms {
-    quota: Quota,
-    transit_slack: Duration,
-    boundary_slack: Duration,
-}
-
-impl Terms {
-    /// `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
-    /// windows (`boundary_slack`).
-    pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
-        Terms { quota, transit_slack, boundary_slack }
-    }
-
-    /// Nothing is asserted.
-    pub(crate) fn none() -> Self {
-        Terms::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
-    }
-
-    /// What is allowed.
-    pub fn quota(&self) -> &Quota {
-        &self.quota
-    }
-
-    /// How much later than its deadline a permit may arrive at the upstream.
-    pub fn transit_slack(&self) -> Duration {
-        self.transit_slack
-    }
-
-    /// How long before and after the boundary of a fixed window nothing is sent.
-    pub fn boundary_slack(&self) -> Duration {
-        self.boundary_slack
-    }
 }
 
 /// Permits of one slot: each unit usable once, from `slot` to its deadline.
@@ -163,11 +129,11 @@ impl Ledger {
     pub(crate) fn advance(&mut self, terms: &Terms, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
-        self.transit_slack = micros_up(terms.transit_slack);
+        self.transit_slack = micros_up(terms.transit_slack());
         for account in &mut self.accounts {
             account.advance(now);
         }
-        for limit in terms.quota.limits() {
+        for limit in terms.quota().limits() {
             match self.accounts.iter_mut().find(|account| account.limit == *limit) {
                 // Half a window may go unrecorded, so that a refusal need not change the state.
                 Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
@@ -175,12 +141,12 @@ impl Ledger {
                 }
                 Some(_) => {}
                 None => {
-                    let rule = self.rule_for(*limit, micros_up(terms.boundary_slack), now);
+                    let rule = self.rule_for(*limit, micros_up(terms.boundary_slack()), now);
                     self.accounts.push(Account::new(*limit, rule, now));
                 }
             }
         }
-        if self.accounts.len() > terms.quota.limits().len() {
+        if self.accounts.len() > terms.quota().limits().len() {
             self.accounts.retain(|account| {
                 let window = micros_up(account.limit.window());
                 let stale = window.saturating_mul(5) / 2 + 1_000_000;

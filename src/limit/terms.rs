@@ -1,0 +1,41 @@
+//! What a caller asserts.
+
+use std::time::Duration;
+
+use crate::quota::Quota;
+
+/// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Terms {
+    quota: Quota,
+    transit_slack: Duration,
+    boundary_slack: Duration,
+}
+
+impl Terms {
+    /// `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
+    /// windows (`boundary_slack`).
+    pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
+        Terms { quota, transit_slack, boundary_slack }
+    }
+
+    /// Nothing is asserted.
+    pub(crate) fn none() -> Self {
+        Terms::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
+    }
+
+    /// What is allowed.
+    pub fn quota(&self) -> &Quota {
+        &self.quota
+    }
+
+    /// How much later than its deadline a permit may arrive at the upstream.
+    pub fn transit_slack(&self) -> Duration {
+        self.transit_slack
+    }
+
+    /// How long before and after the boundary of a fixed window nothing is sent.
+    pub fn boundary_slack(&self) -> Duration {
+        self.boundary_slack
+    }
+}
