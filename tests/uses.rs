@@ -53,10 +53,10 @@ async fn three_processes_share_one_call_a_second() {
     let sent = count(&lines, ": answered") + count(&lines, ": failed: refused by the upstream");
     assert_eq!((sent, sent + count(&lines, ": refused: ")), (log.len(), 15), "{lines:#?}");
 
-    // Five jobs at once, and three seconds of patience: some must be refused. The last visitors come later than all.
+    // Fifteen calls, and three seconds of patience: some must be refused. Who starts first has most of the rest.
     let by_who = log.by_who();
-    assert!(by_who.contains_key("web") && by_who.contains_key("jobs"), "{by_who:?}");
-    assert!(lines.iter().any(|line| line.who == "jobs" && line.text.contains(": refused: ")), "{lines:#?}");
+    assert!(by_who.len() >= 2, "{by_who:?}");
+    assert!(lines.iter().any(|line| line.text.contains(": refused: ")), "{lines:#?}");
 
     for line in lines.iter().filter(|line| line.text.contains(": refused: ")) {
         let between = |from, to| ends(&line.text, from, to).unwrap_or_else(|| panic!("{line:?}"));
