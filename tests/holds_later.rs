@@ -11,12 +11,13 @@ use std::time::Duration;
 use counted::largest_count;
 use futures::FutureExt;
 use futures::future::join_all;
+use http::Response;
 use proptest::prelude::*;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::store::{
     Answer, Ask, Held, Lease, Left, Listener, MemoryStore, News, Store, StoreError, Terms, Unused, Usage,
 };
-use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -439,4 +440,35 @@ async fn all_of_the_limit_is_used_from_the_end_of_a_hold_on() {
         // One may have been fetched ahead.
         assert!((99..=100).contains(&first), "trips {trips:?}: {first}");
     }
+}
+
+/// What an upstream answers that states a limit of 40.
+fn answers(status: u16, remaining: u32, retry_after: Option<u32>) -> Signal {
+    let response = Response::builder().status(status).header("X-RateLimit-Limit", 40);
+    let response = response.header("X-RateLimit-Remaining", remaining).header("X-RateLimit-Reset", 50);
+    let wait = retry_after.into_iter();
+    let response = wait.fold(response, |response, wait| response.header("Retry-After", wait));
+    Signal::read(&response.body(()).unwrap())
+}
+
+/// Nobody waits for ever because the store is to be told something later.
+#[tokio::test(start_paused = true)]
+async fn who_comes_during_a_call_that_tells_of_others_is_asked_for() {
+    let (server, quota) = (Server::new(), Quota::new(40, 60 * SECOND));
+    let ours = process(Wire::new(&server, &[ms(50)]), quota, 30 * SECOND);
+    let theirs = process(Wire::new(&server, &[ms(1)]), quota, 30 * SECOND);
+    let [one, other] = [ours.acquire(key()).await.unwrap(), ours.acquire(key()).await.unwrap()];
+    one.answered(&answers(200, 38, None));
+    theirs.acquire(key()).await.unwrap().answered(&answers(429, 0, Some(0)));
+    sleep(ms(10)).await;
+    let start = Instant::now();
+    let mut waits: Vec<_> = (0..2).map(|_| Box::pin(ours.acquire(key()))).collect();
+    assert!(waits[0].as_mut().now_or_never().is_none());
+    sleep(ms(20)).await;
+    other.answered(&answers(200, 37, None));
+    assert!(waits[1].as_mut().now_or_never().is_none());
+    for waits in waits {
+        drop(waits.await.unwrap());
+    }
+    assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
 }

@@ -268,8 +268,10 @@ impl Line {
         let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
         let failed = answer.is_err();
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
-        let told = self.retell_hold(desk, wakers).or_else(|| self.pass_on(desk, wakers));
-        let errand = told.or(self.step(desk, None, wakers));
+        // Where the store is told again, the step hands out only; where it is asked, it hears the upstream's word as well.
+        let told = self.retell_hold(desk, wakers);
+        let asked = self.step(desk, None, wakers);
+        let errand = told.or(asked).or_else(|| self.pass_on(desk, wakers));
         self.close();
         if failed { errand.or_else(|| self.asks_again(desk.now)) } else { errand }
     }
