@@ -472,3 +472,54 @@ async fn who_comes_during_a_call_that_tells_of_others_is_asked_for() {
     }
     assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
 }
+
+/// How long each of these waits for its permit, and whether it gets it; `others` come `after` the first.
+async fn line_up(limiter: &Limiter, first: usize, after: Duration, others: usize) -> Vec<(Duration, bool)> {
+    let wait = |limiter: Limiter| async move {
+        let start = Instant::now();
+        let granted = limiter.acquire(key()).await.is_ok();
+        (start.elapsed(), granted)
+    };
+    let first: Vec<_> = (0..first).map(|_| tokio::spawn(wait(limiter.clone()))).collect();
+    sleep(after).await;
+    let others: Vec<_> = (0..others).map(|_| tokio::spawn(wait(limiter.clone()))).collect();
+    join_all(first.into_iter().chain(others)).await.into_iter().map(Result::unwrap).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_that_a_key_is_held_counts_as_a_wait() {
+    for later in [false, true] {
+        let store: Arc<dyn Store> =
+            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let limiter = process(store, Quota::per_second(1), 10 * SECOND);
+        limiter.hold_for(key(), 8 * SECOND).await.unwrap();
+        let waits = line_up(&limiter, 10, 7 * SECOND, 10).await;
+        let longest = waits.iter().map(|(waited, _)| *waited).max();
+        assert!(longest <= Some(10 * SECOND), "later: {later}: {waits:?}");
+        // What is too late for those who came first is for those who came later.
+        let granted: Vec<_> = waits.iter().map(|(_, granted)| *granted).collect();
+        let expected = [vec![true; 2], vec![false; 8], vec![true; 7], vec![false; 3]].concat();
+        assert_eq!(granted, expected, "later: {later}: {waits:?}");
+        assert!(waits.iter().all(|(waited, granted)| *granted || *waited < 8 * SECOND + ms(20)), "{waits:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_cannot_wait_is_told_when_a_hold_is_released() {
+    for later in [false, true] {
+        let store: Arc<dyn Store> =
+            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let limiter = process(store, Quota::new(1, 100 * SECOND), 20 * SECOND);
+        drop(limiter.acquire(key()).await.unwrap());
+        limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+        let by_hand = async {
+            sleep(ms(10)).await;
+            limiter.hold_for(key(), 15 * SECOND).await.unwrap();
+            sleep(SECOND).await;
+            limiter.release(key()).await.unwrap();
+        };
+        let (waits, ()) = tokio::join!(line_up(&limiter, 1, Duration::ZERO, 0), by_hand);
+        let [(waited, false)] = waits[..] else { panic!("the limit is used up: {waits:?}") };
+        assert!(waited < SECOND + ms(50), "later: {later}: told after {waited:?}");
+    }
+}

@@ -178,7 +178,7 @@ impl Line {
             return (Entered::Refused(Refusal { wait: Some(wait), limit: None }), None);
         }
         let number = next_number();
-        queue.wait(number, cost, patience, desk.now);
+        queue.wait(number, cost, patience, desk.now, held);
         let asked = if too_long.is_some() { self.inquire(desk, wakers) } else { None };
         let errand = asked.or_else(|| self.step(desk, Some(number), wakers));
         let entered = match self.collect(number) {
@@ -214,14 +214,14 @@ impl Line {
                 }
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
-                queue.wait(number, cost, patience, desk.now);
+                queue.wait(number, cost, patience, desk.now, None);
                 queue.answered([slot], None, desk.now, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
-                queue.wait(number, cost, patience, desk.now);
+                queue.wait(number, cost, patience, desk.now, None);
                 queue.asking(&[need], desk.now);
                 self.later = true;
                 (Entered::Waiting(number), Some(Errand::Call(call)))

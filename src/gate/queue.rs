@@ -101,11 +101,20 @@ impl Queue {
         self.latest
     }
 
-    /// One waits under its number: a new one, last in line, or one who was late and keeps its place.
-    pub(super) fn wait(&mut self, number: Number, cost: u32, patience: Patience, now: Instant) {
+    /// One waits under its number: a new one, last in line, or one who was late and keeps its place. Where the key is `held`
+    /// for so long, the store is asked then.
+    pub(super) fn wait(
+        &mut self,
+        number: Number,
+        cost: u32,
+        patience: Patience,
+        now: Instant,
+        held: Option<Duration>,
+    ) {
         let Patience { latest, by_deadline } = patience;
         let wake_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
-        let entered = self.paused_until.map_or(now, |until| until.max(now));
+        let asked_from = held.map_or(now, |left| clock::after(now, left));
+        let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
         let waiting = Waiting {
             patience,
             entered,
@@ -236,7 +245,9 @@ impl Queue {
             self.gathering = Gathering::NotYet;
         }
         for need in needs {
-            self.classes.entry(need.cost).or_default().asked = need.count as usize;
+            let class = self.classes.entry(need.cost).or_default();
+            class.asked = need.count as usize;
+            class.asked_at(now);
         }
     }
 

@@ -84,16 +84,17 @@ impl Line {
         if clock::after(desk.now, left) > patience.latest {
             return Some(Settled::Refused(Refusal { wait: Some(left), limit: None }));
         }
-        queue.wait(number, cost, patience, desk.now);
+        queue.wait(number, cost, patience, desk.now, Some(left));
         None
     }
 
     fn wait_again(&mut self, desk: &Desk<'_>, waiter: &mut Place, died: Slot) {
         waiter.turns += 1;
         self.lengthen_life(desk);
+        let held = self.held(desk.now);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
-        queue.wait(waiter.number, waiter.cost, waiter.patience, desk.now);
+        queue.wait(waiter.number, waiter.cost, waiter.patience, desk.now, held);
     }
 
     /// One who had its permit could not use it in time: it waits in its old place.

@@ -61,6 +61,13 @@ impl Class {
         self.booked += slot.count as usize;
     }
 
+    /// A call asks: a hold until after `now` was released.
+    pub(super) fn asked_at(&mut self, now: Instant) {
+        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
+            waiting.entered = waiting.entered.min(now);
+        }
+    }
+
     /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
     ///
     /// Ends the wait of those, and of whoever cannot wait for the slot that became its own. Who came later than
@@ -76,13 +83,14 @@ impl Class {
         let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
         let without = self.waiting.len().saturating_sub(self.booked);
         let newcomers = without.saturating_sub(ended);
-        if let Some(end) = end {
-            let ended = self.waiting.iter().rev().skip(newcomers).take(without - newcomers);
-            let asked_for = ended.filter(|(number, waiting)| {
-                refused_at.is_none_or(|(at, last)| waiting.entered <= at && **number <= last)
-            });
-            leaving.extend(asked_for.map(|(&number, _)| (number, end.again())));
-        }
+        let last = self.waiting.iter().rev().skip(newcomers).take(without - newcomers);
+        // The last first, and whether it was asked for.
+        let unlucky: SmallVec<[(Number, bool); 4]> = last
+            .map(|(&number, waiting)| {
+                let asked = refused_at.is_none_or(|(at, last)| waiting.entered <= at && number <= last);
+                (number, asked)
+            })
+            .collect();
         // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
         for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
             let asking = now.saturating_duration_since(waiting.entered);
@@ -99,14 +107,24 @@ impl Class {
         let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
         let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
         // Timers of one tick fire in the order in which they were set.
-        for ((&number, waiting), &slot) in newly.zip(theirs.iter().rev()) {
+        // What is too late for one is for the next.
+        let mut theirs = theirs.iter().rev().peekable();
+        for (&number, waiting) in newly {
+            let Some(&&slot) = theirs.peek() else { break };
             if slot > waiting.patience.latest {
                 let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
                 waiting.heard = true;
                 waiting.wake_at(slot);
+                theirs.next();
             }
+        }
+        if let Some(end) = end {
+            let unlucky = unlucky.iter().take(unlucky.len().saturating_sub(leaving.len()));
+            let asked = unlucky.filter(|(_, asked)| *asked).map(|&(number, _)| (number, end.again()));
+            let asked: SmallVec<[(Number, Settled); 2]> = asked.collect();
+            leaving.extend(asked);
         }
         let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
         leaving.into_iter().filter_map(take).collect()
