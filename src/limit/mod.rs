@@ -43,8 +43,8 @@ pub use terms::Terms;
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
 
-/// Permits live for at most so long, or a two-hundredth of the window: what was granted until then may be on its way.
-const LONGEST_WAY: Micros = 50_000;
+/// Permits live for at most so long, or a twentieth of the window: what was granted until then may have been used.
+const LONGEST_LIFE: Micros = 50_000;
 
 /// Limits whose open moments never meet, fixed windows with different guards for one, are not looked at for ever.
 const MOST_ROUNDS: usize = 1000;
@@ -215,7 +215,7 @@ impl Ledger {
         let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
             return;
         };
-        let sent = now + micros_up(left.limit.window()) / 200 + LONGEST_WAY + self.transit_slack;
+        let sent = now + LONGEST_LIFE.max(micros_up(left.limit.window()) / 20) + self.transit_slack;
         if account.see(left, now, sent, born) {
             while let Some(unused) = self.pool.pop_last() {
                 self.subtract(unused);

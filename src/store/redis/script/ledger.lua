@@ -137,7 +137,9 @@ local function seldom()
     if a.kind == BUCKET then return a.rule.see(a, ago, units) end
     local least, most
     if a.kind == WINDOW then
-      least, most = a.rule.more().used_until(a, S.now + math.floor(a.window / 200) + 50000 + S.slack)
+      local longest_life = math.floor(a.window / 20)
+      if longest_life < 50000 then longest_life = 50000 end
+      least, most = a.rule.more().used_until(a, S.now + longest_life + S.slack)
     else
       least = a.rule.used(a)
       most = least
