@@ -151,3 +151,23 @@ async fn what_is_left_after_a_restart_is_all_that_is_used() {
     pass(Duration::from_secs(1195)).await;
     assert_eq!(granted(&layer).await, 4987, "it started anew");
 }
+
+/// Of two quotas with the window of the limit, the one that counts the same is meant.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_minute(1000), Learn::Remaining, &store);
+    let says = |requests: u32, tokens: u32, reset: u32| {
+        let budgets = format!(r#""r";r={requests};t={reset}, "t";r={tokens};t={reset}"#);
+        let policies = r#""r";q=1000;w=60, "t";q=60000;w=60;qu="tokens""#;
+        Ok(stating(&[("RateLimit-Policy", policies), ("RateLimit", &budgets)]))
+    };
+    let service =
+        layer.layer(Upstream::answering([says(999, 800, 50), says(998, 700, 46), says(997, 600, 45)]));
+    for pause in [0, 4, 1] {
+        pass(Duration::from_secs(pause)).await;
+        service.clone().oneshot(get("/")).await.unwrap();
+    }
+    drop(layer.limiter().acquire(Key::ALL).await.unwrap());
+    assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
+}

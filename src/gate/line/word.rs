@@ -98,16 +98,22 @@ pub(in crate::gate) fn is_of_use(signal: &Signal) -> bool {
     signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
 }
 
-/// Whether it is this limit that is spoken of.
+/// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
+/// anything else is meant where it is as large.
 fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
     let count = match limit {
-        Limit::Bucket { capacity, .. } => return quota.limit() == Some(u64::from(capacity)),
+        Limit::Bucket { capacity, .. } => u64::from(capacity),
         _ => u64::from(limit.count()),
     };
-    match (quota.window(), quota.limit()) {
-        (Some(window), _) => window == limit.window() && quota.unit() != "percent",
-        (None, Some(stated)) => stated == count,
-        (None, None) => quota.name().is_none() && terms.quota().limits().len() == 1,
+    let is_as_large = quota.limit() == Some(count);
+    if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
+        return false;
+    }
+    match (limit, quota.window(), quota.limit()) {
+        (Limit::Bucket { .. }, ..) => is_as_large,
+        (_, Some(window), _) => window == limit.window(),
+        (_, None, Some(_)) => is_as_large,
+        (_, None, None) => quota.name().is_none() && terms.quota().limits().len() == 1,
     }
 }
 
