@@ -171,3 +171,21 @@ async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
     assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_a_smaller_quota_is_not_gone_of_the_limit() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_minute(1000), Learn::Remaining, &store);
+    let says = |all: u32, searches: u32, reset: u32| {
+        let budgets = format!(r#""all";r={all};t={reset}, "search";r={searches};t={reset}"#);
+        let policies = r#""all";q=1000;w=60, "search";q=10;w=60"#;
+        Ok(stating(&[("RateLimit-Policy", policies), ("RateLimit", &budgets)]))
+    };
+    let service = layer.layer(Upstream::answering([says(999, 9, 50), says(998, 8, 46), says(997, 7, 45)]));
+    for pause in [0, 4, 1] {
+        pass(Duration::from_secs(pause)).await;
+        service.clone().oneshot(get("/")).await.unwrap();
+    }
+    drop(layer.limiter().acquire(Key::ALL).await.unwrap());
+    assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
+}

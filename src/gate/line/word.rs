@@ -51,7 +51,7 @@ const LONGEST_REST: Duration = Duration::from_secs(1);
 
 impl Word {
     fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, now: Instant) {
-        let Some(left) = quota.remaining() else { return };
+        let Some(left) = left_of(limit, quota) else { return };
         if left == 0 {
             self.refused = self.refused.saturating_add(refused);
         }
@@ -98,6 +98,14 @@ pub(in crate::gate) fn is_of_use(signal: &Signal) -> bool {
     signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
 }
 
+/// What is left of a limit: all but what is gone of the quota. Of a smaller one, for some of the calls or for all, the rest
+/// is not gone.
+fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
+    let more = quota.limit().map_or(0, |stated| u64::from(limit.count()).saturating_sub(stated));
+    let more = if let Limit::Bucket { .. } = limit { 0 } else { more };
+    quota.remaining().map(|left| left.saturating_add(more))
+}
+
 /// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
 /// anything else is meant where it is as large.
 fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
@@ -128,9 +136,9 @@ impl Line {
     ) {
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
-            // Of several, the one with the least.
+            // Of several, the one of which the most is gone.
             let said = said.filter(|quota| quota.remaining().is_some());
-            let Some(quota) = said.min_by_key(|quota| quota.remaining()) else { continue };
+            let Some(quota) = said.min_by_key(|quota| left_of(*limit, quota)) else { continue };
             let words = self.words.get_or_insert_default();
             if words.of.len() <= index {
                 words.of.resize_with(index + 1, Word::default);
