@@ -104,10 +104,56 @@ async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
     service.clone().oneshot(get("/")).await.unwrap();
     assert_eq!(learned(&layer).await, [(sliding(5, 2), Some("default".into()))]);
     pass(Duration::from_secs(61)).await;
-    // Its answer says nothing of it; the next that states any limit, or its own time, ends it.
     let other = Upstream::answering([Ok(stating(&[("X-RateLimit-Remaining", "7")]))]);
     layer.layer(other).oneshot(get("/")).await.unwrap();
     assert_eq!(learned(&layer).await, []);
+}
+
+/// The line is in use all the time, by calls whose answers say nothing.
+#[tokio::test(start_paused = true)]
+async fn what_is_stated_no_more_is_forgotten_where_nothing_is_stated_any_more() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_minute(1000), Learn::Stricter, &store);
+    let policy = Ok(stating(&[("RateLimit-Policy", r#""default";q=1;w=2"#)]));
+    let upstream = Upstream::answering(std::iter::once(policy).chain((0..99).map(|_| Ok(stating(&[])))));
+    let service = layer.layer(upstream);
+    for _ in 0..24 {
+        service.clone().oneshot(get("/")).await.unwrap();
+        pass(Duration::from_secs(3)).await;
+    }
+    assert_eq!(learned(&layer).await, []);
+    assert!(granted(&layer).await > 900);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bucket_that_holds_more_than_is_stated_implies_nothing() {
+    let policy = [("RateLimit-Policy", r#""default";q=60;w=60"#)];
+    for (capacity, allowed) in [(60, 0), (1000, 1)] {
+        let quota = Quota::bucket(capacity).refill(60, Duration::from_secs(60));
+        let [taught, _] = taught(quota, Learn::Stricter, &policy).await;
+        assert_eq!(learned(&taught).await.len(), allowed, "{capacity}");
+        assert!(granted(&taught).await < 60, "{capacity}");
+    }
+}
+
+/// An answer that makes another limit hold is not told to the store as one of that.
+#[tokio::test(start_paused = true)]
+async fn what_was_said_of_another_limit_is_not_said_of_a_new_one() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layer = layer(Quota::per_minute(60), Learn::Stated, &store);
+    let refusal = [
+        ("RateLimit-Policy", r#""hourly";q=1000;w=3600"#),
+        ("X-RateLimit-Limit", "60"),
+        ("X-RateLimit-Remaining", "0"),
+        ("Retry-After", "0"),
+    ];
+    let (mut head, body) = stating(&refusal).into_parts();
+    head.status = http::StatusCode::TOO_MANY_REQUESTS;
+    let upstream = Upstream::answering([Ok(Response::from_parts(head, body))]);
+    layer.layer(upstream).oneshot(get("/")).await.unwrap();
+    assert_eq!(learned(&layer).await, [(sliding(1000, 3600), Some("hourly".into()))]);
+    let limits = layer.limiter().peek(Key::ALL).await.unwrap().limits;
+    assert!(limits.iter().all(|usage| usage.reserved == 0), "{limits:?}");
 }
 
 #[tokio::test(start_paused = true)]

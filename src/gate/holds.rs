@@ -191,7 +191,9 @@ impl Limiter {
             }
             if *learn != Learn::Nothing {
                 line.learn(*learn, terms, signal, desk);
-                line.upstream_said(desk.terms, signal, refused, now);
+                // It is said of the limits that hold from now on.
+                let learned = self.learned(line, now);
+                line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, now);
             }
             ((), None)
         });

@@ -126,9 +126,10 @@ impl Limiter {
     /// Dropping the future leaves what is on its way on its way.
     pub async fn shutdown(&self) -> Result<(), StoreError> {
         let Settings { store, terms, .. } = &self.0.settings;
+        let now = clock::now();
         self.0.lines.for_each(|key, line| {
             if let Some(unused) = line.clear() {
-                store.give_back(key, line.learned_terms().as_ref().unwrap_or(terms), &[unused]);
+                store.give_back(key, self.learned(line, now).as_ref().unwrap_or(terms), &[unused]);
             }
         });
         store.flush().arrives().await
@@ -281,9 +282,15 @@ impl Limiter {
         Desk { key, store, terms, now, max_waiting: *max_waiting, fails_open }
     }
 
+    /// What is allowed at a line, where that was learned.
+    pub(super) fn learned(&self, line: &mut Line, now: Instant) -> Option<Arc<Terms>> {
+        let Settings { terms, learn, .. } = &self.0.settings;
+        line.learned_terms(*learn, terms, now)
+    }
+
     /// What is allowed for `key`: what is configured, or what was learned.
     pub(super) fn terms(&self, key: Key) -> Arc<Terms> {
-        let learned = self.0.lines.find(key, |line| line.learned_terms()).flatten();
+        let learned = self.0.lines.find(key, |line| self.learned(line, clock::now())).flatten();
         learned.unwrap_or_else(|| self.0.settings.terms.clone())
     }
 
@@ -296,7 +303,7 @@ impl Limiter {
     ) -> Option<R> {
         let mut wakers = Wakers::default();
         let (done, errand) = self.0.lines.find(key, |line| {
-            let learned = line.learned_terms();
+            let learned = self.learned(line, now);
             act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
         })?;
         self.finish(key, now, errand, wakers);
@@ -313,11 +320,11 @@ impl Limiter {
         let mut wakers = Wakers::default();
         let open = || Line::new(now);
         let forgotten = |key, mut line: Line| {
-            let learned = line.learned_terms();
+            let learned = self.learned(&mut line, now);
             line.forgotten(&self.desk(key, now, learned.as_ref()));
         };
         let at_line = |line: &mut Line| {
-            let learned = line.learned_terms();
+            let learned = self.learned(line, now);
             act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
         };
         let (done, errand) = self.0.lines.enter(key, now, open, forgotten, at_line)?;

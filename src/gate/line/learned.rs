@@ -83,15 +83,28 @@ impl Learned {
     fn is_implied_by(&self, quota: &Quota) -> bool {
         let rate = |limit: &Limit| f64::from(limit.count()) / limit.window().as_secs_f64();
         quota.limits().iter().any(|limit| match limit {
-            Limit::Bucket { .. } => rate(limit) <= rate(&self.limit),
+            Limit::Bucket { capacity, .. } => {
+                *capacity <= self.limit.count() && rate(limit) <= rate(&self.limit)
+            }
             _ => limit.window() == self.limit.window() && limit.count() <= self.limit.count(),
         })
     }
 }
 
 impl Line {
-    /// What is allowed, where the upstream has stated it.
-    pub(in crate::gate) fn learned_terms(&self) -> Option<Arc<Terms>> {
+    /// What is allowed, where the upstream has stated it lately.
+    pub(in crate::gate) fn learned_terms(
+        &mut self,
+        learn: Learn,
+        configured: &Arc<Terms>,
+        now: Instant,
+    ) -> Option<Arc<Terms>> {
+        let lesson = self.lesson.as_ref()?;
+        if lesson.learned.iter().any(|learned| learned.until <= now) {
+            let mut learned = lesson.learned.clone();
+            learned.retain(|learned| learned.until > now);
+            self.set_learned(learn, configured, learned);
+        }
         self.lesson.as_ref().map(|lesson| lesson.terms.clone())
     }
 
@@ -133,8 +146,7 @@ impl Line {
             learned.iter().map(|learned| learned.limit).collect()
         };
         let known = self.lesson.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
-        let now = limits(&learned);
-        if now == known {
+        if limits(&learned) == known {
             if let Some(lesson) = &mut self.lesson {
                 lesson.learned = learned;
             }
@@ -143,12 +155,18 @@ impl Line {
         for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
             events::learned(desk.key, new.limit, new.name.as_deref());
         }
+        self.set_learned(learn, configured, learned);
+    }
+
+    fn set_learned(&mut self, learn: Learn, configured: &Terms, learned: SmallVec<[Learned; 1]>) {
+        let quota = configured.quota();
         // What was said of other limits is said again.
         self.words = None;
-        self.lesson = (!now.is_empty()).then(|| {
+        self.lesson = (!learned.is_empty()).then(|| {
             let base = if learn == Learn::Stricter { Some(*quota) } else { None };
             let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
-            let stated = now.iter().take(room).map(|limit| Quota::new(limit.count(), limit.window()));
+            let stated = learned.iter().take(room).map(|learned| learned.limit);
+            let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
             let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
             let in_flight = quota.most_in_flight().map(Quota::in_flight);
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
