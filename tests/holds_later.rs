@@ -523,3 +523,43 @@ async fn who_cannot_wait_is_told_when_a_hold_is_released() {
         assert!(waited < SECOND + ms(50), "later: {later}: told after {waited:?}");
     }
 }
+
+/// One waits in a runtime that is there and not driven any more; another in one that is. In real time.
+async fn beside_an_idle_runtime(
+    store: Arc<dyn Store>,
+    max_wait: Duration,
+) -> (Result<(), Limited>, Duration) {
+    let limiter = process(store, Quota::per_second(50), max_wait);
+    limiter.acquire(key()).await.unwrap().give_back();
+    limiter.hold_for(key(), ms(50)).await.unwrap();
+    let start = std::time::Instant::now();
+    let (first, idle) = tokio::task::spawn_blocking({
+        let mut first = Box::pin(limiter.acquire(key()));
+        move || {
+            let idle = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            idle.block_on(async { assert!(first.as_mut().now_or_never().is_none()) });
+            (first, idle)
+        }
+    })
+    .await
+    .unwrap();
+    let granted = limiter.acquire(key()).await.map(drop);
+    tokio::task::spawn_blocking(move || drop((first, idle))).await.unwrap();
+    (granted, start.elapsed())
+}
+
+#[tokio::test]
+async fn who_asks_after_a_hold_is_not_held_by_the_answer() {
+    let (granted, _) = beside_an_idle_runtime(Arc::new(MemoryStore::default()), ms(300)).await;
+    assert!(!granted.as_ref().is_err_and(is_held), "{granted:?}");
+}
+
+#[tokio::test]
+async fn the_end_of_a_hold_is_not_missed_because_a_runtime_is_idle() {
+    for later in [false, true] {
+        let store: Arc<dyn Store> =
+            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let (granted, waited) = beside_an_idle_runtime(store, 10 * SECOND).await;
+        assert!(granted.is_ok() && waited < 5 * SECOND, "later: {later}: {waited:?}, {granted:?}");
+    }
+}

@@ -122,7 +122,9 @@ impl Line {
             return;
         }
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(sent)));
-        let (least, most) = (clock::after(earliest, held.left), clock::after(latest, held.left));
+        let least = clock::after(earliest, held.left);
+        // What holds nothing has ended before, not when the answer came: who is being served asked the time earlier.
+        let most = if held.left.is_zero() { least } else { clock::after(latest, held.left) };
         if held.releases < hold.releases {
             return;
         }
