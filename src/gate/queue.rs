@@ -61,6 +61,8 @@ pub(super) struct Queue {
     /// When it was sent, and who was the last in line then.
     asked_at: Option<(Instant, Number)>,
     pub(super) gathering: Gathering,
+    /// Until when that takes.
+    gathers_until: Option<Instant>,
     /// Until when the store decides nothing.
     paused_until: Option<Instant>,
     /// Permits that nobody here can use; the store gets them with the next call.
@@ -112,15 +114,16 @@ impl Queue {
         held: Option<Duration>,
     ) {
         let Patience { latest, by_deadline } = patience;
-        let wake_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
+        let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
         let waiting = Waiting {
             patience,
             entered,
             heard: false,
-            gives_up_at: wake_at,
-            wake_at,
+            gives_up_at,
+            // The runtime of who was to ask when the hold ends may not run any more.
+            wake_at: held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER))),
             timer: None,
             waker: None,
         };
@@ -315,8 +318,18 @@ impl Queue {
         let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
         let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
-        self.gathering = Gathering::UnderWay;
+        self.gather_for(delay, now);
         if delay < SHORTEST_TIMER { Duration::ZERO } else { delay }
+    }
+
+    /// The next call waits for so long.
+    pub(super) fn gather_for(&mut self, delay: Duration, now: Instant) {
+        (self.gathering, self.gathers_until) = (Gathering::UnderWay, Some(clock::after(now, delay)));
+    }
+
+    /// Whether who was to end that is so late that it will not come: its runtime may not run any more.
+    pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
+        self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
     }
 
     /// How long the store still decides nothing, for one who cannot wait so long.

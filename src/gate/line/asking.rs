@@ -129,7 +129,7 @@ impl Line {
             if let Some(left) = held {
                 // What is booked when the hold ends is booked by what is known then.
                 if queue.gathering != Gathering::UnderWay {
-                    queue.gathering = Gathering::UnderWay;
+                    queue.gather_for(left, now);
                     errand = Some(Errand::Gather(left));
                 }
                 break;
@@ -137,8 +137,8 @@ impl Line {
             if self.later && !doubtful {
                 match queue.gathering {
                     Gathering::NotYet => return Some(Errand::Gather(queue.gather(now))),
-                    Gathering::UnderWay => break,
-                    Gathering::Done => {}
+                    Gathering::UnderWay if !queue.gathers_too_long(now) => break,
+                    Gathering::UnderWay | Gathering::Done => {}
                 }
             }
             // Where slots lie ahead, permits are scarce.
