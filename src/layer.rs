@@ -5,6 +5,7 @@ mod reading;
 mod throttle;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::error::{ConfigError, Limited};
 use crate::gate::{Entry, Limiter, Seat, Sent, Started, Waiter};
@@ -82,12 +83,12 @@ impl RateLimitLayer {
             return Entered::Limited(self.limiter.no_key());
         };
         let label = || entry.key.label(Some(request));
-        let started = match self.limiter.send_at_once(&entry) {
-            Ok(()) => return Entered::Sent(self.sent(&entry, None, label)),
-            Err(now) => self.limiter.start_slow(&entry, now, label),
+        let (started, now) = match self.limiter.send_at_once(&entry) {
+            Ok(now) => return Entered::Sent(self.sent(&entry, now, None, label)),
+            Err(now) => (self.limiter.start_slow(&entry, now, label), now),
         };
         match started {
-            Started::Granted(_, seat) => Entered::Sent(self.sent(&entry, seat, label)),
+            Started::Granted(_, seat) => Entered::Sent(self.sent(&entry, now, seat, label)),
             Started::Waiting(waiter) => Entered::Waiting(waiter),
             Started::Limited(limited) => Entered::Limited(limited),
         }
@@ -95,8 +96,14 @@ impl RateLimitLayer {
 
     /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
     #[inline]
-    fn sent(&self, entry: &Entry, seat: Option<Seat>, label: impl FnOnce() -> Box<str>) -> Sent {
-        let sent = Sent::at_once(self.limiter.id(), entry.key, entry.cost, seat);
+    fn sent(
+        &self,
+        entry: &Entry,
+        now: Instant,
+        seat: Option<Seat>,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Sent {
+        let sent = Sent::at_once(self.limiter.id(), entry, now, seat);
         if self.reading.answers.are_errors() { sent.named(label()) } else { sent }
     }
 

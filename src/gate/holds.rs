@@ -33,17 +33,17 @@ impl GateId {
 
     /// A call of `key` that came through this gate has been answered.
     #[inline]
-    pub(super) fn answered(self, key: Key, cost: u32, signal: &Signal) {
+    pub(super) fn answered(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
         if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
-            self.tell(key, cost, signal);
+            self.tell(key, cost, sent, signal);
         }
     }
 
     #[cold]
-    fn tell(self, key: Key, cost: u32, signal: &Signal) {
+    fn tell(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
         let gate = GATES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade);
         if let Some(gate) = gate {
-            Limiter(gate).upstream_answered(key, cost, signal);
+            Limiter(gate).upstream_answered(key, cost, sent, signal);
         }
     }
 }
@@ -181,7 +181,7 @@ impl Limiter {
         self.0.lines.find(key, |line| line.leave_hold(number));
     }
 
-    fn upstream_answered(&self, key: Key, cost: u32, signal: &Signal) {
+    fn upstream_answered(&self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
         let (now, Settings { terms, learn, .. }) = (clock::now(), &self.0.settings);
         let limited = signal.limited().is_some();
         let refused = if limited { cost } else { 0 };
@@ -193,11 +193,17 @@ impl Limiter {
                 line.learn(*learn, terms, signal, desk);
                 // It is said of the limits that hold from now on.
                 let learned = self.learned(line, now);
-                line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, now);
+                line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, sent);
             }
             ((), None)
         });
-        let retry_after = if limited { signal.retry_after() } else { used_up_for(signal) };
+        let retry_after = if limited {
+            signal.retry_after()
+        } else {
+            // It was said after the call was sent: where the answer took long, nobody knows how long after.
+            let slow = now.saturating_duration_since(sent).saturating_sub(QUICK);
+            used_up_for(signal).map(|span| span.saturating_sub(slow))
+        };
         if limited || retry_after.is_some() {
             self.hold_by_signal(key, signal, retry_after, now);
         }
@@ -235,6 +241,9 @@ fn used_up_for(signal: &Signal) -> Option<Duration> {
     let used_up = used_up.filter(|quota| quota.is_of_all_calls());
     used_up.filter_map(Observed::reset_after).max().filter(|reset_after| *reset_after >= LONG)
 }
+
+/// What takes no longer is said when it is heard.
+const QUICK: Duration = Duration::from_millis(250);
 
 /// Holds of more are cut to this: 366 days.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);

@@ -141,10 +141,10 @@ impl Limiter {
         &self,
         entry: &Entry,
         pick: impl FnOnce(&mut Line, u32, Instant) -> Option<R>,
-    ) -> Result<Option<R>, Instant> {
+    ) -> Result<(Option<R>, Instant), Instant> {
         let now = clock::now();
         if entry.cost == 0 {
-            return Ok(None);
+            return Ok((None, now));
         }
         if self.0.flights.is_some() {
             return Err(now);
@@ -153,20 +153,20 @@ impl Limiter {
             return Err(now);
         }
         let taken = self.0.lines.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
-        taken.map(Some).ok_or(now)
+        taken.map(|taken| (Some(taken), now)).ok_or(now)
     }
 
-    /// Sends a request if a permit is at hand; else answers when that was, for [`start_slow`](Limiter::start_slow).
+    /// Sends a request if a permit is at hand. Answers when that was, or was not, for [`start_slow`](Limiter::start_slow).
     #[inline]
-    pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<(), Instant> {
-        self.take(entry, |line, cost, now| line.spend(cost, now).then_some(())).map(|_| ())
+    pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
+        self.take(entry, |line, cost, now| line.spend(cost, now).then_some(())).map(|(_, now)| now)
     }
 
     /// Enters the gate. `label` names the key in errors; it is asked for on the slow path only.
     #[inline]
     pub(crate) fn start(&self, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
         match self.take(entry, Line::take) {
-            Ok(slot) => Started::Granted(slot, None),
+            Ok((slot, _)) => Started::Granted(slot, None),
             Err(now) => self.start_slow(entry, now, label),
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::holds::GateId;
-use super::limiter::Limiter;
+use super::limiter::{Entry, Limiter};
 use super::line::is_any_uncertain;
 use super::seat::Seat;
 use super::slot::Slot;
@@ -101,9 +101,9 @@ impl Permit {
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
         let Permit { limiter, key, slot, seat, wait } = self;
-        let cost = slot.map_or(0, |slot| slot.cost);
+        let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
-        Sent { gate: limiter.id(), cost, key, more }
+        Sent { gate: limiter.id(), cost, key, at, more }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -123,6 +123,8 @@ pub(crate) struct Sent {
     gate: GateId,
     cost: u32,
     key: Key,
+    /// When it left, or a little before.
+    at: Instant,
     more: Option<Box<More>>,
 }
 
@@ -136,8 +138,9 @@ struct More {
 impl Sent {
     /// One that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(gate: GateId, key: Key, cost: u32, seat: Option<Seat>) -> Self {
-        Sent { gate, cost, key, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
+    pub(crate) fn at_once(gate: GateId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
+        let &Entry { key, cost, .. } = entry;
+        Sent { gate, cost, key, at, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
     }
 
     /// The same, and it keeps the name of its key.
@@ -166,7 +169,7 @@ impl Sent {
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
-        self.gate.answered(self.key, self.cost, signal);
+        self.gate.answered(self.key, self.cost, self.at, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }

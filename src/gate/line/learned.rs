@@ -60,10 +60,16 @@ pub struct Learned {
 pub(super) struct Lesson {
     pub(super) terms: Arc<Terms>,
     learned: SmallVec<[Learned; 1]>,
+    /// When that changed last, and the times before.
+    changed: [Option<Instant>; MOST_CHANGES],
 }
 
 /// How many are learned for one key; of more, those that came first.
 const MOST: usize = 4;
+
+/// How often they may change within as long as the store keeps a limit that is asserted no more: an upstream whose word
+/// changes with each answer is not to leave it hundreds.
+const MOST_CHANGES: usize = 6;
 
 impl Learned {
     /// What a quota states, if it counts requests and makes sense as a limit.
@@ -152,10 +158,21 @@ impl Line {
             }
             return;
         }
+        let changed = self.lesson.as_ref().map(|lesson| lesson.changed).unwrap_or_default();
+        let longest = learned.iter().map(|learned| learned.limit.window()).max().unwrap_or_default();
+        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
+        if changed[0].is_some_and(|earliest| clock::after(earliest, kept) > desk.now) {
+            return;
+        }
         for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
             events::learned(desk.key, new.limit, new.name.as_deref());
         }
         self.set_learned(learn, configured, learned);
+        if let Some(lesson) = &mut self.lesson {
+            lesson.changed = changed;
+            lesson.changed.rotate_left(1);
+            lesson.changed[MOST_CHANGES - 1] = Some(desk.now);
+        }
     }
 
     fn set_learned(&mut self, learn: Learn, configured: &Terms, learned: SmallVec<[Learned; 1]>) {
@@ -171,7 +188,7 @@ impl Line {
             let in_flight = quota.most_in_flight().map(Quota::in_flight);
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
             let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
-            Box::new(Lesson { terms: Arc::new(terms), learned })
+            Box::new(Lesson { terms: Arc::new(terms), learned, changed: Default::default() })
         });
     }
 }

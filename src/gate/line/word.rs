@@ -50,27 +50,32 @@ const TOLD_PER_WINDOW: u32 = 32;
 const LONGEST_REST: Duration = Duration::from_secs(1);
 
 impl Word {
-    fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, now: Instant) {
+    /// A call that was sent at `sent` has been answered so. What it says is of a moment between then and now, and taken for
+    /// the first: it starts anew sooner then, and more has come back since.
+    fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, sent: Instant) {
         let Some(left) = left_of(limit, quota) else { return };
         if left == 0 {
             self.refused = self.refused.saturating_add(refused);
         }
-        let resets = clock::after(now, quota.reset_after().unwrap_or_default());
-        self.latest = Some((left, resets, now));
+        let reset_after = quota.reset_after().unwrap_or_default();
+        let resets = clock::after(sent, reset_after);
+        self.latest = Some((left, resets, sent));
         let Some((anchor, since)) = self.anchor else {
-            self.anchor = Some((resets, now));
+            self.anchor = Some((resets, sent));
             return;
         };
         let apart = |one: Instant, other: Instant| one.max(other) - one.min(other);
         if apart(resets, anchor) <= SAME {
-            self.stays |= now.saturating_duration_since(since) >= LONG;
+            // One that lies further away than the window is long is of another limit.
+            let is_near = reset_after <= limit.window().saturating_add(LAST);
+            self.stays |= is_near && sent.saturating_duration_since(since) >= LONG;
             return;
         }
         // The next window, if it follows the last.
-        let over = clock::after(now, LAST) >= anchor;
+        let over = clock::after(sent, LAST) >= anchor;
         let follows = over && resets > anchor && apart(resets, clock::after(anchor, limit.window())) <= SAME;
         self.stays &= follows;
-        self.anchor = Some((resets, now));
+        self.anchor = Some((resets, sent));
     }
 
     /// How long the store need not be told.
@@ -126,13 +131,13 @@ fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
 }
 
 impl Line {
-    /// The answer to a call has come, which refused so many units, if any.
+    /// The answer to a call that was sent at `sent` has come, which refused so many units, if any.
     pub(in crate::gate) fn upstream_said(
         &mut self,
         terms: &Terms,
         signal: &Signal,
         refused: u32,
-        now: Instant,
+        sent: Instant,
     ) {
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
@@ -143,7 +148,7 @@ impl Line {
             if words.of.len() <= index {
                 words.of.resize_with(index + 1, Word::default);
             }
-            words.of[index].hear(*limit, quota, refused, now);
+            words.of[index].hear(*limit, quota, refused, sent);
         }
     }
 
