@@ -2,37 +2,18 @@
 #![cfg(feature = "reqwest-middleware")]
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use http::Response;
 use reqwest_middleware::ClientBuilder;
 use tollgate::AdaptiveThrottleLayer;
 use tower::{Service, ServiceBuilder, ServiceExt};
-use upstream::Upstream;
-
-/// A token bucket that refills `rate` tokens a second and says how many are left.
-fn bucket(capacity: f64, rate: f64) -> Upstream {
-    let mut tokens = capacity;
-    let mut last = None;
-    let take = Mutex::new(move || {
-        let now = Instant::now();
-        let since = now - last.replace(now).unwrap_or(now);
-        tokens = capacity.min(tokens + since.as_secs_f64() * rate);
-        let ok = tokens >= 1.0;
-        if ok {
-            tokens -= 1.0;
-        }
-        let response = Response::builder().status(if ok { 200 } else { 429 });
-        response.header("ratelimit-remaining", tokens as u64).body(String::new()).unwrap()
-    });
-    Upstream::open().script(move |_| Some((take.lock().unwrap())()))
-}
+use upstream::{Bucket, Upstream};
 
 /// Retrying callers of both ecosystems, each behind a layer of its own, all get through, and share what there is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_share_a_bucket() {
     const CALLS: usize = 40;
-    let upstream = bucket(20.0, 50.0);
+    let upstream = Upstream::open().bucket(Bucket { size: 20.0, refill: 50.0, start: 20.0 });
     let url = reqwest::Url::parse(&upstream.url()).unwrap();
     let layer = || {
         let builder = AdaptiveThrottleLayer::builder().max_wait(Duration::from_secs(60));

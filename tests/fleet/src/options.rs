@@ -15,6 +15,9 @@ pub const INCR: &str = "incr";
 pub struct Options {
     /// As tollgate reads it.
     pub quota: String,
+    /// In place of a quota, the pace of an adaptive throttle, by its name in the laboratory; empty for none. It is told one
+    /// limit: the quota.
+    pub pace: String,
     /// The URL of a Redis server, or [`MEMORY`]; `cluster` and the URLs of its servers; `sentinel`, the URL of the master
     /// and those of Sentinels.
     pub store: String,
@@ -75,6 +78,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             quota: "10/1s".into(),
+            pace: String::new(),
             store: MEMORY.into(),
             certificate: String::new(),
             url: String::new(),
@@ -108,6 +112,7 @@ impl Options {
         };
         let pairs = [
             ("quota", self.quota.clone()),
+            ("pace", self.pace.clone()),
             ("store", self.store.clone()),
             ("certificate", self.certificate.clone()),
             ("url", self.url.clone()),
@@ -142,6 +147,7 @@ impl Options {
             let mut read = || -> anyhow::Result<()> {
                 match name.as_str() {
                     "--quota" => options.quota = value.clone(),
+                    "--pace" => options.pace = value.clone(),
                     "--store" => options.store = value.clone(),
                     "--certificate" => options.certificate = value.clone(),
                     "--url" => options.url = value.clone(),

@@ -37,10 +37,10 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
 pub use log::{Arrival, Log, Tally};
-pub use rules::Rule;
+pub use rules::{Bucket, Rule};
 pub use sent::{SENT_HEADER, sent_now};
 
-use rules::Windows;
+use rules::{Tokens, Windows};
 
 /// The request header in which a caller says who it is; any text.
 pub const WHO_HEADER: &str = "x-who";
@@ -93,6 +93,19 @@ impl Upstream {
     /// States what is left of the first rule in each answer: `X-RateLimit-Limit`, `-Remaining`, and `-Reset` in seconds.
     pub fn stating(self) -> Self {
         lock(&self.desk).stating = true;
+        self
+    }
+
+    /// Takes a token of `bucket` for each call, in place of the rules, and says in each answer how many are left:
+    /// `RateLimit-Remaining`, and nothing else.
+    ///
+    /// ```
+    /// use upstream::{Bucket, Upstream};
+    ///
+    /// let upstream = Upstream::open().bucket(Bucket { size: 4500.0, refill: 1.25, start: 0.0 });
+    /// ```
+    pub fn bucket(self, bucket: Bucket) -> Self {
+        lock(&self.desk).tokens = Some(Tokens::new(bucket));
         self
     }
 
@@ -152,6 +165,7 @@ pub fn refusal(retry_after: u64) -> Response<String> {
 struct Desk {
     started: Instant,
     windows: Windows,
+    tokens: Option<Tokens>,
     script: Box<dyn Fn(usize) -> Option<Response<String>> + Send>,
     latency: Duration,
     stating: bool,
@@ -164,6 +178,7 @@ impl Desk {
         Desk {
             started: Instant::now(),
             windows: Windows::new(rules),
+            tokens: None,
             script: Box::new(|_| None),
             latency: Duration::ZERO,
             stating: false,
@@ -176,10 +191,7 @@ impl Desk {
         let at = Instant::now();
         let header = |name| request.headers().get(name)?.to_str().ok();
         let scripted = (self.script)(self.arrivals.len());
-        let mut response = scripted.unwrap_or_else(|| match self.windows.admit(at - self.started) {
-            Ok(()) => Response::new("welcome\n".to_owned()),
-            Err(wait) => refusal(rules::whole_seconds(wait)),
-        });
+        let mut response = scripted.unwrap_or_else(|| self.decide(at - self.started));
         if let Some((left, count, reset)) = self.windows.left(at - self.started).filter(|_| self.stating) {
             let headers = response.headers_mut();
             headers.insert("x-ratelimit-limit", count.into());
@@ -196,6 +208,22 @@ impl Desk {
             ended: None,
         });
         response
+    }
+
+    fn decide(&mut self, now: Duration) -> Response<String> {
+        if let Some(tokens) = &mut self.tokens {
+            let (ok, left) = tokens.take(now);
+            let mut response = Response::new(if ok { "welcome\n" } else { "too many\n" }.to_owned());
+            if !ok {
+                *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+            }
+            response.headers_mut().insert("ratelimit-remaining", left.into());
+            return response;
+        }
+        match self.windows.admit(now) {
+            Ok(()) => Response::new("welcome\n".to_owned()),
+            Err(wait) => refusal(rules::whole_seconds(wait)),
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the server enforces: exact sliding windows.
+//! What the server enforces: exact sliding windows, or a token bucket.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -80,6 +80,41 @@ impl Windows {
     }
 }
 
+/// A token bucket.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bucket {
+    /// How many tokens it holds.
+    pub size: f64,
+    /// How many are added in a second.
+    pub refill: f64,
+    /// How many are in it when the first call arrives; until then none is added.
+    pub start: f64,
+}
+
+/// A bucket in use.
+pub(crate) struct Tokens {
+    bucket: Bucket,
+    left: f64,
+    last: Option<Duration>,
+}
+
+impl Tokens {
+    pub(crate) fn new(bucket: Bucket) -> Self {
+        Tokens { bucket, left: bucket.start, last: None }
+    }
+
+    /// Takes a token at `now`, if there is one, and tells how many whole ones are left then.
+    pub(crate) fn take(&mut self, now: Duration) -> (bool, u64) {
+        let since = now - self.last.replace(now).unwrap_or(now);
+        self.left = self.bucket.size.min(self.left + since.as_secs_f64() * self.bucket.refill);
+        let ok = self.left >= 1.0;
+        if ok {
+            self.left -= 1.0;
+        }
+        (ok, self.left as u64)
+    }
+}
+
 /// The value of `Retry-After`: whole seconds, rounded up, at least 1.
 pub(crate) fn whole_seconds(wait: Duration) -> u64 {
     wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
@@ -152,6 +187,23 @@ mod tests {
         assert_eq!(windows.left(ms(40)), Some((1, 3, ms(70))));
         assert_eq!(windows.left(ms(110)), Some((2, 3, ms(20))));
         assert_eq!(Windows::new(Vec::new()).left(ms(0)), None);
+    }
+
+    #[test]
+    fn a_bucket_fills_from_its_first_call_on_and_no_higher_than_its_size() {
+        let mut tokens = Tokens::new(Bucket { size: 2.0, refill: 10.0, start: 0.0 });
+        let calls = [
+            (5000, (false, 0)),
+            (5099, (false, 0)),
+            (5100, (true, 0)),
+            (5100, (false, 0)),
+            (9000, (true, 1)),
+            (9000, (true, 0)),
+            (9000, (false, 0)),
+        ];
+        for (at, answer) in calls {
+            assert_eq!(tokens.take(ms(at)), answer, "{at} ms");
+        }
     }
 
     #[test]

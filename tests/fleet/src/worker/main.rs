@@ -5,6 +5,7 @@
 
 mod caller;
 mod naive;
+mod paced;
 mod warnings;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,6 +40,15 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
+    if !options.pace.is_empty() {
+        let layer = paced::layer(options)?;
+        let (go, _stop) = ears();
+        println!("ready");
+        return match go.await {
+            Ok(()) => paced::work(options, layer, Instant::now() + options.span).await,
+            Err(_) => Ok(Vec::new()),
+        };
+    }
     let layer = layer(options).await?;
     let caller = Caller::new(&layer, options)?;
     if !options.cold {

@@ -9,6 +9,7 @@ mod in_flight;
 mod killed;
 mod lost;
 mod never_over;
+mod paced;
 mod places;
 mod sharing;
 mod soak;

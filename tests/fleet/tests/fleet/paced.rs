@@ -1,0 +1,123 @@
+//! Clients that know nothing of each other, over HTTP, beside what the laboratory says of them.
+
+use std::collections::BTreeMap;
+
+use tollgate::sim::{Metrics, Runs, Scenario, Scenarios, Strategy, sweep};
+use upstream::Bucket;
+
+use super::*;
+
+/// `seed-run` at 20 times its speed, and for the first 500 of its 1800 seconds: two processes of five callers, and a
+/// bucket that nobody knows to be empty.
+const SCENARIO: &str = r#"{ "seed-run / 20": {
+    "fleet": [{"procs": 2, "tasks": 5}],
+    "server": {"kind": "bucket", "cap": 4500, "refill": 25, "start": 0},
+    "headers": {"remaining": true},
+    "hint": [4500, 180],
+    "latency": [0.0065, 0.01, 0],
+    "duration": 25
+} }"#;
+
+const BUCKET: Bucket = Bucket { size: 4500.0, refill: 25.0, start: 0.0 };
+const SPAN: Duration = ms(25_000);
+const LATENCY: Duration = ms(8);
+const CALLERS: usize = 10;
+
+struct Fellows {
+    pace: &'static str,
+    upstream: Upstream,
+    fleet: Fleet,
+}
+
+impl Fellows {
+    fn start(pace: &'static str) -> Fellows {
+        let upstream = Upstream::open().bucket(BUCKET).latency(LATENCY);
+        let options = Options {
+            quota: "4500/180s".into(),
+            pace: pace.into(),
+            url: upstream.url(),
+            tasks: CALLERS / 2,
+            span: SPAN,
+            max_wait: ms(120_000),
+            who: "p".into(),
+            ..Options::default()
+        };
+        Fellows { pace, fleet: Fleet::start(WORKER, 2, &options), upstream }
+    }
+
+    /// What came of it: the requests by the log of the upstream, the waits by the word of the workers.
+    fn finish(self) -> Metrics {
+        let reports = self.fleet.finish();
+        assert!(reports.iter().all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0));
+        let mut callers = BTreeMap::<_, [f64; 2]>::new();
+        for arrival in self.upstream.log().iter() {
+            callers.entry(arrival.who.clone()).or_default()[usize::from(!arrival.accepted)] += 1.0;
+        }
+        assert_eq!(callers.len(), CALLERS);
+        let of = |metric: &dyn Fn(&[f64; 2]) -> f64| callers.values().map(metric).sum::<f64>();
+        let count = CALLERS as f64;
+        let mean = of(&|[accepted, refused]| accepted + refused) / count;
+        let accepted = of(&|[accepted, _]| *accepted);
+        let mut waits: Vec<_> =
+            reports.iter().flat_map(|report| &report.events).map(fleet::Event::waited).collect();
+        waits.sort_unstable();
+        let mut metrics = Metrics::default();
+        metrics.retry_pct = 100.0 * of(&|[accepted, refused]| refused / (accepted + refused)) / count;
+        metrics.max_wait = fleet::percentile(&waits, 1.0).as_secs_f64();
+        metrics.p99_wait = fleet::percentile(&waits, 0.99).as_secs_f64();
+        metrics.stdev =
+            (of(&|[accepted, refused]| (accepted + refused - mean).powi(2)) / (count - 1.0)).sqrt();
+        metrics.jain = accepted.powi(2) / (count * of(&|[accepted, _]| accepted.powi(2)));
+        metrics.util_pct = 100.0 * accepted / (BUCKET.refill * SPAN.as_secs_f64());
+        metrics
+    }
+}
+
+fn row(pace: &str, place: &str, metrics: &Metrics, deviation: &Metrics) {
+    let with = |of: fn(&Metrics) -> f64, digits: usize| {
+        let (mean, deviation) = (of(metrics), of(deviation));
+        if deviation > 0.0 {
+            format!("{mean:.digits$} ± {deviation:.digits$}")
+        } else {
+            format!("{mean:.digits$}")
+        }
+    };
+    println!(
+        "{pace:14} {place:10} {} % refused, longest wait {} s, p99 {} s, stdev {}, Jain {}, {} % used",
+        with(|metrics| metrics.retry_pct, 2),
+        with(|metrics| metrics.max_wait, 2),
+        with(|metrics| metrics.p99_wait, 2),
+        with(|metrics| metrics.stdev, 1),
+        with(|metrics| metrics.jain, 3),
+        with(|metrics| metrics.util_pct, 1),
+    );
+}
+
+fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
+    let strategy = Strategy::named(pace).expect("the laboratory has it");
+    let runs = sweep(std::slice::from_ref(scenario), &[strategy], 1..=20, || ()).expect("all are known");
+    runs.into_iter().next().expect("one scenario and one strategy")
+}
+
+/// The recommended pace and the published winner at the same time, each before a server of its own.
+#[test]
+fn real_processes_do_as_the_laboratory_says() {
+    let _turn = turn();
+    let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
+    let mut fellows = ["fair", "blog-remaining"].map(Fellows::start);
+    fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
+    let [fair, published] = fellows.map(|fellows| {
+        let pace = fellows.pace;
+        let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
+        row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
+        row(pace, "over HTTP", &real, &Metrics::default());
+        let simulated = simulated.mean();
+        // A machine that stalls adds to waits, and makes bursts.
+        assert!(real.retry_pct < 2.0 * simulated.retry_pct + 1.5, "{pace} is refused as often");
+        assert!(real.max_wait < 2.0 * simulated.max_wait + 0.5, "{pace} waits as long");
+        assert!(real.util_pct > simulated.util_pct - 5.0, "{pace} uses as much");
+        real
+    });
+    assert!(fair.jain > 0.99, "shares are equal");
+    assert!(fair.retry_pct < published.retry_pct, "it is refused less often than the published winner");
+}
