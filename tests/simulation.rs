@@ -1,6 +1,6 @@
 //! The laboratory: it agrees with what was published, and the recommended pace reaches what it promises.
 
-use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, report, run, sweep, trace};
+use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, picture, report, run, sweep, trace};
 
 fn scenario(name: &str) -> Scenario {
     let all = Scenarios::public().0;
@@ -102,6 +102,18 @@ fn a_report_needs_nothing_else_and_shows_every_run() {
     for outside in ["NaN", "inf\"", "http://", "https://", "<script", "src="] {
         assert!(!page.contains(outside), "{outside}");
     }
+}
+
+#[test]
+fn a_picture_stands_alone() {
+    let n2 = scenario("n2");
+    let strategies = ["fair", "blog-remaining"].map(|name| Strategy::named(name).unwrap());
+    let runs = sweep(&[("n2".into(), n2.clone())], &strategies, 1..=2, || {}).unwrap();
+    let picture = picture("n2", &n2, &strategies, &runs, 1).unwrap();
+    assert!(picture.starts_with(r#"<svg xmlns="http://www.w3.org/2000/svg" "#));
+    assert_eq!(picture.matches("<svg").count(), 1 + 2 * 3);
+    assert_eq!(picture.matches("</svg>").count(), 1 + 2 * 3);
+    assert!(picture.contains("blog-remaining") && !picture.contains("NaN"));
 }
 
 #[test]

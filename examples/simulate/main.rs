@@ -4,6 +4,7 @@
 //! cargo run --release --features sim --example simulate
 //! cargo run --release --features sim --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
 //! cargo run --release --features sim --example simulate -- --file my-scenarios.json --report report.html
+//! cargo run --release --features sim --example simulate -- --scenarios seed-run --chart examples/simulate/fair.svg
 //! ```
 
 mod mine;
@@ -17,7 +18,7 @@ use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use options::{Options, Usage};
-use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, report, sweep};
+use tollgate::sim::{Runs, Scenario, Scenarios, Strategy, picture, report, sweep};
 
 const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
@@ -29,6 +30,7 @@ Simulates fleets of clients against servers with limits, in virtual time.
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
   --report FILE       writes a page with table and charts (HTML that needs nothing else)
+  --chart FILE        writes the charts of the first scenario alone (SVG)
   --json FILE         writes the metrics of all runs, their means and deviations
 ";
 
@@ -64,7 +66,7 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
     let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
     let first = u64::from(options.number("--first-seed", 1, 0..=u32::MAX)?);
-    let (json, page) = (options.find("--json"), options.find("--report"));
+    let [json, page, chart] = ["--json", "--report", "--chart"].map(|name| options.find(name));
     options.finish()?;
 
     let bar = ProgressBar::new(scenarios.len() as u64 * strategies.len() as u64 * seeds);
@@ -81,6 +83,9 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     }
     if let Some(file) = page {
         write(&file, report(&scenarios, &strategies, &runs, first)?)?;
+    }
+    if let (Some(file), Some((name, scenario))) = (chart, scenarios.first()) {
+        write(&file, picture(name, scenario, &strategies, &runs[..strategies.len()], first)?)?;
     }
     Ok(())
 }

@@ -22,8 +22,8 @@ pub(super) struct Axis {
     unit: String,
 }
 
-const WIDTH: f64 = 460.0;
-const HEIGHT: f64 = 150.0;
+pub(super) const WIDTH: f64 = 460.0;
+pub(super) const HEIGHT: f64 = 150.0;
 const LEFT: f64 = 48.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 26.0;
@@ -123,20 +123,30 @@ impl Chart {
         self
     }
 
-    /// A dashed line at `value`, with what it means.
-    pub(super) fn level(mut self, value: f64, name: &str) -> Self {
+    /// A dashed line at `value`.
+    pub(super) fn level(mut self, value: f64) -> Self {
         let (y, right) = (self.y(value), WIDTH - RIGHT);
         let _ = write!(
             self.marks,
-            r##"<line x1="{LEFT}" x2="{right}" y1="{y:.1}" y2="{y:.1}" stroke="#555" stroke-dasharray="4 3"/><text x="{right}" y="{:.1}" text-anchor="end" class="name">{name}</text>"##,
-            y - 4.0
+            r##"<line x1="{LEFT}" x2="{right}" y1="{y:.1}" y2="{y:.1}" stroke="#333" stroke-dasharray="4 3"/>"##
         );
         self
     }
 
     pub(super) fn svg(&self) -> String {
-        let mut svg =
-            format!(r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{0}</title>"#, self.title);
+        self.svg_with("")
+    }
+
+    /// As a part of a larger picture, with its upper left corner at `x` and `y`.
+    pub(super) fn svg_at(&self, x: f64, y: f64) -> String {
+        self.svg_with(&format!(r#" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}""#))
+    }
+
+    fn svg_with(&self, place: &str) -> String {
+        let mut svg = format!(
+            r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}"{place} role="img"><title>{0}</title>"#,
+            self.title
+        );
         let _ = write!(svg, r#"<text x="{LEFT}" y="14" class="title">{}</text>"#, self.title);
         let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
         for (value, text) in &self.y.ticks {

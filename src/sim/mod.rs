@@ -47,7 +47,7 @@ use std::fmt;
 
 use fleet::Fleet;
 pub use metrics::Metrics;
-pub use report::report;
+pub use report::{picture, report};
 pub use scenario::{Background, Change, Group, Headers, Latency, Lie, Scenario, Scenarios, Server};
 pub use strategy::{Brief, Strategy};
 pub use sweep::{Runs, sweep};

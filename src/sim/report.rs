@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::chart::{Axis, Chart};
+use super::chart::{self, Axis, Chart};
 use super::{Metrics, Runs, Scenario, Strategy, Trace, UnknownStrategy, trace};
 
 /// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
@@ -17,13 +17,14 @@ pub fn report(
     runs: &[Runs],
     seed: u64,
 ) -> Result<String, UnknownStrategy> {
-    let mut page = String::from(HEAD);
+    let mut page = format!("{HEAD}{CHART_STYLE}\n</style></head><body><main>\n");
     let seeds = runs.first().map_or(0, |runs| runs.runs.len());
     let _ = write!(
         page,
-        "<h1>How clients share a limit</h1>\n<p>{} scenarios, {} strategies, {seeds} seeds each. {}</p>\n",
-        scenarios.len(),
-        strategies.len(),
+        "<h1>How clients share a limit</h1>\n<p>{}, {}, {} each. {}</p>\n",
+        counted(scenarios.len(), "scenario"),
+        strategies.iter().map(Strategy::name).map(escaped).collect::<Vec<_>>().join(", "),
+        counted(seeds, "seed"),
         summary(strategies, runs)
     );
     page += &table(strategies, runs);
@@ -32,7 +33,7 @@ pub fn report(
         let open = if index == 0 { " open" } else { "" };
         let _ = write!(
             page,
-            "<details{open} id=\"{0}\"><summary><b>{0}</b> {1}</summary>\n<div class=\"row\">\n",
+            "<details{open}><summary><b>{0}</b> {1}</summary>\n<div class=\"row\" id=\"{0}\">\n",
             escaped(name),
             escaped(&sentence(scenario))
         );
@@ -96,10 +97,16 @@ fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
                     table += "<td></td>";
                     continue;
                 };
+                // What looks the same is the same, and where all do, none is best.
                 let sign = if less { 1.0 } else { -1.0 };
-                let best =
-                    means.iter().filter_map(of).map(|value| sign * value).fold(f64::INFINITY, f64::min);
-                let class = if sign * value <= best && means.len() > 1 { " class=\"best\"" } else { "" };
+                let rank = |value: f64| sign * format!("{value:.digits$}").parse().unwrap_or(value);
+                let ranks = || means.iter().filter_map(of).map(rank);
+                let best = ranks().fold(f64::INFINITY, f64::min);
+                let class = if rank(value) <= best && ranks().any(|rank| rank > best) {
+                    " class=\"best\""
+                } else {
+                    ""
+                };
                 let _ = write!(table, "<td{class}>{value:.digits$}</td>");
             }
             table += "</tr>\n";
@@ -114,14 +121,17 @@ fn sentence(scenario: &Scenario) -> String {
     let processes: usize = scenario.fleet.iter().map(|group| group.procs).sum();
     let server = match &scenario.server {
         super::Server::Bucket { cap, refill, start, .. } => {
-            format!("a bucket of {cap}, {start} at the start, refilled by {refill:.3} per second")
+            let refill = (refill * 1e3).round() / 1e3;
+            format!("a bucket of {cap}, {start} at the start, refilled by {refill} per second")
         }
         super::Server::Fixed { limit, window, .. } => format!("{limit} in each window of {window} s"),
         super::Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
         super::Server::Dual { .. } => "two limits at once".into(),
     };
     let lie = scenario.headers.lie.map_or(String::new(), |lie| format!(", and headers that are {lie:?}"));
-    format!("{callers} callers in {processes} processes, {server}{lie}")
+    let callers = counted(callers, "caller");
+    let many = if processes == 1 { "one process".into() } else { format!("{processes} processes") };
+    format!("{callers} in {many}, {server}{lie}")
 }
 
 /// How many steps of time a chart has.
@@ -175,6 +185,64 @@ fn charts(
     runs: &[Runs],
     seed: u64,
 ) -> Result<String, UnknownStrategy> {
+    let mut html = String::new();
+    for (name, headline, charts) in columns(scenario, strategies, runs, seed)? {
+        let _ = write!(html, "<section><h2>{name}</h2><p>{headline}</p>");
+        charts.iter().for_each(|chart| html += &chart.svg());
+        html += "</section>\n";
+    }
+    Ok(html)
+}
+
+/// Draws one scenario alone, as SVG: a column for each strategy, with how long requests were held back, what was left on
+/// the server, and what each client got in the run of `seed`. `runs` are those of [`sweep`](super::sweep) for this scenario.
+///
+/// # Errors
+///
+/// [`UnknownStrategy`] where a group of the scenario names a strategy that does not come with tollgate.
+pub fn picture(
+    name: &str,
+    scenario: &Scenario,
+    strategies: &[Strategy],
+    runs: &[Runs],
+    seed: u64,
+) -> Result<String, UnknownStrategy> {
+    const MARGIN: f64 = 16.0;
+    const HEAD: f64 = 48.0;
+    const COLUMN_HEAD: f64 = 40.0;
+    let columns = columns(scenario, strategies, runs, seed)?;
+    let seeds = runs.first().map_or(0, |runs| runs.runs.len());
+    let (wide, high) = (chart::WIDTH + MARGIN, chart::HEIGHT + MARGIN);
+    let width = MARGIN + wide * columns.len() as f64;
+    let height = HEAD + COLUMN_HEAD + 3.0 * high;
+    let mut svg = format!(
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"><title>{0}</title><style>{CHART_STYLE} .head {{ font: 600 15px system-ui, sans-serif }} .column {{ font: 600 13px system-ui, sans-serif }} .about {{ font: 11.5px system-ui, sans-serif }}</style><rect width="100%" height="100%" fill="#fff"/><text x="{MARGIN}" y="24" class="head">{0}</text><text x="{MARGIN}" y="41" class="about">{1}</text>"##,
+        escaped(&sentence(scenario)),
+        escaped(&format!("{name}: one run, and means of {}", counted(seeds, "seed")))
+    );
+    for (column, (name, headline, [held, left, _, each])) in columns.iter().enumerate() {
+        let x = MARGIN + wide * column as f64;
+        let _ = write!(
+            svg,
+            r#"<text x="{x}" y="{}" class="column">{name}</text><text x="{x}" y="{}" class="about">{headline}</text>"#,
+            HEAD + 18.0,
+            HEAD + 34.0
+        );
+        for (row, chart) in [held, left, each].into_iter().enumerate() {
+            let y = HEAD + COLUMN_HEAD + MARGIN / 2.0 + high * row as f64;
+            svg += &chart.svg_at(x, y);
+        }
+    }
+    Ok(svg + "</svg>\n")
+}
+
+/// One run of each strategy, drawn on the same scales: for each a headline, and its charts.
+fn columns(
+    scenario: &Scenario,
+    strategies: &[Strategy],
+    runs: &[Runs],
+    seed: u64,
+) -> Result<Vec<(String, String, [Chart; 4])>, UnknownStrategy> {
     let callers = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
     let traces = strategies.iter().map(|strategy| trace(scenario, strategy, seed));
     let traces = traces.collect::<Result<Vec<_>, _>>()?;
@@ -193,16 +261,9 @@ fn charts(
     };
     let sent = Axis::up_to(highest(&sums));
     let each = Axis::up_to(highest(&|steps| steps.callers.iter().map(|(a, r)| a + r).fold(0.0, f64::max)));
-    let mut html = String::new();
-    for ((strategy, steps), runs) in strategies.iter().zip(&all).zip(runs) {
+    let columns = strategies.iter().zip(&all).zip(runs).map(|((strategy, steps), runs)| {
         let mean = runs.mean();
-        let _ = write!(
-            html,
-            "<section><h2>{}</h2><p>{:.2} % refused, longest wait {:.1} s</p>",
-            escaped(strategy.name()),
-            mean.retry_pct,
-            mean.max_wait
-        );
+        let headline = format!("{:.2} % refused, longest wait {:.1} s", mean.retry_pct, mean.max_wait);
         let time = Axis::time(end);
         let stacked = |low: &[f64], high: &[f64]| -> Vec<(f64, f64, f64)> {
             let both = low.iter().zip(high).enumerate();
@@ -229,19 +290,22 @@ fn charts(
                 .bars(&stacked(&none, &steps.accepted), steps.width, GREY)
                 .bars(&stacked(&steps.accepted, &steps.refused), steps.width, RED),
             Chart::new(
-                "Requests of each client, refused in red",
+                "Requests of each client, refused in red; dashed: an equal share",
                 "requests",
                 Axis::clients(callers),
                 each.clone(),
             )
             .bars(&of_caller(|_| 0.0, |counts| counts.0), 1.0, GREY)
             .bars(&of_caller(|counts| counts.0, |counts| counts.0 + counts.1), 1.0, RED)
-            .level(share, "an equal share"),
+            .level(share),
         ];
-        charts.iter().for_each(|chart| html += &chart.svg());
-        html += "</section>\n";
-    }
-    Ok(html)
+        (escaped(strategy.name()), headline, charts)
+    });
+    Ok(columns.collect())
+}
+
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 fn escaped(text: &str) -> String {
@@ -266,10 +330,12 @@ th, td { padding: 3px 10px; text-align: right; white-space: nowrap } th { border
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left } tr.first td { border-top: 1px solid #d9dfe5 }
 td.best { font-weight: 600; color: #17692f } a { color: inherit }
 details { border-top: 1px solid #d9dfe5; padding: 10px 0 } summary { cursor: pointer }
-.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 22px; padding: 12px 0 }
-svg { width: 100%; max-width: 640px; display: block; margin: 0 0 8px } svg text { font: 10px system-ui, sans-serif; fill: #3a4651 }
-svg .title { font-size: 11px; font-weight: 600 } svg .unit, svg .name { fill: #6a7681 }
-svg .name { paint-order: stroke; stroke: #fff; stroke-width: 3px }
-svg .grid { stroke: #e6eaee } svg .axis { stroke: #6a7681 }
-</style></head><body><main>
+.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 22px; padding: 12px 0;
+  scroll-margin-top: 40px }
+svg { width: 100%; max-width: 640px; display: block; margin: 0 0 8px }
 "#;
+
+/// What the charts need, on a page and alone.
+const CHART_STYLE: &str = "text { font: 10px system-ui, sans-serif; fill: #3a4651 } .title { font-size: 11px; \
+    font-weight: 600 } .unit { fill: #6a7681 } \
+    .grid { stroke: #e6eaee } .axis { stroke: #6a7681 }";
