@@ -44,8 +44,8 @@
 //! # Choosing a layer
 //!
 //! [`RateLimitLayer`] is for limits that are known, and keeps them exactly. [`AdaptiveThrottleLayer`] is for those that
-//! are unknown or move: it learns its [`pace`] from what answers say. Where both are wanted, stack them. One value of a
-//! layer fits every socket, and its clones share one count:
+//! are unknown or move: it learns its [`pace`] from what answers say. Where both are wanted, stack them, the throttle
+//! outside. One value of a layer fits every socket, and its clones share one count:
 //!
 //! | you call through | write | feature |
 //! |---|---|---|
