@@ -157,8 +157,11 @@ const REFUSED_SEEN: f64 = 1.3;
 /// The same where there is reason to think that m is near the truth.
 const REFUSED_NEAR: f64 = 1.2;
 /// Release of ln m for each token time, where Remaining is known, and where it is not.
-const SEEN_RELEASE: f64 = 0.0005;
+const SEEN_RELEASE: f64 = 0.0004;
 const BLIND_RELEASE: f64 = 0.0002;
+/// So many token times without a refusal, and m falls twice as fast, where Remaining is known, and where it is not.
+const SEEN_CALM: f64 = 320.0;
+const BLIND_CALM: f64 = 1000.0;
 /// An m that falls just so fast where Remaining is not known.
 const BLIND_SIZE: f64 = 15.0;
 /// The pause after a refusal, in n token times.
@@ -304,9 +307,9 @@ impl Pace for Fair {
         if self.m > 0.0 {
             let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
             let (rate, calm) = match self.level {
-                Some(_) => (SEEN_RELEASE, calm / 200.0),
+                Some(_) => (SEEN_RELEASE, calm / SEEN_CALM),
                 // The longer an interval is against others, the sooner it falls: so those who were unlucky catch up.
-                None => (BLIND_RELEASE * (self.m / BLIND_SIZE).clamp(0.2, 8.0), calm / 1000.0),
+                None => (BLIND_RELEASE * (self.m / BLIND_SIZE).clamp(0.2, 8.0), calm / BLIND_CALM),
             };
             self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
         }
