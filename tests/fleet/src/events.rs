@@ -37,13 +37,16 @@ pub enum Outcome {
     StoreFailed,
     /// Let through, but the call itself failed.
     Broken,
+    /// Given up by its caller, at the end of its turn.
+    GivenUp,
 }
 
-const NAMES: [(Outcome, &str); 4] = [
+const NAMES: [(Outcome, &str); 5] = [
     (Outcome::Granted, "granted"),
     (Outcome::Refused, "refused"),
     (Outcome::StoreFailed, "store-failed"),
     (Outcome::Broken, "broken"),
+    (Outcome::GivenUp, "given-up"),
 ];
 
 impl Event {
@@ -114,6 +117,11 @@ pub fn log(reports: &[Report]) -> Log {
         Arrival { at, sent: Some(at), who: None, accepted: true, ended: None }
     };
     Log::from(grants.iter().map(arrival).collect::<Vec<_>>())
+}
+
+/// The longest that a call was at the gate, however that ended.
+pub fn longest_wait(reports: &[Report]) -> Duration {
+    reports.iter().flat_map(|report| &report.events).map(Event::waited).max().unwrap_or_default()
 }
 
 /// The pairs of which one asked more than `grace` before the other, in another process, and was granted more than

@@ -12,10 +12,12 @@ mod fleet;
 mod options;
 mod redis;
 
-pub use events::{Event, Outcome, Report, by_grant, ideal, lateness, log, overtaken, percentile, refusal};
+pub use events::{
+    Event, Outcome, Report, by_grant, ideal, lateness, log, longest_wait, overtaken, percentile, refusal,
+};
 pub use fleet::Fleet;
 pub use options::{Arrivals, INCR, MEMORY, Options};
-pub use redis::store_calls;
+pub use redis::{keys_for_ever, store_calls};
 
 /// Now, in nanoseconds since the Unix epoch, by a clock that no step of the system's moves.
 pub fn now() -> u64 {

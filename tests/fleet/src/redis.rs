@@ -1,4 +1,4 @@
-//! What the store cost: the calls that Redis counted.
+//! What the store cost: the calls that Redis counted, and the keys that it would keep.
 
 use redis_server::RedisServer;
 
@@ -18,9 +18,33 @@ pub fn store_calls(server: &RedisServer) -> u64 {
     stats.lines().filter_map(calls).sum()
 }
 
+/// How many keys are in the server, and how many of them have no time to live.
+///
+/// # Panics
+///
+/// When the server does not answer.
+pub fn keys_for_ever(server: &RedisServer) -> (usize, usize) {
+    let keys: Vec<Vec<u8>> = server.command(&["KEYS", "*"]);
+    let mut redis = server.connect().expect("the server answers");
+    let mut life = |key: &Vec<u8>| -> i64 {
+        redis::cmd("PTTL").arg(key.as_slice()).query(&mut redis).expect("the server answers")
+    };
+    // One that is gone meanwhile answers -2.
+    (keys.len(), keys.iter().filter(|key| life(key) == -1).count())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_without_a_time_to_live_is_found() {
+        let server = RedisServer::start().unwrap();
+        let () = server.command(&["SET", "a", "1", "EX", "100"]);
+        assert_eq!(keys_for_ever(&server), (1, 0));
+        let () = server.command(&["SET", "b", "1"]);
+        assert_eq!(keys_for_ever(&server), (2, 1));
+    }
 
     #[test]
     fn scripts_are_counted_and_nothing_else() {

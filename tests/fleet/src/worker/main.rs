@@ -124,9 +124,12 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
         let (mut caller, events) = (caller.clone(), Arc::clone(events));
         let again = matches!(options.arrivals, Arrivals::Loop | Arrivals::Turns { .. });
         let (live, pause) = (options.live, options.pause);
-        tokio::spawn(timeout_at(end, async move {
-            loop {
-                let event = caller.call().await;
+        tokio::spawn(async move {
+            while Instant::now() < end {
+                let asked = fleet::now();
+                let given_up =
+                    |_| Event { asked, ended: fleet::now(), outcome: Outcome::GivenUp, text: String::new() };
+                let event = timeout_at(end, caller.call()).await.unwrap_or_else(given_up);
                 let outcome = event.outcome;
                 if live {
                     println!("{event}");
@@ -140,7 +143,7 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
                     sleep(pause).await;
                 }
             }
-        }))
+        })
     };
     let mut tasks = Vec::new();
     let start = Instant::now();
@@ -161,6 +164,6 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
         }
     }
     for task in tasks {
-        let _: Result<(), _> = task.await.expect("a task that does not panic");
+        task.await.expect("a task that does not panic");
     }
 }

@@ -1,4 +1,5 @@
 //! Whatever happens to Redis at random, nobody is over; and the same look at limiters that are not exact finds them out.
+//! Nobody waits for longer than is allowed either, and no key stays in Redis for ever.
 //!
 //! `TOLLGATE_SOAK_SECONDS=3600` soaks for an hour instead of ten seconds; `TOLLGATE_SOAK_SEED` repeats what was drawn, as
 //! far as processes repeat anything.
@@ -6,9 +7,12 @@
 use std::process;
 use std::time::SystemTime;
 
-use fleet::{Fleet, INCR, MEMORY, Options, Outcome};
+use fleet::{Fleet, INCR, MEMORY, Options, Outcome, keys_for_ever, longest_wait};
 
 use super::*;
+
+/// What a machine that stalls, and a Redis that is away, may add to the longest wait.
+const NOISE: Duration = Duration::from_secs(5);
 
 /// A number from the environment.
 fn setting(name: &str) -> Option<u64> {
@@ -81,9 +85,15 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
     let mut fleet = Fleet::start(WORKER, 4, &options);
     let start = Instant::now();
     fleet.go();
-    let mut happened = Vec::new();
+    let (mut happened, mut keys, mut for_ever) = (Vec::new(), 0, 0);
+    let mut look = |redis: &RedisServer| {
+        let (all, without) = keys_for_ever(redis);
+        (keys, for_ever) = (keys + all, for_ever + without);
+    };
     while !calm && start.elapsed() + ms(1000) < span {
         sleep(ms(200 + dice.roll(3000)).min(span.saturating_sub(start.elapsed())));
+        // What happens may wipe out what was left.
+        look(&site.redis);
         happened.push(disturb(&mut site.redis, &mut dice));
     }
     let reports = fleet.finish();
@@ -91,7 +101,16 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
     let log = site.upstream.log();
     let granted: usize = reports.iter().map(|report| report.of(Outcome::Granted).count()).sum();
     println!("{what}: {happened:?}; {granted} calls, {:?} in each second", per_second(&log));
+    let oldest = longest_wait(&reports);
+    look(&site.redis);
+    println!(
+        "{what}: {} faults in {span:?}, {granted} calls; the oldest waiter waited for {oldest:?}; of {keys} keys seen \
+         between the faults and at the end {for_ever} were without a time to live",
+        happened.len()
+    );
     assert!(granted > 30, "{granted} calls");
+    assert!(oldest <= options.max_wait + NOISE, "one waited for {oldest:?}");
+    assert_eq!(for_ever, 0, "keys without a time to live");
     over(&log, &options.quota.parse().unwrap())
 }
 
