@@ -5,6 +5,8 @@
 
 mod asking;
 mod hold;
+#[cfg(test)]
+mod laws;
 mod learned;
 mod wait;
 mod word;
@@ -187,7 +189,7 @@ impl Line {
             Some(Settled::Failed(error)) => Entered::Failed(error),
             None => Entered::Waiting(number),
         };
-        self.close();
+        self.close(desk);
         (entered, errand)
     }
 
@@ -244,13 +246,16 @@ impl Line {
             queue.add(slot);
         }
         let errand = self.step(desk, None, wakers);
-        self.close();
+        self.close(desk);
         errand
     }
 
-    fn close(&mut self) {
-        if self.queue.as_ref().is_some_and(|queue| queue.is_done()) {
-            self.queue = None;
+    /// Drops a queue in which nobody is left, and gives back what was to go with the next call.
+    fn close(&mut self, desk: &Desk<'_>) {
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done())
+            && !queue.returns.is_empty()
+        {
+            desk.store.give_back(desk.key, desk.terms, &queue.returns);
         }
     }
 }

@@ -272,7 +272,7 @@ impl Line {
         let told = self.retell_hold(desk, wakers);
         let asked = self.step(desk, None, wakers);
         let errand = told.or(asked).or_else(|| self.pass_on(desk, wakers));
-        self.close();
+        self.close(desk);
         if failed { errand.or_else(|| self.asks_again(desk.now)) } else { errand }
     }
 
@@ -296,7 +296,7 @@ impl Line {
         if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
             queue.gathering = Gathering::NotYet;
         }
-        self.close();
+        self.close(desk);
         errand
     }
 

@@ -196,7 +196,7 @@ impl Line {
             }
         }
         let errand = self.step(desk, None, wakers);
-        self.close();
+        self.close(desk);
         errand
     }
 

@@ -31,13 +31,13 @@ impl Line {
     ) -> (Poll<Settled>, Option<Errand>) {
         let mut errand = None;
         if let Some(settled) = self.collect_alive(desk, waiter) {
-            self.close();
+            self.close(desk);
             return (Poll::Ready(settled), None);
         }
         for _ in 0..2 {
             errand = errand.or(self.step(desk, Some(waiter.number), wakers));
             if let Some(settled) = self.collect_alive(desk, waiter) {
-                self.close();
+                self.close(desk);
                 return (Poll::Ready(settled), errand);
             }
             // Without a place there is nothing to wait for: the line could not be opened when it was to wait again.
@@ -134,7 +134,7 @@ impl Line {
             _ => {}
         }
         let errand = self.step(desk, None, wakers);
-        self.close();
+        self.close(desk);
         errand
     }
 }

@@ -179,7 +179,7 @@ impl Line {
         let doubted = self.asks_again(desk.now).is_some();
         let errand = self.pass_on(desk, wakers);
         let errand = errand.or_else(|| if doubted { self.confirm_hold(desk, wakers) } else { None });
-        self.close();
+        self.close(desk);
         errand
     }
 
