@@ -324,3 +324,40 @@ async fn a_refusal_holds_the_key_of_its_scope() {
         whole.limiter().release(account).await.unwrap();
     }
 }
+
+/// Where they waited for the end of a hold: dear calls and cheap ones in the order in which they came.
+#[tokio::test(start_paused = true)]
+async fn calls_of_different_costs_leave_a_hold_in_their_order() {
+    let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(60 * SECOND).build().unwrap();
+    let limiter = layer.limiter();
+    limiter.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
+    let start = Instant::now();
+    let costs = [1, 2, 1, 1, 3, 1, 1, 5, 2, 1, 1, 1];
+    let calls = costs.map(|cost| {
+        let waits = limiter.acquire(Key::ALL).cost(cost);
+        async move {
+            drop(waits.await.unwrap());
+            start.elapsed().as_millis()
+        }
+    });
+    // Ten units in each window.
+    assert_eq!(
+        join_all(calls).await,
+        [2000, 2000, 2000, 2000, 2000, 2000, 2000, 3020, 3020, 3020, 3020, 3020]
+    );
+}
+
+/// The refusal of a dear call is none of the cheap ones behind it.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_refused_takes_nobody_along() {
+    let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(SECOND).build().unwrap();
+    let limiter = layer.limiter();
+    limiter.hold_for(Key::ALL, ms(500)).await.unwrap();
+    let start = Instant::now();
+    let calls = [5, 10, 1, 9, 2].map(|cost| {
+        let waits = limiter.acquire(Key::ALL).cost(cost);
+        async move { (waits.await.is_ok(), start.elapsed().as_millis()) }
+    });
+    let ended = join_all(calls).await;
+    assert_eq!(ended, [(true, 500), (false, 500), (true, 500), (false, 500), (true, 500)]);
+}

@@ -43,6 +43,9 @@ pub(super) const ANSWER: Duration = Duration::from_secs(1);
 /// The longest that a call waits for others to join it: by so much may one be overtaken who asked in another process.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
+/// The most needs of one call: as many as there are changes from one cost to another.
+const MOST_NEEDS: usize = 64;
+
 /// Timers have a grain of a millisecond.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
@@ -58,6 +61,8 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// Whether a call is under way.
     calling: bool,
+    /// What it asks for.
+    asked: SmallVec<[Need; 2]>,
     /// When it was sent, and who was the last in line then.
     asked_at: Option<(Instant, Number)>,
     pub(super) gathering: Gathering,
@@ -217,26 +222,34 @@ impl Queue {
         }
     }
 
-    /// What those without a slot need, those who came first before the others; `most` permits in all.
+    /// What those without a slot need, in the order in which they came; `most` permits in all.
     pub(super) fn needs(&self, most: usize) -> SmallVec<[Need; 2]> {
-        let mut needs: SmallVec<[(Number, Need); 2]> = SmallVec::new();
-        for (&cost, class) in &self.classes {
-            let missing = class.missing();
-            if let Some((&first, _)) = class.waiting.iter().next()
-                && missing > 0
-            {
-                let count = u32::try_from(missing).unwrap_or(u32::MAX);
-                needs.push((first, Need { cost, count }));
+        let mut waiting: SmallVec<[(Number, Need); 2]> = SmallVec::new();
+        let alone = self.classes.len() == 1;
+        for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
+            if alone {
+                let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
+                waiting.push((0, Need { cost, count }));
+            } else {
+                // Others stand between those of one cost.
+                let first = class.without().take(most);
+                waiting.extend(first.map(|number| (number, Need { cost, count: 1 })));
             }
         }
-        needs.sort_by_key(|(first, _)| *first);
+        waiting.sort_by_key(|(number, _)| *number);
+        let mut needs: SmallVec<[Need; 2]> = SmallVec::new();
         let mut left = u32::try_from(most).unwrap_or(u32::MAX);
-        let within = |(_, need): (Number, Need)| {
+        for (_, need) in waiting {
             let count = need.count.min(left);
             left -= count;
-            Need { count, ..need }
-        };
-        needs.into_iter().map(within).filter(|need| need.count > 0).collect()
+            let more = needs.len() < MOST_NEEDS;
+            match needs.last_mut() {
+                Some(last) if last.cost == need.cost => last.count += count,
+                _ if count > 0 && more => needs.push(Need { count, ..need }),
+                _ => break,
+            }
+        }
+        needs
     }
 
     /// A call asks for `needs`.
@@ -247,11 +260,30 @@ impl Queue {
         if !needs.is_empty() {
             self.gathering = Gathering::NotYet;
         }
+        self.asked.clear();
+        self.asked.extend_from_slice(needs);
         for need in needs {
             let class = self.classes.entry(need.cost).or_default();
-            class.asked = need.count as usize;
+            class.asked += need.count as usize;
             class.asked_at(now);
         }
+    }
+
+    /// The first of the needs that were asked for of which not all was granted, and how much was not. Those after it were
+    /// not decided.
+    fn refused(&self, granted: &[(u32, usize, usize)]) -> Option<(u32, usize)> {
+        let mut granted: SmallVec<[(u32, usize); 2]> =
+            granted.iter().map(|&(cost, all, _)| (cost, all)).collect();
+        self.asked.iter().find_map(|need| {
+            let count = need.count as usize;
+            let of_cost = granted.iter_mut().find(|(cost, _)| *cost == need.cost);
+            let got = of_cost.map_or(0, |(_, all)| {
+                let got = count.min(*all);
+                *all -= got;
+                got
+            });
+            (got < count).then_some((need.cost, count - got))
+        })
     }
 
     /// Whether one has a place here.
@@ -297,12 +329,20 @@ impl Queue {
                 self.returns.push(slot.unused());
             }
         }
+        let refused = self.refused(&granted);
+        self.asked.clear();
         for (cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let granted = granted.iter().find(|(other, ..)| other == cost);
             let (all, good) = granted.map_or((0, 0), |&(_, all, good)| (all, good));
             let refused_at = self.asked_at.filter(|_| matches!(end, Some(Settled::Refused(_))));
-            let ended = class.settle(good, asked.saturating_sub(all), end, refused_at, now);
+            // Of what was refused, others may have had some: they are asked for again.
+            let without = match (end, refused) {
+                (Some(Settled::Refused(_)), Some((refused, count))) if refused == *cost => count,
+                (Some(Settled::Refused(_)), _) => 0,
+                _ => asked.saturating_sub(all),
+            };
+            let ended = class.settle(good, without, end, refused_at, now);
             for (number, waker, settled) in ended {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
@@ -396,6 +436,7 @@ impl Queue {
         self.calling = false;
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
+        self.asked.clear();
         let Queue { classes, settled, waiting, .. } = self;
         for class in classes.values_mut() {
             class.asked = 0;

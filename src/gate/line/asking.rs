@@ -17,6 +17,9 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 /// The most permits that a store is asked for in one call: one with a server is not to keep it long.
 const MOST_ASKED: usize = 500;
 
+/// A store that answers at once is asked so often in a row: once for each need that it refuses, and once more.
+const MOST_ROUNDS: usize = 64;
+
 /// A sweep that is so late will not come.
 const LOST_SWEEP: Duration = Duration::from_secs(1);
 
@@ -112,18 +115,21 @@ impl Line {
         me: Option<Number>,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
-        // An answer at once may bring slots that are due at once; a second round hands them out, and more are never
-        // needed: what a store grants is alive.
+        // An answer at once may bring slots that are due at once, which a second round hands out: what a store grants is
+        // alive. And it may refuse one need and decide nothing of those after it.
         let (mut now, mut errand) = (desk.now, None);
-        for _ in 0..3 {
+        for _ in 0..MOST_ROUNDS {
             let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
             let queue = self.queue.as_mut()?;
             queue.take_from(&mut self.stock, now);
             let died = trusted && queue.hand_out(now, me, wakers);
             let doubtful = !trusted && queue.is_due(now);
             queue.trim();
+            if queue.is_calling() {
+                break;
+            }
             let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
-            if queue.is_calling() || (needs.is_empty() && !doubtful) {
+            if needs.is_empty() && !doubtful {
                 break;
             }
             if let Some(left) = held {

@@ -55,6 +55,11 @@ impl Class {
         self.waiting.len().saturating_sub(self.booked + self.asked)
     }
 
+    /// Those who have no slot, and none asked for.
+    pub(super) fn without(&self) -> impl Iterator<Item = Number> {
+        self.waiting.keys().skip(self.booked + self.asked).copied()
+    }
+
     pub(super) fn add(&mut self, slot: Slot) {
         let index = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(index, slot);
