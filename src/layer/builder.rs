@@ -241,7 +241,7 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Turns a refusal by the upstream into [`Limited::Upstream`]. Default: it passes as a response.
+    /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). Default: it passes as a response.
     ///
     /// [`Signal::limited`] says what is a refusal: a 429, and others such as a 503 that say when to come back.
     ///
