@@ -1,7 +1,7 @@
 //! One limit of a key: what it has seen, less what is reserved for others.
 
 use super::rule::Rule;
-use super::strangers::{Epoch, Ours, Size, Strangers};
+use super::strangers::{Ours, Size, Strangers};
 use super::{Left, Micros, micros_up};
 use crate::quota::Limit;
 
@@ -78,7 +78,7 @@ impl Account {
             // Of a count whose beginning is not known, the log has to know the whole of the window until now.
             let known_from = if sure { ends } else { now };
             let whole = born.saturating_add(window - window / 10) <= known_from;
-            Box::new(Strangers::new(Epoch { ends, whole }))
+            Box::new(Strangers::new(ends, whole))
         });
         let said = now.saturating_sub(micros_up(left.ago));
         strangers.see(size, units, said, Ours { least, most, sure }, left.refused)

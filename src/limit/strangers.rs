@@ -44,17 +44,9 @@ pub(super) struct Ours {
     pub(super) sure: bool,
 }
 
-/// When the upstream counts anew.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Epoch {
-    pub(super) ends: Micros,
-    /// Whether the log knows of all that was granted in it.
-    pub(super) whole: bool,
-}
-
 impl Strangers {
-    /// Before anything is known.
-    pub(super) fn new(Epoch { ends, whole }: Epoch) -> Self {
+    /// Before anything is known of a window that ends at `ends`, and that the log knows the `whole` of, or not.
+    pub(super) fn new(ends: Micros, whole: bool) -> Self {
         Strangers { ends, seen: 0, before: 0, refused: 0, least: u32::MAX, ours: 0, whole }
     }
 
@@ -67,7 +59,7 @@ impl Strangers {
         // What was seen, or what was expected before, unless they cannot have used so much.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
-        *self = Strangers { before, ..Strangers::new(Epoch { ends, whole: true }) };
+        *self = Strangers { before, ..Strangers::new(ends, true) };
         before > 0
     }
 

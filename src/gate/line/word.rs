@@ -114,11 +114,7 @@ fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
 /// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
 /// anything else is meant where it is as large.
 fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
-    let count = match limit {
-        Limit::Bucket { capacity, .. } => u64::from(capacity),
-        _ => u64::from(limit.count()),
-    };
-    let is_as_large = quota.limit() == Some(count);
+    let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
         return false;
     }
