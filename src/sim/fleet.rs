@@ -1,16 +1,17 @@
 //! A fleet in virtual time: what happens when, in the order of time and then of planning.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
 use super::headers::{Said, Voice};
+use super::lines::Shared;
 use super::metrics::{Metrics, Tally};
 use super::scenario::{Latency, Scenario};
 use super::server::Desk;
 use super::strategy::{Brief, Strategy};
 use super::trace::Trace;
-use crate::gate::throttle::{Flight, Line, Number};
+use crate::gate::throttle::Flight;
 use crate::jitter::Dice;
 use crate::signal::Signal;
 
@@ -49,15 +50,6 @@ struct OnWay {
     said: Option<(Signal, Option<f64>)>,
 }
 
-/// The callers of a process share its line.
-struct Process {
-    line: Line,
-    /// Whose call has which number.
-    calls: BTreeMap<Number, usize>,
-    /// For when the next look at the line is planned.
-    look: Option<Instant>,
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Call(usize),
@@ -75,7 +67,7 @@ pub(super) struct Fleet<'a> {
     now: Duration,
     events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
     planned: u64,
-    processes: Vec<Process>,
+    processes: Vec<Shared>,
     callers: Vec<Caller>,
     desk: Desk,
     voice: Voice,
@@ -105,7 +97,6 @@ impl<'a> Fleet<'a> {
             let strategy = other.as_ref().unwrap_or(strategy);
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
-                let line = Line::new(strategy.pace(&brief), own, FOREVER, origin);
                 let later = group.stagger * number as f64;
                 for _ in 0..group.tasks {
                     callers.push(Caller {
@@ -121,7 +112,7 @@ impl<'a> Fleet<'a> {
                         done: false,
                     });
                 }
-                processes.push(Process { line, calls: BTreeMap::new(), look: None });
+                processes.push(Shared::new(strategy.pace(&brief), own, origin));
             }
         }
         let mut fleet = Fleet {
@@ -165,8 +156,7 @@ impl<'a> Fleet<'a> {
                 Event::Judge(caller) => self.judge(caller),
                 Event::Answer(caller) => self.answer(caller),
                 Event::Look(process) => {
-                    if self.processes[process].look == Some(self.origin + at) {
-                        self.processes[process].look = None;
+                    if self.processes[process].is_to_look(self.origin + at) {
                         self.pump(process);
                     }
                 }
@@ -202,11 +192,11 @@ impl<'a> Fleet<'a> {
     /// Those who are held back at the end count, too; one who sleeps by itself for as long as it meant to.
     fn count_the_held(&mut self, over: f64) {
         for process in &self.processes {
-            for (number, caller) in &process.calls {
-                let Caller { call, max_sleep, .. } = &mut self.callers[*caller];
+            for (caller, asleep_until) in process.held() {
+                let Caller { call, max_sleep, .. } = &mut self.callers[caller];
                 let Some(Open { last, on_way: None, .. }) = call else { continue };
-                let until = process.line.asleep_until(*number);
-                let until = until.map(|until| until.saturating_duration_since(self.origin).as_secs_f64());
+                let until =
+                    asleep_until.map(|until| until.saturating_duration_since(self.origin).as_secs_f64());
                 *max_sleep = max_sleep.max(until.unwrap_or(over).max(over) - *last);
             }
         }
@@ -239,27 +229,18 @@ impl<'a> Fleet<'a> {
         caller.call = Some(Open { since: now, last: now, trips: 0.0, on_way: None });
         let process = caller.process;
         let moment = self.moment();
-        let number = self.processes[process].line.join(moment);
-        self.processes[process].calls.insert(number, index);
+        self.processes[process].join(index, moment);
         self.pump(process);
     }
 
     /// Lets all leave who may, and plans the next look.
     fn pump(&mut self, index: usize) {
         let moment = self.moment();
-        while let Some(flight) = self.processes[index].line.depart(moment) {
-            let caller = self.processes[index].calls[&flight.number];
+        while let Some((caller, flight)) = self.processes[index].depart(moment) {
             self.send(caller, flight);
         }
-        let process = &mut self.processes[index];
-        let look = process.line.look_at();
-        if let Some(at) = look
-            && process.look != look
-        {
-            process.look = look;
+        if let Some(at) = self.processes[index].next_look() {
             self.plan(at.saturating_duration_since(self.origin), Event::Look(index));
-        } else if look.is_none() {
-            process.look = None;
         }
     }
 
@@ -308,8 +289,8 @@ impl<'a> Fleet<'a> {
         let (signal, remaining) = said.expect("it was judged");
         call.trips += now - call.last;
         call.last = now;
-        let (number, process) = (flight.number, caller.process);
-        let line = &mut self.processes[process].line;
+        let process = caller.process;
+        let line = &mut self.processes[process];
         match line.answered(flight, &signal, moment) {
             Some(refused) => {
                 caller.refused += 1;
@@ -319,7 +300,6 @@ impl<'a> Fleet<'a> {
                 caller.passed += 1;
                 self.waits.push(now - call.since - call.trips);
                 caller.call = None;
-                self.processes[process].calls.remove(&number);
                 let stops =
                     self.scenario.stop_under.zip(remaining).is_some_and(|(under, left)| left <= under);
                 self.next(index, stops);
@@ -359,9 +339,6 @@ impl<'a> Fleet<'a> {
         }
     }
 }
-
-/// The lines of a fleet obey the word of the server, however long.
-const FOREVER: Duration = Duration::from_secs(366 * 86_400);
 
 fn exponential(dice: &mut Dice, mean: f64) -> f64 {
     -mean * (1.0 - dice.roll()).ln()

@@ -35,6 +35,7 @@
 mod chart;
 mod fleet;
 mod headers;
+mod lines;
 mod metrics;
 mod report;
 mod scenario;

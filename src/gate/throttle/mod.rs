@@ -17,6 +17,6 @@ mod station;
 pub use gate::Throttle;
 pub(crate) use gate::{Begun, ThrottleSettings};
 #[cfg(feature = "sim")]
-pub(crate) use line::{Flight, Line, Number};
+pub(crate) use line::{Flight, Line, Number, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{Back, Wait};
