@@ -3,13 +3,13 @@
 //! A key carries its hash, so looking one up hashes nothing. What is of no use any more is found by a hand that goes
 //! round: each new key moves it on by a few entries. So no call ever looks at many, whatever the number of keys.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
+use crate::jitter::dice;
 use crate::key::Key;
 
 /// State that can be forgotten at some time.
@@ -70,7 +70,7 @@ impl<T: Idle> Keyed<T> {
         let shard = || Mutex::new(Shard { table: HashTable::new(), hand: 0 });
         Keyed {
             shards: (0..shards).map(|_| shard()).collect(),
-            seed: RandomState::new().hash_one("tollgate"),
+            seed: dice(),
             max,
             len: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
