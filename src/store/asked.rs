@@ -5,31 +5,30 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::ALONE;
+use super::{ALONE, Ask, Held, Memory, Need};
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Left, Terms, Unused};
-use crate::store::{Ask, Held, Memory, Need};
 
 /// An [`Ask`] that outlives its call.
-pub(super) struct Asked {
-    pub(super) key: Key,
-    pub(super) terms: Arc<Terms>,
-    pub(super) needs: SmallVec<[Need; 2]>,
-    pub(super) prefetch: u32,
-    pub(super) latest: Duration,
-    pub(super) life: Duration,
-    pub(super) prefetch_life: Duration,
+pub(crate) struct Asked {
+    pub(crate) key: Key,
+    pub(crate) terms: Arc<Terms>,
+    pub(crate) needs: SmallVec<[Need; 2]>,
+    pub(crate) prefetch: u32,
+    pub(crate) latest: Duration,
+    pub(crate) life: Duration,
+    pub(crate) prefetch_life: Duration,
     /// What the store granted.
-    pub(super) returns: SmallVec<[Unused; 4]>,
-    pub(super) memory: Memory,
-    pub(super) held: Held,
-    pub(super) left: Option<Left>,
-    pub(super) at: Instant,
+    pub(crate) returns: SmallVec<[Unused; 4]>,
+    pub(crate) memory: Memory,
+    pub(crate) held: Held,
+    pub(crate) left: Option<Left>,
+    pub(crate) at: Instant,
 }
 
 impl Asked {
-    pub(super) fn new(ask: &Ask<'_>) -> Self {
+    pub(crate) fn new(ask: &Ask<'_>) -> Self {
         let of_store = ask.returns.iter().filter(|unused| unused.incarnation != ALONE);
         Asked {
             key: ask.key,
@@ -48,7 +47,7 @@ impl Asked {
     }
 
     /// One who wants nothing for itself.
-    pub(super) fn to_charge(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
+    pub(crate) fn to_charge(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
         Asked {
             key,
             terms: terms.clone(),
@@ -65,7 +64,7 @@ impl Asked {
         }
     }
 
-    pub(super) fn ask<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
+    pub(crate) fn ask<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
         Ask {
             key: self.key,
             terms: &self.terms,

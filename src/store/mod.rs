@@ -27,6 +27,7 @@
 //!
 //! What this does not do: wait. Waiting is the gate's; a store only tells until when.
 
+mod asked;
 #[cfg(feature = "contract")]
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;

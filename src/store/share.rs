@@ -10,7 +10,6 @@
 //!
 //! What this does not do: calls in flight. They have no shares; while the store is away, nobody is given a place.
 
-mod asked;
 mod kept;
 
 use std::collections::VecDeque;
@@ -21,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::asked::Asked;
 use super::memory::usage;
 use super::{
     Answer, Ask, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments, Store, StoreError,
@@ -31,7 +31,6 @@ use crate::events;
 use crate::key::Key;
 use crate::keyed::Keyed;
 use crate::limit::Micros;
-use asked::Asked;
 use kept::{Alone, Kept, Stage};
 
 /// Which life of a state granted what a process grants itself.

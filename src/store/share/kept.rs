@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::asked::Asked;
 use super::{ALONE, LOOK, OFTEN, OTHERS, Own, Share};
 use crate::clock;
 use crate::error::StoreError;
@@ -12,6 +11,7 @@ use crate::jitter::jittered;
 use crate::key::Key;
 use crate::keyed::Idle;
 use crate::limit::{Ledger, Micros, Terms, Unused, micros_up};
+use crate::store::asked::Asked;
 use crate::store::memory::book;
 use crate::store::{Ask, Lease, Memory, Need, Refusal, Segment};
 
