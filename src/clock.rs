@@ -20,6 +20,10 @@ pub(crate) fn now() -> Instant {
 /// A pair of moments that were one: when both clocks were first asked.
 fn anchor() -> (Instant, SystemTime) {
     static ANCHOR: OnceLock<(Instant, SystemTime)> = OnceLock::new();
+    #[cfg(feature = "sim")]
+    if let Some(start) = laboratory::START.get() {
+        return (start, SystemTime::UNIX_EPOCH + laboratory::WALL);
+    }
     *ANCHOR.get_or_init(|| (Instant::now(), SystemTime::now()))
 }
 
@@ -35,18 +39,46 @@ pub(crate) fn wall(instant: Instant) -> SystemTime {
 
 /// The wall time at `instant` in whole microseconds since the Unix epoch, rounded down.
 pub(crate) fn micros(instant: Instant) -> u64 {
-    static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();
-    let &(epoch, micros) = EPOCH.get_or_init(|| {
-        let (anchor, wall) = anchor();
-        let since_epoch = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
-    });
+    let (epoch, micros) = epoch();
     match instant.checked_duration_since(epoch) {
         Some(since) => micros.saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX / 4)),
         None => {
             let before = epoch.duration_since(instant).as_nanos().div_ceil(1000);
             micros.saturating_sub(u64::try_from(before).unwrap_or(u64::MAX))
         }
+    }
+}
+
+/// The same pair, with the wall time in microseconds since the Unix epoch.
+fn epoch() -> (Instant, u64) {
+    static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();
+    let of = |(anchor, wall): (Instant, SystemTime)| {
+        let since_epoch = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
+    };
+    #[cfg(feature = "sim")]
+    if laboratory::START.get().is_some() {
+        return of(anchor());
+    }
+    *EPOCH.get_or_init(|| of(anchor()))
+}
+
+/// In the laboratory every run begins at the same wall time: windows of the clock and whole microseconds fall alike.
+#[cfg(feature = "sim")]
+pub(crate) mod laboratory {
+    use std::cell::Cell;
+    use std::time::{Duration, Instant};
+
+    thread_local! {
+        pub(super) static START: Cell<Option<Instant>> = const { Cell::new(None) };
+    }
+
+    /// The first day of 2026, since the Unix epoch.
+    pub(super) const WALL: Duration = Duration::from_secs(20_454 * 86_400);
+
+    /// From now on `start` was that moment, on this thread.
+    pub(crate) fn begin(start: Instant) {
+        START.set(Some(start));
     }
 }
 

@@ -7,7 +7,32 @@ use std::time::Duration;
 /// A number that nobody can foretell, seeded by the operating system for each process anew.
 pub(crate) fn dice() -> u64 {
     static ROLLS: AtomicU64 = AtomicU64::new(0);
+    #[cfg(feature = "sim")]
+    if let Some(roll) = laboratory::roll() {
+        return roll;
+    }
     RandomState::new().hash_one(ROLLS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// In the laboratory the same seed is the same run, whatever rolls dice in it.
+#[cfg(feature = "sim")]
+pub(crate) mod laboratory {
+    use std::cell::RefCell;
+
+    use super::Dice;
+
+    thread_local! {
+        static DICE: RefCell<Option<Dice>> = const { RefCell::new(None) };
+    }
+
+    /// From now on this thread rolls `dice`.
+    pub(crate) fn begin(dice: Dice) {
+        DICE.set(Some(dice));
+    }
+
+    pub(super) fn roll() -> Option<u64> {
+        DICE.with_borrow_mut(|dice| dice.as_mut().map(Dice::next))
+    }
 }
 
 /// Between half of `span` and all of it, so that those who failed together do not come back together.
