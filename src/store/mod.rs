@@ -50,6 +50,7 @@ pub use crate::error::StoreError;
 use crate::key::Key;
 pub use crate::limit::{Left, Terms, Unused};
 use crate::quota::Limit;
+pub(crate) use asked::Asked;
 pub use flight::{Claim, Listener, News};
 pub use hold::Held;
 pub use memory::MemoryStore;

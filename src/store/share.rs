@@ -20,11 +20,10 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::asked::Asked;
 use super::memory::usage;
 use super::{
-    Answer, Ask, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments, Store, StoreError,
-    Terms, Unused, Usage,
+    Answer, Ask, Asked, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments, Store,
+    StoreError, Terms, Unused, Usage,
 };
 use crate::clock;
 use crate::events;

@@ -11,9 +11,8 @@ use crate::jitter::jittered;
 use crate::key::Key;
 use crate::keyed::Idle;
 use crate::limit::{Ledger, Micros, Terms, Unused, micros_up};
-use crate::store::asked::Asked;
 use crate::store::memory::book;
-use crate::store::{Ask, Lease, Memory, Need, Refusal, Segment};
+use crate::store::{Ask, Asked, Lease, Memory, Need, Refusal, Segment};
 
 /// In so many parts each window is cut.
 const PARTS: u64 = 20;
