@@ -3,8 +3,8 @@
 use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, picture, report, run, sweep, trace};
 
 fn scenario(name: &str) -> Scenario {
-    let all = Scenarios::public().0;
-    all.into_iter().find(|(other, _)| other == name).expect("it is in the public set").1
+    let mut all = Scenarios::public().0.into_iter().chain(Scenarios::limited().0);
+    all.find(|(other, _)| other == name).expect("it is in one of the sets").1
 }
 
 /// The means over `seeds` runs.
@@ -21,6 +21,73 @@ fn the_same_seed_gives_the_same_run_and_another_seed_another() {
     assert_eq!(one, run(&scenario, &strategy, 1).unwrap());
     assert_eq!(one, trace(&scenario, &strategy, 1).unwrap().0);
     assert_ne!(one, run(&scenario, &strategy, 2).unwrap());
+}
+
+#[test]
+fn a_run_with_gates_is_the_same_again_and_so_is_what_happened_in_it() {
+    let mut scenario = scenario("torture-limit");
+    scenario.duration = 1200.0;
+    for strategy in ["limit", "fair-gate"].map(|name| Strategy::named(name).unwrap()) {
+        let (one, other) = (trace(&scenario, &strategy, 1).unwrap(), trace(&scenario, &strategy, 1).unwrap());
+        assert_eq!(one.0, other.0);
+        assert_eq!((one.1.held, one.1.judged), (other.1.held, other.1.judged));
+        assert_ne!(one.0, run(&scenario, &strategy, 2).unwrap());
+    }
+}
+
+/// What the asynchronous gate lets pass is what the pure line lets pass, but for the milliseconds of its timers.
+#[test]
+fn a_gate_decides_as_the_line_of_its_pace_does() {
+    for (name, duration) in
+        [("n10", 900.0), ("churn", 1800.0), ("50-per-s", 60.0), ("rem+retry-after", 900.0)]
+    {
+        let mut scenario = scenario(name);
+        scenario.duration = duration;
+        let of = |strategy: &str| {
+            let strategy = Strategy::named(strategy).unwrap();
+            let runs: Vec<Metrics> = (1..=4).map(|seed| run(&scenario, &strategy, seed).unwrap()).collect();
+            Metrics::mean_and_deviation(&runs)
+        };
+        let ((line, noise), (gate, _)) = (of("fair"), of("fair-gate"));
+        for ((metric, line), ((_, gate), (_, noise))) in
+            line.named().into_iter().zip(gate.named().into_iter().zip(noise.named()))
+        {
+            let (Some(line), Some(gate), Some(noise)) = (line, gate, noise) else { continue };
+            // Two means of four are within three of their errors, and what one request makes.
+            let within = 3.0 * noise / 2_f64.sqrt() + 0.03 * line.abs() + 0.02;
+            assert!((line - gate).abs() <= within, "{name}, {metric}: {line} in line, {gate} at the gate");
+        }
+    }
+}
+
+#[test]
+fn who_knows_the_limit_is_never_refused_while_the_store_works_or_fails_closed() {
+    for name in ["limit-4", "limit-50", "limit-minute", "away-closed", "lost-answers"] {
+        let mut scenario = scenario(name);
+        scenario.duration = scenario.duration.min(if name == "limit-minute" { 600.0 } else { 120.0 });
+        let limit = Strategy::named("limit").unwrap();
+        for seed in 1..=3 {
+            let metrics = run(&scenario, &limit, seed).unwrap();
+            assert_eq!(metrics.retry_pct_pooled, 0.0, "{name}");
+            assert!(metrics.jain > 0.99 && metrics.store_calls.unwrap() < 1.0, "{name}: {metrics:?}");
+            let used = if name.starts_with("limit") { 97.0 } else { 80.0 };
+            assert!(metrics.util_pct > used, "{name}: {metrics:?}");
+        }
+    }
+}
+
+#[test]
+fn a_store_that_is_away_costs_what_was_chosen() {
+    let limit = Strategy::named("limit").unwrap();
+    let [closed, open, share] = ["away-closed", "away-open", "away-share"].map(|name| {
+        let mut scenario = scenario(name);
+        scenario.duration = 120.0;
+        run(&scenario, &limit, 1).unwrap()
+    });
+    assert!(closed.max_wait > 10.0 && closed.retry_pct == 0.0, "{closed:?}");
+    assert!(open.max_wait < 5.0 && open.retry_pct > 0.1, "{open:?}");
+    assert!(share.max_wait < 5.0 && share.retry_pct < 0.1, "{share:?}");
+    assert!(closed.util_pct < share.util_pct, "{closed:?}, {share:?}");
 }
 
 #[test]
@@ -71,21 +138,7 @@ fn the_recommended_pace_is_fair_patient_and_next_to_never_refused() {
 /// Seven hours of everything that can go wrong: clients come and go, the limit moves, headers lie, strangers take their part.
 #[test]
 fn seven_hours_of_everything_at_once() {
-    let text = r#"{"torture": {
-        "fleet": [
-            {"procs": 5, "tasks": 4},
-            {"procs": 20, "tasks": 1, "join": 3600, "leave": 14400, "stagger": 60},
-            {"procs": 10, "tasks": 2, "duty": [600, 900], "think": 2, "latency": [0.5, 3, 1]}
-        ],
-        "server": {"kind": "bucket", "cap": 4500, "refill": 1.25, "start": 4500, "changes": [
-            [3000, {"refill": 5}], [7000, {"tokens": 0, "refill": 0.2}], [12000, {"cap": 100, "refill": 10}],
-            [18000, {"cap": 4500, "refill": 1.25}]
-        ]},
-        "headers": {"remaining": true, "lie": "garbage", "p": 0.3, "retry_after": true},
-        "background": [{"rate": 0.3, "from": 1000, "to": 20000}],
-        "latency": [0.13, 0.2, 0.05], "hint": [4500, 3600], "duration": 25200
-    }}"#;
-    let torture = &Scenarios::read(text).unwrap().0[0].1;
+    let torture = &scenario("torture");
     let fair = run(torture, &Strategy::named("fair").unwrap(), 1).unwrap();
     assert!(fair.retry_pct_pooled < 5.0 && fair.util_pct > 80.0, "{fair:?}");
 }
@@ -120,6 +173,40 @@ fn a_picture_stands_alone() {
 fn a_file_with_a_mistake_says_where() {
     let error = Scenarios::read(r#"{"mine": {"fleet": [{"procs": 1, "taks": 5}]}}"#).unwrap_err().to_string();
     assert!(error.contains("mine") && error.contains("taks"), "{error}");
+}
+
+#[test]
+fn what_is_said_of_the_store_and_the_quota_has_to_make_sense() {
+    for (said, about) in [
+        (r#""quota": "100 per minute""#, "quota: "),
+        (r#""store": {"trip": [0.2, 0.1, 0]}"#, "store.trip"),
+        (r#""store": {"away": [[50, 70]], "away_every": 60}"#, "store.away"),
+        (r#""store": {"lose": 5}"#, "store.lose"),
+        (r#""on_store_error": "fail""#, "fallback_share"),
+    ] {
+        let text = format!(
+            r#"{{"mine": {{
+                "fleet": [{{"procs": 1, "tasks": 1}}], "server": {{"kind": "sliding", "limit": 1, "window": 1}},
+                "latency": [0.1, 0.1, 0], "duration": 10, {said}
+            }}}}"#
+        );
+        let error = Scenarios::read(&text).unwrap_err().to_string();
+        assert!(error.contains("mine") && error.contains(about), "{error}");
+    }
+}
+
+#[test]
+fn a_gate_that_cannot_be_made_says_why() {
+    let limit = Strategy::named("limit").unwrap();
+    let error = run(&scenario("no-hint"), &limit, 1).unwrap_err().to_string();
+    assert!(error.contains("limit") && error.contains("quota"), "{error}");
+}
+
+#[tokio::test]
+async fn gates_may_be_tried_from_within_a_runtime() {
+    let mut scenario = scenario("limit-4");
+    scenario.duration = 5.0;
+    assert!(run(&scenario, &Strategy::named("limit").unwrap(), 1).unwrap().util_pct > 90.0);
 }
 
 #[test]

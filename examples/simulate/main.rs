@@ -24,9 +24,11 @@ const HELP: &str = "\
 Simulates fleets of clients against servers with limits, in virtual time.
 
   --file FILE         scenarios to run (JSON); without it, the public set
-  --scenarios A,B     only these of them
-  --strategies A,B    what to try: fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
-                      blog-backoff-2, aimd, none, mine (see mine.rs); default: fair,blog-remaining
+  --scenarios A,B     only these of them, or of the second set: known limits that are counted in a store;
+                      `limited` for all of that
+  --strategies A,B    what to try: the paces fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
+                      blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
+                      and fair-gate; default: fair,blog-remaining
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
   --report FILE       writes a page with table and charts (HTML that needs nothing else)
@@ -57,11 +59,11 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     let scenarios = match options.find("--file") {
         Some(file) => {
             let text = std::fs::read_to_string(&file).map_err(|error| format!("{file}: {error}"))?;
-            Scenarios::read(&text).map_err(|error| format!("{file}: {error}"))?
+            Some(Scenarios::read(&text).map_err(|error| format!("{file}: {error}"))?)
         }
-        None => Scenarios::public(),
+        None => None,
     };
-    let scenarios = chosen(scenarios.0, options.find("--scenarios"))?;
+    let scenarios = chosen(scenarios, options.find("--scenarios"))?;
     let names = options.text("--strategies", "fair,blog-remaining");
     let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
     let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
@@ -97,8 +99,17 @@ fn strategy(name: &str) -> Result<Strategy, Usage> {
     }
 }
 
-fn chosen(all: Vec<(String, Scenario)>, names: Option<String>) -> Result<Vec<(String, Scenario)>, Usage> {
+/// All of a file, or of the public set; with `names` those of it, or of both sets, or all of the second.
+fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String, Scenario)>, Usage> {
+    let (mut all, second) = match file {
+        Some(file) => (file.0, Vec::new()),
+        None => (Scenarios::public().0, Scenarios::limited().0),
+    };
     let Some(names) = names else { return Ok(all) };
+    if names == "limited" && !second.is_empty() {
+        return Ok(second);
+    }
+    all.extend(second);
     let find = |name: &str| {
         let found = all.iter().find(|(other, _)| other == name);
         found.cloned().ok_or_else(|| Usage::new(format!("there is no scenario {name:?}")))

@@ -2,7 +2,7 @@
 
 use tollgate::sim::Runs;
 
-const HEAD: [&str; 11] = [
+const HEAD: [&str; 12] = [
     "scenario",
     "strategy",
     "retry %",
@@ -14,6 +14,7 @@ const HEAD: [&str; 11] = [
     "util %",
     "clear",
     "share",
+    "store",
 ];
 
 /// One row for each scenario and strategy: means and, where there are several seeds, deviations of the first columns.
@@ -43,10 +44,11 @@ pub(crate) fn table(all: &[Runs]) -> String {
             format!("{:.1}", mean.util_pct),
             some(mean.clear, 1),
             some(mean.share, 2),
+            some(mean.store_calls, 2),
         ]);
     }
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; 11] = std::array::from_fn(width);
+    let widths: [usize; 12] = std::array::from_fn(width);
     let mut text = String::new();
     for row in &rows {
         for (column, cell) in row.iter().enumerate() {

@@ -1,16 +1,21 @@
 //! A fleet in virtual time: what happens when, in the order of time and then of planning.
+//!
+//! What is the same for all is here: callers, the server, strangers, and what is counted. What keeps a call from leaving is
+//! its process: a [line](super::lines), or a [gate](super::gates).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
+use super::gates::{Entrance, Grounds, Reply};
 use super::headers::{Said, Voice};
 use super::lines::Shared;
 use super::metrics::{Metrics, Tally};
-use super::scenario::{Latency, Scenario};
+use super::scenario::Scenario;
 use super::server::Desk;
-use super::strategy::{Brief, Strategy};
+use super::strategy::{Brief, Make, Strategy};
 use super::trace::Trace;
+use super::{RunError, exponential, span};
 use crate::gate::throttle::Flight;
 use crate::jitter::Dice;
 use crate::signal::Signal;
@@ -18,7 +23,7 @@ use crate::signal::Signal;
 /// One who calls, again and again.
 #[derive(Debug)]
 pub(super) struct Caller {
-    process: usize,
+    pub(super) process: usize,
     pub(super) group: usize,
     pub(super) sent: u64,
     pub(super) refused: u64,
@@ -28,31 +33,51 @@ pub(super) struct Caller {
     join: f64,
     leave: f64,
     /// The call it is in.
-    call: Option<Open>,
+    pub(super) call: Option<Open>,
     done: bool,
 }
 
 /// A call that has not ended.
 #[derive(Debug)]
-struct Open {
+pub(super) struct Open {
     since: f64,
     /// Since when it is held back, or on its way.
     last: f64,
     /// What its requests took.
     trips: f64,
-    on_way: Option<OnWay>,
+    pub(super) on_way: Option<OnWay>,
+    /// Whether the server has accepted its last request, if it has answered.
+    pub(super) passed: Option<bool>,
+    /// What the last answer showed to be left.
+    shown: Option<f64>,
 }
 
 #[derive(Debug)]
-struct OnWay {
-    flight: Flight,
+pub(super) struct OnWay {
+    ticket: Ticket,
     back_at: Duration,
-    said: Option<(Signal, Option<f64>)>,
+    said: Option<Said>,
+}
+
+/// To what an answer goes.
+#[derive(Debug)]
+pub(super) enum Ticket {
+    /// The line of its process.
+    Flight(Flight),
+    /// The call itself, at its gate.
+    Reply(Reply),
+}
+
+/// What keeps the calls of a process from leaving.
+pub(super) enum Process {
+    Line(Shared),
+    Gate(Entrance),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+pub(super) enum Event {
     Call(usize),
+    Again(usize),
     Judge(usize),
     Answer(usize),
     Look(usize),
@@ -63,38 +88,36 @@ enum Event {
 /// A run of one scenario.
 pub(super) struct Fleet<'a> {
     scenario: &'a Scenario,
-    origin: Instant,
-    now: Duration,
-    events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
+    pub(super) origin: Instant,
+    pub(super) now: Duration,
+    pub(super) events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
     planned: u64,
-    processes: Vec<Shared>,
-    callers: Vec<Caller>,
+    pub(super) processes: Vec<Process>,
+    pub(super) callers: Vec<Caller>,
+    /// What gates share, where there are any.
+    grounds: Option<Grounds>,
     desk: Desk,
     voice: Voice,
     dice: Dice,
     waits: Vec<f64>,
     taken: f64,
-    clear: Option<f64>,
+    pub(super) clear: Option<f64>,
     pub(super) trace: Option<Trace>,
 }
 
 impl<'a> Fleet<'a> {
+    /// `cast` has the strategy of each group. Gates need `grounds`.
     pub(super) fn new(
         scenario: &'a Scenario,
-        strategy: &Strategy,
-        others: &dyn Fn(&str) -> Strategy,
+        cast: &[Strategy],
         seed: u64,
-    ) -> Self {
+        grounds: Option<Grounds>,
+    ) -> Result<Self, RunError> {
         let origin = crate::clock::now();
-        let brief = Brief {
-            hint: scenario.hint.map(|(limit, window)| (limit, span(window))),
-            start_interval: span(scenario.start_interval),
-        };
+        let brief = Brief::new(scenario);
         let mut dice = Dice::seeded(seed);
         let (mut processes, mut callers) = (Vec::new(), Vec::new());
-        for (index, group) in scenario.fleet.iter().enumerate() {
-            let other = group.strategy.as_deref().map(others);
-            let strategy = other.as_ref().unwrap_or(strategy);
+        for (index, (group, strategy)) in scenario.fleet.iter().zip(cast).enumerate() {
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
                 let later = group.stagger * number as f64;
@@ -112,7 +135,15 @@ impl<'a> Fleet<'a> {
                         done: false,
                     });
                 }
-                processes.push(Shared::new(strategy.pace(&brief), own, origin));
+                processes.push(match strategy.make() {
+                    Make::Pace(make) => Process::Line(Shared::new(make(&brief), own, origin)),
+                    Make::Gate(make) => {
+                        let grounds = grounds.as_ref().expect("it is run with grounds");
+                        let gate = make(&brief, grounds.depot.way());
+                        let gate = gate.map_err(|error| RunError::gate(strategy.name(), error))?;
+                        Process::Gate(grounds.entrance(gate))
+                    }
+                });
             }
         }
         let mut fleet = Fleet {
@@ -123,6 +154,7 @@ impl<'a> Fleet<'a> {
             planned: 0,
             processes,
             callers,
+            grounds,
             desk: Desk::new(&scenario.server),
             voice: Voice::new(&scenario.headers),
             dice,
@@ -140,33 +172,48 @@ impl<'a> Fleet<'a> {
         for (index, strangers) in scenario.background.iter().enumerate() {
             fleet.plan_stranger(index, strangers.from);
         }
-        fleet
+        Ok(fleet)
     }
 
-    /// Lets everything happen.
+    /// Lets everything happen, in a fleet without gates.
     pub(super) fn run(&mut self) -> Metrics {
-        let end = span(self.scenario.duration);
-        while let Some(Reverse((at, _, event))) = self.events.pop() {
-            if at > end || self.clear.is_some() {
-                break;
+        let end = self.end();
+        while self.clear.is_none() && self.events.peek().is_some_and(|Reverse((at, ..))| *at <= end) {
+            self.happen_next();
+        }
+        self.metrics()
+    }
+
+    /// When it ends at the latest.
+    pub(super) fn end(&self) -> Duration {
+        span(self.scenario.duration)
+    }
+
+    /// Lets the next event happen.
+    pub(super) fn happen_next(&mut self) {
+        let Some(Reverse((at, _, event))) = self.events.pop() else { return };
+        self.now = at;
+        match event {
+            Event::Call(caller) => self.call(caller),
+            Event::Again(caller) => self.enter(caller),
+            Event::Judge(caller) => self.judge(caller),
+            Event::Answer(caller) => self.answer(caller),
+            Event::Look(process) => {
+                let moment = self.moment();
+                if self.line(process).is_to_look(moment) {
+                    self.pump(process);
+                }
             }
-            self.now = at;
-            match event {
-                Event::Call(caller) => self.call(caller),
-                Event::Judge(caller) => self.judge(caller),
-                Event::Answer(caller) => self.answer(caller),
-                Event::Look(process) => {
-                    if self.processes[process].is_to_look(self.origin + at) {
-                        self.pump(process);
-                    }
-                }
-                Event::Stranger(index) => self.stranger(index),
-                Event::Change(index) => {
-                    let (at, change) = &self.scenario.server.changes()[index];
-                    self.desk.change(change, *at);
-                }
+            Event::Stranger(index) => self.stranger(index),
+            Event::Change(index) => {
+                let (at, change) = &self.scenario.server.changes()[index];
+                self.desk.change(change, *at);
             }
         }
+    }
+
+    /// What came of it.
+    pub(super) fn metrics(&mut self) -> Metrics {
         let over = if self.clear.is_some() { self.now.as_secs_f64() } else { self.scenario.duration };
         let open = self.callers.iter().filter_map(|caller| caller.call.as_ref());
         let open = open.map(|call| match call.on_way {
@@ -185,24 +232,30 @@ impl<'a> Fleet<'a> {
             clear: self.clear,
             fair_groups: self.scenario.fair_groups.as_deref(),
             foreign: &foreign,
+            store_calls: self.grounds.as_ref().map_or(0, |grounds| grounds.depot.calls()),
         }
         .metrics()
     }
 
     /// Those who are held back at the end count, too; one who sleeps by itself for as long as it meant to.
     fn count_the_held(&mut self, over: f64) {
-        for process in &self.processes {
-            for (caller, asleep_until) in process.held() {
-                let Caller { call, max_sleep, .. } = &mut self.callers[caller];
-                let Some(Open { last, on_way: None, .. }) = call else { continue };
-                let until =
-                    asleep_until.map(|until| until.saturating_duration_since(self.origin).as_secs_f64());
-                *max_sleep = max_sleep.max(until.unwrap_or(over).max(over) - *last);
-            }
+        for caller in &mut self.callers {
+            let Some(Open { last, on_way: None, .. }) = caller.call else { continue };
+            caller.max_sleep = caller.max_sleep.max(over - last);
+        }
+        let lines = self.processes.iter().filter_map(|process| match process {
+            Process::Line(line) => Some(line),
+            Process::Gate(_) => None,
+        });
+        for (index, until) in lines.flat_map(Shared::asleep) {
+            let caller = &mut self.callers[index];
+            let Some(Open { last, .. }) = caller.call else { continue };
+            let until = until.saturating_duration_since(self.origin).as_secs_f64();
+            caller.max_sleep = caller.max_sleep.max(until - last);
         }
     }
 
-    fn plan(&mut self, at: Duration, event: Event) {
+    pub(super) fn plan(&mut self, at: Duration, event: Event) {
         self.planned += 1;
         self.events.push(Reverse((at, self.planned, event)));
     }
@@ -226,40 +279,50 @@ impl<'a> Fleet<'a> {
                 return self.plan(wake, Event::Call(index));
             }
         }
-        caller.call = Some(Open { since: now, last: now, trips: 0.0, on_way: None });
+        caller.call =
+            Some(Open { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None });
         let process = caller.process;
         let moment = self.moment();
-        self.processes[process].join(index, moment);
-        self.pump(process);
+        match &mut self.processes[process] {
+            Process::Line(line) => {
+                line.join(index, moment);
+                self.pump(process);
+            }
+            Process::Gate(_) => self.enter(index),
+        }
+    }
+
+    fn line(&mut self, process: usize) -> &mut Shared {
+        match &mut self.processes[process] {
+            Process::Line(line) => line,
+            Process::Gate(_) => unreachable!("a gate looks for itself"),
+        }
     }
 
     /// Lets all leave who may, and plans the next look.
     fn pump(&mut self, index: usize) {
         let moment = self.moment();
-        while let Some((caller, flight)) = self.processes[index].depart(moment) {
-            self.send(caller, flight);
+        while let Some((caller, flight)) = self.line(index).depart(moment) {
+            self.send(caller, Ticket::Flight(flight));
         }
-        if let Some(at) = self.processes[index].next_look() {
+        if let Some(at) = self.line(index).next_look() {
             self.plan(at.saturating_duration_since(self.origin), Event::Look(index));
         }
     }
 
-    fn send(&mut self, index: usize, flight: Flight) {
+    pub(super) fn send(&mut self, index: usize, ticket: Ticket) {
         let now = self.now.as_secs_f64();
         let caller = &mut self.callers[index];
-        let Latency(low, high, tail) =
-            self.scenario.fleet[caller.group].latency.unwrap_or(self.scenario.latency);
-        let mut trip = self.dice.between(low, high);
-        if tail > 0.0 {
-            trip += exponential(&mut self.dice, tail);
-        }
+        let latency = self.scenario.fleet[caller.group].latency.unwrap_or(self.scenario.latency);
+        let trip = latency.drawn(&mut self.dice);
         let call = caller.call.as_mut().expect("only a call is sent");
         let held = now - call.last;
         caller.max_sleep = caller.max_sleep.max(held);
         caller.sent += 1;
         call.last = now;
         let back_at = self.now + span(trip);
-        call.on_way = Some(OnWay { flight, back_at, said: None });
+        let before = call.on_way.replace(OnWay { ticket, back_at, said: None });
+        assert!(before.is_none(), "a call has one request on its way at a time");
         if let Some(trace) = &mut self.trace {
             trace.held(now, index, held);
         }
@@ -270,13 +333,13 @@ impl<'a> Fleet<'a> {
         let now = self.now.as_secs_f64();
         let verdict = self.desk.judge(now);
         self.taken += f64::from(u8::from(verdict.ok));
-        let Said { response, remaining } = self.voice.say(&verdict, now, &mut self.dice);
+        let said = self.voice.say(&verdict, now, &mut self.dice);
         if let Some(trace) = &mut self.trace {
             trace.judged(now, index, &verdict);
         }
         let call = self.callers[index].call.as_mut().expect("it is on its way");
         let on_way = call.on_way.as_mut().expect("it is on its way");
-        on_way.said = Some((Signal::read(&response), remaining));
+        on_way.said = Some(said);
         let back_at = on_way.back_at;
         self.plan(back_at, Event::Answer(index));
     }
@@ -285,27 +348,33 @@ impl<'a> Fleet<'a> {
         let (now, moment) = (self.now.as_secs_f64(), self.moment());
         let caller = &mut self.callers[index];
         let call = caller.call.as_mut().expect("it was on its way");
-        let OnWay { flight, said, .. } = call.on_way.take().expect("it was on its way");
-        let (signal, remaining) = said.expect("it was judged");
+        let OnWay { ticket, said, .. } = call.on_way.take().expect("it was on its way");
+        let Said { response, remaining } = said.expect("it was judged");
         call.trips += now - call.last;
         call.last = now;
+        call.shown = remaining;
+        let passed = response.status().is_success();
+        call.passed = Some(passed);
+        *if passed { &mut caller.passed } else { &mut caller.refused } += 1;
         let process = caller.process;
-        let line = &mut self.processes[process];
-        match line.answered(flight, &signal, moment) {
-            Some(refused) => {
-                caller.refused += 1;
-                line.back(refused, moment);
+        match ticket {
+            Ticket::Flight(flight) => {
+                match self.line(process).answered(flight, &Signal::read(&response), moment) {
+                    Some(refused) => self.line(process).back(refused, moment),
+                    None => self.succeeded(index),
+                }
+                self.pump(process);
             }
-            None => {
-                caller.passed += 1;
-                self.waits.push(now - call.since - call.trips);
-                caller.call = None;
-                let stops =
-                    self.scenario.stop_under.zip(remaining).is_some_and(|(under, left)| left <= under);
-                self.next(index, stops);
-            }
+            Ticket::Reply(reply) => self.reply(index, reply, response),
         }
-        self.pump(process);
+    }
+
+    /// The call of one has ended, as it was to.
+    pub(super) fn succeeded(&mut self, index: usize) {
+        let call = self.callers[index].call.take().expect("it has called");
+        self.waits.push(call.last - call.since - call.trips);
+        let stops = self.scenario.stop_under.zip(call.shown).is_some_and(|(under, left)| left <= under);
+        self.next(index, stops);
     }
 
     /// A call has ended: its caller stops, or thinks, or calls again.
@@ -338,12 +407,4 @@ impl<'a> Fleet<'a> {
             self.plan(span(at), Event::Stranger(index));
         }
     }
-}
-
-fn exponential(dice: &mut Dice, mean: f64) -> f64 {
-    -mean * (1.0 - dice.roll()).ln()
-}
-
-fn span(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }

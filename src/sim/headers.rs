@@ -17,6 +17,7 @@ pub(super) struct Voice {
 }
 
 /// A response, and what it shows to be left.
+#[derive(Debug)]
 pub(super) struct Said {
     pub(super) response: http::Response<()>,
     pub(super) remaining: Option<f64>,

@@ -64,9 +64,9 @@ impl Shared {
         self.line.back(refused, now);
     }
 
-    /// Those in the line, and until when each sleeps by itself, if it does.
-    pub(super) fn held(&self) -> impl Iterator<Item = (usize, Option<Instant>)> {
-        self.calls.iter().map(|(number, caller)| (*caller, self.line.asleep_until(*number)))
+    /// Those who sleep by themselves, and until when.
+    pub(super) fn asleep(&self) -> impl Iterator<Item = (usize, Instant)> {
+        self.calls.iter().filter_map(|(number, caller)| Some((*caller, self.line.asleep_until(*number)?)))
     }
 }
 

@@ -31,6 +31,9 @@ pub struct Metrics {
     /// there are both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
+    /// Calls of the store / requests, where there were any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store_calls: Option<f64>,
 }
 
 /// What happened in a run, from which the metrics are made.
@@ -46,6 +49,7 @@ pub(super) struct Tally<'a> {
     pub(super) fair_groups: Option<&'a [usize]>,
     /// Whether a group has a strategy of its own.
     pub(super) foreign: &'a [bool],
+    pub(super) store_calls: u64,
 }
 
 impl Tally<'_> {
@@ -85,13 +89,15 @@ impl Tally<'_> {
             util_pct: 100.0 * self.taken / self.supply,
             clear: self.clear,
             share: self.foreign.contains(&true).then(|| of_group(false) / of_group(true)),
+            store_calls: (self.store_calls > 0)
+                .then(|| self.store_calls as f64 / sum(|caller| caller.sent).max(1.0)),
         }
     }
 }
 
 impl Metrics {
     /// Each metric with its name in files.
-    pub fn named(&self) -> [(&'static str, Option<f64>); 10] {
+    pub fn named(&self) -> [(&'static str, Option<f64>); 11] {
         [
             ("retry_pct", Some(self.retry_pct)),
             ("retry_pct_pooled", Some(self.retry_pct_pooled)),
@@ -103,6 +109,7 @@ impl Metrics {
             ("util_pct", Some(self.util_pct)),
             ("clear", self.clear),
             ("share", self.share),
+            ("store_calls", self.store_calls),
         ]
     }
 
@@ -119,6 +126,7 @@ impl Metrics {
             util_pct: number(7),
             clear: of(8),
             share: of(9),
+            store_calls: of(10),
         }
     }
 

@@ -22,57 +22,100 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `cargo run --release --features sim --example simulate` runs the [public set](Scenarios::public), or a file of your own, and prints a table.
+//! `cargo run --release --features sim --example simulate` runs the [public set](Scenarios::public), or a file of your own,
+//! and prints a table; `--scenarios limited --strategies limit` runs [the second](Scenarios::limited).
 //!
 //! # What is simulated
 //!
-//! A fleet of processes, each with one line that its callers share. A caller calls, waits for success, and calls again.
+//! A fleet of processes, each with one line, or one gate, that its callers share. A caller calls, waits for success, and
+//! calls again.
 //! A request takes a time drawn anew for each; the server judges it half-way. Everything that happens is taken in the order
 //! of its time, and of its planning where two are at the same time.
 //!
-//! What this does not do: sockets, threads, and the wakers of the gate. Those are tested where they are.
+//! A [pace](Strategy::new) is run on its pure line, without a task. A [gate](Strategy::gate) is run as it is, with its tasks,
+//! timers and wakers, in a runtime whose time is virtual: `limit`, which is told the quota and counts in a store that all
+//! processes share and that [may fail](StoreModel), and `fair-gate`, the gate around the line of `fair`, with the same
+//! results.
+//!
+//! What this does not do: sockets and threads. Those are tested where they are.
 
 mod chart;
 mod fleet;
+mod gates;
 mod headers;
 mod lines;
 mod metrics;
 mod report;
 mod scenario;
 mod server;
+mod store;
 mod strategy;
 mod sweep;
 mod trace;
 
 use std::fmt;
+use std::time::Duration;
 
+use crate::error::ConfigError;
+use crate::jitter::Dice;
 use fleet::Fleet;
+pub use gates::Wire;
 pub use metrics::Metrics;
 pub use report::{picture, report};
-pub use scenario::{Background, Change, Group, Headers, Latency, Lie, Scenario, Scenarios, Server};
+pub use scenario::{
+    Background, Change, Group, Headers, Latency, Lie, Scenario, Scenarios, Server, StoreModel,
+};
+use strategy::Make;
 pub use strategy::{Brief, Strategy};
 pub use sweep::{Runs, sweep};
 pub use trace::Trace;
 
-/// A group of a scenario has a strategy that is not there.
+/// A scenario and a strategy do not go together.
+#[non_exhaustive]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnknownStrategy(String);
+pub enum RunError {
+    /// A group of the scenario names a strategy that does not come with tollgate.
+    UnknownStrategy(String),
+    /// A gate cannot be made of what the scenario says.
+    Gate {
+        /// The name of the strategy.
+        strategy: String,
+        /// What is wrong.
+        source: ConfigError,
+    },
+}
 
-impl fmt::Display for UnknownStrategy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "there is no strategy {:?}", self.0)
+impl RunError {
+    fn gate(strategy: &str, source: ConfigError) -> Self {
+        RunError::Gate { strategy: strategy.to_owned(), source }
     }
 }
 
-impl std::error::Error for UnknownStrategy {}
+impl fmt::Display for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RunError::UnknownStrategy(name) => write!(f, "there is no strategy {name:?}"),
+            RunError::Gate { strategy, source } => write!(f, "strategy {strategy:?}: {source}"),
+        }
+    }
+}
+
+impl std::error::Error for RunError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            RunError::UnknownStrategy(_) => None,
+            RunError::Gate { source, .. } => Some(source),
+        }
+    }
+}
 
 /// Runs `scenario` with `strategy` in every group that has none of its own.
 ///
 /// # Errors
 ///
-/// [`UnknownStrategy`] where a group names a strategy that does not come with tollgate.
-pub fn run(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<Metrics, UnknownStrategy> {
-    Ok(fleet(scenario, strategy, seed)?.run())
+/// [`RunError`] where a group names a strategy that does not come with tollgate, or a gate cannot be made.
+pub fn run(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<Metrics, RunError> {
+    Ok(run_with(scenario, strategy, seed, None)?.0)
 }
 
 /// The same, and what happened when.
@@ -80,21 +123,34 @@ pub fn run(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<Metric
 /// # Errors
 ///
 /// As [`run`].
-pub fn trace(
+pub fn trace(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<(Metrics, Trace), RunError> {
+    let (metrics, trace) = run_with(scenario, strategy, seed, Some(Trace::default()))?;
+    Ok((metrics, trace.unwrap_or_default()))
+}
+
+fn run_with(
     scenario: &Scenario,
     strategy: &Strategy,
     seed: u64,
-) -> Result<(Metrics, Trace), UnknownStrategy> {
-    let mut fleet = fleet(scenario, strategy, seed)?;
-    fleet.trace = Some(Trace::default());
-    let metrics = fleet.run();
-    Ok((metrics, fleet.trace.take().unwrap_or_default()))
+    trace: Option<Trace>,
+) -> Result<(Metrics, Option<Trace>), RunError> {
+    let of_group = |group: &Group| match &group.strategy {
+        Some(name) => Strategy::named(name).ok_or_else(|| RunError::UnknownStrategy(name.clone())),
+        None => Ok(strategy.clone()),
+    };
+    let cast = scenario.fleet.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
+    if cast.iter().any(|strategy| matches!(strategy.make(), Make::Gate(_))) {
+        return gates::run(scenario, &cast, seed, trace);
+    }
+    let mut fleet = Fleet::new(scenario, &cast, seed, None)?;
+    fleet.trace = trace;
+    Ok((fleet.run(), fleet.trace.take()))
 }
 
-fn fleet<'a>(scenario: &'a Scenario, strategy: &Strategy, seed: u64) -> Result<Fleet<'a>, UnknownStrategy> {
-    for name in scenario.fleet.iter().filter_map(|group| group.strategy.as_deref()) {
-        Strategy::named(name).ok_or_else(|| UnknownStrategy(name.to_owned()))?;
-    }
-    let others = |name: &str| Strategy::named(name).expect("it was just found");
-    Ok(Fleet::new(scenario, strategy, &others, seed))
+fn exponential(dice: &mut Dice, mean: f64) -> f64 {
+    -mean * (1.0 - dice.roll()).ln()
+}
+
+fn span(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }

@@ -3,20 +3,20 @@
 use std::fmt::Write;
 
 use super::chart::{self, Axis, Chart};
-use super::{Metrics, Runs, Scenario, Strategy, Trace, UnknownStrategy, trace};
+use super::{Metrics, RunError, Runs, Scenario, Strategy, Trace, trace};
 
 /// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
 /// means, and for each scenario what happened in the run of `seed`, strategy beside strategy on the same scales.
 ///
 /// # Errors
 ///
-/// [`UnknownStrategy`] where a group of a scenario names a strategy that does not come with tollgate.
+/// As [`run`](super::run).
 pub fn report(
     scenarios: &[(String, Scenario)],
     strategies: &[Strategy],
     runs: &[Runs],
     seed: u64,
-) -> Result<String, UnknownStrategy> {
+) -> Result<String, RunError> {
     let mut page = format!("{HEAD}{CHART_STYLE}\n</style></head><body><main>\n");
     let seeds = runs.first().map_or(0, |runs| runs.runs.len());
     let _ = write!(
@@ -184,7 +184,7 @@ fn charts(
     strategies: &[Strategy],
     runs: &[Runs],
     seed: u64,
-) -> Result<String, UnknownStrategy> {
+) -> Result<String, RunError> {
     let mut html = String::new();
     for (name, headline, charts) in columns(scenario, strategies, runs, seed)? {
         let _ = write!(html, "<section><h2>{name}</h2><p>{headline}</p>");
@@ -199,14 +199,14 @@ fn charts(
 ///
 /// # Errors
 ///
-/// [`UnknownStrategy`] where a group of the scenario names a strategy that does not come with tollgate.
+/// As [`run`](super::run).
 pub fn picture(
     name: &str,
     scenario: &Scenario,
     strategies: &[Strategy],
     runs: &[Runs],
     seed: u64,
-) -> Result<String, UnknownStrategy> {
+) -> Result<String, RunError> {
     const MARGIN: f64 = 16.0;
     const HEAD: f64 = 48.0;
     const COLUMN_HEAD: f64 = 40.0;
@@ -242,7 +242,7 @@ fn columns(
     strategies: &[Strategy],
     runs: &[Runs],
     seed: u64,
-) -> Result<Vec<(String, String, [Chart; 4])>, UnknownStrategy> {
+) -> Result<Vec<(String, String, [Chart; 4])>, RunError> {
     let callers = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
     let traces = strategies.iter().map(|strategy| trace(scenario, strategy, seed));
     let traces = traces.collect::<Result<Vec<_>, _>>()?;

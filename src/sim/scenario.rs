@@ -1,9 +1,17 @@
 //! What is simulated: a fleet, a server, what its headers say.
 
+mod limited;
+
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+
+use super::exponential;
+use crate::gate::OnStoreError;
+use crate::jitter::Dice;
+use crate::quota::Quota;
+pub use limited::StoreModel;
 
 /// One scenario, in the fields of a file of them. Times are in seconds.
 #[derive(Clone, Debug, Deserialize)]
@@ -39,6 +47,24 @@ pub struct Scenario {
     /// The groups whose callers are compared by `stdev` and `jain`. Default: all.
     #[serde(default)]
     pub fair_groups: Option<Vec<usize>>,
+    /// What gates are told that know their quota, as text that [`Quota`] reads, such as `"100/60s"`. Default: `hint`, as a
+    /// sliding window.
+    #[serde(default, deserialize_with = "limited::quota")]
+    pub quota: Option<Quota>,
+    /// By how much the way to the server may vary, for gates that know their quota. Default: as
+    /// [`RateLimitBuilder::transit_slack`](crate::RateLimitBuilder::transit_slack), 0.01.
+    #[serde(default)]
+    pub transit_slack: Option<f64>,
+    /// What becomes of a request when the store cannot be asked: `fail_closed`, `fail_open` or `fallback_share`. Default:
+    /// `fail_closed`. The caller tries again after a second.
+    #[serde(default, deserialize_with = "limited::on_store_error")]
+    pub on_store_error: OnStoreError,
+    /// With `fallback_share`: the share of a process that was granted nothing lately. Default: none.
+    #[serde(default)]
+    pub fallback_share: Option<f64>,
+    /// Where the processes count together, if their gates do. Default: a store that answers at once and never fails.
+    #[serde(default)]
+    pub store: StoreModel,
 }
 
 /// Processes that are alike.
@@ -77,6 +103,14 @@ pub struct Group {
 /// half-way.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub struct Latency(pub f64, pub f64, pub f64);
+
+impl Latency {
+    pub(super) fn drawn(self, dice: &mut Dice) -> f64 {
+        let Latency(low, high, tail) = self;
+        let least = dice.between(low, high);
+        if tail > 0.0 { least + exponential(dice, tail) } else { least }
+    }
+}
 
 /// Who is called.
 #[derive(Clone, Debug, Deserialize)]
@@ -252,6 +286,12 @@ impl Scenarios {
     pub fn public() -> Self {
         Scenarios::read(include_str!("scenarios.json")).expect("the tests read it")
     }
+
+    /// A second set: known limits, counted in a store that is near, or away, or loses answers; and hours of everything at
+    /// once.
+    pub fn limited() -> Self {
+        Scenarios::read(include_str!("limited.json")).expect("the tests read it")
+    }
 }
 
 impl<'de> Deserialize<'de> for Scenarios {
@@ -268,8 +308,9 @@ impl<'de> Deserialize<'de> for Scenarios {
             fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Scenarios, M::Error> {
                 let mut scenarios = Vec::new();
                 while let Some(name) = map.next_key::<String>()? {
-                    let scenario: Scenario =
-                        map.next_value().map_err(|error| M::Error::custom(format!("{name}: {error}")))?;
+                    let at_fault = |error: &dyn fmt::Display| M::Error::custom(format!("{name}: {error}"));
+                    let scenario: Scenario = map.next_value().map_err(|error| at_fault(&error))?;
+                    scenario.store.check().map_err(|error| at_fault(&error))?;
                     scenarios.push((name, scenario));
                 }
                 Ok(Scenarios(scenarios))

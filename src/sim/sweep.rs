@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::{Metrics, Scenario, Strategy, UnknownStrategy, run};
+use super::{Metrics, RunError, Scenario, Strategy, run};
 
 /// The runs of one scenario with one strategy.
 #[derive(Clone, Debug)]
@@ -38,13 +38,13 @@ impl Runs {
 ///
 /// # Errors
 ///
-/// [`UnknownStrategy`] where a group of a scenario names a strategy that does not come with tollgate.
+/// As [`run`](super::run).
 pub fn sweep(
     scenarios: &[(String, Scenario)],
     strategies: &[Strategy],
     seeds: RangeInclusive<u64>,
     told: impl Fn() + Sync,
-) -> Result<Vec<Runs>, UnknownStrategy> {
+) -> Result<Vec<Runs>, RunError> {
     let jobs: Vec<(&Scenario, &Strategy, u64)> = scenarios
         .iter()
         .flat_map(|(_, scenario)| strategies.iter().map(move |strategy| (scenario, strategy)))

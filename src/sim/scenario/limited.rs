@@ -1,0 +1,77 @@
+//! What a scenario says to gates that count: their quota, and the store they count in.
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _};
+
+use super::Latency;
+use crate::gate::OnStoreError;
+use crate::quota::Quota;
+
+/// The store that all processes of a run share: it counts in memory, and is as far away as it is said to be.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
+pub struct StoreModel {
+    /// How long a call takes; it is done half-way. News take half as long. Default: no time.
+    pub trip: Latency,
+    /// From when until when it cannot be reached. What arrives then fails after 0.25 s, and half of it was done.
+    pub away: Vec<(f64, f64)>,
+    /// After how long it is `away` in the same way again. Default: never.
+    pub away_every: Option<f64>,
+    /// How likely it is that a call is done and its answer does not arrive. Default: 0.
+    pub lose: f64,
+}
+
+impl Default for StoreModel {
+    fn default() -> Self {
+        StoreModel { trip: Latency(0.0, 0.0, 0.0), away: Vec::new(), away_every: None, lose: 0.0 }
+    }
+}
+
+impl StoreModel {
+    pub(super) fn check(&self) -> Result<(), String> {
+        let Latency(low, high, tail) = self.trip;
+        if low < 0.0 || high < low || tail < 0.0 {
+            return Err(format!(
+                "store.trip is [{low}, {high}, {tail}]: give the shortest, the longest, and the mean of what is added"
+            ));
+        }
+        let end = self.away_every.unwrap_or(f64::INFINITY);
+        if let Some((from, to)) = self.away.iter().find(|(from, to)| *from < 0.0 || to <= from || *to > end) {
+            return Err(format!(
+                "store.away has [{from}, {to}]: give when it begins and when it ends, before store.away_every is over"
+            ));
+        }
+        if !(0.0..=1.0).contains(&self.lose) {
+            return Err(format!("store.lose is {}: give a probability, from 0 to 1", self.lose));
+        }
+        Ok(())
+    }
+
+    /// Until when it is away at `at`, if it is.
+    pub(in crate::sim) fn away_until(&self, at: f64) -> Option<f64> {
+        let into = self.away_every.map_or(at, |every| at.rem_euclid(every));
+        let (_, to) = self.away.iter().find(|(from, to)| (*from..*to).contains(&into))?;
+        Some(at - into + to)
+    }
+}
+
+pub(super) fn quota<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Quota>, D::Error> {
+    let Some(text) = Option::<String>::deserialize(deserializer)? else { return Ok(None) };
+    text.parse().map(Some).map_err(|error| D::Error::custom(format!("quota: {error}")))
+}
+
+pub(super) fn on_store_error<'de, D: Deserializer<'de>>(deserializer: D) -> Result<OnStoreError, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Names {
+        FailClosed,
+        FailOpen,
+        FallbackShare,
+    }
+    Ok(match Names::deserialize(deserializer)? {
+        Names::FailClosed => OnStoreError::FailClosed,
+        Names::FailOpen => OnStoreError::FailOpen,
+        Names::FallbackShare => OnStoreError::FallbackShare,
+    })
+}

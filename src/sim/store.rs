@@ -1,0 +1,219 @@
+//! The store that all processes of a run share: real counts, a way of some length, and times when it is away.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+
+use super::scenario::StoreModel;
+use super::span;
+use crate::clock;
+use crate::jitter::{Dice, dice};
+use crate::key::Key;
+use crate::limit::{Left, Terms, Unused};
+use crate::store::{
+    Answer, Ask, Asked, Claim, Held, Lease, Listener, MemoryStore, News, Store, StoreError, Usage,
+};
+
+/// Where it is counted.
+pub(super) struct Depot {
+    memory: MemoryStore,
+    model: StoreModel,
+    /// The beginning of the run.
+    origin: Instant,
+    dice: Mutex<Dice>,
+    calls: AtomicU64,
+}
+
+/// What becomes of a call.
+struct Trip {
+    /// When it is done, if it is.
+    done: Option<Instant>,
+    /// When the caller knows: an answer, or that none has come.
+    back: Instant,
+    is_answered: bool,
+}
+
+impl Depot {
+    pub(super) fn new(model: &StoreModel) -> Self {
+        Depot {
+            memory: MemoryStore::default(),
+            model: model.clone(),
+            origin: clock::now(),
+            dice: Mutex::new(Dice::seeded(dice())),
+            calls: AtomicU64::new(0),
+        }
+    }
+
+    /// How often it was called.
+    pub(super) fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    /// The way of one process to it.
+    pub(super) fn way(self: &Arc<Self>) -> Arc<dyn Store> {
+        Arc::new(Way { depot: self.clone(), ears: Mutex::default() })
+    }
+
+    /// A call that leaves now.
+    fn trip(&self) -> Trip {
+        let now = clock::now();
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let trip = self.drawn_trip();
+        let mut dice = self.dice.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = now + trip / 2;
+        let is_away = self.away_until(there).is_some();
+        let is_done = !is_away || dice.roll() < 0.5;
+        let is_lost = self.model.lose > 0.0 && dice.roll() < self.model.lose;
+        let is_answered = !is_away && !is_lost && trip <= TIMEOUT;
+        Trip {
+            done: is_done.then_some(there),
+            back: now + if is_answered { trip } else { TIMEOUT },
+            is_answered,
+        }
+    }
+
+    /// How long a call takes to the store and back.
+    fn drawn_trip(&self) -> Duration {
+        let mut dice = self.dice.lock().unwrap_or_else(PoisonError::into_inner);
+        span(self.model.trip.drawn(&mut dice))
+    }
+
+    /// Until when it cannot be reached at `moment`, if it cannot.
+    fn away_until(&self, moment: Instant) -> Option<Instant> {
+        let at = moment.saturating_duration_since(self.origin).as_secs_f64();
+        self.model.away_until(at).map(|until| self.origin + span(until))
+    }
+}
+
+/// The way of one process to the store.
+struct Way {
+    depot: Arc<Depot>,
+    /// Those who listen; the store itself keeps none of them.
+    ears: Mutex<Vec<Arc<dyn Listener>>>,
+}
+
+impl Way {
+    /// Does `act` at the store, whether or not the answer is waited for.
+    fn go<T: Send + 'static>(
+        &self,
+        act: impl FnOnce(&MemoryStore) -> Answer<T> + Send + 'static,
+    ) -> Answer<T> {
+        // Without a runtime the run is over.
+        let Ok(runtime) = Handle::try_current() else { return Answer::Now(Err(StoreError::Lost)) };
+        let (trip, depot) = (self.depot.trip(), self.depot.clone());
+        let call = runtime.spawn(async move {
+            let mut answer = Err(away());
+            if let Some(done) = trip.done {
+                clock::sleep_until(done).await;
+                answer = act(&depot.memory).arrives().await;
+            }
+            clock::sleep_until(trip.back).await;
+            if trip.is_answered { answer } else { Err(away()) }
+        });
+        Answer::Later(Box::pin(async move { call.await.unwrap_or(Err(StoreError::Lost)) }))
+    }
+}
+
+impl Store for Way {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        let asked = Asked::new(&ask);
+        self.go(move |memory| memory.lease(asked.ask(&asked.needs)))
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        let (terms, unused) = (terms.clone(), unused.to_vec());
+        drop(self.go(move |memory| {
+            memory.give_back(key, &terms, &unused);
+            Answer::Now(Ok(()))
+        }));
+    }
+
+    /// Tries again until it was done and that was told, as a store does whose claims run out.
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        let (depot, listener) = (self.depot.clone(), listener.clone());
+        drop(runtime.spawn(async move {
+            let kept = listener.clone();
+            let ear = Ear::new(&depot, move || Some(kept.clone()));
+            loop {
+                let trip = depot.trip();
+                if let Some(done) = trip.done {
+                    clock::sleep_until(done).await;
+                    depot.memory.claim(claim, &ear);
+                }
+                if trip.is_answered {
+                    return;
+                }
+                clock::sleep_until(trip.back).await;
+                listener.clone().hear(claim.key, claim.holder, News::Failed(away()));
+            }
+        }));
+    }
+
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
+        let terms = terms.clone();
+        self.go(move |memory| memory.hold(key, &terms, held, left))
+    }
+
+    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
+        let terms = terms.clone();
+        self.go(move |memory| memory.release(key, &terms))
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        let ear = Ear::new(&self.depot, move || listener.upgrade());
+        self.depot.memory.listen(Arc::downgrade(&ear));
+        self.ears.lock().unwrap_or_else(PoisonError::into_inner).push(ear);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        let terms = terms.clone();
+        self.go(move |memory| memory.peek(key, &terms))
+    }
+
+    fn flush(&self) -> Answer<()> {
+        self.go(Store::flush)
+    }
+}
+
+/// One who is told what the store has to say: half a trip later, or when it can be reached again.
+struct Ear<F> {
+    depot: Arc<Depot>,
+    listener: F,
+}
+
+impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Ear<F> {
+    #[expect(clippy::new_ret_no_self, reason = "it is wanted as what it is used as")]
+    fn new(depot: &Arc<Depot>, listener: F) -> Arc<dyn Listener> {
+        Arc::new(Ear { depot: depot.clone(), listener })
+    }
+}
+
+impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for Ear<F> {
+    fn hear(self: Arc<Self>, key: Key, holder: u64, news: News) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        let way = self.depot.drawn_trip() / 2;
+        drop(runtime.spawn(async move {
+            let at = clock::now() + way;
+            let missed = self.depot.away_until(at);
+            clock::sleep_until(missed.map_or(at, |until| until + way)).await;
+            let news = match news {
+                News::Held(_) if missed.is_some() => News::Missed,
+                news => news,
+            };
+            if let Some(listener) = (self.listener)() {
+                listener.hear(key, holder, news);
+            }
+        }));
+    }
+}
+
+fn away() -> StoreError {
+    StoreError::Away(Arc::new(io::Error::from(io::ErrorKind::TimedOut)))
+}
+
+/// For how long one waits for an answer: as long as a store in Redis does by default.
+const TIMEOUT: Duration = Duration::from_millis(250);
