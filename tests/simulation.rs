@@ -1,5 +1,10 @@
 //! The laboratory: it agrees with what was published, and the recommended pace reaches what it promises.
 
+#[path = "../examples/simulate/png.rs"]
+mod png;
+
+use resvg::tiny_skia::Pixmap;
+use resvg::usvg::{Group, Node};
 use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, picture, report, run, sweep, trace};
 
 fn scenario(name: &str) -> Scenario {
@@ -152,7 +157,7 @@ fn a_report_needs_nothing_else_and_shows_every_run() {
     let page = report(&scenarios, &strategies, &runs, 1).unwrap();
     assert_eq!(page.matches("<svg").count(), 3 * 2 * 4);
     assert_eq!(page.matches("</svg>").count(), 3 * 2 * 4);
-    for outside in ["NaN", "inf\"", "http://", "https://", "<script", "src="] {
+    for outside in ["NaN", "inf\"", "http://", "https://", "<script ", "<link", "src="] {
         assert!(!page.contains(outside), "{outside}");
     }
 }
@@ -167,6 +172,31 @@ fn a_picture_stands_alone() {
     assert_eq!(picture.matches("<svg").count(), 1 + 2 * 3);
     assert_eq!(picture.matches("</svg>").count(), 1 + 2 * 3);
     assert!(picture.contains("blog-remaining") && !picture.contains("NaN"));
+}
+
+#[test]
+fn a_picture_as_png_has_its_labels_on_a_machine_without_fonts() {
+    fn texts(group: &Group) -> usize {
+        let of = |node: &Node| match node {
+            Node::Group(group) => texts(group),
+            Node::Text(text) => usize::from(text.flattened().has_children()),
+            _ => 0,
+        };
+        group.children().iter().map(of).sum()
+    }
+    let n2 = scenario("n2");
+    let strategies = [Strategy::named("fair").unwrap()];
+    let runs = sweep(&[("n2".into(), n2.clone())], &strategies, 1..=1, || {}).unwrap();
+    let svg = picture("n2", &n2, &strategies, &runs, 1).unwrap();
+    let labels = svg.matches("<text").count();
+    assert!(labels > 30);
+    assert_eq!(texts(png::tree(&svg).unwrap().root()), labels);
+
+    let drawn = |svg: &str| Pixmap::decode_png(&png::png(svg).unwrap()).unwrap();
+    let whole = drawn(&svg);
+    let bare = drawn(&svg.replace("<text", "<desc").replace("</text>", "</desc>"));
+    let differ = whole.pixels().iter().zip(bare.pixels()).filter(|(one, other)| one != other).count();
+    assert!(differ > 100 * labels, "{labels} labels make {differ} of {} pixels", whole.pixels().len());
 }
 
 #[test]

@@ -5,15 +5,18 @@
 //! cargo run --release --features sim --example simulate -- --scenarios seed-run,n10 --strategies fair,mine --seeds 20
 //! cargo run --release --features sim --example simulate -- --file my-scenarios.json --report report.html
 //! cargo run --release --features sim --example simulate -- --scenarios seed-run --chart examples/simulate/fair.svg
+//! cargo run --release --features sim --example simulate -- --scenarios limited --strategies limit,fair-gate --chart limited.png
 //! ```
 
 mod mine;
 #[allow(dead_code, reason = "it serves other examples, too")]
 #[path = "../common/options.rs"]
 mod options;
+mod png;
 mod table;
 
 use std::error::Error;
+use std::path::Path;
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -32,7 +35,7 @@ Simulates fleets of clients against servers with limits, in virtual time.
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
   --report FILE       writes a page with table and charts (HTML that needs nothing else)
-  --chart FILE        writes the charts of the first scenario alone (SVG)
+  --chart FILE        writes the charts of the first scenario alone (PNG or SVG, as FILE ends)
   --json FILE         writes the metrics of all runs, their means and deviations
 ";
 
@@ -79,15 +82,19 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     print!("{}", table::table(&runs));
     println!("means of {seeds} seeds; the runs took {:.1?}", bar.elapsed());
     let write =
-        |file: &str, text: String| std::fs::write(file, text).map_err(|error| format!("{file}: {error}"));
+        |file: &str, data: &[u8]| std::fs::write(file, data).map_err(|error| format!("{file}: {error}"));
     if let Some(file) = json {
-        write(&file, metrics(&runs).to_string())?;
+        write(&file, metrics(&runs).to_string().as_bytes())?;
     }
     if let Some(file) = page {
-        write(&file, report(&scenarios, &strategies, &runs, first)?)?;
+        write(&file, report(&scenarios, &strategies, &runs, first)?.as_bytes())?;
     }
     if let (Some(file), Some((name, scenario))) = (chart, scenarios.first()) {
-        write(&file, picture(name, scenario, &strategies, &runs[..strategies.len()], first)?)?;
+        let svg = picture(name, scenario, &strategies, &runs[..strategies.len()], first)?;
+        match Path::new(&file).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("png")) {
+            true => write(&file, &png::png(&svg)?)?,
+            false => write(&file, svg.as_bytes())?,
+        }
     }
     Ok(())
 }

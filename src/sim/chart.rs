@@ -24,7 +24,7 @@ pub(super) struct Axis {
 
 pub(super) const WIDTH: f64 = 460.0;
 pub(super) const HEIGHT: f64 = 150.0;
-const LEFT: f64 = 48.0;
+const LEFT: f64 = 54.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 26.0;
 const BOTTOM: f64 = 34.0;

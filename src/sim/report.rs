@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::chart::{self, Axis, Chart};
-use super::{Metrics, RunError, Runs, Scenario, Strategy, Trace, trace};
+use super::{Metrics, RunError, Runs, Scenario, StoreModel, Strategy, Trace, trace};
 
 /// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
 /// means, and for each scenario what happened in the run of `seed`, strategy beside strategy on the same scales.
@@ -17,7 +17,8 @@ pub fn report(
     runs: &[Runs],
     seed: u64,
 ) -> Result<String, RunError> {
-    let mut page = format!("{HEAD}{CHART_STYLE}\n</style></head><body><main>\n");
+    let mut page =
+        format!("{HEAD}</style>\n<style id=\"of-charts\">{CHART_STYLE}</style></head><body><main>\n");
     let seeds = runs.first().map_or(0, |runs| runs.runs.len());
     let _ = write!(
         page,
@@ -37,10 +38,10 @@ pub fn report(
             escaped(name),
             escaped(&sentence(scenario))
         );
-        page += &charts(scenario, strategies, runs, seed)?;
+        page += &charts(name, scenario, strategies, runs, seed)?;
         page += "</div></details>\n";
     }
-    page += "</main></body></html>\n";
+    let _ = write!(page, "</main>\n<script>\n{}</script></body></html>\n", include_str!("report.js"));
     Ok(page)
 }
 
@@ -70,7 +71,7 @@ fn summary(strategies: &[Strategy], runs: &[Runs]) -> String {
 /// A column of the table: its head, its value, its digits, and whether less is better.
 type Column = (&'static str, fn(&Metrics) -> Option<f64>, usize, bool);
 
-const COLUMNS: [Column; 8] = [
+const COLUMNS: [Column; 9] = [
     ("refused, %", |mean| Some(mean.retry_pct), 2, true),
     ("longest sleep, s", |mean| Some(mean.max_sleep), 1, true),
     ("longest wait, s", |mean| Some(mean.max_wait), 1, true),
@@ -79,10 +80,14 @@ const COLUMNS: [Column; 8] = [
     ("Jain index", |mean| Some(mean.jain), 3, false),
     ("used, %", |mean| Some(mean.util_pct), 1, false),
     ("cleared, s", |mean| mean.clear, 1, true),
+    ("store calls / request", |mean| mean.store_calls, 2, true),
 ];
 
 fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
-    let heads: String = COLUMNS.iter().map(|column| format!("<th>{}</th>", column.0)).collect();
+    // What applies to none is not shown.
+    let all: Vec<Metrics> = runs.iter().map(Runs::mean).collect();
+    let columns = COLUMNS.iter().filter(|column| all.iter().any(|mean| column.1(mean).is_some()));
+    let heads: String = columns.clone().map(|column| format!("<th>{}</th>", column.0)).collect();
     let mut table =
         format!("<table><thead><tr><th>scenario</th><th>strategy</th>{heads}</tr></thead><tbody>\n");
     for group in runs.chunks(strategies.len().max(1)) {
@@ -92,7 +97,7 @@ fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
             let name = if row == 0 { format!("<a href=\"#{name}\">{name}</a>") } else { String::new() };
             let class = if row == 0 { " class=\"first\"" } else { "" };
             let _ = write!(table, "<tr{class}><td>{name}</td><td>{}</td>", escaped(&runs.strategy));
-            for (_, of, digits, less) in COLUMNS {
+            for &(_, of, digits, less) in columns.clone() {
                 let Some(value) = of(&means[row]) else {
                     table += "<td></td>";
                     continue;
@@ -129,9 +134,28 @@ fn sentence(scenario: &Scenario) -> String {
         super::Server::Dual { .. } => "two limits at once".into(),
     };
     let lie = scenario.headers.lie.map_or(String::new(), |lie| format!(", and headers that are {lie:?}"));
+    let strangers: f64 = scenario.background.iter().map(|strangers| strangers.rate).sum();
+    let beside =
+        if strangers > 0.0 { format!(", strangers at {strangers} per second") } else { String::new() };
+    let store = told_of(&scenario.store);
     let callers = counted(callers, "caller");
     let many = if processes == 1 { "one process".into() } else { format!("{processes} processes") };
-    format!("{callers} in {many}, {server}{lie}")
+    format!("{callers} in {many}, {server}{beside}{lie}{store}")
+}
+
+/// What is not well with the store.
+fn told_of(store: &StoreModel) -> String {
+    let mut text = String::new();
+    for (from, to) in &store.away {
+        let _ = write!(text, ", the store away from {from} to {to} s");
+    }
+    if let (false, Some(every)) = (store.away.is_empty(), store.away_every) {
+        let _ = write!(text, " of each {every} s");
+    }
+    if store.lose > 0.0 {
+        let _ = write!(text, ", {} % of its answers lost", (store.lose * 1e4).round() / 1e2);
+    }
+    text
 }
 
 /// How many steps of time a chart has.
@@ -180,6 +204,7 @@ impl Steps {
 }
 
 fn charts(
+    scenario_name: &str,
     scenario: &Scenario,
     strategies: &[Strategy],
     runs: &[Runs],
@@ -188,7 +213,10 @@ fn charts(
     let mut html = String::new();
     for (name, headline, charts) in columns(scenario, strategies, runs, seed)? {
         let _ = write!(html, "<section><h2>{name}</h2><p>{headline}</p>");
-        charts.iter().for_each(|chart| html += &chart.svg());
+        for (what, chart) in ["held", "left", "sent", "clients"].into_iter().zip(&charts) {
+            let of = escaped(scenario_name);
+            let _ = write!(html, "<figure data-name=\"{of} {name} {what}\">{}</figure>", chart.svg());
+        }
         html += "</section>\n";
     }
     Ok(html)
@@ -285,7 +313,7 @@ fn columns(
             )
             .area(&steps.held, PALE)
             .line(&steps.held, BLUE),
-            Chart::new("Left on the server", "tokens", time.clone(), left.clone()).line(&steps.left, BLUE),
+            Chart::new("Left on the server", "requests", time.clone(), left.clone()).line(&steps.left, BLUE),
             Chart::new(title, "requests", time, sent.clone())
                 .bars(&stacked(&none, &steps.accepted), steps.width, GREY)
                 .bars(&stacked(&steps.accepted, &steps.refused), steps.width, RED),
@@ -332,7 +360,10 @@ td.best { font-weight: 600; color: #17692f } a { color: inherit }
 details { border-top: 1px solid #d9dfe5; padding: 10px 0 } summary { cursor: pointer }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 22px; padding: 12px 0;
   scroll-margin-top: 40px }
-svg { width: 100%; max-width: 640px; display: block; margin: 0 0 8px }
+figure { position: relative; max-width: 640px; margin: 0 0 8px } figure svg { width: 100%; display: block }
+figure button { position: absolute; bottom: 2px; right: 2px; font: 10px system-ui, sans-serif; color: #55606c;
+  background: #fff; border: 1px solid #d9dfe5; border-radius: 3px; padding: 1px 5px; cursor: pointer }
+@media print { figure button { display: none } }
 "#;
 
 /// What the charts need, on a page and alone.
