@@ -81,6 +81,28 @@ fn who_knows_the_limit_is_never_refused_while_the_store_works_or_fails_closed() 
     }
 }
 
+/// News of the store take their time, too, and those that come while it is away are made up for.
+#[test]
+fn places_in_flight_go_round_through_the_store() {
+    let text = r#"{"flights": {
+        "fleet": [{"procs": 6, "tasks": 4}],
+        "server": {"kind": "bucket", "cap": 1e6, "refill": 1e6, "start": 1e6},
+        "quota": "8 in flight", "store": {"trip": [0.001, 0.003, 0], "away": [[30, 32]], "lose": 0.01},
+        "latency": [0.1, 0.1, 0], "duration": 60
+    }}"#;
+    let flights = &Scenarios::read(text).unwrap().0[0].1;
+    let limit = Strategy::named("limit").unwrap();
+    let (metrics, trace) = trace(flights, &limit, 1).unwrap();
+    // Half-way, for the second half of its trip, each that the server has judged is in flight.
+    let judged: Vec<f64> = trace.judged.iter().map(|judged| judged.0).collect();
+    let most =
+        judged.iter().map(|at| judged.iter().filter(|other| (*at - 0.05..=*at).contains(*other)).count());
+    assert!(most.max() <= Some(8));
+    let after = judged.iter().filter(|at| **at > 40.0).count();
+    assert!((1200..=1600).contains(&after), "{after} in 20 s, of the 1600 that 8 places make at most");
+    assert!(metrics.max_wait < 5.0, "{metrics:?}");
+}
+
 #[test]
 fn a_store_that_is_away_costs_what_was_chosen() {
     let limit = Strategy::named("limit").unwrap();

@@ -141,7 +141,8 @@ impl Metrics {
 }
 
 fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len().max(1) as f64
+    // Not `sum`, which makes a negative zero of nothing.
+    values.iter().fold(0.0, |sum, value| sum + value) / values.len().max(1) as f64
 }
 
 /// The sample standard deviation.

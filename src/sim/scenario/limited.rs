@@ -75,3 +75,23 @@ pub(super) fn on_store_error<'de, D: Deserializer<'de>>(deserializer: D) -> Resu
         Names::FallbackShare => OnStoreError::FallbackShare,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_is_away_when_it_is_said_and_again_as_often() {
+        let once = StoreModel { away: vec![(20.0, 30.0), (40.0, 41.0)], ..StoreModel::default() };
+        let again = StoreModel { away_every: Some(60.0), ..once.clone() };
+        for (at, of_once, of_again) in [
+            (19.9, None, None),
+            (20.0, Some(30.0), Some(30.0)),
+            (30.0, None, None),
+            (40.5, Some(41.0), Some(41.0)),
+            (85.0, None, Some(90.0)),
+        ] {
+            assert_eq!((once.away_until(at), again.away_until(at)), (of_once, of_again), "at {at}");
+        }
+    }
+}
