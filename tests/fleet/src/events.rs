@@ -124,24 +124,24 @@ pub fn longest_wait(reports: &[Report]) -> Duration {
     reports.iter().flat_map(|report| &report.events).map(Event::waited).max().unwrap_or_default()
 }
 
-/// The pairs of which one asked more than `grace` before the other, in another process, and was granted more than
-/// `grace` after it; and by how much at most.
+/// The calls that were overtaken: another process asked more than `grace` later and was granted more than `grace` before;
+/// and by how much at most.
 pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
     let grace = u64::try_from(grace.as_nanos()).unwrap_or(u64::MAX);
-    let (mut pairs, mut most) = (0, 0);
+    let (mut calls, mut most) = (0, 0);
     for (i, report) in reports.iter().enumerate() {
-        for (_, other) in reports.iter().enumerate().filter(|(j, _)| *j != i) {
-            for first in report.of(Outcome::Granted) {
-                for second in other.of(Outcome::Granted) {
-                    if first.asked + grace < second.asked && first.ended > second.ended + grace {
-                        pairs += 1;
-                        most = most.max(first.ended - second.ended);
-                    }
-                }
+        let others = || reports.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, other)| other);
+        for first in report.of(Outcome::Granted) {
+            let later = others()
+                .flat_map(|other| other.of(Outcome::Granted))
+                .filter(|later| first.asked + grace < later.asked && first.ended > later.ended + grace);
+            if let Some(by) = later.map(|later| first.ended - later.ended).max() {
+                calls += 1;
+                most = most.max(by);
             }
         }
     }
-    (pairs, Duration::from_nanos(most))
+    (calls, Duration::from_nanos(most))
 }
 
 /// When calls can leave that all ask at once, each as soon as all limits, `margin` longer, allow it.
@@ -203,11 +203,13 @@ mod tests {
     #[test]
     fn one_is_overtaken_by_another_process_and_beyond_the_grace_only() {
         let grace = Duration::from_nanos(10);
-        let pairs = |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
-        assert_eq!(pairs(granted(0, 111), granted(11, 100)), 1);
-        assert_eq!(pairs(granted(11, 100), granted(0, 111)), 1);
-        assert_eq!(pairs(granted(0, 110), granted(11, 100)), 0);
-        assert_eq!(pairs(granted(0, 111), granted(10, 100)), 0);
+        let calls = |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
+        assert_eq!(calls(granted(0, 111), granted(11, 100)), 1);
+        assert_eq!(calls(granted(11, 100), granted(0, 111)), 1);
+        assert_eq!(calls(granted(0, 110), granted(11, 100)), 0);
+        assert_eq!(calls(granted(0, 111), granted(10, 100)), 0);
+        let by_two = [vec![granted(0, 150)], vec![granted(11, 100), granted(12, 120)]].map(report);
+        assert_eq!(overtaken(&by_two, grace), (1, Duration::from_nanos(50)));
         assert_eq!(overtaken(&[report(vec![granted(0, 111), granted(11, 100)])], grace).0, 0);
     }
 

@@ -90,8 +90,14 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
             _ => RedisStore::builder(&options.store),
         };
         let store = store.store_timeout(options.store_timeout).build()?;
-        // The same for connections.
-        store.connect().await.context("the store")?;
+        // The same for connections, however busy the machine is.
+        let start = Instant::now();
+        while let Err(error) = store.connect().await {
+            if start.elapsed() > Duration::from_secs(10) {
+                return Err(error).context("the store");
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
         builder = builder.store(Arc::new(store));
     }
     if options.fail_open {

@@ -6,29 +6,39 @@ use super::*;
 
 const STORE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// What a busy machine may add to a wait.
-const NOISE: Duration = Duration::from_millis(150);
+/// What a busy machine may add to a wait. Who waits for Redis itself waits for longer, most of the time.
+const NOISE: Duration = Duration::from_millis(750);
 
 /// When what happened, in the time of the workers.
 struct Moments {
     away: u64,
+    /// When it began to come back.
     back: u64,
+    /// When it was there again.
+    well: u64,
 }
 
 impl Moments {
-    /// Those who asked while Redis was away, a little after the start and before the end of that.
-    fn during<'a>(&self, events: impl Iterator<Item = &'a Event>) -> Vec<&'a Event> {
+    /// Those who asked while Redis was away.
+    fn during<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let grace = 20_000_000;
-        events.filter(|event| (self.away + grace..self.back - grace).contains(&event.asked)).collect()
+        events.iter().filter(|event| (self.away + grace..self.back).contains(&event.asked)).collect()
+    }
+
+    /// Those of them who were answered before it came back, but for the first window and its margin: for as long a process
+    /// may have permits at hand, or know without asking that no slot is free.
+    fn blind<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
+        let from = self.away + 1_050_000_000;
+        events.iter().filter(|event| event.asked > from && event.ended < self.back).collect()
     }
 
     /// Those who asked long enough after it came back.
-    fn after<'a>(&self, events: impl Iterator<Item = &'a Event>) -> Vec<&'a Event> {
-        events.filter(|event| event.asked > self.back + 3_000_000_000).collect()
+    fn after<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
+        events.iter().filter(|event| event.asked > self.well + 3_000_000_000).collect()
     }
 }
 
-/// Two processes behind 10 a second, called 50 times a second, never waiting; Redis is away from 2 s to 4 s.
+/// Two processes behind 10 a second, called 50 times a second, never waiting; Redis is away from 1.5 s to 4 s.
 fn run(
     fail_open: bool,
     leave: impl FnOnce(&mut RedisServer),
@@ -38,7 +48,7 @@ fn run(
     let options = Options {
         quota: "10/1s".into(),
         arrivals: Arrivals::Every(ms(40)),
-        span: ms(9000),
+        span: ms(9500),
         max_wait: ms(0),
         store_timeout: STORE_TIMEOUT,
         fail_open,
@@ -47,16 +57,17 @@ fn run(
     let mut fleet = site.start(2, &options);
     let start = Instant::now();
     fleet.go();
-    wait_until(start, ms(2000));
+    wait_until(start, ms(1500));
     leave(&mut site.redis);
     let away = now();
     wait_until(start, ms(4000));
     let back = now();
     come_back(&mut site.redis);
+    let well = now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let events = reports.iter().flat_map(|report| report.events.clone()).collect();
-    (site.upstream.log(), events, Moments { away, back })
+    (site.upstream.log(), events, Moments { away, back, well })
 }
 
 fn slowest(events: &[&Event]) -> [Duration; 2] {
@@ -71,9 +82,9 @@ fn check(
     leave: impl FnOnce(&mut RedisServer),
     come_back: impl FnOnce(&mut RedisServer),
 ) {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let (log, events, moments) = run(fail_open, leave, come_back);
-    let during = moments.during(events.iter());
+    let (during, blind) = (moments.during(&events), moments.blind(&events));
     let count = |events: &[&Event], outcome| events.iter().filter(|event| event.outcome == outcome).count();
     let [half, all] = slowest(&during);
     println!(
@@ -85,12 +96,11 @@ fn check(
         count(&during, Outcome::StoreFailed)
     );
     let expected = if fail_open { Outcome::Granted } else { Outcome::StoreFailed };
-    assert!(during.len() >= 50, "{} asked meanwhile", during.len());
-    // Some may still have had a permit at hand or an answer under way.
-    let others = during.len() - count(&during, expected);
-    assert!(others * 10 <= during.len(), "{others} of {} ended otherwise", during.len());
+    assert!(blind.len() >= 20, "{} asked meanwhile", blind.len());
+    let others = blind.len() - count(&blind, expected);
+    assert_eq!(others, 0, "of {} some ended otherwise", blind.len());
     assert!(all <= STORE_TIMEOUT + NOISE, "{all:?} at the gate");
-    let after = moments.after(events.iter());
+    let after = moments.after(&events);
     assert_eq!(count(&after, Outcome::StoreFailed), 0, "the store is asked again");
     assert!(count(&after, Outcome::Granted) >= 5, "calls flow again");
     assert!(count(&after, Outcome::Refused) > 0, "and are counted again");
@@ -98,10 +108,7 @@ fn check(
     if !fail_open {
         assert_never_over(&log, &quota);
     }
-    // From two seconds after its return on it counts again.
-    let counted: Vec<_> =
-        events.iter().filter(|event| event.asked > moments.back + 3_000_000_000).cloned().collect();
-    let report = fleet::Report { events: counted, ..Default::default() };
+    let report = fleet::Report { events: after.into_iter().cloned().collect(), ..Default::default() };
     assert_never_over(&fleet::log(&[report]), &quota);
 }
 
@@ -148,7 +155,7 @@ fn go_on_with_shares(
     leave: impl FnOnce(&mut RedisServer),
     come_back: impl FnOnce(&mut RedisServer),
 ) {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let mut site = Site::new();
     let options = Options {
         quota: "100/1s".into(),

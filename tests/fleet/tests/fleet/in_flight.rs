@@ -49,7 +49,7 @@ fn assert_at_once(log: &Log, what: &str) {
 }
 
 fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
-    let _turn = turn();
+    let _turn = busy_turn();
     let site = site(RedisServer::start().unwrap(), CALL);
     let options = Options { quota: quota.into(), ..options(tasks, ms(8000)) };
     let mut fleet = site.start(processes, &options);
@@ -104,9 +104,9 @@ fn eight_in_flight_and_a_hundred_a_second_by_4_processes() {
 
 #[test]
 fn never_waiting_processes_find_the_seats_that_are_free() {
-    let _turn = turn();
+    let _turn = busy_turn();
     let site = site(RedisServer::start().unwrap(), CALL);
-    let options = Options { max_wait: ms(0), pause: ms(5), ..options(8, ms(5000)) };
+    let options = Options { max_wait: ms(0), pause: ms(10), ..options(8, ms(5000)) };
     let mut fleet = site.start(4, &options);
     let calls_before = store_calls(&site.redis);
     let start = Instant::now();

@@ -1,17 +1,12 @@
 //! A process that is killed takes nothing along for long, and one that stalls uses nothing when it is too late.
 
-use std::sync::Arc;
-
 use fleet::{Arrivals, Fleet, Options, Outcome, by_grant, now};
-use redis_server::RedisServer;
-use tollgate::store::RedisStore;
-use tollgate::{Key, RateLimitLayer};
 
 use super::*;
 
 #[test]
 fn what_a_killed_process_holds_and_has_booked_goes_to_the_others() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let options = Options {
         quota: "50/1s".into(),
@@ -51,7 +46,7 @@ fn what_a_killed_process_holds_and_has_booked_goes_to_the_others() {
 
 #[test]
 fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let options = Options {
         quota: "50/1s".into(),
@@ -89,7 +84,7 @@ fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
 /// What lies at hand in a process that is killed is lost for a window, and counted: nobody has it twice.
 #[test]
 fn what_killed_processes_had_fetched_ahead_comes_back_a_window_later() {
-    let _turn = turn();
+    let _turn = busy_turn();
     let redis = RedisServer::start().unwrap();
     let options = Options { quota: "20000/1s".into(), store: redis.url(), live: true, ..Options::default() };
     let quota = options.quota.parse().unwrap();
@@ -97,16 +92,13 @@ fn what_killed_processes_had_fetched_ahead_comes_back_a_window_later() {
     let busy = Options { arrivals: Arrivals::Every(Duration::from_micros(400)), ..options.clone() };
     let heir = Options { tasks: 64, span: ms(3500), ..options };
     let (mut fleet, mut heirs) = (Fleet::start(WORKER, 4, &busy), Fleet::start(WORKER, 2, &heir));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-    let store = Arc::new(RedisStore::new(&redis.url()).unwrap());
-    runtime.block_on(store.connect()).unwrap();
-    let limiter = RateLimitLayer::builder(quota).store(store).build().unwrap().limiter();
+    let outsider = Outsider::new(&redis, quota);
     let start = Instant::now();
     fleet.go();
     wait_until(start, ms(2500));
     (0..4).for_each(|number| fleet.kill(number));
     let killed = now();
-    let counted = runtime.block_on(limiter.peek(Key::ALL)).unwrap().limits[0].used;
+    let counted = outsider.peek().limits[0].used;
     heirs.go();
     let reports = fleet.finish();
     assert!(reports.iter().all(|report| !report.ended), "they were killed before their end");
@@ -126,6 +118,6 @@ fn what_killed_processes_had_fetched_ahead_comes_back_a_window_later() {
     assert!(counted >= 5_000, "they were at work: {counted}");
     let all: Vec<_> = reports.into_iter().chain(heirs).collect();
     assert_never_over(&fleet::log(&all), &quota);
-    // A machine that stalls loses slots.
-    assert!(after >= 18_000, "{after}: all of it is back");
+    // A machine that stalls loses slots. What they had used would be missing, did it not come back.
+    assert!(after >= 14_000, "{after}: all of it is back");
 }

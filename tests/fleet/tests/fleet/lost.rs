@@ -46,7 +46,7 @@ fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<
 
 #[test]
 fn redis_is_killed_and_started_again() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let reports = after("killed and started", Site::new(), |redis| {
         redis.kill();
         sleep(ms(400));
@@ -56,48 +56,81 @@ fn redis_is_killed_and_started_again() {
     assert!(failed, "who asks while it is away is told so");
 }
 
+/// Two processes, or more, behind 10 a second: the first takes what is free as soon as it is, each of the others all of the
+/// window behind those that are taken.
+struct InAdvance {
+    site: Site,
+    fleets: Vec<Fleet>,
+}
+
+const AHEAD: &str = "10/1s";
+
+impl InAdvance {
+    fn new(redis: RedisServer, processes: usize, span: Duration) -> InAdvance {
+        let site = Site { redis, upstream: Upstream::open() };
+        let later =
+            Options { quota: AHEAD.into(), tasks: 10, arrivals: Arrivals::Once, span, ..Options::default() };
+        let eager = Options { arrivals: Arrivals::Every(ms(5)), max_wait: ms(0), ..later.clone() };
+        let options = std::iter::once(&eager).chain(std::iter::repeat_n(&later, processes - 1));
+        let fleets = options.map(|options| site.start(1, options)).collect();
+        InAdvance { site, fleets }
+    }
+
+    /// Lets one after the other begin, each when the one before it has its slots, of which `then` is told.
+    fn go(&mut self, mut then: impl FnMut(usize, &RedisServer)) {
+        let outsider = Outsider::new(&self.site.redis, AHEAD.parse().unwrap());
+        let mut taken: Option<Instant> = None;
+        for (number, fleet) in self.fleets.iter_mut().enumerate() {
+            let start = Instant::now();
+            fleet.go();
+            let ahead = (ms(1000) + MARGIN) * number as u32;
+            // Where something is free, the next slot is now.
+            let free_in = || outsider.peek().next_slot + taken.map_or(ms(0), |taken| taken.elapsed());
+            while free_in() <= ahead {
+                assert!(start.elapsed() < ms(10_000), "process {number} gets its slots");
+                sleep(ms(5));
+            }
+            taken.get_or_insert_with(Instant::now);
+            then(number, &self.site.redis);
+        }
+    }
+
+    fn finish(self) -> (Log, Vec<Report>) {
+        let reports = self.fleets.into_iter().flat_map(Fleet::finish).collect();
+        let log = self.site.upstream.log();
+        println!("{AHEAD}: {:?} calls in each half second", per_half_second(&log));
+        (log, reports)
+    }
+}
+
 /// A snapshot is loaded, or a replica that is behind takes over: what was granted since is not in it.
 #[test]
 fn redis_comes_back_with_an_older_state() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let redis = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
-    let mut site = Site { redis, upstream: Upstream::open() };
-    let quota = "10/1s";
-    let later = Options {
-        quota: quota.into(),
-        tasks: 10,
-        arrivals: Arrivals::Once,
-        span: ms(3000),
-        ..Options::default()
-    };
-    let eager = Options { arrivals: Arrivals::Every(ms(5)), max_wait: ms(0), ..later.clone() };
-    let mut fleets = [&eager, &later].map(|options| site.start(1, options));
-    let start = Instant::now();
-    fleets[0].go();
-    wait_until(start, ms(200));
-    let () = site.redis.command(&["SAVE"]);
-    // The second takes all of the next window.
-    fleets[1].go();
-    wait_until(start, ms(400));
-    site.redis.restart().unwrap();
-    let reports: Vec<_> = fleets.into_iter().flat_map(Fleet::finish).collect();
-    let log = site.upstream.log();
-    println!("10/1s, an older state: {:?} calls in each half second", per_half_second(&log));
+    let mut fleets = InAdvance::new(redis, 2, ms(4000));
+    fleets.go(|number, redis| {
+        if number == 0 {
+            let () = redis.command(&["SAVE"]);
+        }
+    });
+    fleets.site.redis.restart().unwrap();
+    let (log, reports) = fleets.finish();
     // The first may have had one or two of them.
     let granted = by_grant(&reports[1..]).len();
     assert!(granted >= 8, "the second got its slots after the snapshot: {granted}");
-    assert_never_over(&log, &quota.parse().unwrap());
+    assert_never_over(&log, &AHEAD.parse().unwrap());
 }
 
 #[test]
 fn redis_forgets_everything() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     after("flushed", Site::new(), |redis| redis.command(&["FLUSHALL"]));
 }
 
 #[test]
 fn redis_forgets_everything_and_its_scripts() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     after("flushed with its scripts", Site::new(), |redis| {
         let () = redis.command(&["SCRIPT", "FLUSH"]);
         redis.command(&["FLUSHALL"])
@@ -107,49 +140,31 @@ fn redis_forgets_everything_and_its_scripts() {
 /// Those whose slots lie further ahead than the store learns tell of them in time, though nothing wakes them before.
 #[test]
 fn redis_forgets_slots_that_lie_far_ahead() {
-    let _turn = turn();
-    let site = Site::new();
-    let quota = "10/1s";
-    let later = Options {
-        quota: quota.into(),
-        tasks: 10,
-        arrivals: Arrivals::Once,
-        span: ms(4000),
-        ..Options::default()
-    };
-    let eager = Options { arrivals: Arrivals::Every(ms(5)), max_wait: ms(0), ..later.clone() };
-    let mut fleets = [&eager, &later, &later].map(|options| site.start(1, options));
-    let start = Instant::now();
-    // The first takes what is free now, the second all of the window after that, the last all of the one behind it.
-    for (fleet, at) in fleets.iter_mut().zip([0, 200, 400]) {
-        wait_until(start, ms(at));
-        fleet.go();
-    }
-    wait_until(start, ms(600));
+    let _turn = turn_beside_others();
+    let mut fleets = InAdvance::new(RedisServer::start().unwrap(), 3, ms(5000));
+    fleets.go(|_, _| ());
     // Nobody tells of the second window, so that the first process is served before the third one's slots.
-    fleets[1].kill(0);
-    let () = site.redis.command(&["FLUSHALL"]);
-    let reports: Vec<_> = fleets.into_iter().flat_map(Fleet::finish).collect();
-    let log = site.upstream.log();
-    println!("10/1s, flushed: {:?} calls in each half second", per_half_second(&log));
+    fleets.fleets[1].kill(0);
+    let () = fleets.site.redis.command(&["FLUSHALL"]);
+    let (log, reports) = fleets.finish();
     assert_eq!(by_grant(&reports[2..]).len(), 10, "the last got its slots before the store forgot them");
-    assert_never_over(&log, &quota.parse().unwrap());
+    assert_never_over(&log, &AHEAD.parse().unwrap());
 }
 
 #[test]
 fn the_clock_of_redis_steps_forwards() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     after("+30 s", Site::with_stepping_clock(), |redis| redis.step_clock(30).unwrap());
 }
 
 #[test]
 fn the_clock_of_redis_steps_backwards() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     after("-30 s", Site::with_stepping_clock(), |redis| redis.step_clock(-30).unwrap());
 }
 
 #[test]
 fn the_clock_of_redis_is_corrected_by_little() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     after("+1 s", Site::with_stepping_clock(), |redis| redis.step_clock(1).unwrap());
 }

@@ -8,7 +8,7 @@ use upstream::Upstream;
 use super::*;
 
 fn check(processes: usize, options: Options) {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let site = Site::new();
     let Options { quota, span, .. } = options.clone();
     let mut fleet = site.start(processes, &options);
@@ -67,7 +67,7 @@ fn one_a_second_by_10_processes_that_begin_with_a_cold_server() {
 /// What the tests above can see.
 #[test]
 fn processes_that_count_for_themselves_go_over() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let upstream = Upstream::open();
     let options = Options {
         quota: "100/1s".into(),

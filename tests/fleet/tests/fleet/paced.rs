@@ -102,7 +102,7 @@ fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
 /// The recommended pace and the published winner at the same time, each before a server of its own.
 #[test]
 fn real_processes_do_as_the_laboratory_says() {
-    let _turn = turn();
+    let _turn = busy_turn();
     let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
     let mut fellows = ["fair", "blog-remaining"].map(Fellows::start);
     fellows.iter_mut().for_each(|fellows| fellows.fleet.go());

@@ -28,7 +28,7 @@ fn check(what: &str, options: &Options, upstream: &Upstream, reports: &[Report],
 
 #[test]
 fn a_cluster_moves_the_key_and_loses_its_server_and_nobody_is_over() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let mut cluster = RedisCluster::start().unwrap();
     let upstream = Upstream::open();
     let options = options(format!("cluster {}", cluster.urls().join(" ")), &upstream, ms(13_000));
@@ -56,7 +56,7 @@ fn a_cluster_moves_the_key_and_loses_its_server_and_nobody_is_over() {
 
 #[test]
 fn sentinels_replace_the_master_and_nobody_is_over() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let mut watched = Watched::start().unwrap();
     let upstream = Upstream::open();
     let store = format!("sentinel redis://{}/ {}", Watched::NAME, watched.urls().join(" "));
@@ -97,8 +97,11 @@ fn a_fleet_talks_to_redis_behind_tls() {
     let tls = [&["--save", ""][..], &tls, &["--tls-ca-cert-file", &ca, "--tls-auth-clients", "no"]].concat();
     let redis = RedisServer::with_options(&tls).unwrap();
     let upstream = Upstream::open();
-    let options =
-        Options { certificate: ca, ..options(format!("rediss://127.0.0.1:{port}/"), &upstream, ms(3000)) };
+    let options = Options {
+        certificate: ca,
+        store_timeout: ms(2000),
+        ..options(format!("rediss://127.0.0.1:{port}/"), &upstream, ms(3000))
+    };
     let mut fleet = Fleet::start(WORKER, 2, &options);
     let start = Instant::now();
     fleet.go();

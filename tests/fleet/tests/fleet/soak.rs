@@ -116,7 +116,7 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
 
 #[test]
 fn whatever_happens_to_redis_nobody_is_over() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let span = Duration::from_secs(setting("TOLLGATE_SOAK_SECONDS").unwrap_or(10));
     assert_eq!(soak("soak", None, span, false), None);
 }
@@ -124,7 +124,7 @@ fn whatever_happens_to_redis_nobody_is_over() {
 /// Each process with a counter of its own.
 #[test]
 fn a_counter_in_each_process_is_found_out() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let over = soak("a counter in each process", Some(MEMORY), ms(2000), true);
     println!("{}", over.expect("it is over"));
 }
@@ -132,7 +132,7 @@ fn a_counter_in_each_process_is_found_out() {
 /// One counter in Redis for each second, as it is often written.
 #[test]
 fn a_counter_for_each_second_is_found_out() {
-    let _turn = turn();
+    let _turn = turn_beside_others();
     let over = soak("a counter for each second", Some(&format!("{INCR} URL")), ms(4000), true);
     println!("{}", over.expect("it is over"));
 }

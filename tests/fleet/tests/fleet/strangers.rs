@@ -1,5 +1,6 @@
 //! A process that knows nothing of the others uses half of the limit.
 
+use anyhow::ensure;
 use fleet::Options;
 use tollgate::Quota;
 
@@ -8,15 +9,30 @@ use super::*;
 /// Windows that pass until what others use is known.
 const WARM_UP: usize = 3;
 
+/// Windows that pass in all.
+const WINDOWS: usize = 10;
+
 #[test]
 fn strangers_are_left_what_they_use() {
-    let _turn = turn_beside_others();
+    let _turn = busy_turn();
+    once_in_three(look);
+}
+
+fn look() -> anyhow::Result<()> {
     let (quota, half) = ("40/2s", "20/2s");
     let rule = rules(&quota.parse::<Quota>().unwrap())[0];
     // What its own margin makes longer, the stranger's windows drift: the limit has room for that.
     let site = Site { upstream: Upstream::start(rule).stating(), ..Site::new() };
-    let span = 12 * rule.window;
-    let options = Options { quota: quota.into(), tasks: 15, span, who: "ours ".into(), ..Options::default() };
+    let span = WINDOWS as u32 * rule.window;
+    let options = Options {
+        quota: quota.into(),
+        tasks: 15,
+        span,
+        // The upstream has none: what a busy machine adds to the way is refused there.
+        slack: ms(50),
+        who: "ours ".into(),
+        ..Options::default()
+    };
     let stranger = Options {
         quota: half.into(),
         store: fleet::MEMORY.into(),
@@ -40,12 +56,13 @@ fn strangers_are_left_what_they_use() {
         log.iter().filter(|arrival| is_ours(arrival) == ours && arrival.accepted == accepted).count()
     };
     let (ours, refused, theirs) = (count(true, true), count(true, false), count(false, true));
-    let allowed = rule.count as usize * (12 - WARM_UP);
+    let allowed = rule.count as usize * (WINDOWS - WARM_UP);
     println!(
         "{quota} beside a stranger of {half}: of {allowed} ours {ours}, refused {refused}, theirs {theirs}; of theirs \
          refused {}",
         count(false, false)
     );
-    assert!(ours + theirs >= allowed * 85 / 100, "{ours} and {theirs} of {allowed} are used");
-    assert!(refused * 20 <= ours, "{refused} refused beside {ours}");
+    ensure!(ours + theirs >= allowed * 85 / 100, "{ours} and {theirs} of {allowed} are used");
+    ensure!(refused * 20 <= ours, "{refused} refused beside {ours}");
+    Ok(())
 }
