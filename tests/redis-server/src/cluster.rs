@@ -34,7 +34,7 @@ impl RedisCluster {
     /// When `redis-server` or `redis-cli` is not there, or the cluster does not come up.
     pub fn start() -> Result<Self, Error> {
         let options = ["--save", "", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000"];
-        let nodes = (0..6).map(|_| RedisServer::on_low_port(&options)).collect::<Result<Vec<_>, _>>()?;
+        let nodes = (0..6).map(|_| RedisServer::with_options(&options)).collect::<Result<Vec<_>, _>>()?;
         let mut create = Command::new("redis-cli");
         create.args(["--cluster", "create"]);
         create.args(nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())));

@@ -11,6 +11,7 @@ mod proxy;
 mod sentinel;
 
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::io::{Error, ErrorKind};
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
@@ -77,7 +78,7 @@ impl RedisServer {
     ///
     /// When `redis-server` is not there, or does not answer within ten seconds.
     pub fn start_cluster_of_one() -> Result<Self, Error> {
-        let server = RedisServer::on_low_port(&["--save", "", "--cluster-enabled", "yes"])?;
+        let server = RedisServer::with_options(&["--save", "", "--cluster-enabled", "yes"])?;
         let () = server.command(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
         let start = Instant::now();
         while !server.command::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok") {
@@ -89,27 +90,20 @@ impl RedisServer {
         Ok(server)
     }
 
-    /// One of a cluster: such a server listens on a second port, 10000 above its own.
-    fn on_low_port(options: &[&str]) -> Result<Self, Error> {
-        let free = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port());
-        let mut port = free()?;
-        while port > 55_535 || TcpListener::bind((Ipv4Addr::LOCALHOST, port + 10_000)).is_err() {
-            port = free()?;
-        }
-        RedisServer::on_port(port, options, None)
-    }
-
     fn with(options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
-        RedisServer::on_port(port, options, clock)
-    }
-
-    fn on_port(port: u16, options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
-        let mut server = RedisServer { port, options, directory: TempDir::new()?, child: None, clock };
+        let mut server = RedisServer { port: 0, options, directory: TempDir::new()?, child: None, clock };
         server.write_clock()?;
-        server.restart()?;
-        Ok(server)
+        for _ in 0..9 {
+            server.port = free_port();
+            match server.restart() {
+                // Somebody else was sooner.
+                Err(error) if error.kind() == ErrorKind::AddrInUse => {}
+                ended => return ended.map(|()| server),
+            }
+        }
+        server.port = free_port();
+        server.restart().map(|()| server)
     }
 
     /// `redis://127.0.0.1:port/`.
@@ -143,7 +137,7 @@ impl RedisServer {
     ///
     /// # Errors
     ///
-    /// When it does not answer within ten seconds.
+    /// When it ends, or does not answer within ten seconds.
     pub fn restart(&mut self) -> Result<(), Error> {
         self.kill();
         let mut command = Command::new("redis-server");
@@ -166,15 +160,33 @@ impl RedisServer {
             ),
             _ => error,
         })?;
-        self.child = Some(child);
+        let child = self.child.insert(child);
+        let id = format!("process_id:{}\r\n", child.id());
         let start = Instant::now();
-        while let Err(error) = self.connect().and_then(|mut redis| redis::cmd("PING").exec(&mut redis)) {
-            if start.elapsed() > Duration::from_secs(10) {
-                return Err(Error::other(error));
+        loop {
+            if let Some(status) = self.child.as_mut().map(Child::try_wait).transpose()?.flatten() {
+                let message =
+                    format!("redis-server ended ({status}): its port is taken, or its options are wrong");
+                return Err(Error::new(ErrorKind::AddrInUse, message));
             }
-            sleep(Duration::from_millis(10));
+            match self.identity() {
+                Ok(answer) if answer.contains(&id) => return Ok(()),
+                answer if start.elapsed() > Duration::from_secs(10) => {
+                    return Err(Error::other(answer.map_or_else(
+                        |error| error.to_string(),
+                        |_| format!("another server answers on port {}", self.port),
+                    )));
+                }
+                _ => sleep(Duration::from_millis(10)),
+            }
         }
-        Ok(())
+    }
+
+    /// What the server on this port says of itself, once it has loaded its data.
+    fn identity(&self) -> Result<String, redis::RedisError> {
+        let mut redis = self.connect()?;
+        redis::cmd("PING").exec(&mut redis)?;
+        redis::cmd("INFO").arg("server").query(&mut redis)
     }
 
     /// Stops it where it stands (SIGSTOP): it accepts connections and answers nothing.
@@ -245,6 +257,17 @@ impl RedisServer {
 impl Drop for RedisServer {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+/// A port on which nobody listens, nor on the one 10000 above, where a server of a cluster listens too. The system takes
+/// none of these for connections: a port that was free would not stay so while its server is restarted.
+pub fn free_port() -> u16 {
+    loop {
+        let port = 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16;
+        if [port, port + 10_000].iter().all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()) {
+            return port;
+        }
     }
 }
 

@@ -2,14 +2,13 @@
 
 use std::fs;
 use std::io::Error;
-use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::RedisServer;
+use crate::{RedisServer, free_port};
 
 /// A master by the name of [`NAME`](Watched::NAME), its replica and their Sentinels. Dropping it kills them.
 #[derive(Debug)]
@@ -35,7 +34,7 @@ impl Watched {
         let directory = TempDir::new()?;
         let mut watched = Watched { servers, sentinels: Vec::new(), _directory: directory };
         for number in 0..3 {
-            let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+            let port = free_port();
             let config = watched._directory.path().join(format!("sentinel-{number}.conf"));
             let name = Watched::NAME;
             let settings = format!(

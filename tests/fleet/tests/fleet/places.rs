@@ -4,7 +4,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 
 use fleet::{Fleet, Options};
-use redis_server::{RedisCluster, Watched};
+use redis_server::{RedisCluster, Watched, free_port};
 
 use super::*;
 
@@ -92,7 +92,7 @@ fn a_fleet_talks_to_redis_behind_tls() {
         ["x509", "-req", "-in", &request, "-CA", &ca, "-CAkey", &ca_key, "-CAcreateserial", "-days", "2"];
     openssl(&[&signed[..], &["-extfile", &names, "-out", &cert]].concat());
 
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let tls = ["--tls-port", &port.to_string(), "--tls-cert-file", &cert, "--tls-key-file", &key];
     let tls = [&["--save", ""][..], &tls, &["--tls-ca-cert-file", &ca, "--tls-auth-clients", "no"]].concat();
     let redis = RedisServer::with_options(&tls).unwrap();
