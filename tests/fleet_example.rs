@@ -10,7 +10,6 @@ use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -36,12 +35,6 @@ fn run(arguments: &[&str]) -> (Output, u32) {
     let child = fleet(arguments).spawn().unwrap();
     let group = child.id();
     (child.wait_with_output().unwrap(), group)
-}
-
-/// One fleet at a time: each is many processes, and they are few cores.
-fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The processes of a group that run: the names of their programs.
@@ -94,7 +87,6 @@ fn paused(cell: &str) -> bool {
 
 #[test]
 fn processes_that_share_a_count_keep_the_limit_and_leave_nothing_behind() {
-    let _alone = alone();
     for _ in 0..3 {
         let arguments = ["--processes", "3", "--redis", "spawn", "--seconds", "3", "--limit", "50/s"];
         let (output, group) = run(&arguments);
@@ -122,7 +114,6 @@ fn processes_that_share_a_count_keep_the_limit_and_leave_nothing_behind() {
 
 #[test]
 fn all_end_when_it_is_told_to_end() {
-    let _alone = alone();
     for signal in ["TERM", "INT"] {
         let (mut child, group, _errors) =
             started(&["--processes", "3", "--redis", "spawn", "--seconds", "60"]);
@@ -136,7 +127,6 @@ fn all_end_when_it_is_told_to_end() {
 
 #[test]
 fn children_end_when_their_parent_is_killed() {
-    let _alone = alone();
     let (mut child, group, _errors) = started(&["--processes", "3", "--seconds", "60"]);
     assert_eq!(running(group), ["fleet"; 4]);
     kill(&child, "KILL");

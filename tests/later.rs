@@ -284,7 +284,7 @@ struct Stalling(MemoryStore);
 
 impl Store for Stalling {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        std::thread::sleep(millis(80));
+        std::thread::sleep(millis(15));
         self.0.lease(ask)
     }
 

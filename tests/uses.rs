@@ -40,7 +40,7 @@ fn assert_kept(log: &Log, rules: &[Rule]) {
 #[tokio::test]
 async fn three_processes_share_one_call_a_second() {
     let rule = Rule::per_second(1);
-    let mut stage = Stage::set("one_a_second", Upstream::start(rule)).await;
+    let mut stage = Stage::set("one_a_second", Upstream::start(rule));
     for role in ["web", "jobs", "cron"] {
         stage.start(role, &["--role", role, "--calls", "5", "--max-wait", "3"]);
     }
@@ -88,7 +88,7 @@ async fn peek(stage: &Stage, limits: &str) -> Peek {
 async fn what_the_short_window_refuses_is_not_in_the_long_one() {
     let limits = "25/5s, 300/60s";
     let rules = [Rule::new(25, seconds(5)), Rule::new(300, seconds(60))];
-    let mut stage = Stage::set("two_windows", Upstream::start(rules)).await;
+    let mut stage = Stage::set("two_windows", Upstream::start(rules));
     for worker in ["worker 1", "worker 2"] {
         stage.start(worker, &["--role", "worker", "--limits", limits, "--seconds", "5.6"]);
     }
@@ -108,7 +108,7 @@ async fn what_the_short_window_refuses_is_not_in_the_long_one() {
 async fn what_the_long_window_refuses_is_not_in_the_short_one() {
     let limits = "8/2s, 12/60s";
     let rules = [Rule::new(8, seconds(2)), Rule::new(12, seconds(60))];
-    let mut stage = Stage::set("two_windows", Upstream::start(rules)).await;
+    let mut stage = Stage::set("two_windows", Upstream::start(rules));
     for worker in ["worker 1", "worker 2"] {
         stage.start(worker, &["--role", "worker", "--limits", limits, "--seconds", "4.5"]);
     }
@@ -134,7 +134,7 @@ async fn what_the_long_window_refuses_is_not_in_the_short_one() {
 #[tokio::test]
 async fn four_workers_send_each_call_of_twenty_campaigns_exactly_once() {
     let rule = Rule::per_second(200);
-    let mut stage = Stage::set("campaigns", Upstream::start(rule)).await;
+    let mut stage = Stage::set("campaigns", Upstream::start(rule));
     for number in ["0", "1", "2", "3"] {
         let words = ["--role", "worker", "--calls", "40", "--transit-slack", "0.05", "--number", number];
         stage.start(number, &words);
@@ -170,7 +170,7 @@ async fn four_workers_send_each_call_of_twenty_campaigns_exactly_once() {
 async fn a_token_has_its_own_limit_and_is_nowhere_in_redis() {
     let planted = "s3cr3t-t0ken-that-n0body-may-see";
     let other = "an0ther-t0ken-that-n0body-may-see";
-    let mut stage = Stage::set("per_token", Upstream::open()).await;
+    let mut stage = Stage::set("per_token", Upstream::open());
     let spy = Spy::of(&stage.redis);
     stage.children.environment("TOKENS", &format!("{planted},{other}"));
     stage.children.environment("TOLLGATE_SECRET", "0123456789abcdef0123456789abcdef");
@@ -243,7 +243,7 @@ fn contains(bytes: &[u8], what: &[u8]) -> bool {
 #[tokio::test]
 async fn a_caller_tells_apart_who_said_no() {
     let rule = Rule::per_second(10);
-    let mut stage = Stage::set("who_said_no", Upstream::start(rule)).await;
+    let mut stage = Stage::set("who_said_no", Upstream::start(rule));
     stage.start("caller", &["--role", "caller"]);
     stage.until("answered: 200 OK").await;
     let local = stage.until("local: ").await;

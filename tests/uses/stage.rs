@@ -1,4 +1,4 @@
-//! Where the programs of `examples/` play their roles: a Redis, a server, and no other test at the same time.
+//! Where the programs of `examples/` play their roles: a Redis and a server.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -16,23 +16,18 @@ use crate::children::{Children, Line};
 /// How long to wait for what should come within seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Each of these tests keeps a small machine busy; two at once would pause each other.
-static TURN: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
-
 /// The stage of one test.
 pub(crate) struct Stage {
     pub(crate) redis: RedisServer,
     pub(crate) upstream: Upstream,
     pub(crate) children: Children,
     example: &'static str,
-    _turn: tokio::sync::MutexGuard<'static, ()>,
 }
 
 impl Stage {
-    pub(crate) async fn set(example: &'static str, upstream: Upstream) -> Stage {
-        let turn = TURN.lock().await;
+    pub(crate) fn set(example: &'static str, upstream: Upstream) -> Stage {
         let redis = RedisServer::start().unwrap();
-        Stage { redis, upstream, children: Children::of(program(example)), example, _turn: turn }
+        Stage { redis, upstream, children: Children::of(program(example)), example }
     }
 
     /// Starts a process of the example, called `who`.
@@ -87,7 +82,6 @@ fn program(example: &str) -> PathBuf {
 
 /// Runs an example to its end, as a user does: its exit code, and what it printed on both streams.
 pub(crate) async fn run(example: &str, words: &[&str]) -> (Option<i32>, String, String) {
-    let _turn = TURN.lock().await;
     let output = Command::new(program(example)).args(words).kill_on_drop(true).output();
     let output =
         timeout(PATIENCE, output).await.unwrap_or_else(|_| panic!("{example} goes on and on")).unwrap();
