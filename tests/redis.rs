@@ -237,8 +237,8 @@ async fn a_user_with_few_rights_is_enough() {
         "+subscribe",
     ]);
     let url = format!("redis://limits:s3cr3t@127.0.0.1:{}/", server.port());
-    let store = RedisStore::builder(&url).store_timeout(Duration::from_secs(5)).build().unwrap();
-    let limiter = limiter(&Arc::new(store), Quota::new(5, millis(300)), Duration::from_secs(5));
+    let store = Arc::new(RedisStore::builder(&url).store_timeout(Duration::from_secs(5)).build().unwrap());
+    let limiter = limiter(&store, Quota::new(5, millis(300)), Duration::from_secs(5));
     assert_eq!(granted(&limiter, Key::ALL, 12).await, 12);
     limiter.peek(Key::ALL).await.unwrap();
     limiter.shutdown().await.unwrap();
