@@ -33,16 +33,18 @@ use trust::Trust;
 /// The next request leaves `t0 x max(q, m)` after the last one. Where `v` is not known, `q` is 0; else it is
 ///
 /// ```text
-/// n + min(0.8 x (5 - (v - in flight)), n)       one fair share, corrected by shortage and surplus
-/// at least min(r, r - v), r = 5 + drain         one token time for each token that is missing
+/// n + min(0.8 x (s - (v - in flight)), n)       one fair share, corrected by shortage and surplus
+/// at least min(r, r - v), r = s + drain         one token time for each token that is missing
 /// ```
+///
+/// The set point `s` is what the level is held at: 5 tokens, or a quarter of the limit where that is less.
 ///
 /// What is left is a ticket number: clients that ask at the same instant read consecutive values, and a wait of one token
 /// time for each missing token spreads them one token time apart. The brake comes before the wall, because `r` grows with
 /// how fast all others drain the bucket. Far above it nothing is held back at all.
 ///
 /// An answer that is no refusal moves `n` up by `exp(0.2 u)`, once in a round trip, and down by `exp(-0.004 (1 - u))` for
-/// each token time since the answer before; `u` is 1 at an empty bucket and 0 from ten tokens on. Growth for each
+/// each token time since the answer before; `u` is 1 at an empty bucket and 0 from twice the set point on. Growth for each
 /// *request*, release over *time*: who is too fast asks more often and grows more, and all share one clock. That one
 /// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all.
 ///
@@ -67,7 +69,7 @@ use trust::Trust;
 ///
 /// | | | halved, or one and a half times |
 /// |---|---|---|
-/// | set point | 5 tokens | fifty clients are refused more often / a bucket is emptied more slowly |
+/// | set point | 5 tokens, or a quarter of the limit | fifty clients are refused more often / a bucket is emptied more slowly |
 /// | growth | 0.2 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
 /// | release | 0.004 for each token time | slower to follow / fifty are refused more often |
 /// | shortage | 0.8 token times for each token | slower to empty / fifty are refused more often |
@@ -212,14 +214,20 @@ impl Fair {
 
     fn pace(&self, in_flight: usize) -> f64 {
         let share = self.level.map_or(0.0, |level| {
-            let shortage = SHORTAGE * (SET_POINT - (level - in_flight as f64));
+            let set_point = self.set_point();
+            let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
             if self.scale.is_below {
                 return (self.n + shortage.min(0.0)).max(0.0);
             }
-            let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(SET_POINT + self.drain);
+            let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(set_point + self.drain);
             (self.n + shortage.min(BRAKE * self.n)).max(ticket.min(ticket - level)).max(0.0)
         });
         (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
+    }
+
+    /// What the level is held at: less where the bucket is small, for else even a full one would seem short.
+    fn set_point(&self) -> f64 {
+        SET_POINT.min(self.scale.limit() / 4.0)
     }
 
     /// What an answer says of what is left; `None` where it cannot be believed.
@@ -325,7 +333,7 @@ impl Pace for Fair {
             used = if self.scale.is_below {
                 (BELOW_USE * self.drain / self.n).min(1.0)
             } else {
-                (1.0 - level / (2.0 * SET_POINT)).clamp(0.0, 1.0)
+                (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0)
             };
         }
         if used > 0.0 && self.is_news(reply) {
@@ -352,7 +360,7 @@ impl Pace for Fair {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let first = FIRST_GUESS / traffic.waiting.max(1) as f64;
             match self.level {
-                Some(level) if level <= SET_POINT => {
+                Some(level) if level <= self.set_point() => {
                     let release = (RELEASE * since / self.scale.token_time).min(MOST_RELEASE);
                     self.n = (self.n * REFUSED * (-release).exp()).max(first);
                 }
