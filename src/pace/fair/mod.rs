@@ -46,7 +46,8 @@ use trust::Trust;
 /// An answer that is no refusal moves `n` up by `exp(0.2 u)`, once in a round trip, and down by `exp(-0.004 (1 - u))` for
 /// each token time since the answer before; `u` is 1 at an empty bucket and 0 from twice the set point on. Growth for each
 /// *request*, release over *time*: who is too fast asks more often and grows more, and all share one clock. That one
-/// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all.
+/// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all; so where the very first
+/// answer passed, its level tells what `n` those have who came before, and `n` starts there, at most at 20.
 ///
 /// A refusal doubles `n`, once in a round trip, or sets it to 5 for all calls that wait; then nothing leaves for half to
 /// all of `2.5 n` token times, or for as long as the server said and up to `2.5 n` token times more. A refusal while
@@ -73,6 +74,7 @@ use trust::Trust;
 /// | growth | 0.2 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
 /// | release | 0.004 for each token time | slower to follow / fifty are refused more often |
 /// | shortage | 0.8 token times for each token | slower to empty / fifty are refused more often |
+/// | most that a first look makes of `n` | 20 | newcomers are refused more often / they wait longer |
 /// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
 /// | factor after a refusal | 2 | below 1.3 it fails / fifty wait longer |
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
@@ -148,6 +150,8 @@ const MOST_RELEASE: f64 = 1.5;
 const SHORTAGE: f64 = 0.8;
 /// Shortage makes the interval longer by at most so many times itself.
 const BRAKE: f64 = 1.0;
+/// The most that n is taken to be from a first look at what is left.
+const FIRST_LOOK: f64 = 20.0;
 /// The first guess of n after a refusal, for all calls that wait here together.
 const FIRST_GUESS: f64 = 5.0;
 /// What a refusal multiplies n by.
@@ -335,6 +339,11 @@ impl Pace for Fair {
             } else {
                 (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0)
             };
+        }
+        if self.last_answer.is_none() && used < 1.0 && !self.scale.is_below {
+            // Where others hold the bucket at a level, they have this n: who comes last starts there.
+            let n = GROWTH / RELEASE * used / (1.0 - used);
+            self.n = n.min(self.scale.limit()).clamp(1.0, FIRST_LOOK);
         }
         if used > 0.0 && self.is_news(reply) {
             self.n *= (GROWTH * used).exp();
