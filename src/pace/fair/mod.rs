@@ -49,9 +49,13 @@ use trust::Trust;
 /// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all; so where the very first
 /// answer passed, its level tells what `n` those have who came before, and `n` starts there, at most at 20.
 ///
-/// A refusal doubles `n`, once in a round trip, or sets it to 5 for all calls that wait; then nothing leaves for half to
-/// all of `2.5 n` token times, or for as long as the server said and up to `2.5 n` token times more. A refusal while
-/// plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again slowly at first and then faster and
+/// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip, where `p` of our requests passed since the one
+/// before: one refusal of few requests tells of more competitors than one of many. The first sets it to 5 for all calls
+/// that wait. Then nothing leaves for half to all of `2.5 n` token times, or for as long as the server said and up to
+/// `2.5 n` token times more.
+///
+/// A refusal while
+/// plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at first and then faster and
 /// faster, so that a limit that has gone is found out. So does a refusal where nothing is said of what is left; there a
 /// long interval falls faster than a short one, so that those whom chance refused catch up.
 ///
@@ -76,7 +80,7 @@ use trust::Trust;
 /// | shortage | 0.8 token times for each token | slower to empty / fifty are refused more often |
 /// | most that a first look makes of `n` | 20 | newcomers are refused more often / they wait longer |
 /// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
-/// | factor after a refusal | 2 | below 1.3 it fails / fifty wait longer |
+/// | factor after a refusal | 2 where none passed since the last | below 1.3 it fails / fifty wait longer |
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
 /// | kept of a window | a half | bursts against an even pace later |
 ///
@@ -154,8 +158,10 @@ const BRAKE: f64 = 1.0;
 const FIRST_LOOK: f64 = 20.0;
 /// The first guess of n after a refusal, for all calls that wait here together.
 const FIRST_GUESS: f64 = 5.0;
-/// What a refusal multiplies n by.
+/// What a refusal multiplies n by, where none of our requests passed since the last.
 const REFUSED: f64 = 2.0;
+/// Where so many passed, it adds half as much.
+const REFUSED_PASSED: f64 = 2.0;
 /// What a refusal multiplies m by, where nothing says how much is left: less, because who is refused is chance.
 const REFUSED_BLIND: f64 = 1.4;
 /// The same where plenty is left.
@@ -371,7 +377,9 @@ impl Pace for Fair {
             match self.level {
                 Some(level) if level <= self.set_point() => {
                     let release = (RELEASE * since / self.scale.token_time).min(MOST_RELEASE);
-                    self.n = (self.n * REFUSED * (-release).exp()).max(first);
+                    let passed = f64::from(self.passed_since_refusal) / REFUSED_PASSED;
+                    let factor = 1.0 + (REFUSED - 1.0) / (1.0 + passed);
+                    self.n = (self.n * factor * (-release).exp()).max(first);
                 }
                 Some(_) => {
                     let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
