@@ -33,7 +33,7 @@ use trust::Trust;
 /// The next request leaves `t0 x max(q, m)` after the last one. Where `v` is not known, `q` is 0; else it is
 ///
 /// ```text
-/// n + min(0.8 x (s - (v - in flight)), n)       one fair share, corrected by shortage and surplus
+/// n + 0.75 x (s - (v - in flight))              one fair share, corrected by shortage and surplus
 /// at least min(r, r - v), r = s + drain         one token time for each token that is missing
 /// ```
 ///
@@ -43,7 +43,7 @@ use trust::Trust;
 /// time for each missing token spreads them one token time apart. The brake comes before the wall, because `r` grows with
 /// how fast all others drain the bucket. Far above it nothing is held back at all.
 ///
-/// An answer that is no refusal moves `n` up by `exp(0.2 u)`, once in a round trip, and down by `exp(-0.004 (1 - u))` for
+/// An answer that is no refusal moves `n` up by `exp(0.22 u)`, once in a round trip, and down by `exp(-0.0044 (1 - u))` for
 /// each token time since the answer before; `u` is 1 at an empty bucket and 0 from twice the set point on. Growth for each
 /// *request*, release over *time*: who is too fast asks more often and grows more, and all share one clock. That one
 /// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all; so where the very first
@@ -75,9 +75,9 @@ use trust::Trust;
 /// | | | halved, or one and a half times |
 /// |---|---|---|
 /// | set point | 5 tokens, or a quarter of the limit | fifty clients are refused more often / a bucket is emptied more slowly |
-/// | growth | 0.2 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
-/// | release | 0.004 for each token time | slower to follow / fifty are refused more often |
-/// | shortage | 0.8 token times for each token | slower to empty / fifty are refused more often |
+/// | growth | 0.22 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
+/// | release | 0.0044 for each token time | slower to follow / fifty are refused more often |
+/// | shortage | 0.75 token times for each token | slower to empty / fifty are refused more often |
 /// | most that a first look makes of `n` | 20 | newcomers are refused more often / they wait longer |
 /// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
 /// | factor after a refusal | 2 where none passed since the last | below 1.3 it fails / fifty wait longer |
@@ -142,18 +142,16 @@ impl Default for Fair {
 /// The set point; twice as many tokens are comfortable.
 const SET_POINT: f64 = 5.0;
 /// Growth of ln n for an answer at an empty bucket.
-const GROWTH: f64 = 0.2;
+const GROWTH: f64 = 0.22;
 /// Release of ln n for each token time.
-const RELEASE: f64 = 0.004;
+const RELEASE: f64 = 0.0044;
 /// Release of ln n for each second, where the token time is a guess: clients whose guesses differ settle at the same
 /// interval then.
 const RELEASE_A_SECOND: f64 = 0.005;
 /// The most that one answer releases.
 const MOST_RELEASE: f64 = 1.5;
 /// Token times for each token of shortage.
-const SHORTAGE: f64 = 0.8;
-/// Shortage makes the interval longer by at most so many times itself.
-const BRAKE: f64 = 1.0;
+const SHORTAGE: f64 = 0.75;
 /// The most that n is taken to be from a first look at what is left.
 const FIRST_LOOK: f64 = 20.0;
 /// The first guess of n after a refusal, for all calls that wait here together.
@@ -230,7 +228,7 @@ impl Fair {
                 return (self.n + shortage.min(0.0)).max(0.0);
             }
             let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(set_point + self.drain);
-            (self.n + shortage.min(BRAKE * self.n)).max(ticket.min(ticket - level)).max(0.0)
+            (self.n + shortage).max(ticket.min(ticket - level)).max(0.0)
         });
         (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
     }
