@@ -56,8 +56,8 @@ use trust::Trust;
 ///
 /// A refusal while
 /// plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at first and then faster and
-/// faster, so that a limit that has gone is found out. So does a refusal where nothing is said of what is left; there a
-/// long interval falls faster than a short one, so that those whom chance refused catch up.
+/// faster, so that a limit that has gone is found out. So does a refusal where nothing is said of what is left: by 1.2,
+/// from 7.5 on for all calls that wait.
 ///
 /// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
 ///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise; `n` grows by as much,
@@ -80,6 +80,7 @@ use trust::Trust;
 /// | shortage | 0.75 token times for each token | slower to empty / fifty are refused more often |
 /// | most that a first look makes of `n` | 20 | newcomers are refused more often / they wait longer |
 /// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
+/// | first guess of `m` in silence | 7.5 | ten are refused more often / fewer use less at first |
 /// | factor after a refusal | 2 where none passed since the last | below 1.3 it fails / fifty wait longer |
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
 /// | kept of a window | a half | bursts against an even pace later |
@@ -156,24 +157,22 @@ const SHORTAGE: f64 = 0.75;
 const FIRST_LOOK: f64 = 20.0;
 /// The first guess of n after a refusal, for all calls that wait here together.
 const FIRST_GUESS: f64 = 5.0;
+/// The same of m, where nothing says how much is left: more, because nothing but refusals corrects it.
+const FIRST_GUESS_BLIND: f64 = 7.5;
 /// What a refusal multiplies n by, where none of our requests passed since the last.
 const REFUSED: f64 = 2.0;
 /// Where so many passed, it adds half as much.
 const REFUSED_PASSED: f64 = 2.0;
 /// What a refusal multiplies m by, where nothing says how much is left: less, because who is refused is chance.
-const REFUSED_BLIND: f64 = 1.4;
+const REFUSED_BLIND: f64 = 1.2;
 /// The same where plenty is left.
 const REFUSED_SEEN: f64 = 1.3;
-/// The same where there is reason to think that m is near the truth.
-const REFUSED_NEAR: f64 = 1.2;
 /// Release of ln m for each token time, where Remaining is known, and where it is not.
 const SEEN_RELEASE: f64 = 0.0004;
-const BLIND_RELEASE: f64 = 0.0002;
+const BLIND_RELEASE: f64 = 0.0001;
 /// So many token times without a refusal, and m falls twice as fast, where Remaining is known, and where it is not.
 const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
-/// An m that falls just so fast where Remaining is not known.
-const BLIND_SIZE: f64 = 15.0;
 /// The pause after a refusal, in n token times.
 const PAUSE: f64 = 2.5;
 /// A ticket of more tokens holds nothing back earlier.
@@ -324,8 +323,7 @@ impl Pace for Fair {
             let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
             let (rate, calm) = match self.level {
                 Some(_) => (SEEN_RELEASE, calm / SEEN_CALM),
-                // The longer an interval is against others, the sooner it falls: so those who were unlucky catch up.
-                None => (BLIND_RELEASE * (self.m / BLIND_SIZE).clamp(0.2, 8.0), calm / BLIND_CALM),
+                None => (BLIND_RELEASE, calm / BLIND_CALM),
             };
             self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
         }
@@ -371,22 +369,19 @@ impl Pace for Fair {
         self.level = self.look(&told, false, now);
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
-            let first = FIRST_GUESS / traffic.waiting.max(1) as f64;
+            let calls = traffic.waiting.max(1) as f64;
             match self.level {
                 Some(level) if level <= self.set_point() => {
                     let release = (RELEASE * since / self.scale.token_time).min(MOST_RELEASE);
                     let passed = f64::from(self.passed_since_refusal) / REFUSED_PASSED;
                     let factor = 1.0 + (REFUSED - 1.0) / (1.0 + passed);
-                    self.n = (self.n * factor * (-release).exp()).max(first);
+                    self.n = (self.n * factor * (-release).exp()).max(FIRST_GUESS / calls);
                 }
                 Some(_) => {
                     let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
                     self.m = REFUSED_SEEN * self.m.max(own);
                 }
-                None => {
-                    let factor = if self.passed_since_refusal >= 3 { REFUSED_NEAR } else { REFUSED_BLIND };
-                    self.m = (self.m * factor).max(first);
-                }
+                None => self.m = (self.m * REFUSED_BLIND).max(FIRST_GUESS_BLIND / calls),
             }
             self.last_step = Some(now);
         }
