@@ -65,7 +65,8 @@ use trust::Trust;
 /// - **A fixed window** is a bucket in disguise. It is one if the moment of its reset stays put while Remaining does not
 ///   rise. Half of the quota may go at once, the other half is kept for an even pace: `v` is Remaining less a straight line
 ///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
-///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace.
+///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace, and
+///   who was refused in the old one comes within one share of the new.
 /// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed; `m` takes over
 ///   at the interval that was reached. Where it speaks for the first time only after refusals that were silent, what `m`
 ///   has learned becomes `n`.
@@ -392,7 +393,11 @@ impl Pace for Fair {
         let wait = self.scale.token_time * (PAUSE * self.n).max(self.m);
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
-            Some(said) => span(dice.roll() * wait) + Duration::try_from_secs_f64(said).unwrap_or_default(),
+            Some(said) => {
+                // Half of a new window may go at once, so one share of it is enough to spread them.
+                let spread = self.scale.next_window().map_or(wait, |(_, share)| self.n * share);
+                span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
+            }
             None => span(dice.between(0.5, 1.0) * wait),
         })
     }
