@@ -54,10 +54,9 @@ use trust::Trust;
 /// that wait. Then nothing leaves for half to all of `2.5 n` token times, or for as long as the server said and up to
 /// `2.5 n` token times more.
 ///
-/// A refusal while
-/// plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at first and then faster and
-/// faster, so that a limit that has gone is found out. So does a refusal where nothing is said of what is left: by 1.2,
-/// from 7.5 on for all calls that wait.
+/// A refusal while plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at
+/// first and then faster and faster, so that a limit that has gone is found out. So does a refusal where nothing is said
+/// of what is left: by 1.2, from 7.5 on for all calls that wait.
 ///
 /// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
 ///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise; `n` grows by as much,
