@@ -52,7 +52,7 @@ use trust::Trust;
 /// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip, where `p` of our requests passed since the one
 /// before: one refusal of few requests tells of more competitors than one of many. The first sets it to 5 for all calls
 /// that wait. Then nothing leaves for half to all of `2.5 n` token times, or for as long as the server said and up to
-/// `2.5 n` token times more.
+/// `2.5 n` token times more; and nothing leaves earlier than it would have without the refusal.
 ///
 /// A refusal while plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at
 /// first and then faster and faster, so that a limit that has gone is found out. So does a refusal where nothing is said
@@ -103,8 +103,8 @@ pub struct Fair {
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
-    /// Whether nothing left since the last refusal: the pause was the pace.
-    refused: bool,
+    /// If nothing left since the last refusal: the slot there was before it, which the pause alone may put off.
+    slot_before: Option<Instant>,
     passed_since_refusal: u32,
     last_answer: Option<Instant>,
     last_refusal: Option<Instant>,
@@ -128,7 +128,7 @@ impl Default for Fair {
             level: None,
             scale: Scale::default(),
             trust: Trust::default(),
-            refused: false,
+            slot_before: None,
             passed_since_refusal: 0,
             last_answer: None,
             last_refusal: None,
@@ -293,8 +293,8 @@ impl Pace for Fair {
         let Some(last) = traffic.last_sent else {
             return Some(self.first_call? + span(self.start / traffic.waiting.max(1) as f64));
         };
-        if self.refused {
-            return Some(last);
+        if self.slot_before.is_some() {
+            return self.slot_before;
         }
         let slot = last + span(self.pace(traffic.in_flight));
         let Some((reset_at, share)) = self.scale.next_window() else { return Some(slot) };
@@ -305,7 +305,7 @@ impl Pace for Fair {
     }
 
     fn sent(&mut self, traffic: &Traffic) {
-        self.refused = false;
+        self.slot_before = None;
         if let Some(last) = self.last_sent.replace(traffic.now) {
             let interval = seconds(last, traffic.now);
             let mean = self.interval.get_or_insert(interval);
@@ -366,6 +366,7 @@ impl Pace for Fair {
     fn refused(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, dice: &mut Dice) -> Pause {
         let now = traffic.now;
         let told = Told::of(reply.signal);
+        let slot = self.slot(&Traffic { in_flight: traffic.in_flight + 1, ..*traffic });
         self.level = self.look(&told, false, now);
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
@@ -387,7 +388,7 @@ impl Pace for Fair {
         }
         self.passed_since_refusal = 0;
         self.last_refusal = Some(now);
-        self.refused = true;
+        self.slot_before = slot;
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.n).max(self.m);
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
