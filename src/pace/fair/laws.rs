@@ -72,7 +72,7 @@ fn replay(
     mut pace: Fair,
     answers: &[Answer],
     mut each: impl FnMut(&Fair, &Fair, &Answer, Option<Pause>) -> Result<(), TestCaseError>,
-) -> Result<(), TestCaseError> {
+) -> Result<Fair, TestCaseError> {
     let (mut now, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
     pace.arrived(&mut call, &Traffic::at(now), &mut dice);
     for answer in answers {
@@ -92,7 +92,7 @@ fn replay(
         };
         each(&before, &pace, answer, pause)?;
     }
-    Ok(())
+    Ok(pace)
 }
 
 proptest! {
@@ -120,6 +120,11 @@ proptest! {
         answers in prop::collection::vec(answer(), 1..40),
     ) {
         replay(pace, &answers, |before, after, answer, _| {
+            // A first look tells what n others have, if they do.
+            if before.last_answer.is_none() && !answer.refused {
+                prop_assert!(after.n <= FIRST_LOOK * GROWTH.exp());
+                return Ok(());
+            }
             // What was learned in silence becomes n when Remaining first speaks.
             let n = if before.level.is_none() { before.n.max(before.m) } else { before.n };
             let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
@@ -149,11 +154,23 @@ proptest! {
     }
 
     #[test]
-    fn with_plenty_left_nothing_is_delayed(left in 300_u64..5000, n in 1.0_f64..100.0, in_flight in 0_usize..20) {
-        let mut pace = Fair::new().limit(5000, Duration::from_secs(3600));
-        pace.n = n;
-        pace.level = Some(left as f64);
+    fn above_what_the_others_take_meanwhile_nothing_is_delayed(
+        limit in 1_u32..10_000,
+        n in 1.0_f64..1000.0,
+        drain in 1.0_f64..500.0,
+        in_flight in 0_usize..100,
+        more in 0.001_f64..100.0,
+        is_below in any::<bool>(),
+    ) {
+        let mut pace = Fair::new().limit(limit, Duration::from_secs(3600));
+        (pace.n, pace.drain) = (n, drain);
+        let enough = pace.set_point() + (n / SHORTAGE + in_flight as f64).max(drain);
+        pace.level = Some(enough + more);
         prop_assert_eq!(pace.pace(in_flight), 0.0);
+        // And below that, unless the drain is what matters, something is.
+        pace.level = Some(pace.set_point() + n / SHORTAGE + in_flight as f64 - more);
+        pace.scale.is_below = is_below;
+        prop_assert!(pace.pace(in_flight) > 0.0);
     }
 
     #[test]
@@ -176,6 +193,75 @@ proptest! {
             prop_assert_eq!(pace.pace(0), 0.0);
             Ok(())
         })?;
+    }
+
+    #[test]
+    fn of_several_answers_in_one_round_trip_one_is_a_step_up(
+        answers in prop::collection::vec((any::<bool>(), 0_u64..30), 1..30),
+        n in 1.0_f64..100.0,
+        m in 0.0_f64..10.0,
+    ) {
+        let mut pace = Fair::new().limit(100, Duration::from_secs(100));
+        let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+        pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
+        (pace.n, pace.m, pace.level, pace.last_answer) = (n, m, Some(5.0), Some(sent));
+        let mut steps = 0;
+        for (index, (refused, left)) in answers.into_iter().enumerate() {
+            let now = sent + Duration::from_millis(100 + index as u64);
+            let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
+            let before = (pace.n, pace.m);
+            // Never the same twice running, or it would not be believed.
+            let quota = Observed::new().with_remaining(2 * left + index as u64 % 2);
+            let limited = refused.then_some(StatusCode::TOO_MANY_REQUESTS);
+            let signal = Signal::default().with_quota(quota).with_limited(limited);
+            let mut reply = Reply::new(&signal, sent, &mut call);
+            if refused {
+                pace.refused(&mut reply, &traffic, &mut dice);
+            } else {
+                pace.passed(&mut reply, &traffic, &mut dice);
+            }
+            steps += usize::from(pace.n > before.0 || pace.m > before.1);
+        }
+        prop_assert!(steps <= 1, "{steps} steps");
+    }
+
+    #[test]
+    fn a_refusal_brings_no_request_forward(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
+        let mut now = crate::clock::now();
+        replay(pace, &answers, |before, after, answer, pause| {
+            now = after.last_answer.unwrap();
+            let Some(pause) = pause else { return Ok(()) };
+            let sent = now - answer.trip;
+            let traffic = Traffic { last_sent: Some(sent), ..Traffic::at(now) };
+            let mut before = before.clone();
+            before.sent(&traffic);
+            let slot = before.slot(&Traffic { in_flight: 1, ..traffic });
+            let after = after.slot(&traffic).max(Some(now + pause.all));
+            prop_assert!(after >= slot, "{after:?} and not {slot:?}");
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn what_cannot_be_believed_is_as_if_it_were_not_there(
+        answers in prop::collection::vec(answer(), 1..40),
+        limit in 1_u32..10_000,
+        over in 2_u64..1000,
+    ) {
+        let pace = Fair::new().limit(limit, Duration::from_secs(3600));
+        let said = |remaining: fn(u64, u64) -> Option<u64>| {
+            let most = u64::from(limit) + u64::from(limit) / 100;
+            let lies = answers.iter().enumerate().map(|(index, answer)| Answer {
+                limit: None,
+                remaining: if index % 2 == 0 { remaining(most, over) } else { answer.remaining.map(|left| left % most) },
+                ..answer.clone()
+            });
+            lies.collect::<Vec<_>>()
+        };
+        let lied = replay(pace.clone(), &said(|most, over| Some(most + over)), |_, _, _, _| Ok(()))?;
+        let silent = replay(pace, &said(|_, _| None), |_, _, _, _| Ok(()))?;
+        prop_assert_eq!((lied.n, lied.m, lied.drain, lied.level), (silent.n, silent.m, silent.drain, silent.level));
+        prop_assert_eq!(lied.interval(3), silent.interval(3));
     }
 
     #[test]
