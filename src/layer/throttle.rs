@@ -11,6 +11,7 @@ use super::reading::Reading;
 use crate::error::{ConfigError, Limited};
 pub(crate) use crate::gate::Begun;
 use crate::gate::{Throttle, ThrottlePermit, ThrottleSettings};
+use crate::jitter::{Dice, dice};
 use crate::key::{Key, RequestInfo};
 use crate::pace::{Fair, Pace};
 use crate::signal::{AsResponseInfo, Signal};
@@ -273,6 +274,7 @@ impl AdaptiveThrottleBuilder {
         }
         let throttle = Throttle::new(ThrottleSettings {
             pace: self.pace,
+            dice: Box::new(|| Dice::seeded(dice())),
             max_wait: self.max_wait,
             max_waiting: self.max_waiting,
             max_keys: self.max_keys,

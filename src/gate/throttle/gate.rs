@@ -11,7 +11,7 @@ use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report};
 use crate::events;
 use crate::gate::queue::Wakers;
-use crate::jitter::{Dice, dice};
+use crate::jitter::Dice;
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::pace::Pace;
@@ -48,6 +48,8 @@ struct Inner {
 
 pub(crate) struct ThrottleSettings {
     pub(crate) pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
+    /// The dice of each key.
+    pub(crate) dice: Box<dyn Fn() -> Dice + Send + Sync>,
     pub(crate) max_wait: Duration,
     pub(crate) max_waiting: usize,
     pub(crate) max_keys: usize,
@@ -152,8 +154,8 @@ impl Throttle {
     ) -> Result<R, Full> {
         let mut wakers = Wakers::default();
         let make = || {
-            let ThrottleSettings { pace, max_hold, .. } = &self.0.settings;
-            Station::new(Line::new(pace(), Dice::seeded(dice()), *max_hold, now), now)
+            let ThrottleSettings { pace, dice, max_hold, .. } = &self.0.settings;
+            Station::new(Line::new(pace(), dice(), *max_hold, now), now)
         };
         let forgotten = |_, station| drop(station);
         let opened = self.0.stations.enter(key, now, make, forgotten, |station| with(station, &mut wakers));

@@ -1,12 +1,17 @@
-//! What holds for the line, whatever happens in which order.
+//! What holds for the line and for the gate around it, whatever happens in which order.
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use proptest::prelude::*;
 
+use super::gate::{Begun, Throttle, ThrottleSettings};
 use super::line::*;
+use super::permit::Back;
 use crate::clock;
+use crate::key::Key;
 use crate::pace::{Dice, Fair, Pace, Remaining};
 use crate::signal::{Observed, Signal};
 
@@ -53,6 +58,8 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
     let mut probe = None;
     for step in steps {
         let held = line.held_until();
+        // Before the first answer it is the probe that the others wait for.
+        let slot = line.slot().filter(|_| is_answered);
         match *step {
             Step::Join => waiting.push(line.join(now)),
             Step::Pass(millis) => now += Duration::from_millis(millis),
@@ -65,6 +72,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
                     Some(again) => {
                         let said = Duration::from_secs(wait.unwrap_or(0)).min(MAX_HOLD);
                         prop_assert!(said.is_zero() || line.held_until() >= Some(now + said));
+                        prop_assert!(line.slot() >= slot, "a refusal brings no request forward");
                         line.back(again, now);
                         waiting.push(number);
                         waiting.sort();
@@ -152,4 +160,142 @@ fn the_word_of_the_server_counts_only_so_far() {
     let _refused = line.answered(flight, &signal(true, 0, Some(86_400)), start);
     let held = line.held_until().unwrap() - start;
     assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
+}
+
+/// A call at the gate, in milliseconds from the start on: when it comes, how long its requests take, when it is given up.
+#[derive(Clone, Debug)]
+struct Caller {
+    comes: u64,
+    takes: u64,
+    given_up: Option<u64>,
+    /// What comes back: refused or not, with so much left, and a wait; the last again and again, but never refused.
+    answers: Vec<(bool, u64, Option<u64>)>,
+}
+
+fn caller() -> impl Strategy<Value = Caller> {
+    let wait = proptest::option::weighted(0.3, 0_u64..20);
+    let answers = prop::collection::vec((any::<bool>(), 0_u64..50, wait), 1..4);
+    (0_u64..20_000, 1_u64..3000, proptest::option::weighted(0.4, 1_u64..30_000), answers)
+        .prop_map(|(comes, takes, given_up, answers)| Caller { comes, takes, given_up, answers })
+}
+
+/// How one waited: as the which to come, from when, until when; and whether it left then or gave up.
+#[derive(Clone, Debug, PartialEq)]
+struct Stay {
+    number: u64,
+    from: Instant,
+    until: Instant,
+    left: bool,
+}
+
+/// Writes down the stay of one who waits, also of one who is dropped.
+struct Waiting<'a> {
+    stay: Stay,
+    stays: &'a Mutex<Vec<Stay>>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.stay.until = clock::now();
+        self.stays.lock().unwrap().push(self.stay.clone());
+    }
+}
+
+/// One call, from its arrival to its end; it may be dropped wherever it waits.
+async fn call(throttle: Throttle, caller: Caller, come: Arc<AtomicU64>, stays: Arc<Mutex<Vec<Stay>>>) {
+    let key = Key::new("law");
+    let number = come.fetch_add(1, Ordering::Relaxed);
+    let waiting = |number| {
+        let now = clock::now();
+        Waiting { stay: Stay { number, from: now, until: now, left: false }, stays: &stays }
+    };
+    let mut waits = waiting(number);
+    let mut permit = match throttle.begin(key, None, || "law".into()) {
+        Begun::Leaves(permit) => permit,
+        Begun::Waits(wait) => wait.await.expect("it can wait for long"),
+        Begun::Limited(limited) => panic!("{limited}"),
+    };
+    for attempt in 0.. {
+        waits.stay.left = true;
+        drop(waits);
+        clock::sleep_until(clock::now() + Duration::from_millis(caller.takes)).await;
+        let (refused, left, wait) = caller.answers[attempt.min(caller.answers.len() - 1)];
+        let signal = signal(refused && attempt < caller.answers.len(), left, wait);
+        match permit.answered_or_back(&signal) {
+            Some(Back::Waits(wait)) => {
+                waits = waiting(number);
+                permit = wait.await.expect("it can wait for long");
+            }
+            Some(Back::Ended(limited)) => panic!("{limited}"),
+            None => return,
+        }
+    }
+}
+
+/// Lets all of them call at a gate with these dice, under a clock that stands still; answers all stays.
+fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, bool)> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    runtime.unwrap().block_on(async {
+        let throttle = Throttle::new(ThrottleSettings {
+            pace: Box::new(|| Box::new(Fair::new().limit(100, Duration::from_secs(60)))),
+            dice: Box::new(move || Dice::seeded(seed)),
+            max_wait: Duration::from_secs(86_400),
+            max_waiting: 1000,
+            max_keys: 10,
+            max_hold: MAX_HOLD,
+        });
+        let (start, come) = (clock::now(), Arc::new(AtomicU64::new(0)));
+        let stays = Arc::new(Mutex::new(Vec::new()));
+        let tasks = callers.iter().cloned().map(|caller| {
+            let (throttle, come, stays) = (throttle.clone(), come.clone(), stays.clone());
+            tokio::spawn(async move {
+                clock::sleep_until(start + Duration::from_millis(caller.comes)).await;
+                let given_up = Duration::from_millis(caller.given_up.unwrap_or(u64::MAX / 4));
+                let _ = tokio::time::timeout(given_up, call(throttle, caller, come, stays)).await;
+            })
+        });
+        let tasks: Vec<_> = tasks.collect();
+        for task in tasks {
+            task.await.unwrap();
+        }
+        let key = Key::new("law");
+        assert_eq!(
+            (throttle.waiting(key), throttle.in_flight(key)),
+            (0, 0),
+            "whoever is dropped leaves nothing behind"
+        );
+        throttle.acquire(key).await.unwrap().give_back();
+        let stays = std::mem::take(&mut *stays.lock().unwrap());
+        let since = |at: Instant| at.saturating_duration_since(start);
+        stays.into_iter().map(|stay| (stay.number, since(stay.from), since(stay.until), stay.left)).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn at_the_gate_nobody_is_overtaken_and_nobody_lost_wherever_one_is_dropped(
+        callers in prop::collection::vec(caller(), 1..25),
+        seed in any::<u64>(),
+    ) {
+        let stays = at_the_gate(&callers, seed);
+        for (number, from, until, left) in &stays {
+            prop_assert!(from <= until);
+            let earlier = stays.iter().filter(|(other, ..)| other < number);
+            for (other, waits, goes, _) in earlier.filter(|_| *left) {
+                prop_assert!(!(waits < until && until < goes), "{number} left before {other}, who came first");
+            }
+        }
+        let ended = callers.iter().filter(|caller| caller.given_up.is_none()).count();
+        prop_assert!(stays.iter().filter(|(.., left)| *left).count() >= ended);
+    }
+
+    #[test]
+    fn at_the_gate_the_same_happens_again_with_the_same_seed(
+        callers in prop::collection::vec(caller(), 1..25),
+        seed in any::<u64>(),
+    ) {
+        prop_assert_eq!(at_the_gate(&callers, seed), at_the_gate(&callers, seed));
+    }
 }
