@@ -395,7 +395,7 @@ impl Pace for Fair {
         Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
             Some(said) => {
                 // Half of a new window may go at once, so one share of it is enough to spread them.
-                let spread = self.scale.next_window().map_or(wait, |(_, share)| self.n * share);
+                let spread = self.scale.next_window().map_or(wait, |(_, share)| wait.min(self.n * share));
                 span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
             }
             None => span(dice.between(0.5, 1.0) * wait),
