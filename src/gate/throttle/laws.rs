@@ -175,8 +175,14 @@ struct Caller {
 fn caller() -> impl Strategy<Value = Caller> {
     let wait = proptest::option::weighted(0.3, 0_u64..20);
     let answers = prop::collection::vec((any::<bool>(), 0_u64..50, wait), 1..4);
-    (0_u64..20_000, 1_u64..3000, proptest::option::weighted(0.4, 1_u64..30_000), answers)
-        .prop_map(|(comes, takes, given_up, answers)| Caller { comes, takes, given_up, answers })
+    // Often at the same moment, so that one is dropped between its turn and its next look, too.
+    let given_up = proptest::option::weighted(0.5, prop_oneof![0_u64..10, 0_u64..100]);
+    (prop_oneof![0_u64..4, 0_u64..60], 1_u64..6, given_up, answers).prop_map(
+        |(comes, takes, given_up, answers)| {
+            let given_up = given_up.map(|after| (comes + after) * 300);
+            Caller { comes: comes * 300, takes: takes * 300, given_up, answers }
+        },
+    )
 }
 
 /// How one waited: as the which to come, from when, until when; and whether it left then or gave up.
@@ -246,17 +252,28 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
         });
         let (start, come) = (clock::now(), Arc::new(AtomicU64::new(0)));
         let stays = Arc::new(Mutex::new(Vec::new()));
-        let tasks = callers.iter().cloned().map(|caller| {
-            let (throttle, come, stays) = (throttle.clone(), come.clone(), stays.clone());
-            tokio::spawn(async move {
-                clock::sleep_until(start + Duration::from_millis(caller.comes)).await;
-                let given_up = Duration::from_millis(caller.given_up.unwrap_or(u64::MAX / 4));
-                let _ = tokio::time::timeout(given_up, call(throttle, caller, come, stays)).await;
-            })
-        });
-        let tasks: Vec<_> = tasks.collect();
+        let at = |millis| clock::sleep_until(start + Duration::from_millis(millis));
+        let mut tasks = Vec::new();
+        for caller in callers.iter().cloned() {
+            let (comes, given_up) = (at(caller.comes), caller.given_up.map(at));
+            let call = call(throttle.clone(), caller, come.clone(), stays.clone());
+            let task = tokio::spawn(async move {
+                comes.await;
+                call.await;
+            });
+            if let Some(given_up) = given_up {
+                let task = task.abort_handle();
+                tokio::spawn(async move {
+                    given_up.await;
+                    task.abort();
+                });
+            }
+            tasks.push(task);
+        }
         for task in tasks {
-            task.await.unwrap();
+            if let Err(failed) = task.await {
+                assert!(failed.is_cancelled(), "{failed}");
+            }
         }
         let key = Key::new("law");
         assert_eq!(
@@ -272,7 +289,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
     fn at_the_gate_nobody_is_overtaken_and_nobody_lost_wherever_one_is_dropped(
