@@ -270,7 +270,7 @@ async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
         false => signal,
     };
     let builder = AdaptiveThrottleLayer::builder().key(by_host).dialect(pause).error_on_upstream_limit();
-    let layer = builder.build().unwrap();
+    let layer = builder.max_wait(ms(60_000)).build().unwrap();
     let upstream = Upstream::answering([quiet(), quiet(), quiet()]);
     let url = "http://api.example.com/";
     let error = layer.layer(upstream.clone()).oneshot(get(url)).await.unwrap_err();
