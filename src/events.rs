@@ -38,6 +38,16 @@ mod told {
         tracing::info!(target: "tollgate", %key, "the store is back: the limit is shared again");
     }
 
+    /// The store is away, and this process goes on at its part of the pace that was shared.
+    pub(crate) fn pace_alone(key: Key, error: &StoreError) {
+        tracing::warn!(target: "tollgate", %key, %error, "the store is away: this process goes on at its part of the pace");
+    }
+
+    /// The store is back.
+    pub(crate) fn pace_shared(key: Key) {
+        tracing::info!(target: "tollgate", %key, "the store is back: the pace is shared again");
+    }
+
     /// Another process asserts another limit for the same key.
     pub(crate) fn foreign_limit(key: Key, limit: Limit, quota: &Quota) {
         tracing::warn!(
@@ -131,6 +141,10 @@ mod told {
     pub(crate) fn alone(_key: Key, _share: &Quota, _error: &StoreError) {}
 
     pub(crate) fn together(_key: Key) {}
+
+    pub(crate) fn pace_alone(_key: Key, _error: &StoreError) {}
+
+    pub(crate) fn pace_shared(_key: Key) {}
 
     pub(crate) fn foreign_limit(_key: Key, _limit: Limit, _quota: &Quota) {}
 

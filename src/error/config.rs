@@ -65,6 +65,8 @@ pub enum ConfigError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A pace that cannot be shared, with a store to share it through.
+    PaceNotShared,
     /// A setting that must lie in a range does not.
     OutOfRange {
         /// Its name.
@@ -125,6 +127,11 @@ impl fmt::Display for ConfigError {
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
                  redis://127.0.0.1:6379/, and rediss:// for TLS"
+            ),
+            ConfigError::PaceNotShared => write!(
+                f,
+                "this pace cannot be shared through a store: leave the store out, take pace::Fair or pace::Aimd, or \
+                 implement Pace::share"
             ),
             ConfigError::OutOfRange { setting, value, allowed } => {
                 write!(f, "{setting} is {value}, but must be {allowed}")

@@ -245,7 +245,7 @@ impl Flight {
                 (self.asking, self.failed) = (false, true);
                 self.settle(|_| true, &Unseated::Failed(error), wakers);
             }
-            News::Held(_) | News::Missed => {}
+            News::Held(_) | News::Register(_) | News::Missed | News::Deaf => {}
             News::Lost => {
                 self.lost_before = next_number();
                 std::mem::take(&mut self.sitting).into_values().for_each(|waker| wakers.add(Some(waker)));

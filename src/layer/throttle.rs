@@ -15,6 +15,7 @@ use crate::jitter::{Dice, dice};
 use crate::key::{Key, RequestInfo};
 use crate::pace::{Fair, Pace};
 use crate::signal::{AsResponseInfo, Signal};
+use crate::store::Store;
 
 /// Finds the pace that a server allows, where its limit is unknown or moves, and is fair to every other client without
 /// talking to them. Clones share what they learn.
@@ -80,6 +81,7 @@ impl AdaptiveThrottleLayer {
             max_waiting: 10_000,
             max_keys: 100_000,
             max_hold: Duration::from_secs(3600),
+            store: None,
         }
     }
 
@@ -181,6 +183,7 @@ pub struct AdaptiveThrottleBuilder {
     max_waiting: usize,
     max_keys: usize,
     max_hold: Duration,
+    store: Option<Arc<dyn Store>>,
 }
 
 impl AdaptiveThrottleBuilder {
@@ -212,6 +215,19 @@ impl AdaptiveThrottleBuilder {
     /// A pace is told what happens under a lock, so it should be quick.
     pub fn pace<P: Pace + 'static>(mut self, pace: impl Fn() -> P + Send + Sync + 'static) -> Self {
         self.pace = Box::new(move || Box::new(pace()));
+        self
+    }
+
+    /// The store through which all processes with the same key share what they learn and wait in one queue. Default: none,
+    /// each process learns for itself.
+    ///
+    /// It is decisive for fleets of more than about 30 processes: nobody has to find out how many there are. A request
+    /// costs about [five calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store then, and none of its own where
+    /// nothing is scarce. While the store is away each process goes on by itself, at its part of the speed.
+    ///
+    /// All of them need the same pace, and one that can be [shared](Pace::share): [`Fair`] and [`Aimd`](crate::pace::Aimd) can.
+    pub fn store(mut self, store: Arc<dyn Store>) -> Self {
+        self.store = Some(store);
         self
     }
 
@@ -279,7 +295,8 @@ impl AdaptiveThrottleBuilder {
             max_waiting: self.max_waiting,
             max_keys: self.max_keys,
             max_hold: self.max_hold,
-        });
+            store: self.store,
+        })?;
         Ok(AdaptiveThrottleLayer { throttle, reading: Arc::new(self.reading) })
     }
 }

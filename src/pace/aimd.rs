@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Dice, Pace, Pause, Reply, Traffic, seconds, span};
+use super::{Dice, Notes, Pace, Pause, Reply, Traffic, seconds, span};
 
 /// Additive increase, multiplicative decrease: a little faster all the time, half as fast after a refusal.
 ///
@@ -101,5 +101,19 @@ impl Pace for Aimd {
         }
         self.rate = Some(rate);
         Pause::of_all(span(dice.between(1.0, 2.0) / rate))
+    }
+
+    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+        notes.maybe(&mut self.rate);
+        notes.moment(&mut self.first_sent);
+        notes.number(&mut self.sent);
+        notes.moment(&mut self.last_answer);
+        notes.moment(&mut self.last_cut);
+        self.rate = self.rate.map(|rate| rate.max(LOWEST));
+        true
+    }
+
+    fn divide(&mut self, processes: u32) {
+        self.rate = self.rate.map(|rate| (rate / f64::from(processes)).max(LOWEST));
     }
 }

@@ -45,6 +45,7 @@
 
 mod aimd;
 mod fair;
+mod notes;
 mod published;
 mod reading;
 mod unpaced;
@@ -57,6 +58,7 @@ use crate::signal::Signal;
 
 pub use aimd::Aimd;
 pub use fair::Fair;
+pub use notes::Notes;
 pub use published::{Backoff, Gradual, Proportional, Remaining};
 pub(crate) use reading::wait_said;
 pub use unpaced::Unpaced;
@@ -88,6 +90,19 @@ pub trait Pace: Debug + Send {
     fn refused(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) -> Pause {
         Pause::default()
     }
+
+    /// Names everything it has learned, in always the same order, so that the processes of a fleet share it through a
+    /// [store](crate::AdaptiveThrottleBuilder::store). Answers whether it can be shared. Default: it cannot.
+    ///
+    /// What was configured is not learned, so it is not named. Called with notes to be read, what was known before is gone
+    /// after it; a pace bounds what it has read as it bounds what it computes.
+    fn share(&mut self, _notes: &mut Notes<'_>) -> bool {
+        false
+    }
+
+    /// From now on this is one of so many equal processes that share the limit and no longer know of each other, since the
+    /// store is away; `processes` is at least 1. Default: nothing changes.
+    fn divide(&mut self, _processes: u32) {}
 
     /// Whether the gate is careful on its own account: before the first answer it sends one request alone, the probe, and
     /// what a refusal says of waiting it obeys. Default: yes.

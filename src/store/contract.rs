@@ -15,6 +15,7 @@
 //! if the store stands on Tokio's, none.
 
 mod in_flight;
+mod registers;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +46,7 @@ pub async fn check(store: Arc<dyn Store>) {
     leaves_to_others_what_they_use(&store).await;
     decides_in_one_step(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
+    registers::changes_registers_in_one_step(&store).await;
 }
 
 // ── how the suite asks ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,10 +66,9 @@ struct Desk {
 
 impl Desk {
     fn new(store: &Arc<dyn Store>, law: &str, quota: Quota) -> Self {
-        let key = Key::new(law).and(clock::micros(clock::now()).to_le_bytes()).and(store_address(store));
         Desk {
             store: store.clone(),
-            key,
+            key: key(store, law),
             terms: Arc::new(Terms::new(quota, SLACK, Duration::from_millis(20))),
         }
     }
@@ -113,6 +114,11 @@ impl Desk {
 /// Two stores in one process are asked about different keys, should they share their state.
 fn store_address(store: &Arc<dyn Store>) -> [u8; 8] {
     (Arc::as_ptr(store).cast::<()>().addr() as u64).to_le_bytes()
+}
+
+/// A key that no other run of the suite has.
+fn key(store: &Arc<dyn Store>, law: &str) -> Key {
+    Key::new(law).and(clock::micros(clock::now()).to_le_bytes()).and(store_address(store))
 }
 
 async fn pass(span: Duration) {

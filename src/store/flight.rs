@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use super::{Held, StoreError};
+use super::{Held, Register, StoreError};
 use crate::key::Key;
 
 /// What a gate says about the calls of a key: how many are in flight, and how many wait.
@@ -71,7 +71,11 @@ pub enum News {
     Failed(StoreError),
     /// What holds the key has changed.
     Held(Held),
-    /// What others did may have been missed: what is known of holds is to be asked again.
+    /// Another process has changed a register.
+    Register(Register),
+    /// From now on what others do is not heard, until [`Missed`](News::Missed) is.
+    Deaf,
+    /// What others did may have been missed: what is known of holds and registers is to be asked again.
     Missed,
     /// The last claim has run out, and could not be repeated: the seats may be given to others.
     Lost,
@@ -90,7 +94,7 @@ pub trait Listener: Send + Sync + 'static {
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
 }
 
-/// Those who are told of holds, for as long as they live.
+/// Those who are told of holds and registers, for as long as they live.
 #[derive(Default)]
 pub(super) struct Listeners(Mutex<Vec<Weak<dyn Listener>>>);
 

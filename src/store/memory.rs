@@ -4,9 +4,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::flight::Listeners;
+use super::register::Registers;
 use super::{
-    Answer, Ask, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Segment, Store, StoreError,
-    Usage,
+    Answer, Ask, Change, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Register, Segment,
+    Store, StoreError, Tell, Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -36,6 +37,7 @@ use crate::limit::{
 pub struct MemoryStore {
     counts: Keyed<Counts>,
     flights: Keyed<Flight>,
+    registers: Registers,
     listeners: Listeners,
     max_keys: usize,
 }
@@ -56,7 +58,8 @@ impl MemoryStore {
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
         let (counts, flights) = (Keyed::new(max_keys), Keyed::new(max_keys));
-        MemoryStore { counts, flights, listeners: Listeners::default(), max_keys }
+        let registers = Registers::new(max_keys);
+        MemoryStore { counts, flights, registers, listeners: Listeners::default(), max_keys }
     }
 
     fn with<R>(
@@ -198,6 +201,20 @@ impl Store for MemoryStore {
 
     fn listen(&self, listener: Weak<dyn Listener>) {
         self.listeners.add(listener);
+    }
+
+    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+        let now = clock::micros(clock::now());
+        let full = |Full| StoreError::Full { max_keys: self.max_keys };
+        let answer = self.registers.compare_and_set(&change, now).map_err(full);
+        if let (Ok(Register { changed: true, version, .. }), Some(value)) = (&answer, change.value)
+            && change.tell != Tell::Nobody
+        {
+            // They are all here.
+            let register = Register { kind: change.kind, version: *version, value, ..Register::default() };
+            self.listeners.tell(change.key, &News::Register(register));
+        }
+        Answer::Now(answer)
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {

@@ -22,6 +22,7 @@
 //!     smallest number that one of them asserts; those who wait are served in the order in which they came.
 //! 12. **Others.** What others use of a limit, by the word of the upstream ([`Ask::left`]), is not granted until its window
 //!     ends.
+//! 13. **Registers.** A register changes in one step, and only where it is as it was seen; no version comes again.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
@@ -37,6 +38,7 @@ mod memory;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
+mod register;
 mod share;
 
 use std::future::Future;
@@ -57,6 +59,7 @@ pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
+pub use register::{Change, Register, Tell};
 use share::Own;
 pub(crate) use share::{ALONE, Share, ShareStore};
 
@@ -111,9 +114,27 @@ pub trait Store: Send + Sync + 'static {
         Answer::Now(Err(StoreError::Unsupported("holds")))
     }
 
-    /// From now on `listener` is told of holds, for as long as it lives. By default nobody is: then they are known from
-    /// what [`lease`](Store::lease) answers only.
+    /// From now on `listener` is told of holds and registers, for as long as it lives. By default nobody is: then they are
+    /// known from what the store answers only.
     fn listen(&self, _listener: Weak<dyn Listener>) {}
+
+    /// Changes a register of a key, if nobody else has changed it since it was seen, and tells of it; or reads it.
+    ///
+    /// By it the processes of a fleet share what an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) learns. Whoever
+    /// is told hears [`News::Register`].
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] when it may or may not have been changed; by default always, as for a store without registers.
+    fn compare_and_set(&self, _change: Change) -> Answer<Register> {
+        Answer::Now(Err(StoreError::Unsupported("registers")))
+    }
+
+    /// Where others reach those who [listen](Store::listen) here: for [`Tell::One`]. At most 2^53. By default 0: nobody is
+    /// told alone.
+    fn address(&self) -> u64 {
+        0
+    }
 
     /// Tells the state of `key`, and consumes nothing.
     ///

@@ -1,20 +1,23 @@
 //! The gate that learns its pace, for many keys.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use super::course::Course;
 use super::line::{Flight, Line, Number};
 use super::permit::{ThrottlePermit, Wait};
 use super::station::{Joined, Over, Station};
+use super::teller::{Shared, Teller};
 use crate::clock;
-use crate::error::{Facts, Limited, Reason, Report};
+use crate::error::{ConfigError, Facts, Limited, Reason, Report};
 use crate::events;
 use crate::gate::queue::Wakers;
-use crate::jitter::Dice;
+use crate::jitter::{Dice, dice};
 use crate::key::Key;
 use crate::keyed::{Full, Keyed};
 use crate::pace::Pace;
+use crate::store::{Listener, Store};
 
 /// The gate behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for what is not HTTP. Clones share
 /// what they learn.
@@ -39,11 +42,13 @@ use crate::pace::Pace;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Throttle(Arc<Inner>);
+pub struct Throttle(pub(super) Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     settings: ThrottleSettings,
-    stations: Keyed<Station>,
+    pub(super) stations: Keyed<Station>,
+    /// Where the lines are shared.
+    pub(super) shared: Option<Shared>,
 }
 
 pub(crate) struct ThrottleSettings {
@@ -54,6 +59,8 @@ pub(crate) struct ThrottleSettings {
     pub(crate) max_waiting: usize,
     pub(crate) max_keys: usize,
     pub(crate) max_hold: Duration,
+    /// Through which the lines are shared.
+    pub(crate) store: Option<Arc<dyn Store>>,
 }
 
 /// How a call arrives at the gate.
@@ -64,9 +71,22 @@ pub(crate) enum Begun {
 }
 
 impl Throttle {
-    pub(crate) fn new(settings: ThrottleSettings) -> Self {
+    pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
         let stations = Keyed::new(settings.max_keys);
-        Throttle(Arc::new(Inner { settings, stations }))
+        let shared = match &settings.store {
+            Some(store) => {
+                let kind = Course::new((settings.pace)(), settings.max_hold, clock::now()).kind();
+                let kind = kind.ok_or(ConfigError::PaceNotShared)?;
+                Some(Shared { store: store.clone(), id: dice() >> 11, kind })
+            }
+            None => None,
+        };
+        let inner = Arc::new(Inner { settings, stations, shared });
+        if let Some(Shared { store, .. }) = &inner.shared {
+            let listener: Weak<dyn Listener> = Arc::downgrade(&inner) as _;
+            store.listen(listener);
+        }
+        Ok(Throttle(inner))
     }
 
     /// Waits until a request for `key` may leave, first come, first served, for as long as `max_wait`.
@@ -152,23 +172,43 @@ impl Throttle {
         now: Instant,
         with: impl FnOnce(&mut Station, &mut Wakers) -> R,
     ) -> Result<R, Full> {
-        let mut wakers = Wakers::default();
         let make = || {
             let ThrottleSettings { pace, dice, max_hold, .. } = &self.0.settings;
-            Station::new(Line::new(pace(), dice(), *max_hold, now), now)
+            let mut line = Line::new(pace(), dice(), *max_hold, now);
+            if let Some(Shared { store, id, .. }) = &self.0.shared {
+                line.share(*id, store.address(), now);
+            }
+            Station::new(line, now)
         };
         let forgotten = |_, station| drop(station);
-        let opened = self.0.stations.enter(key, now, make, forgotten, |station| with(station, &mut wakers));
-        wakers.wake();
+        let (mut wakers, mut needs_teller) = (Wakers::default(), false);
+        let opened = self.0.stations.enter(key, now, make, forgotten, |station| {
+            let done = with(station, &mut wakers);
+            needs_teller = station.needs_teller(&mut wakers);
+            done
+        });
+        self.finish(key, needs_teller, wakers);
         opened
     }
 
     /// Does something at the station of `key`, which is there as long as anybody waits or is on the way.
     pub(super) fn at<R>(&self, key: Key, with: impl FnOnce(&mut Station, &mut Wakers) -> R) -> Option<R> {
-        let mut wakers = Wakers::default();
-        let done = self.0.stations.find(key, |station| with(station, &mut wakers));
-        wakers.wake();
+        let (mut wakers, mut needs_teller) = (Wakers::default(), false);
+        let done = self.0.stations.find(key, |station| {
+            let done = with(station, &mut wakers);
+            needs_teller = station.needs_teller(&mut wakers);
+            done
+        });
+        self.finish(key, needs_teller, wakers);
         done
+    }
+
+    /// Does what is left to be done without the lock.
+    fn finish(&self, key: Key, needs_teller: bool, wakers: Wakers) {
+        wakers.wake();
+        if needs_teller && let Some(shared) = &self.0.shared {
+            Teller::start(self, shared, key);
+        }
     }
 
     pub(super) fn leave(&self, key: Key, number: Number) {

@@ -80,7 +80,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
                     None => prop_assert!(!refused),
                 }
             }
-            Step::Lose(n) if !flying.is_empty() => line.lost(flying.remove(n % flying.len())),
+            Step::Lose(n) if !flying.is_empty() => line.lost(flying.remove(n % flying.len()), now),
             Step::Leave(n) if !waiting.is_empty() => {
                 let number = waiting.remove(n % waiting.len());
                 prop_assert!(line.leave(number));

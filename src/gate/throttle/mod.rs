@@ -5,14 +5,23 @@
 //! drives it in virtual time. `Station` drives it with wakers and one timer for each who waits: only that of the first
 //! stands at the line's next moment, so nobody is woken for nothing.
 //!
+//! Where a fleet shares its lines, `Course` and `Members` are what it shares, `Fleet` is one process's part in it, and
+//! `Teller` the task that talks to the store.
+//!
 //! What this does not do: decide. That is the [pace](crate::pace)'s.
 
+mod course;
+mod fleet;
+#[cfg(test)]
+mod fleet_laws;
 mod gate;
 #[cfg(test)]
 mod laws;
 mod line;
+mod member;
 mod permit;
 mod station;
+mod teller;
 
 pub use gate::Throttle;
 pub(crate) use gate::{Begun, ThrottleSettings};

@@ -4,11 +4,17 @@ use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use super::fleet::{Away, Exchange};
 use super::line::{Flight, Line, Number};
 use crate::clock::{self, Timer};
+use crate::error::StoreError;
 use crate::gate::queue::Wakers;
 use crate::keyed::Idle;
 use crate::signal::Signal;
+use crate::store::Register;
+
+/// How long one waits for the others' word who cannot wait for its turn.
+const ANSWER: Duration = Duration::from_secs(1);
 
 /// What was learned is worth nothing any more after so long without a call.
 const WORTHLESS: Duration = Duration::from_secs(3600);
@@ -18,12 +24,24 @@ pub(super) struct Station {
     line: Line,
     waiters: BTreeMap<Number, Waiter>,
     last_used: Instant,
+    /// Who tells the others, where the line is shared.
+    teller: Teller,
+}
+
+/// Whether somebody tells the others of what happens here.
+#[derive(Debug)]
+enum Teller {
+    Nobody,
+    /// At the next moment something is due, if nothing happens before.
+    Until(Option<Instant>, Option<Waker>),
 }
 
 /// One who waits.
 #[derive(Debug)]
 struct Waiter {
     latest: Instant,
+    /// Until when it waits at least to hear from the others whether it may leave at once.
+    answer_by: Instant,
     /// It may leave.
     granted: Option<Flight>,
     /// For when its timer stands.
@@ -39,6 +57,13 @@ pub(super) struct Over {
     pub(super) retry_at: Option<Instant>,
 }
 
+/// What the teller is to do.
+pub(super) enum Told {
+    Now(Exchange),
+    At(Instant),
+    Nothing,
+}
+
 /// How one arrives.
 pub(super) enum Joined {
     Leaves(Flight),
@@ -49,7 +74,7 @@ pub(super) enum Joined {
 
 impl Station {
     pub(super) fn new(line: Line, now: Instant) -> Self {
-        Station { line, waiters: BTreeMap::new(), last_used: now }
+        Station { line, waiters: BTreeMap::new(), last_used: now, teller: Teller::Nobody }
     }
 
     /// One arrives, who can wait until `latest`.
@@ -65,12 +90,12 @@ impl Station {
             // Nobody else waits, so it is this one.
             return Joined::Leaves(flight);
         }
-        self.wait(number, latest);
+        self.wait(number, latest, now);
         self.tend(now, Some(number), wakers);
         if let Some(flight) = self.collect(number) {
             return Joined::Leaves(flight);
         }
-        if latest <= now {
+        if self.patience(number, now) <= now {
             let over = Over { is_held: false, retry_at: self.line.slot() };
             self.leave(number, now, wakers);
             return Joined::Over(over);
@@ -82,8 +107,9 @@ impl Station {
         Joined::Waits(number)
     }
 
-    fn wait(&mut self, number: Number, latest: Instant) {
-        let waiter = Waiter { latest, granted: None, wakes_at: latest, timer: None, waker: None };
+    fn wait(&mut self, number: Number, latest: Instant, now: Instant) {
+        let answer_by = if latest <= now { clock::after(now, ANSWER) } else { latest };
+        let waiter = Waiter { latest, answer_by, granted: None, wakes_at: latest, timer: None, waker: None };
         self.waiters.insert(number, waiter);
     }
 
@@ -101,11 +127,7 @@ impl Station {
         }
         let is_first = self.first() == Some(number);
         let look_at = self.line.look_at().filter(|_| is_first);
-        let Some(waiter) = self.waiters.get_mut(&number) else {
-            // It left; nobody polls it then.
-            return Poll::Pending;
-        };
-        let latest = waiter.latest;
+        let latest = self.patience(number, now);
         let over = match self.held_beyond(latest, now) {
             Some(over) => Some(over),
             None if latest <= now => Some(Over { is_held: false, retry_at: self.line.slot() }),
@@ -115,7 +137,10 @@ impl Station {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(over));
         }
-        let waiter = self.waiters.get_mut(&number).expect("it was just there");
+        let Some(waiter) = self.waiters.get_mut(&number) else {
+            // It left; nobody polls it then.
+            return Poll::Pending;
+        };
         waiter.wakes_at(look_at.map_or(latest, |at| at.min(latest)));
         waiter.waker = Some(cx.waker().clone());
         let wakes_at = waiter.wakes_at;
@@ -129,7 +154,7 @@ impl Station {
     /// One stops waiting; if it had its turn, the next has it.
     pub(super) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         match self.waiters.remove(&number).and_then(|waiter| waiter.granted) {
-            Some(flight) => self.line.unsent(flight),
+            Some(flight) => self.line.unsent(flight, now),
             None => {
                 self.line.leave(number);
             }
@@ -156,7 +181,7 @@ impl Station {
             && self.held_beyond(latest, now).is_none()
         {
             self.line.back(refused, now);
-            self.wait(number, latest);
+            self.wait(number, latest, now);
             is_back = true;
         }
         if self.line.held_until() > held {
@@ -168,22 +193,100 @@ impl Station {
 
     /// A call on its way ends without an answer.
     pub(super) fn lost(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
-        self.line.lost(flight);
+        self.line.lost(flight, now);
         self.tend(now, None, wakers);
     }
 
     /// A call that may have left did not.
     pub(super) fn unsent(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
-        self.line.unsent(flight);
+        self.line.unsent(flight, now);
         self.tend(now, None, wakers);
     }
 
     /// Nothing leaves before `until`.
     pub(super) fn hold_until(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
-        self.line.hold_until(until);
+        self.line.hold_until(until, now);
         self.tell_those_held(wakers);
         self.tend(now, None, wakers);
+    }
+
+    // ── with others ──
+
+    /// Whether somebody is to be found who tells the others: from now on somebody does.
+    pub(super) fn needs_teller(&mut self, wakers: &mut Wakers) -> bool {
+        let Some(due) = self.line.exchange_at() else { return false };
+        match &mut self.teller {
+            Teller::Nobody => {
+                self.teller = Teller::Until(None, None);
+                true
+            }
+            Teller::Until(at, waker) => {
+                if at.is_none_or(|at| due < at) {
+                    wakers.add(waker.take());
+                }
+                false
+            }
+        }
+    }
+
+    /// What is to be told now; else the teller is woken when there is something, at the latest at a moment. Where nothing
+    /// is to come it ends.
+    pub(super) fn tell(&mut self, now: Instant, cx: &Context<'_>) -> Told {
+        if let Some(exchange) = self.line.exchange(now) {
+            return Told::Now(exchange);
+        }
+        let at = self.line.exchange_at();
+        self.teller = match at {
+            Some(at) => Teller::Until(Some(at), Some(cx.waker().clone())),
+            None => Teller::Nobody,
+        };
+        at.map_or(Told::Nothing, Told::At)
+    }
+
+    /// The answer of the store.
+    pub(super) fn exchanged(
+        &mut self,
+        answer: Result<Register, StoreError>,
+        asked: Instant,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> Option<Away> {
+        let held = self.line.held_until();
+        let away = self.line.exchanged(answer, asked, now);
+        self.others_did(held, now, wakers);
+        away
+    }
+
+    /// The teller is gone with its runtime: who waits finds another.
+    pub(super) fn teller_lost(&mut self, asked: Option<Instant>, now: Instant, wakers: &mut Wakers) {
+        self.teller = Teller::Nobody;
+        if let Some(asked) = asked {
+            self.line.exchanged(Err(StoreError::Lost), asked, now);
+        }
+        self.waiters.values_mut().for_each(|waiter| wakers.add(waiter.waker.take()));
+    }
+
+    /// Another process has changed what is shared.
+    pub(super) fn hear(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
+        let held = self.line.held_until();
+        self.line.hear(register, now);
+        self.others_did(held, now, wakers);
+    }
+
+    /// What others did may have been missed.
+    pub(super) fn missed(&mut self, now: Instant) {
+        self.line.missed(now);
+    }
+
+    fn others_did(&mut self, held: Option<Instant>, now: Instant, wakers: &mut Wakers) {
+        if self.line.held_until() > held {
+            self.tell_those_held(wakers);
+        }
+        self.tend(now, None, wakers);
+        for waiter in self.waiters.values_mut().filter(|waiter| waiter.latest <= now) {
+            wakers.add(waiter.waker.take());
+        }
     }
 
     pub(super) fn waiting(&self) -> usize {
@@ -199,7 +302,7 @@ impl Station {
         while let Some(flight) = self.line.depart(now) {
             let number = flight.number;
             let Some(waiter) = self.waiters.get_mut(&number) else {
-                self.line.unsent(flight);
+                self.line.unsent(flight, now);
                 continue;
             };
             waiter.granted = Some(flight);
@@ -217,6 +320,12 @@ impl Station {
 
     fn first(&self) -> Option<Number> {
         self.waiters.iter().find(|(_, waiter)| waiter.granted.is_none()).map(|(number, _)| *number)
+    }
+
+    /// Until when `number` waits. Who cannot wait at all does so for the others' word, where they are asked.
+    fn patience(&self, number: Number, now: Instant) -> Instant {
+        let Some(waiter) = self.waiters.get(&number) else { return now };
+        if self.line.is_asking() { waiter.latest.max(waiter.answer_by) } else { waiter.latest }
     }
 
     /// The turn of `number`, if it has come.

@@ -8,7 +8,7 @@ mod trust;
 use std::time::{Duration, Instant};
 
 use super::reading::{Told, wait_said};
-use super::{Call, Dice, LONGEST, Pace, Pause, Reply, Traffic, seconds, span};
+use super::{Call, Dice, LONGEST, Notes, Pace, Pause, Reply, Traffic, seconds, span};
 use scale::Scale;
 use trust::Trust;
 
@@ -66,7 +66,8 @@ use trust::Trust;
 ///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
 ///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace, and
 ///   who was refused in the old one comes within one share of the new.
-/// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed; `m` takes over
+/// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed (the same though more or
+///   less came than we took, or always 0: who takes just what comes sees no change); `m` takes over
 ///   at the interval that was reached. Where it speaks for the first time only after refusals that were silent, what `m`
 ///   has learned becomes `n`.
 ///
@@ -241,7 +242,7 @@ impl Fair {
     fn look(&mut self, told: &Told, passed: bool, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
-        let believed = self.trust.believe(told.remaining, limit, passed);
+        let believed = self.trust.believe(told.remaining, limit, passed, self.scale.token_time, now);
         match (was_blind, self.trust.is_silent()) {
             (false, true) => {
                 let since = self.last_refusal.map(|last| seconds(last, now) / self.scale.token_time);
@@ -276,9 +277,13 @@ impl Fair {
     }
 
     fn settle(&mut self, now: Instant) {
+        self.bound();
+        self.last_answer = Some(now);
+    }
+
+    fn bound(&mut self) {
         self.n = self.n.clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
         self.m = self.m.clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
-        self.last_answer = Some(now);
     }
 }
 
@@ -400,5 +405,35 @@ impl Pace for Fair {
             }
             None => span(dice.between(0.5, 1.0) * wait),
         })
+    }
+
+    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+        notes.moment(&mut self.first_call);
+        notes.number(&mut self.n);
+        notes.number(&mut self.m);
+        notes.number(&mut self.drain);
+        notes.maybe(&mut self.level);
+        notes.moment(&mut self.slot_before);
+        notes.small(&mut self.passed_since_refusal);
+        notes.moment(&mut self.last_answer);
+        notes.moment(&mut self.last_refusal);
+        notes.moment(&mut self.last_step);
+        notes.moment(&mut self.last_sent);
+        notes.maybe(&mut self.interval);
+        notes.maybe(&mut self.place);
+        self.scale.share(notes);
+        self.trust.share(notes);
+        self.bound();
+        true
+    }
+
+    fn divide(&mut self, processes: u32) {
+        // Each of the others is a competitor now.
+        let processes = f64::from(processes);
+        self.n *= processes;
+        self.m *= processes;
+        self.drain *= processes;
+        self.slot_before = None;
+        self.bound();
     }
 }

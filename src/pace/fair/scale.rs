@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::super::reading::Told;
-use super::super::{LONGEST, seconds};
+use super::super::{LONGEST, Notes, seconds};
 use super::SET_POINT;
 
 /// What is known of the limit.
@@ -154,6 +154,45 @@ impl Scale {
             self.paced_time = (reset / remaining.max(1.0)).clamp(self.token_time, LONGEST);
         }
         level
+    }
+
+    /// All that was learned, to be written or read.
+    pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
+        notes.number(&mut self.token_time);
+        notes.number(&mut self.paced_time);
+        notes.flag(&mut self.is_guess);
+        notes.flag(&mut self.is_below);
+        notes.flag(&mut self.is_mostly_free);
+        let (mut is_bucket, mut is_window) = (self.kind == Kind::Bucket, self.kind == Kind::Window);
+        notes.flag(&mut is_bucket);
+        notes.flag(&mut is_window);
+        self.kind = match (is_bucket, is_window) {
+            (_, true) => Kind::Window,
+            (true, false) => Kind::Bucket,
+            (false, false) => Kind::Unknown,
+        };
+        notes.maybe(&mut self.limit);
+        notes.maybe(&mut self.stated_window);
+        notes.number(&mut self.longest_reset);
+        notes.number(&mut self.most);
+        let (mut reset_at, mut since, mut left) = match self.watch {
+            Some(Watch { reset_at, since, remaining }) => (Some(reset_at), Some(since), Some(remaining)),
+            None => (None, None, None),
+        };
+        notes.moment(&mut reset_at);
+        notes.moment(&mut since);
+        notes.maybe(&mut left);
+        self.watch = reset_at.zip(since).zip(left).map(|((reset_at, since), remaining)| Watch {
+            reset_at,
+            since,
+            remaining,
+        });
+        let (mut at, mut left) = self.last.unzip();
+        notes.moment(&mut at);
+        notes.maybe(&mut left);
+        self.last = at.zip(left);
+        self.token_time = self.token_time.clamp(SHORTEST, LONGEST);
+        self.paced_time = self.paced_time.clamp(SHORTEST, LONGEST);
     }
 
     fn measure(&mut self, told: &Told, remaining: f64, now: Instant) {

@@ -15,6 +15,7 @@ mod differential;
 mod ears;
 mod link;
 mod place;
+mod registers;
 mod script;
 mod token;
 mod wire;
@@ -30,7 +31,10 @@ use redis::aio::ConnectionLike;
 use tokio::sync::oneshot;
 
 use super::flight::Listeners;
-use super::{Answer, Ask, Claim, Held, Lease, Left, Listener, News, Store, StoreError, Terms, Unused, Usage};
+use super::{
+    Answer, Ask, Change, Claim, Held, Lease, Left, Listener, News, Register, Store, StoreError, Terms,
+    Unused, Usage,
+};
 use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
@@ -66,6 +70,8 @@ pub struct RedisStore {
     prefix: String,
     secret: Option<Key>,
     store_timeout: Duration,
+    /// Which store of all it is; others tell it by its number.
+    instance: u64,
     /// Taken when the thread starts.
     connecting: Mutex<Option<Connecting>>,
     /// To the thread that talks to Redis, started when it is first needed.
@@ -210,14 +216,19 @@ impl RedisStore {
         format!("{}:seats", self.name(key))
     }
 
+    /// What the names of channels begin with.
+    fn channels(&self) -> String {
+        format!("{}:told:", self.prefix)
+    }
+
     fn send(&self, job: Job) -> Result<(), StoreError> {
         let start = || {
             let connecting = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Connecting { factory, ears } = connecting.ok_or(StoreError::Lost)?;
-            let channels = format!("{}:told:", self.prefix);
-            let (store_timeout, secret) = (self.store_timeout, self.secret);
+            let channels = self.channels();
+            let &RedisStore { store_timeout, secret, instance, .. } = self;
             let listeners = self.listeners.clone();
-            worker::start(Setup { factory, store_timeout, channels, secret, ears, listeners })
+            worker::start(Setup { factory, store_timeout, channels, instance, secret, ears, listeners })
         };
         let thread = self.thread.get_or_init(start).as_ref().map_err(StoreError::clone)?;
         thread.jobs.send(job).map_err(|_| StoreError::Lost)
@@ -236,11 +247,10 @@ impl RedisStore {
         })
     }
 
-    /// Runs the script, and reads what it answers.
+    /// Runs a script, and reads what it answers.
     fn call<T: Send + 'static>(
         &self,
-        key: String,
-        call: Vec<u8>,
+        job: impl FnOnce(oneshot::Sender<Result<Vec<u8>, StoreError>>) -> Job,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> Asking<T> {
         if let Some(Ok(thread)) = self.thread.get()
@@ -249,7 +259,7 @@ impl RedisStore {
             return Box::pin(std::future::ready(Err(away)));
         }
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.ask(|answer| Job::Call { key, call, answer });
+        let answer = self.ask(job);
         Box::pin(async move {
             let answer = answer.await?;
             // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
@@ -277,8 +287,9 @@ impl RedisStore {
 impl Store for RedisStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let slack = ask.terms.transit_slack();
-        let call = wire::lease(&ask, self.store_timeout, dice());
-        Answer::Later(self.call(self.name(ask.key), call, move |answer| wire::read_lease(answer, slack)))
+        let (key, call) = (self.name(ask.key), wire::lease(&ask, self.store_timeout, dice()));
+        let job = |answer| Job::Call { key, call, answer };
+        Answer::Later(self.call(job, move |answer| wire::read_lease(answer, slack)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -288,7 +299,8 @@ impl Store for RedisStore {
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let rates = self.call(self.name(key), wire::peek(terms, dice()), wire::read_peek);
+        let (name, call) = (self.name(key), wire::peek(terms, dice()));
+        let rates = self.call(|answer| Job::Call { key: name, call, answer }, wire::read_peek);
         let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
         let (name, call) = (self.seats_name(key), wire::peek_seats(most, dice()));
         let seats = self.ask(|answer| Job::PeekSeats { name, call, answer });
@@ -309,6 +321,17 @@ impl Store for RedisStore {
 
     fn listen(&self, listener: Weak<dyn Listener>) {
         self.listeners.add(listener);
+    }
+
+    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+        let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
+        let call = registers::call(&change, self.secret, &self.channels());
+        let job = |answer| Job::Register { name, call, answer };
+        Answer::Later(self.call(job, move |answer| registers::read(answer, kind)))
+    }
+
+    fn address(&self) -> u64 {
+        self.instance
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
@@ -404,6 +427,7 @@ impl RedisStoreBuilder {
             prefix,
             secret,
             store_timeout,
+            instance: dice() >> 11,
             connecting: Mutex::new(Some(connecting)),
             thread: OnceLock::new(),
             listeners: Arc::default(),

@@ -1,4 +1,4 @@
-//! The scripts. `script/seats.lua` decides about calls in flight; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
+//! The scripts. `script/seats.lua` decides about calls in flight, `script/register.lua` about registers; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
 //! decide everything: one file for each rule, the twin of its file in `src/limit`, with `main.lua` in the end.
 
 use redis::Value;
@@ -11,6 +11,9 @@ use crate::error::StoreError;
 
 /// About calls in flight.
 pub(super) const SEATS: &str = include_str!("script/seats.lua");
+
+/// About registers.
+pub(super) const REGISTER: &str = include_str!("script/register.lua");
 
 /// About rates.
 pub(super) const TEXT: &str = concat!(

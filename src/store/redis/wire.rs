@@ -9,7 +9,7 @@ use crate::quota::Limit;
 use crate::store::{Ask, Claim, Held, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
 
 /// The format of calls, answers and of the state; they change together.
-const VERSION: u8 = 1;
+pub(super) const VERSION: u8 = 1;
 
 const CLAIM: u8 = 1;
 const LEASE: u8 = 1;
@@ -29,7 +29,7 @@ const BUCKET: u8 = 2;
 const FIXED: u8 = 3;
 
 /// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it stands for never.
-const NEVER: u64 = 1 << 53;
+pub(super) const NEVER: u64 = 1 << 53;
 
 /// The most permits that one call gives back; the script must not keep the server long.
 pub(super) const MOST_RETURNS: usize = 256;

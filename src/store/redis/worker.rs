@@ -14,7 +14,8 @@ use super::claims::Claims;
 use super::ears::{self, Channels, Heard};
 use super::link::{Factory, Link};
 use super::place::Ears;
-use super::script::{Script, TEXT};
+use super::registers;
+use super::script::{REGISTER, Script, TEXT};
 use super::token;
 use super::wire::{self, MOST_RETURNS};
 use crate::clock;
@@ -42,6 +43,12 @@ pub(super) enum Job {
     PeekSeats {
         name: String,
         call: Vec<u8>,
+        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+    },
+    /// Changes a register, or reads it.
+    Register {
+        name: String,
+        call: [Vec<u8>; 4],
         answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
     GiveBack {
@@ -81,6 +88,8 @@ pub(super) struct Setup {
     pub(super) store_timeout: Duration,
     /// What the names of channels begin with.
     pub(super) channels: String,
+    /// Which store of all it is.
+    pub(super) instance: u64,
     pub(super) secret: Option<Key>,
     /// Whom to ask for a connection to listen on, where that is known.
     pub(super) ears: Option<Ears>,
@@ -93,13 +102,13 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
-    let Setup { factory, store_timeout, channels, secret, ears, listeners } = setup;
+    let Setup { factory, store_timeout, channels, instance, secret, ears, listeners } = setup;
     let link = Arc::new(Link::new(factory, store_timeout));
     let thread = Thread { jobs, link: link.clone() };
     std::thread::Builder::new()
         .name("tollgate-redis".into())
         .spawn(move || {
-            let (script, instance) = (Arc::new(Script::new(TEXT)), dice() >> 11);
+            let (script, registers) = (Arc::new(Script::new(TEXT)), Arc::new(Script::new(REGISTER)));
             let to_all = format!("{channels}all");
             let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
             let (told, heard) = mpsc::unbounded_channel();
@@ -110,6 +119,7 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
             let worker = Worker {
                 link,
                 script,
+                registers,
                 returns: Returns::new(),
                 release_at: None,
                 lost: None,
@@ -135,6 +145,7 @@ type Releases = JoinSet<Result<(), StoreError>>;
 struct Worker {
     link: Arc<Link>,
     script: Arc<Script>,
+    registers: Arc<Script>,
     returns: Returns,
     /// When what was given back is sent.
     release_at: Option<Instant>,
@@ -197,6 +208,14 @@ impl Worker {
                     let _ = answer.send(script.run(&link, &key, &[&call]).await);
                 });
             }
+            // It was asked for by who does it again if it was not done.
+            Job::Register { answer, .. } if answer.is_closed() => {}
+            Job::Register { name, call, answer } => {
+                let (script, link) = (self.registers.clone(), self.link.clone());
+                calls.spawn(async move {
+                    let _ = answer.send(script.run(&link, &name, &call.each_ref().map(Vec::as_slice)).await);
+                });
+            }
             Job::PeekSeats { name, call, answer } => {
                 let (script, link) = (self.claims.script(), self.link.clone());
                 calls.spawn(async move {
@@ -248,16 +267,26 @@ impl Worker {
                 self.claims.set_told(true);
                 self.listeners.tell(Key::ALL, &News::Missed);
             }
-            Heard::Deaf => self.claims.set_told(false),
-            Heard::Message(message) => self.claims.hear(&message),
-            Heard::MessageToAll(message) => {
+            Heard::Deaf => {
+                self.claims.set_told(false);
+                self.listeners.tell(Key::ALL, &News::Deaf);
+            }
+            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.hear(&message),
+            Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
                 if let Ok((held, token)) = wire::read_hold(&message)
                     && let Some(key) = token::read(token, self.secret)
                 {
                     self.listeners.tell(key, &News::Held(held));
                 }
             }
+            Heard::Message(_) | Heard::MessageToAll(_) => {}
         }
+    }
+
+    /// Whether it is a message of a register.
+    fn hear_of_register(&self, message: &[u8]) -> bool {
+        let news = registers::read_news(message, self.secret);
+        news.map(|(key, news)| self.listeners.tell(key, &news)).is_some()
     }
 
     fn note(&mut self, released: Result<(), StoreError>) {

@@ -1,0 +1,190 @@
+//! What a pace has learned, on its way to others and back.
+
+use std::time::{Duration, Instant};
+
+/// What a pace has learned, as numbers: written, so that others can read it, or read, in the place of what was known
+/// here. [`Pace::share`](super::Pace::share) names each part in always the same order, and does not ask which of the two it is.
+///
+/// ```
+/// use std::time::Instant;
+/// use tollgate::pace::Notes;
+///
+/// #[derive(Default)]
+/// struct Learned {
+///     rate: f64,
+///     refused: bool,
+///     last_refusal: Option<Instant>,
+/// }
+///
+/// impl Learned {
+///     fn share(&mut self, notes: &mut Notes<'_>) {
+///         notes.number(&mut self.rate);
+///         notes.flag(&mut self.refused);
+///         notes.moment(&mut self.last_refusal);
+///     }
+/// }
+///
+/// let now = Instant::now();
+/// let mut mine = Learned { rate: 2.5, refused: true, last_refusal: Some(now) };
+/// let written = Notes::write(now, |notes| mine.share(notes));
+///
+/// let mut yours = Learned::default();
+/// assert!(Notes::read(&written, now, |notes| yours.share(notes)));
+/// assert_eq!((yours.rate, yours.refused), (2.5, true));
+/// ```
+#[derive(Debug)]
+pub struct Notes<'a> {
+    now: Instant,
+    side: Side<'a>,
+}
+
+#[derive(Debug)]
+enum Side<'a> {
+    Write(Vec<f64>),
+    Read { left: &'a [u8], sound: bool },
+}
+
+/// What each number takes.
+const SIZE: usize = 8;
+
+impl Notes<'_> {
+    /// What `share` names, as bytes. Moments count from `now`.
+    pub fn write(now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> Vec<u8> {
+        let mut notes = Notes { now, side: Side::Write(Vec::new()) };
+        share(&mut notes);
+        match notes.side {
+            Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
+            Side::Read { .. } => Vec::new(),
+        }
+    }
+
+    /// Reads what was written in the place of what `share` names; moments count from `now`. Answers whether there was just
+    /// so much, and nothing that makes no sense; if not, some of it may have been read.
+    pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> bool {
+        let mut notes = Notes { now, side: Side::Read { left: written, sound: true } };
+        share(&mut notes);
+        matches!(notes.side, Side::Read { left: [], sound: true })
+    }
+
+    /// A number. One that is not finite is not read.
+    pub fn number(&mut self, number: &mut f64) {
+        if let Some(read) = self.pass(*number) {
+            match read.is_finite() {
+                true => *number = read,
+                false => self.spoil(),
+            }
+        }
+    }
+
+    /// A number, or none.
+    pub fn maybe(&mut self, number: &mut Option<f64>) {
+        if let Some(read) = self.pass(number.unwrap_or(f64::NAN)) {
+            *number = read.is_finite().then_some(read);
+        }
+    }
+
+    /// A count, up to 2^53.
+    pub fn count(&mut self, count: &mut u64) {
+        let mut number = *count as f64;
+        self.number(&mut number);
+        *count = number as u64;
+    }
+
+    /// A small count.
+    pub fn small(&mut self, count: &mut u32) {
+        let mut number = u64::from(*count);
+        self.count(&mut number);
+        *count = u32::try_from(number).unwrap_or(u32::MAX);
+    }
+
+    /// Yes or no.
+    pub fn flag(&mut self, flag: &mut bool) {
+        let mut number = f64::from(u8::from(*flag));
+        self.number(&mut number);
+        *flag = number != 0.0;
+    }
+
+    /// A moment, or none.
+    pub fn moment(&mut self, moment: &mut Option<Instant>) {
+        let mut ahead = moment.map(|moment| match moment.checked_duration_since(self.now) {
+            Some(ahead) => ahead.as_secs_f64(),
+            None => -self.now.duration_since(moment).as_secs_f64(),
+        });
+        self.maybe(&mut ahead);
+        if let Side::Read { .. } = self.side {
+            *moment = ahead.and_then(|ahead| {
+                let span = Duration::try_from_secs_f64(ahead.abs()).ok()?;
+                if ahead < 0.0 { self.now.checked_sub(span) } else { self.now.checked_add(span) }
+            });
+        }
+    }
+
+    fn spoil(&mut self) {
+        if let Side::Read { sound, .. } = &mut self.side {
+            *sound = false;
+        }
+    }
+
+    /// Writes a number, or reads another.
+    fn pass(&mut self, number: f64) -> Option<f64> {
+        match &mut self.side {
+            Side::Write(written) => {
+                written.push(number);
+                None
+            }
+            Side::Read { left, sound } => match left.split_first_chunk::<SIZE>() {
+                Some((bytes, rest)) => {
+                    *left = rest;
+                    Some(f64::from_le_bytes(*bytes))
+                }
+                None => {
+                    *sound = false;
+                    None
+                }
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock;
+
+    #[test]
+    fn what_is_read_is_what_was_written_and_nothing_else_is() {
+        let now = clock::now();
+        let (mut number, mut none, mut count, mut flag) = (-0.5, None, 1_u64 << 53, true);
+        let (mut past, mut future) =
+            (now.checked_sub(Duration::from_secs(5)), Some(now + Duration::from_secs(7)));
+        let written = Notes::write(now, |notes| {
+            notes.number(&mut number);
+            notes.maybe(&mut none);
+            notes.count(&mut count);
+            notes.flag(&mut flag);
+            notes.moment(&mut past);
+            notes.moment(&mut future);
+        });
+        let later = now + Duration::from_secs(100);
+        let mut read = (0.0, Some(1.0), 0, false, None, None);
+        let share =
+            |notes: &mut Notes<'_>,
+             read: &mut (f64, Option<f64>, u64, bool, Option<Instant>, Option<Instant>)| {
+                notes.number(&mut read.0);
+                notes.maybe(&mut read.1);
+                notes.count(&mut read.2);
+                notes.flag(&mut read.3);
+                notes.moment(&mut read.4);
+                notes.moment(&mut read.5);
+            };
+        assert!(Notes::read(&written, later, |notes| share(notes, &mut read)));
+        let after = |seconds| Some(now + Duration::from_secs(seconds));
+        assert_eq!(read, (-0.5, None, 1 << 53, true, after(95), after(107)));
+
+        assert!(!Notes::read(&written[1..], later, |notes| share(notes, &mut read)), "too short");
+        let longer = [&written[..], &[0]].concat();
+        assert!(!Notes::read(&longer, later, |notes| share(notes, &mut read)), "too long");
+        let nan = Notes::write(now, |notes| notes.maybe(&mut none));
+        assert!(!Notes::read(&nan, later, |notes| notes.number(&mut number)) && number == -0.5);
+    }
+}

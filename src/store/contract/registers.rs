@@ -1,0 +1,140 @@
+//! The law of registers.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use super::{LONG, key, pass};
+use crate::key::Key;
+use crate::store::{Change, Listener, News, Register, Store, StoreError, Tell};
+
+/// What was told.
+#[derive(Default)]
+struct Ear(Mutex<Vec<(Key, Register)>>);
+
+impl Listener for Ear {
+    fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
+        if let News::Register(register) = news {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).push((key, register));
+        }
+    }
+}
+
+impl Ear {
+    /// What was told of a version of `key`'s register, once it is.
+    async fn told(&self, key: Key, version: u64) -> Option<Register> {
+        for _ in 0..2000 {
+            let told = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let of_key = told.into_iter().filter(|(other, _)| *other == key);
+            if let Some((_, register)) = of_key.into_iter().find(|(_, register)| register.version == version)
+            {
+                return Some(register);
+            }
+            pass(Duration::from_millis(1)).await;
+        }
+        None
+    }
+}
+
+/// One register.
+struct Desk<'a> {
+    store: &'a Arc<dyn Store>,
+    key: Key,
+    kind: u64,
+}
+
+impl Desk<'_> {
+    async fn set(&self, seen: u64, value: &[u8], tell: Tell) -> Result<Register, StoreError> {
+        let &Desk { store, key, kind } = self;
+        let change = Change { key, kind, seen, value: Some(value.to_vec()), life: LONG, tell };
+        store.compare_and_set(change).arrives().await
+    }
+
+    async fn read(&self) -> Register {
+        let &Desk { store, key, kind } = self;
+        let change = Change { key, kind, seen: 0, value: None, life: LONG, tell: Tell::Nobody };
+        store.compare_and_set(change).arrives().await.expect("a register can be read")
+    }
+}
+
+/// A change is made where nobody else has changed it since, of many at once by one; no version comes again; whoever is
+/// to be told is. A store without registers says so.
+pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
+    let desk = Desk { store, key: key(store, "registers"), kind: 1 };
+    let first = match desk.set(0, b"one", Tell::Nobody).await {
+        Err(StoreError::Unsupported(_)) => return,
+        first => first.expect("a register can be made"),
+    };
+    assert!(first.changed && first.version > 0, "there was none: {first:?}");
+    let read = desk.read().await;
+    assert_eq!((read.version, &*read.value, read.changed), (first.version, &b"one"[..], false));
+    assert!(read.age < Duration::from_secs(5), "it was just changed: {read:?}");
+
+    let second = desk.set(first.version, b"two", Tell::Nobody).await.expect("it can be changed");
+    assert!(second.changed && second.version > first.version, "versions grow: {second:?} after {first:?}");
+    let late = desk.set(first.version, b"three", Tell::Nobody).await.expect("it can be tried");
+    assert!(!late.changed, "another was quicker");
+    assert_eq!((late.version, &*late.value), (second.version, &b"two"[..]), "who is late is told how it is");
+
+    let other = Desk { kind: 2, ..desk };
+    assert_eq!(
+        (other.read().await.version, other.read().await.value.len()),
+        (0, 0),
+        "another kind is another one"
+    );
+
+    // Many at once.
+    let mut won = BTreeSet::new();
+    let tries = (0..20_u8).map(|value| {
+        store.compare_and_set(Change {
+            key: other.key,
+            kind: other.kind,
+            seen: 0,
+            value: Some(vec![value]),
+            life: LONG,
+            tell: Tell::Nobody,
+        })
+    });
+    for answer in tries.collect::<Vec<_>>() {
+        let register = answer.arrives().await.expect("it can be tried");
+        if register.changed {
+            won.insert(register.version);
+        }
+    }
+    assert_eq!(won.len(), 1, "of many who saw the same one is first");
+
+    // Who listens is told: at the address of the store, or all.
+    let ear = Arc::new(Ear::default());
+    let listener: Arc<dyn Listener> = ear.clone();
+    store.listen(Arc::downgrade(&listener) as Weak<dyn Listener>);
+    let mut version = second.version;
+    let mut heard = false;
+    // A store that has just begun to listen may miss what is said first.
+    for _ in 0..20 {
+        let register = desk.set(version, b"four", Tell::All).await.expect("it can be changed");
+        assert!(register.changed, "nobody else changes it");
+        version = register.version;
+        if ear.told(desk.key, version).await.is_some_and(|told| told.value == b"four") {
+            heard = true;
+            break;
+        }
+    }
+    assert!(heard, "who listens is told of changes");
+    let alone = desk.set(version, b"five", Tell::One(store.address())).await.expect("it can be changed");
+    let told = ear.told(desk.key, alone.version).await.expect("who is at the address is told");
+    assert_eq!((&*told.value, told.kind), (&b"five"[..], desk.kind));
+
+    // It is forgotten after its life.
+    let short = Desk { kind: 3, ..desk };
+    let change = Change {
+        key: short.key,
+        kind: 3,
+        seen: 0,
+        value: Some(vec![1]),
+        life: Duration::from_millis(50),
+        tell: Tell::Nobody,
+    };
+    store.compare_and_set(change).arrives().await.expect("a register can be made");
+    pass(Duration::from_millis(150)).await;
+    assert_eq!(short.read().await.version, 0, "its life is over");
+}

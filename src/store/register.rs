@@ -1,0 +1,123 @@
+//! Registers: small values that the processes of a fleet change in turn.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::key::Key;
+use crate::keyed::{Full, Idle, Keyed};
+use crate::limit::{Micros, micros_up};
+
+/// What is to become of a register: the word of [`Store::compare_and_set`](super::Store::compare_and_set).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Change {
+    /// Whose register.
+    pub key: Key,
+    /// Which of the registers of that key.
+    pub kind: u64,
+    /// The version that was seen last; 0 for one that was not there.
+    pub seen: u64,
+    /// What it is to hold from now on, if nobody has changed it meanwhile; `None` to read it and no more.
+    pub value: Option<Vec<u8>>,
+    /// How long it is kept unless it is changed again.
+    pub life: Duration,
+    /// Who is told if it is changed.
+    pub tell: Tell,
+}
+
+/// Who is told of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tell {
+    /// Nobody.
+    Nobody,
+    /// Those who listen at the store with this [address](super::Store::address).
+    One(u64),
+    /// All who listen.
+    All,
+}
+
+/// How a register is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Register {
+    /// Which of the registers of its key.
+    pub kind: u64,
+    /// Whether the change was made. If not, somebody else had changed it.
+    pub changed: bool,
+    /// Its version; another with each change, and 0 where there is none. It never comes again with another value.
+    pub version: u64,
+    /// What it holds. After a change that was made, or where there is none: nothing.
+    pub value: Vec<u8>,
+    /// How long ago it was changed last.
+    pub age: Duration,
+}
+
+/// The registers of one process.
+pub(super) struct Registers {
+    kept: Keyed<Kept>,
+    versions: AtomicU64,
+}
+
+struct Kept {
+    version: u64,
+    value: Vec<u8>,
+    changed: Micros,
+    until: Micros,
+}
+
+impl Registers {
+    pub(super) fn new(max_keys: usize) -> Self {
+        Registers { kept: Keyed::new(max_keys), versions: AtomicU64::new(0) }
+    }
+
+    pub(super) fn compare_and_set(&self, change: &Change, now: Micros) -> Result<Register, Full> {
+        let kind = change.kind;
+        let key = change.key.and(kind.to_le_bytes());
+        let Some(value) = &change.value else {
+            let read = |kept: &mut Kept| kept.read(kind, now);
+            let read = self.kept.find(key, read);
+            return Ok(read.unwrap_or(Register { kind, ..Register::default() }));
+        };
+        let make = || Kept { version: 0, value: Vec::new(), changed: now, until: now };
+        self.kept.enter(
+            key,
+            now,
+            make,
+            |_, _| (),
+            |kept| {
+                let register = kept.read(kind, now);
+                if register.version != change.seen {
+                    return register;
+                }
+                kept.version = 1 + self.versions.fetch_add(1, Ordering::Relaxed);
+                kept.value.clone_from(value);
+                (kept.changed, kept.until) = (now, now.saturating_add(micros_up(change.life)));
+                Register {
+                    kind,
+                    changed: true,
+                    version: kept.version,
+                    value: Vec::new(),
+                    age: Duration::ZERO,
+                }
+            },
+        )
+    }
+}
+
+impl Kept {
+    fn read(&self, kind: u64, now: Micros) -> Register {
+        if self.until <= now {
+            return Register { kind, ..Register::default() };
+        }
+        let age = Duration::from_micros(now.saturating_sub(self.changed));
+        Register { kind, changed: false, version: self.version, value: self.value.clone(), age }
+    }
+}
+
+impl Idle for Kept {
+    type Now = Micros;
+
+    fn idle_from(&self) -> Option<Micros> {
+        Some(self.until)
+    }
+}

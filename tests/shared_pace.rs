@@ -1,0 +1,292 @@
+//! One pace and one queue for many processes: each a layer of its own over the same store, with a clock that moves when
+//! the test waits.
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use http::{HeaderMap, StatusCode};
+use tollgate::pace::{Fair, Unpaced};
+use tollgate::store::{
+    Answer, Ask, Change, Lease, Listener, MemoryStore, Register, Store, StoreError, Terms, Unused, Usage,
+};
+use tollgate::{AdaptiveThrottleLayer, AsResponseInfo, ConfigError, Key, Signal};
+
+use support::{ms, now, pass, soon};
+
+/// A store for which an exchange takes a trip, and that may be away.
+#[derive(Default)]
+struct Remote {
+    store: MemoryStore,
+    trip: Duration,
+    away: AtomicBool,
+    calls: AtomicU64,
+}
+
+impl Remote {
+    fn new(trip: Duration) -> Arc<Self> {
+        Arc::new(Remote { trip, ..Remote::default() })
+    }
+}
+
+/// What a process has of it.
+struct Client(Arc<Remote>);
+
+impl Store for Client {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.0.store.lease(ask)
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.0.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.0.store.peek(key, terms)
+    }
+
+    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+        let remote = self.0.clone();
+        remote.calls.fetch_add(1, Ordering::Relaxed);
+        Answer::Later(Box::pin(async move {
+            pass(remote.trip / 2).await;
+            if remote.away.load(Ordering::Relaxed) {
+                return Err(StoreError::Lost);
+            }
+            let Answer::Now(answer) = remote.store.compare_and_set(change) else { unreachable!() };
+            pass(remote.trip / 2).await;
+            answer
+        }))
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        self.0.store.listen(listener);
+    }
+}
+
+/// A bucket that says what is left.
+struct Bucket {
+    tokens: f64,
+    refill: f64,
+    capacity: f64,
+    last: Instant,
+    refused: u64,
+    accepted: Vec<Instant>,
+}
+
+impl Bucket {
+    fn new(capacity: f64, refill: f64, tokens: f64) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Bucket {
+            tokens,
+            refill,
+            capacity,
+            last: now(),
+            refused: 0,
+            accepted: Vec::new(),
+        }))
+    }
+
+    fn judge(&mut self) -> Signal {
+        let since = now().saturating_duration_since(self.last).as_secs_f64();
+        self.tokens = (self.tokens + since * self.refill).min(self.capacity);
+        self.last = now();
+        let is_refused = self.tokens < 1.0;
+        if is_refused {
+            self.refused += 1;
+        } else {
+            self.tokens -= 1.0;
+            self.accepted.push(now());
+        }
+        let mut headers = HeaderMap::new();
+        headers.insert("ratelimit-remaining", (self.tokens.floor() as u64).into());
+        let status = if is_refused { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+        Signal::read(&Response { status, headers })
+    }
+}
+
+struct Response {
+    status: StatusCode,
+    headers: HeaderMap,
+}
+
+impl AsResponseInfo for Response {
+    fn status(&self) -> Option<StatusCode> {
+        Some(self.status)
+    }
+
+    fn headers(&self) -> Option<&HeaderMap> {
+        Some(&self.headers)
+    }
+}
+
+fn layer(remote: &Arc<Remote>) -> AdaptiveThrottleLayer {
+    AdaptiveThrottleLayer::builder()
+        .pace(|| Fair::new().limit(4500, Duration::from_secs(3600)))
+        .store(Arc::new(Client(remote.clone())))
+        .max_wait(Duration::from_secs(3600))
+        .build()
+        .unwrap()
+}
+
+/// Calls again and again until `end`; answers how long each call waited.
+async fn call_until(end: Instant, layer: AdaptiveThrottleLayer, bucket: Arc<Mutex<Bucket>>) -> Vec<Duration> {
+    let mut waits = Vec::new();
+    while now() < end {
+        let start = now();
+        let permit = layer.throttle().acquire(Key::ALL).await.unwrap();
+        waits.push(now() - start);
+        pass(ms(80)).await;
+        let signal = bucket.lock().unwrap().judge();
+        pass(ms(80)).await;
+        permit.answered(&signal);
+    }
+    waits
+}
+
+/// What came of a fleet of so many, for half an hour in which the bucket fills as fast as it is emptied.
+struct Outcome {
+    accepted: usize,
+    refused: u64,
+    /// The longest that a call waited, and the fewest and most calls of one process.
+    longest: Duration,
+    calls: (usize, usize),
+    exchanges: u64,
+}
+
+async fn run(processes: usize, remote: Arc<Remote>, bucket: Arc<Mutex<Bucket>>) -> Outcome {
+    let end = now() + Duration::from_secs(1800);
+    let calling: Vec<_> =
+        (0..processes).map(|_| tokio::spawn(call_until(end, layer(&remote), bucket.clone()))).collect();
+    let mut waits = Vec::new();
+    for process in calling {
+        waits.push(soon(process).await.unwrap());
+    }
+    let counts = waits.iter().map(Vec::len);
+    let bucket = bucket.lock().unwrap();
+    Outcome {
+        accepted: bucket.accepted.len(),
+        refused: bucket.refused,
+        longest: waits.iter().flatten().max().copied().unwrap_or_default(),
+        calls: (counts.clone().min().unwrap_or(0), counts.max().unwrap_or(0)),
+        exchanges: remote.calls.load(Ordering::Relaxed),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn fifty_processes_that_find_an_empty_bucket_are_refused_once() {
+    let Outcome { accepted, refused, longest, calls: (fewest, most), exchanges } =
+        run(50, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
+    assert_eq!(refused, 1, "the probe");
+    assert!(accepted >= 2240, "{accepted} of 2250");
+    // A fair round robin takes 40 s.
+    assert!(longest < Duration::from_secs(50), "{longest:?}");
+    assert!(most - fewest <= 1, "{fewest} to {most}");
+    assert!(exchanges < 3 * accepted as u64, "{exchanges} for {accepted}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_nothing_is_scarce_nobody_waits_for_the_store() {
+    let remote = Remote::new(ms(40));
+    let bucket = Bucket::new(1e6, 1000.0, 1e6);
+    let Outcome { accepted, refused, exchanges, longest, .. } = run(10, remote, bucket).await;
+    assert_eq!(refused, 0);
+    // The first of each asks.
+    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    assert!(accepted >= 111_000, "{accepted} of 112,500: somebody waits");
+    assert!(exchanges < accepted as u64 * 2, "{exchanges}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_store_is_away_each_goes_on_at_its_part_of_the_speed() {
+    let remote = Remote::new(ms(1));
+    let bucket = Bucket::new(4500.0, 1.25, 0.0);
+    let away = {
+        let (remote, bucket) = (remote.clone(), bucket.clone());
+        async move {
+            pass(Duration::from_secs(600)).await;
+            let before = bucket.lock().unwrap().refused;
+            remote.away.store(true, Ordering::Relaxed);
+            pass(Duration::from_secs(300)).await;
+            let accepted = {
+                let bucket = bucket.lock().unwrap();
+                assert!(bucket.refused <= before + 20, "{} refusals", bucket.refused - before);
+                let start = now() - Duration::from_secs(300);
+                bucket.accepted.iter().filter(|at| **at > start).count()
+            };
+            assert!(accepted > 300, "{accepted} of 375");
+            remote.away.store(false, Ordering::Relaxed);
+        }
+    };
+    let (outcome, ()) = tokio::join!(run(20, remote, bucket), away);
+    assert!(outcome.accepted >= 2200, "{} of 2250", outcome.accepted);
+    assert!(outcome.longest < Duration::from_secs(150), "{:?}", outcome.longest);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_of_one_holds_all() {
+    let remote = Remote::new(ms(1));
+    let (one, other) = (layer(&remote), layer(&remote));
+    // Both know that there is plenty, and send without asking.
+    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    for layer in [&one, &other, &one, &other] {
+        layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
+        pass(ms(150)).await;
+    }
+    let refusal = Signal::default().with_limited(StatusCode::TOO_MANY_REQUESTS);
+    let refusal = refusal.with_retry_after(Duration::from_secs(30));
+    let (permit, start) = (one.throttle().acquire(Key::ALL).await.unwrap(), now());
+    permit.answered(&refusal);
+    pass(ms(20)).await;
+    let permit = soon(other.throttle().acquire(Key::ALL)).await.unwrap();
+    assert!(now() - start >= Duration::from_secs(30), "{:?}", now() - start);
+    permit.answered(&plenty);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_waits_and_is_dropped_keeps_nobody_from_going() {
+    let remote = Remote::new(ms(1));
+    let bucket = Bucket::new(4500.0, 1.25, 0.0);
+    let layers: Vec<_> = (0..5).map(|_| layer(&remote)).collect();
+    let end = now() + Duration::from_secs(300);
+    let calling = tokio::spawn(call_until(end, layers[0].clone(), bucket.clone()));
+    for round in 0..100_u64 {
+        let waits = layers[1 + round as usize % 4].throttle();
+        let _ = tokio::time::timeout(ms(37 * (round % 90)), waits.acquire(Key::ALL))
+            .await
+            .map(|permit| permit.unwrap().give_back());
+        pass(ms(1000)).await;
+    }
+    soon(calling).await.unwrap();
+    let accepted = bucket.lock().unwrap().accepted.len();
+    assert!(accepted >= 330, "{accepted} of 375");
+    for layer in layers {
+        assert_eq!((layer.throttle().waiting(Key::ALL), layer.throttle().in_flight(Key::ALL)), (0, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_cannot_wait_leaves_if_it_is_its_turn() {
+    let remote = Remote::new(ms(20));
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
+        .store(Arc::new(Client(remote)))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
+    let empty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(0));
+    layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
+    let refused = layer.throttle().acquire(Key::ALL).await.unwrap_err();
+    assert!(refused.report().retry_after().is_some_and(|wait| wait > ms(500)), "{refused}");
+    pass(Duration::from_secs(20)).await;
+    layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
+}
+
+#[test]
+fn a_pace_that_cannot_be_shared_is_refused_with_what_to_do() {
+    let builder = AdaptiveThrottleLayer::builder().pace(|| Unpaced).store(Arc::new(MemoryStore::default()));
+    let error = builder.build().unwrap_err();
+    assert_eq!(error, ConfigError::PaceNotShared);
+    assert!(error.to_string().contains("Pace::share"), "{error}");
+}
