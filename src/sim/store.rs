@@ -14,7 +14,8 @@ use crate::jitter::{Dice, dice};
 use crate::key::Key;
 use crate::limit::{Left, Terms, Unused};
 use crate::store::{
-    Answer, Ask, Asked, Claim, Held, Lease, Listener, MemoryStore, News, Store, StoreError, Usage,
+    Answer, Ask, Asked, Change, Claim, Held, Lease, Listener, MemoryStore, News, Register, Store, StoreError,
+    Tell, Usage,
 };
 
 /// Where it is counted.
@@ -25,6 +26,8 @@ pub(super) struct Depot {
     origin: Instant,
     dice: Mutex<Dice>,
     calls: AtomicU64,
+    /// Who listens at which address.
+    ears: Mutex<Vec<(u64, Arc<dyn Listener>)>>,
 }
 
 /// What becomes of a call.
@@ -44,6 +47,7 @@ impl Depot {
             origin: clock::now(),
             dice: Mutex::new(Dice::seeded(dice())),
             calls: AtomicU64::new(0),
+            ears: Mutex::default(),
         }
     }
 
@@ -54,7 +58,7 @@ impl Depot {
 
     /// The way of one process to it.
     pub(super) fn way(self: &Arc<Self>) -> Arc<dyn Store> {
-        Arc::new(Way { depot: self.clone(), ears: Mutex::default() })
+        Arc::new(Way { depot: self.clone(), address: dice() >> 11 })
     }
 
     /// A call that leaves now.
@@ -75,6 +79,18 @@ impl Depot {
         }
     }
 
+    fn tell(&self, tell: Tell, key: Key, news: &News) {
+        let ears = self.ears.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_told = |address: u64| match tell {
+            Tell::Nobody => false,
+            Tell::One(one) => one == address,
+            Tell::All => true,
+        };
+        let told: Vec<_> = ears.iter().filter(|(address, _)| is_told(*address)).cloned().collect();
+        drop(ears);
+        told.into_iter().for_each(|(_, ear)| ear.hear(key, 0, news.clone()));
+    }
+
     /// How long a call takes to the store and back.
     fn drawn_trip(&self) -> Duration {
         let mut dice = self.dice.lock().unwrap_or_else(PoisonError::into_inner);
@@ -91,8 +107,7 @@ impl Depot {
 /// The way of one process to the store.
 struct Way {
     depot: Arc<Depot>,
-    /// Those who listen; the store itself keeps none of them.
-    ears: Mutex<Vec<Arc<dyn Listener>>>,
+    address: u64,
 }
 
 impl Way {
@@ -166,7 +181,29 @@ impl Store for Way {
     fn listen(&self, listener: Weak<dyn Listener>) {
         let ear = Ear::new(&self.depot, move || listener.upgrade());
         self.depot.memory.listen(Arc::downgrade(&ear));
-        self.ears.lock().unwrap_or_else(PoisonError::into_inner).push(ear);
+        // The store itself keeps none of them.
+        self.depot.ears.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, ear));
+    }
+
+    fn compare_and_set(&self, mut change: Change) -> Answer<Register> {
+        // In memory all would be told.
+        let tell = std::mem::replace(&mut change.tell, Tell::Nobody);
+        let depot = self.depot.clone();
+        self.go(move |memory| {
+            let (key, value) = (change.key, change.value.clone());
+            let Answer::Now(answer) = memory.compare_and_set(change) else {
+                unreachable!("memory answers at once")
+            };
+            if let (Ok(Register { kind, changed: true, version, .. }), Some(value)) = (&answer, value) {
+                let told = Register { kind: *kind, version: *version, value, ..Register::default() };
+                depot.tell(tell, key, &News::Register(told));
+            }
+            Answer::Now(answer)
+        })
+    }
+
+    fn address(&self) -> u64 {
+        self.address
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
@@ -201,7 +238,7 @@ impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for 
             let missed = self.depot.away_until(at);
             clock::sleep_until(missed.map_or(at, |until| until + way)).await;
             let news = match news {
-                News::Held(_) if missed.is_some() => News::Missed,
+                News::Held(_) | News::Register(_) if missed.is_some() => News::Missed,
                 news => news,
             };
             if let Some(listener) = (self.listener)() {

@@ -154,6 +154,9 @@ impl Strategy {
             Strategy::new("none", |_| Unpaced),
             Strategy::gate("limit", limiter),
             Strategy::gate("fair-gate", move |&brief, _| retrying(throttle(move || fair(&brief)))),
+            Strategy::gate("fair-shared", move |&brief, store| {
+                retrying(throttle(move || fair(&brief)).store(store))
+            }),
         ]
     }
 
