@@ -239,7 +239,7 @@ impl Fair {
     }
 
     /// What an answer says of what is left; `None` where it cannot be believed.
-    fn look(&mut self, told: &Told, passed: bool, now: Instant) -> Option<f64> {
+    fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
         let believed = self.trust.believe(told.remaining, limit, passed, self.scale.token_time, now);
@@ -259,7 +259,7 @@ impl Fair {
             _ => {}
         }
         let token_time = self.scale.token_time;
-        let level = self.scale.look(told, believed, now);
+        let level = self.scale.look(told, believed, sent, now);
         if self.scale.is_guess {
             // A better guess changes no interval: those who guess differently stay equal.
             self.n *= token_time / self.scale.token_time;
@@ -321,7 +321,7 @@ impl Pace for Fair {
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let now = traffic.now;
         let before = self.level;
-        self.level = self.look(&Told::of(reply.signal), true, now);
+        self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let tokens = since / self.scale.paced_time;
         if self.m > 0.0 {
@@ -372,7 +372,7 @@ impl Pace for Fair {
         let now = traffic.now;
         let told = Told::of(reply.signal);
         let slot = self.slot(&Traffic { in_flight: traffic.in_flight + 1, ..*traffic });
-        self.level = self.look(&told, false, now);
+        self.level = self.look(&told, false, reply.sent, now);
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let calls = traffic.waiting.max(1) as f64;

@@ -26,7 +26,8 @@ pub(super) struct Scale {
     /// The longest time to a reset: the window is at least that long.
     longest_reset: f64,
     watch: Option<Watch>,
-    /// When what was left, for the guess.
+    /// When what was left, in the last answer that is compared with the next: one to a request that left after it. Answers
+    /// to requests that were on their way together come in any order.
     last: Option<(Instant, f64)>,
     /// The most that ever was left.
     most: f64,
@@ -127,11 +128,22 @@ impl Scale {
     }
 
     /// Learns from an answer. Answers how many tokens are left above what is kept for an even pace.
-    pub(super) fn look(&mut self, told: &Told, remaining: Option<f64>, now: Instant) -> Option<f64> {
+    pub(super) fn look(
+        &mut self,
+        told: &Told,
+        remaining: Option<f64>,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<f64> {
         self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
         self.stated_window = told.window.filter(|window| *window > 0.0).or(self.stated_window);
         let remaining = remaining?;
-        if let Some(reset) = told.reset {
+        let last = self.last;
+        let is_later = last.is_none_or(|(at, _)| sent >= at);
+        if is_later {
+            self.last = Some((now, remaining));
+        }
+        if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
         if self.kind == Kind::Window
@@ -140,7 +152,7 @@ impl Scale {
             return Some(self.line(remaining, limit, window, reset));
         }
         self.is_below = false;
-        self.measure(told, remaining, now);
+        self.measure(told, remaining, last.filter(|_| is_later), now);
         Some(remaining)
     }
 
@@ -195,8 +207,7 @@ impl Scale {
         self.paced_time = self.paced_time.clamp(SHORTEST, LONGEST);
     }
 
-    fn measure(&mut self, told: &Told, remaining: f64, now: Instant) {
-        let last = self.last.replace((now, remaining));
+    fn measure(&mut self, told: &Told, remaining: f64, last: Option<(Instant, f64)>, now: Instant) {
         self.most = self.most.max(remaining);
         self.is_mostly_free = remaining >= 0.8 * self.most && remaining > 6.0 * SET_POINT;
         if let Some((limit, window)) = self.configured {
