@@ -58,7 +58,7 @@ use crate::store::Store;
 /// # What it does not do
 ///
 /// It counts nothing: a server's limit may be hit once in a while, and is found again. Each process learns for itself, and
-/// nothing is lost when it ends.
+/// nothing is lost when it ends; a fleet of many shares what it learns through a [store](AdaptiveThrottleBuilder::store).
 #[derive(Clone, Debug)]
 pub struct AdaptiveThrottleLayer {
     throttle: Throttle,
