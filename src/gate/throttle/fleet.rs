@@ -1,22 +1,11 @@
-//! The line of a key as the processes of a fleet share it: one pace, one queue.
-//!
-//! What they share is the course, and which processes wait since when: a register of the store. Whoever has something to say
-//! (an answer, a request that left, a place in the queue) applies it to the register as it was last known, and
-//! compares and sets. If another was quicker, it begins anew with what that one has written. A request leaves when its
-//! departure is in the register: so no slot is taken twice. Who is first is told by whoever changes anything.
-//!
-//! Where nothing is scarce nobody has to ask: requests leave at once, and it is said afterwards, for many at a time. While
-//! the store is away each process goes on with what was known, at its part of the speed.
+//! What one process knows of the others with whom it shares a line.
 
 use std::time::{Duration, Instant};
 
 use super::course::Crowd;
-use super::line::Line;
 use super::member::{Member, Members};
 use crate::clock;
 use crate::error::StoreError;
-use crate::jitter::jittered;
-use crate::pace::{Call, Notes, Reply};
 use crate::signal::Signal;
 use crate::store::{Register, Tell};
 
@@ -24,33 +13,33 @@ use crate::store::{Register, Tell};
 #[derive(Debug)]
 pub(super) struct Fleet {
     /// What this process is to the others.
-    me: Member,
+    pub(super) me: Member,
     /// Since when the first waits whose place here they know. They count it by other clocks, and so does `me`: in what is
     /// shared all are seen by the same.
-    known: Option<Instant>,
-    members: Members,
+    pub(super) known: Option<Instant>,
+    pub(super) members: Members,
     /// The version of the register that is known.
-    version: Option<u64>,
+    pub(super) version: Option<u64>,
     /// When it was known to be so.
-    known_at: Instant,
+    pub(super) known_at: Instant,
     /// What happened here and is not in the register.
-    events: Vec<Event>,
+    pub(super) events: Vec<Event>,
     /// Since when anything is not in the register.
-    untold_since: Option<Instant>,
-    attempt: Option<Attempt>,
+    pub(super) untold_since: Option<Instant>,
+    pub(super) attempt: Option<Attempt>,
     /// Departures that are in the register and did not happen yet.
-    granted: usize,
-    conflicts: u32,
-    failures: u32,
+    pub(super) granted: usize,
+    pub(super) conflicts: u32,
+    pub(super) failures: u32,
     /// The course when the store went away, and when that was.
-    together: Vec<u8>,
-    left_at: Instant,
+    pub(super) together: Vec<u8>,
+    pub(super) left_at: Instant,
     /// No exchange before.
-    rests_until: Option<Instant>,
+    pub(super) rests_until: Option<Instant>,
     /// How long an exchange takes.
-    trip: Duration,
+    pub(super) trip: Duration,
     /// What was heard during an exchange.
-    heard: Option<Register>,
+    pub(super) heard: Option<Register>,
 }
 
 /// What happened here.
@@ -63,7 +52,7 @@ pub(super) enum Event {
 
 impl Event {
     /// Whether it may hold all.
-    fn holds(&self) -> bool {
+    pub(super) fn holds(&self) -> bool {
         match self {
             Event::Held(_) => true,
             Event::Answered { signal, .. } => signal.limited().is_some(),
@@ -74,14 +63,14 @@ impl Event {
 
 /// A change that is on its way.
 #[derive(Debug)]
-struct Attempt {
+pub(super) struct Attempt {
     /// How many of the events are in it.
-    events: usize,
-    grants: usize,
-    me: Member,
-    known: Option<Instant>,
-    members: Members,
-    writes: bool,
+    pub(super) events: usize,
+    pub(super) grants: usize,
+    pub(super) me: Member,
+    pub(super) known: Option<Instant>,
+    pub(super) members: Members,
+    pub(super) writes: bool,
 }
 
 /// What a register is to hold, if it is as it was seen; or, without a value, that it is to be read.
@@ -92,26 +81,12 @@ pub(super) struct Exchange {
     pub(super) tell: Tell,
 }
 
-/// Where nobody waits, what happened is told for so long at a time; longer where many tell over a slow network.
-const GATHERING: Duration = Duration::from_millis(100);
-const LONGEST_GATHERING: Duration = Duration::from_secs(1);
-/// For so long after it was seen nobody needs to ask whether nothing is scarce.
-const FRESH: Duration = Duration::from_secs(2);
-/// How much room there must be for others who leave without asking: so many times as many requests as are on their way,
-/// for they may have ended and others have left before anybody hears of it.
-const ROOM: usize = 4;
 /// Who does not take its turn within it is passed over by the next; the one after that waits twice as long.
 const GRACE: Duration = Duration::from_millis(250);
 const MOST_GRACES: u32 = 8;
-/// Between tries to reach a store that is away, up to a few seconds.
-const REST: Duration = Duration::from_millis(100);
-/// After so many tries in which another was quicker, one rests.
-const TRIES: u32 = 16;
-/// So many may leave by one exchange.
-const MOST_GRANTS: usize = 64;
 
 impl Fleet {
-    fn new(id: u64, address: u64, now: Instant) -> Self {
+    pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
         Fleet {
             me: Member { id, address, in_flight: 0, waits: 0, since: None, seen: now },
             known: None,
@@ -150,323 +125,28 @@ impl Fleet {
     }
 
     /// How many processes have anything waiting or on its way, this one included.
-    fn company(&self) -> u32 {
+    pub(super) fn company(&self) -> u32 {
         let others = self.members.others.iter().filter(|other| other.is_active()).count();
         u32::try_from(others + 1).unwrap_or(u32::MAX)
     }
 
     /// The place of one that waits here since then, as the others see it.
-    fn place(&self, since: Instant) -> Instant {
+    pub(super) fn place(&self, since: Instant) -> Instant {
         self.me.since.filter(|_| self.known == Some(since)).unwrap_or(since)
     }
 
-    fn touch(&mut self, now: Instant) {
+    pub(super) fn touch(&mut self, now: Instant) {
         self.untold_since.get_or_insert(now);
     }
 
     /// How long each of so many before it may take for its turn.
-    fn grace(&self, before: usize) -> Duration {
+    pub(super) fn grace(&self, before: usize) -> Duration {
         let times = u32::try_from(before).unwrap_or(u32::MAX).min(MOST_GRACES);
         GRACE.max(self.trip * 4) * times
     }
 
-    fn rest(&mut self, now: Instant, span: Duration) {
+    pub(super) fn rest(&mut self, now: Instant, span: Duration) {
         self.rests_until = Some(clock::after(now, span));
-    }
-}
-
-impl Line {
-    /// From now on it is shared, by a process of this `id` that is told at `address`.
-    pub(super) fn share(&mut self, id: u64, address: u64, now: Instant) {
-        self.fleet = Some(Box::new(Fleet::new(id, address, now)));
-    }
-
-    /// Whether it goes by itself: it is not shared, or the store is away.
-    pub(super) fn is_alone(&self) -> bool {
-        self.fleet.as_ref().is_none_or(|fleet| fleet.is_away())
-    }
-
-    /// Whether a request may leave here without the others: the line goes by itself, or nothing is scarce.
-    pub(super) fn is_free(&self, now: Instant) -> bool {
-        let Some(fleet) = &self.fleet else { return true };
-        let in_flight = ROOM * (self.crowd().in_flight + 2);
-        fleet.is_away()
-            || fleet.version.is_some()
-                && now.saturating_duration_since(fleet.known_at) < FRESH
-                && self.course.is_open(in_flight, now)
-    }
-
-    /// Whether the others are yet to say whether the first who waits here may leave.
-    pub(super) fn is_asking(&self) -> bool {
-        let first = self.waiting.first_key_value().map(|(_, place)| place.since);
-        self.fleet
-            .as_ref()
-            .is_some_and(|fleet| !fleet.is_away() && (fleet.attempt.is_some() || fleet.known != first))
-    }
-
-    /// Takes a departure that is in the register.
-    pub(super) fn take_turn(&mut self) -> bool {
-        let Some(fleet) = &mut self.fleet else { return false };
-        let is_there = fleet.granted > 0;
-        fleet.granted -= usize::from(is_there);
-        is_there
-    }
-
-    /// Nobody is there any more to take what was granted.
-    pub(super) fn forfeit(&mut self, now: Instant) {
-        if let Some(fleet) = &mut self.fleet
-            && std::mem::take(&mut fleet.granted) > 0
-        {
-            fleet.touch(now);
-        }
-    }
-
-    /// Something happened that the others are to know.
-    pub(super) fn happened(&mut self, now: Instant, event: impl FnOnce() -> Event) {
-        if let Some(fleet) = &mut self.fleet {
-            if !fleet.is_away() {
-                fleet.events.push(event());
-            }
-            fleet.touch(now);
-        }
-    }
-
-    /// Another number of requests is on the way.
-    pub(super) fn changed(&mut self, now: Instant) {
-        if let Some(fleet) = &mut self.fleet {
-            fleet.touch(now);
-        }
-    }
-
-    /// When an exchange is due, if nothing else happens before.
-    pub(super) fn exchange_at(&self) -> Option<Instant> {
-        let fleet = self.fleet.as_ref().filter(|fleet| fleet.attempt.is_none())?;
-        let due = self.told_at(fleet).into_iter().chain(self.turn_at(fleet)).min()?;
-        Some(fleet.rests_until.map_or(due, |until| due.max(until)))
-    }
-
-    /// When what happened here is to be told.
-    fn told_at(&self, fleet: &Fleet) -> Option<Instant> {
-        let first = self.waiting.first_key_value().map(|(_, place)| place.since);
-        if fleet.known != first {
-            // Another waits here than the others know.
-            return Some(fleet.known_at);
-        }
-        let since = fleet.untold_since?;
-        let is_calm = first.is_none()
-            && !fleet.members.others.iter().any(Member::is_waiting)
-            && !fleet.events.iter().any(Event::holds);
-        let gathering = fleet.trip.saturating_mul(fleet.company()).clamp(GATHERING, LONGEST_GATHERING);
-        Some(if is_calm { clock::after(since, gathering) } else { since })
-    }
-
-    /// When it may be the turn of the first who waits here.
-    fn turn_at(&self, fleet: &Fleet) -> Option<Instant> {
-        let (_, first) = self.waiting.first_key_value()?;
-        let before = fleet.members.before(fleet.place(first.since), fleet.me.id).count();
-        let slot = self.slot();
-        if before == 0 {
-            return Some(slot.unwrap_or(fleet.known_at));
-        }
-        let from = fleet.members.turn_from(slot).unwrap_or(fleet.known_at);
-        let interval = slot.zip(self.course.last_sent);
-        let interval = interval.map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last));
-        let turns = interval.saturating_mul(u32::try_from(before).unwrap_or(u32::MAX));
-        Some(clock::after(from, turns.saturating_add(fleet.grace(before))))
-    }
-
-    /// The exchange to be made now, if one is due. It ends in [`exchanged`](Self::exchanged).
-    pub(super) fn exchange(&mut self, now: Instant) -> Option<Exchange> {
-        if self.exchange_at().is_none_or(|at| at > now) {
-            return None;
-        }
-        let (members, grants) = self.let_leave(now);
-        let waits = self.waiting.len() - grants;
-        let next = self.waiting.values().nth(grants).map(|place| place.since);
-        let in_flight = self.in_flight + grants;
-        let crowded = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        let fleet = self.fleet.as_mut()?;
-        let since = next.map(|next| fleet.place(next));
-        let me =
-            Member { waits: crowded(waits), since, in_flight: crowded(in_flight), seen: now, ..fleet.me };
-        let is_news = fleet.untold_since.is_some() || next != fleet.known || grants > 0;
-        let seen = fleet.version.filter(|_| is_news && !fleet.is_away());
-        let writes = seen.is_some();
-        let mut attempt = Attempt { events: fleet.events.len(), grants, me, known: next, members, writes };
-        let mut exchange = Exchange { seen: 0, value: None, tell: Tell::Nobody };
-        if let Some(seen) = seen {
-            let first = attempt.members.settle(&me, now);
-            exchange.tell = match first {
-                _ if fleet.events.iter().any(Event::holds) => Tell::All,
-                Some(first) if first.id != me.id => Tell::One(first.address),
-                _ => Tell::Nobody,
-            };
-            exchange.seen = seen;
-            let written_at = clock::after(now, fleet.trip / 2);
-            exchange.value = Some(Notes::write(written_at, |notes| {
-                attempt.members.share(&me, notes);
-                self.course.share(notes);
-            }));
-            attempt.members.take(me.id);
-        }
-        fleet.attempt = Some(attempt);
-        Some(exchange)
-    }
-
-    /// Lets those leave whose turn it is, if the register is as it is known. Answers who is left of the others, and how many
-    /// may leave.
-    fn let_leave(&mut self, now: Instant) -> (Members, usize) {
-        let Some(fleet) = &self.fleet else { return (Members::default(), 0) };
-        let mut members = fleet.members.clone();
-        let mut grants = 0;
-        if fleet.version.is_none() || fleet.is_away() {
-            return (members, grants);
-        }
-        let (id, crowd) = (fleet.me.id, self.crowd());
-        for place in self.waiting.values().take(MOST_GRANTS) {
-            let since = fleet.place(place.since);
-            let crowd =
-                Crowd { waiting: crowd.waiting - grants, in_flight: crowd.in_flight + grants, ..crowd };
-            let slot = self.course.slot(crowd);
-            let before = members.before(since, id).count();
-            let from = members.turn_from(slot).unwrap_or(now);
-            if slot.is_some_and(|slot| slot > now)
-                || before > 0 && now < clock::after(from, fleet.grace(before))
-            {
-                break;
-            }
-            // Those who did not take their turn come back when they can.
-            members.pass_over(since, id);
-            self.course.sent(crowd, now);
-            grants += 1;
-        }
-        (members, grants)
-    }
-
-    /// The answer of the store to an exchange that began at `asked`. Answers whether the store went away or came back.
-    pub(super) fn exchanged(
-        &mut self,
-        answer: Result<Register, StoreError>,
-        asked: Instant,
-        now: Instant,
-    ) -> Option<Away> {
-        let fleet = self.fleet.as_mut()?;
-        let attempt = fleet.attempt.take()?;
-        let register = match answer {
-            Ok(register) => register,
-            Err(error) => {
-                // It may have been done. Then the others wait for nothing, once.
-                fleet.failures = fleet.failures.saturating_add(1);
-                let span = jittered(REST * 2_u32.pow(fleet.failures.min(5)));
-                fleet.rest(now, span);
-                if fleet.failures > 1 {
-                    return None;
-                }
-                // By the time it is back this will be of no interest to anybody.
-                fleet.events.clear();
-                let processes = fleet.company();
-                fleet.together = Notes::write(now, |notes| _ = self.course.share(notes));
-                fleet.left_at = now;
-                self.course.divide(processes, &mut self.dice, now);
-                return Some(Away::Since(error));
-            }
-        };
-        let was_away = std::mem::take(&mut fleet.failures) > 0;
-        let together = std::mem::take(&mut fleet.together);
-        if was_away {
-            // What was shared before, if there is nothing later. But what holds holds all.
-            let held = self.course.held_until.filter(|until| *until > now);
-            Notes::read(&together, fleet.left_at, |notes| _ = self.course.share(notes));
-            fleet.events.extend(held.map(Event::Held));
-        }
-        fleet.rests_until = None;
-        let trip = now.saturating_duration_since(asked);
-        // The first may have had to connect, and any may have met a stall: that is soon forgotten.
-        fleet.trip = if trip < fleet.trip { (fleet.trip + trip) / 2 } else { (fleet.trip * 7 + trip) / 8 };
-        if register.changed {
-            fleet.events.drain(..attempt.events.min(fleet.events.len()));
-            (fleet.me, fleet.known, fleet.members) = (attempt.me, attempt.known, attempt.members);
-            (fleet.version, fleet.known_at) = (Some(register.version), now);
-            fleet.granted += attempt.grants;
-            fleet.conflicts = 0;
-            let is_untold =
-                !fleet.events.is_empty() || self.in_flight + fleet.granted != fleet.me.in_flight as usize;
-            fleet.untold_since = is_untold.then_some(now);
-        } else {
-            if attempt.writes && fleet.version != Some(register.version) {
-                // What it says now is the latest, so the next try has the best chance; later it would be old.
-                fleet.conflicts += 1;
-                if fleet.conflicts % TRIES == 0 {
-                    let span = fleet.trip.saturating_mul(fleet.company());
-                    fleet.rest(now, span.mul_f64(self.dice.roll()));
-                }
-            }
-            let made_at = now.checked_sub(trip / 2).unwrap_or(now);
-            self.take_over(&register, made_at, now);
-        }
-        if let Some(heard) = self.fleet.as_mut()?.heard.take() {
-            self.hear(heard, now);
-        }
-        was_away.then_some(Away::Over)
-    }
-
-    /// Another process has changed the register.
-    pub(super) fn hear(&mut self, register: Register, now: Instant) {
-        let Some(fleet) = &mut self.fleet else { return };
-        let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
-        if fleet.attempt.is_some() {
-            if is_later(fleet.heard.as_ref().map(|heard| heard.version)) {
-                fleet.heard = Some(register);
-            }
-        } else if fleet.version.is_some() && is_later(fleet.version) && !fleet.is_away() {
-            self.take_over(&register, now, now);
-        }
-    }
-
-    /// What others did may have been missed: those who wait ask.
-    pub(super) fn missed(&mut self, now: Instant) {
-        if !self.waiting.is_empty() {
-            self.changed(now);
-        }
-    }
-
-    /// Goes on from what another process has written, with what happened here since.
-    fn take_over(&mut self, register: &Register, read_at: Instant, now: Instant) {
-        let written_at = read_at.checked_sub(register.age).unwrap_or(read_at);
-        let Some(fleet) = &mut self.fleet else { return };
-        (fleet.version, fleet.known_at) = (Some(register.version), now);
-        let mut members = Members::default();
-        let me = fleet.me;
-        let is_sound = Notes::read(&register.value, written_at, |notes| {
-            members.share(&me, notes);
-            self.course.share(notes);
-        });
-        if !is_sound {
-            // There is none, or it is spoilt: what is known here takes its place.
-            members = Members::default();
-        }
-        fleet.me.since = members.take(me.id).and_then(|mine| mine.since);
-        fleet.known = fleet.known.filter(|_| fleet.me.since.is_some());
-        fleet.members = members;
-        let events = std::mem::take(&mut fleet.events);
-        let crowd = self.crowd();
-        for event in &events {
-            match event {
-                Event::Sent(at) => {
-                    let last = self.course.last_sent;
-                    self.course.sent(crowd, *at);
-                    self.course.last_sent = last.max(Some(*at));
-                }
-                Event::Answered { signal, sent, at } => {
-                    let mut call = Call::default();
-                    self.course.answered(crowd, Reply::new(signal, *sent, &mut call), &mut self.dice, *at);
-                }
-                Event::Held(until) => self.course.hold_until(*until),
-            }
-        }
-        if let Some(fleet) = &mut self.fleet {
-            fleet.events = events;
-        }
     }
 }
 

@@ -109,7 +109,8 @@ impl Throttle {
         }
     }
 
-    /// Nothing leaves for `key` before `until`, whatever its pace says. It never shortens another hold.
+    /// Nothing leaves for `key` before `until`, whatever its pace says, here and wherever its line is shared. It never
+    /// shortens another hold.
     pub fn hold_until(&self, key: Key, until: Instant) {
         let now = clock::now();
         // With as many keys as may be, there is no room for one that nobody asked for.

@@ -5,8 +5,8 @@
 //! drives it in virtual time. `Station` drives it with wakers and one timer for each who waits: only that of the first
 //! stands at the line's next moment, so nobody is woken for nothing.
 //!
-//! Where a fleet shares its lines, `Course` and `Members` are what it shares, `Fleet` is one process's part in it, and
-//! `Teller` the task that talks to the store.
+//! Where a fleet shares its lines, `Course` and `Members` are what it shares, `Fleet` is one process's part in it, `sharing` how the line takes
+//! its turns then, and `Teller` the task that talks to the store.
 //!
 //! What this does not do: decide. That is the [pace](crate::pace)'s.
 
@@ -20,6 +20,7 @@ mod laws;
 mod line;
 mod member;
 mod permit;
+mod sharing;
 mod station;
 mod teller;
 

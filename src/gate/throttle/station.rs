@@ -274,9 +274,9 @@ impl Station {
         self.others_did(held, now, wakers);
     }
 
-    /// What others did may have been missed.
-    pub(super) fn missed(&mut self, now: Instant) {
-        self.line.missed(now);
+    /// What others did may have been missed. Answers whether anybody waits for them.
+    pub(super) fn missed(&mut self, now: Instant) -> bool {
+        self.line.missed(now)
     }
 
     fn others_did(&mut self, held: Option<Instant>, now: Instant, wakers: &mut Wakers) {

@@ -133,8 +133,9 @@ impl Listener for Inner {
             News::Missed | News::Deaf => {
                 let mut keys = Vec::new();
                 throttle.0.stations.for_each(|key, station| {
-                    station.missed(now);
-                    keys.push(key);
+                    if station.missed(now) {
+                        keys.push(key);
+                    }
                 });
                 for key in keys {
                     throttle.at(key, |_, _| ());
