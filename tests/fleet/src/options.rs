@@ -16,7 +16,7 @@ pub struct Options {
     /// As tollgate reads it.
     pub quota: String,
     /// In place of a quota, the pace of an adaptive throttle, by its name in the laboratory; empty for none. It is told one
-    /// limit: the quota.
+    /// limit: the quota. `fair-shared` is shared through the store.
     pub pace: String,
     /// The URL of a Redis server, or [`MEMORY`]; `cluster` and the URLs of its servers; `sentinel`, the URL of the master
     /// and those of Sentinels.

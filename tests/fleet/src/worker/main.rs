@@ -41,7 +41,7 @@ fn main() -> anyhow::Result<()> {
 
 async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     if !options.pace.is_empty() {
-        let layer = paced::layer(options)?;
+        let layer = paced::layer(options).await?;
         let (go, _stop) = ears();
         println!("ready");
         return match go.await {

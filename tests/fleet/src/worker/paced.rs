@@ -3,23 +3,29 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use fleet::{Event, Options, Outcome};
 use reqwest::header::HeaderValue;
 use reqwest::{Client, Method, Request, Url};
 use tokio::time::{Instant, timeout_at};
 use tollgate::pace::{Fair, Remaining};
+use tollgate::store::RedisStore;
 use tollgate::{AdaptiveThrottleLayer, Limit, Quota, RetryingThrottleLayer};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 
-/// The layer that `options` tell of, which learns as its pace does.
-pub(crate) fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
+/// The layer that `options` tell of, which learns as its pace does; `fair-shared` with all others of its store.
+pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
     let quota: Quota = options.quota.parse()?;
     let &[Limit::Sliding { count, window }] = quota.limits() else { bail!("a pace is told one limit") };
     let builder = AdaptiveThrottleLayer::builder().max_wait(options.max_wait);
     let builder = match options.pace.as_str() {
         "fair" => builder.pace(move || Fair::new().limit(count, window)),
+        "fair-shared" => {
+            let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
+            store.connect().await.context("the store")?;
+            builder.pace(move || Fair::new().limit(count, window)).store(Arc::new(store))
+        }
         "blog-remaining" => builder.pace(move || Remaining::new().limit(count, window)),
         other => bail!("no pace is called {other}"),
     };

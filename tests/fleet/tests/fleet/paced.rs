@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use fleet::MEMORY;
+use redis_server::RedisServer;
 use tollgate::sim::{Metrics, Runs, Scenario, Scenarios, Strategy, sweep};
 use upstream::Bucket;
 
@@ -18,31 +20,45 @@ const SCENARIO: &str = r#"{ "seed-run / 20": {
     "duration": 25
 } }"#;
 
+/// As many processes as it takes to be worth sharing, of one caller each.
+const MANY: &str = r#"{ "n32 / 20": {
+    "fleet": [{"procs": 32, "tasks": 1}],
+    "server": {"kind": "bucket", "cap": 4500, "refill": 25, "start": 0},
+    "headers": {"remaining": true},
+    "hint": [4500, 180],
+    "latency": [0.0065, 0.01, 0],
+    "store": {"trip": [0.0005, 0.0015, 0]},
+    "duration": 25
+} }"#;
+
 const BUCKET: Bucket = Bucket { size: 4500.0, refill: 25.0, start: 0.0 };
 const SPAN: Duration = ms(25_000);
 const LATENCY: Duration = ms(8);
-const CALLERS: usize = 10;
 
 struct Fellows {
     pace: &'static str,
+    callers: usize,
     upstream: Upstream,
     fleet: Fleet,
 }
 
 impl Fellows {
-    fn start(pace: &'static str) -> Fellows {
+    fn start(pace: &'static str, [processes, tasks]: [usize; 2], store: String) -> Fellows {
         let upstream = Upstream::open().bucket(BUCKET).latency(LATENCY);
         let options = Options {
             quota: "4500/180s".into(),
             pace: pace.into(),
+            store,
+            store_timeout: ms(2000),
             url: upstream.url(),
-            tasks: CALLERS / 2,
+            tasks,
             span: SPAN,
             max_wait: ms(120_000),
             who: "p".into(),
             ..Options::default()
         };
-        Fellows { pace, fleet: Fleet::start(WORKER, 2, &options), upstream }
+        let fleet = Fleet::start(WORKER, processes, &options);
+        Fellows { pace, callers: processes * tasks, fleet, upstream }
     }
 
     /// What came of it: the requests by the log of the upstream, the waits by the word of the workers.
@@ -53,9 +69,9 @@ impl Fellows {
         for arrival in self.upstream.log().iter() {
             callers.entry(arrival.who.clone()).or_default()[usize::from(!arrival.accepted)] += 1.0;
         }
-        assert_eq!(callers.len(), CALLERS);
+        assert_eq!(callers.len(), self.callers);
         let of = |metric: &dyn Fn(&[f64; 2]) -> f64| callers.values().map(metric).sum::<f64>();
-        let count = CALLERS as f64;
+        let count = self.callers as f64;
         let mean = of(&|[accepted, refused]| accepted + refused) / count;
         let accepted = of(&|[accepted, _]| *accepted);
         let mut waits: Vec<_> =
@@ -104,7 +120,7 @@ fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
 fn real_processes_do_as_the_laboratory_says() {
     let _turn = busy_turn();
     let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
-    let mut fellows = ["fair", "blog-remaining"].map(Fellows::start);
+    let mut fellows = ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
     fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
     let [fair, published] = fellows.map(|fellows| {
         let pace = fellows.pace;
@@ -120,4 +136,38 @@ fn real_processes_do_as_the_laboratory_says() {
     });
     assert!(fair.jain > 0.99, "shares are equal");
     assert!(fair.retry_pct < published.retry_pct, "it is refused less often than the published winner");
+}
+
+/// Of the same fleet, one that shares its pace and its queue, and one in which nobody knows of the others.
+#[test]
+fn many_processes_that_share_a_pace_are_refused_next_to_never() {
+    let _turn = turn();
+    let scenario = &Scenarios::read(MANY).unwrap().0[0];
+    let redis = RedisServer::start().unwrap();
+    let [alone, shared] = ["fair", "fair-shared"].map(|pace| {
+        let mut fellows = Fellows::start(pace, [32, 1], redis.url());
+        fellows.fleet.go();
+        let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
+        row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
+        row(pace, "over HTTP", &real, &Metrics::default());
+        real
+    });
+    let calls: u64 = redis
+        .command::<String>(&["INFO", "commandstats"])
+        .lines()
+        .filter_map(|line| {
+            line.strip_prefix("cmdstat_evalsha:calls=")?.split(',').next()?.parse::<u64>().ok()
+        })
+        .sum();
+    println!(
+        "{calls} calls of Redis for {:.0} requests",
+        shared.util_pct / 100.0 * BUCKET.refill * SPAN.as_secs_f64()
+    );
+    // A machine that stalls adds a refusal or two.
+    assert!(
+        shared.retry_pct < 1.5 && shared.retry_pct < alone.retry_pct / 2.0,
+        "it is refused next to never"
+    );
+    assert!(shared.jain > 0.99 && shared.max_wait < alone.max_wait, "all get the same, and soon");
+    assert!(shared.util_pct > 85.0, "it uses what there is");
 }
