@@ -222,8 +222,9 @@ impl AdaptiveThrottleBuilder {
     /// each process learns for itself.
     ///
     /// It is decisive for fleets of more than about 30 processes: nobody has to find out how many there are. A request
-    /// costs about [five calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store then, and none of its own where
-    /// nothing is scarce. While the store is away each process goes on by itself, at its part of the speed.
+    /// costs [two to five calls](crate::guide::pace#a-fleet-that-shares-its-pace) of the store then, more in fleets of
+    /// hundreds, and where nothing is scarce none that it waits for. While the store is away each process goes on by
+    /// itself, at its part of the speed.
     ///
     /// All of them need the same pace, and one that can be [shared](Pace::share): [`Fair`] and [`Aimd`](crate::pace::Aimd) can.
     pub fn store(mut self, store: Arc<dyn Store>) -> Self {

@@ -249,7 +249,9 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
             max_waiting: 1000,
             max_keys: 10,
             max_hold: MAX_HOLD,
-        });
+            store: None,
+        })
+        .unwrap();
         let (start, come) = (clock::now(), Arc::new(AtomicU64::new(0)));
         let stays = Arc::new(Mutex::new(Vec::new()));
         let at = |millis| clock::sleep_until(start + Duration::from_millis(millis));
