@@ -1,5 +1,6 @@
 //! Redis loses its state, or its clock steps: nobody goes over, and calls flow again.
 
+use anyhow::ensure;
 use fleet::{Arrivals, Fleet, Options, Outcome, Report, by_grant};
 
 use super::*;
@@ -115,19 +116,27 @@ impl InAdvance {
 #[test]
 fn redis_comes_back_with_an_older_state() {
     let _turn = turn_beside_others();
-    let redis = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
-    let mut fleets = InAdvance::new(redis, 2, ms(12_000));
-    fleets.go(|number, redis| {
-        if number == 0 {
-            let () = redis.command(&["SAVE"]);
-        }
+    once_in_three(|| {
+        let redis = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
+        let mut fleets = InAdvance::new(redis, 2, ms(12_000));
+        fleets.go(|number, redis| {
+            if number == 0 {
+                let () = redis.command(&["SAVE"]);
+            }
+        });
+        fleets.site.redis.restart().unwrap();
+        let (log, reports) = fleets.finish();
+        assert_never_over(&log, &AHEAD.parse().unwrap());
+        // The first may have had one or two of them. Who asks while the server starts is told that it is away, and on a busy
+        // machine that takes long.
+        let granted = by_grant(&reports[1..]).len();
+        ensure!(
+            granted >= 8,
+            "the second got its slots after the snapshot: {granted}, {:?}",
+            reports[1].events
+        );
+        Ok(())
     });
-    fleets.site.redis.restart().unwrap();
-    let (log, reports) = fleets.finish();
-    // The first may have had one or two of them.
-    let granted = by_grant(&reports[1..]).len();
-    assert!(granted >= 8, "the second got its slots after the snapshot: {granted}");
-    assert_never_over(&log, &AHEAD.parse().unwrap());
 }
 
 #[test]
