@@ -30,8 +30,10 @@ const FRESH: Duration = Duration::from_secs(2);
 const ROOM: usize = 4;
 /// Between tries to reach a store that is away, up to a few seconds.
 const REST: Duration = Duration::from_millis(100);
-/// After so many tries in which another was quicker, one rests.
-const TRIES: u32 = 16;
+/// After so many tries in which another was quicker one rests, and each time up to four times as long, so that a thousand who
+/// begin together are done with it soon.
+const TRIES: u32 = 4;
+const MOST_RESTS: u32 = 4;
 /// So many may leave by one exchange.
 const MOST_GRANTS: usize = 64;
 
@@ -256,7 +258,8 @@ impl Line {
                 // What it says now is the latest, so the next try has the best chance; later it would be old.
                 fleet.conflicts += 1;
                 if fleet.conflicts % TRIES == 0 {
-                    let span = fleet.trip.saturating_mul(fleet.company());
+                    let span =
+                        fleet.trip.saturating_mul(4_u32.pow((fleet.conflicts / TRIES).min(MOST_RESTS)));
                     fleet.rest(now, span.mul_f64(self.dice.roll()));
                 }
             }

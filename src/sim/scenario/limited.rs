@@ -12,7 +12,7 @@ use crate::quota::Quota;
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct StoreModel {
-    /// How long a call takes; it is done half-way. News take half as long. Default: no time.
+    /// How long a call takes; it is done half-way. News take half as long. Default: a millisecond.
     pub trip: Latency,
     /// From when until when it cannot be reached. What arrives then fails after 0.25 s, and half of it was done.
     pub away: Vec<(f64, f64)>,
@@ -24,7 +24,7 @@ pub struct StoreModel {
 
 impl Default for StoreModel {
     fn default() -> Self {
-        StoreModel { trip: Latency(0.0, 0.0, 0.0), away: Vec::new(), away_every: None, lose: 0.0 }
+        StoreModel { trip: Latency(0.001, 0.001, 0.0), away: Vec::new(), away_every: None, lose: 0.0 }
     }
 }
 
