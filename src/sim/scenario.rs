@@ -1,5 +1,6 @@
 //! What is simulated: a fleet, a server, what its headers say.
 
+mod check;
 mod limited;
 
 use std::fmt;
@@ -102,6 +103,7 @@ pub struct Group {
 /// Uniform from the first to the second, plus an exponential of the third as its mean. The server judges a request
 /// half-way.
 #[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(expecting = "three spans: the shortest, the longest, and the mean of what is added")]
 pub struct Latency(pub f64, pub f64, pub f64);
 
 impl Latency {
@@ -277,7 +279,7 @@ impl Scenarios {
     ///
     /// # Errors
     ///
-    /// What is wrong with it, with line and column.
+    /// What is wrong with it, with the name of the scenario, line and column.
     pub fn read(text: &str) -> Result<Self, serde_json::Error> {
         serde_json::from_str(text)
     }
@@ -310,7 +312,7 @@ impl<'de> Deserialize<'de> for Scenarios {
                 while let Some(name) = map.next_key::<String>()? {
                     let at_fault = |error: &dyn fmt::Display| M::Error::custom(format!("{name}: {error}"));
                     let scenario: Scenario = map.next_value().map_err(|error| at_fault(&error))?;
-                    scenario.store.check().map_err(|error| at_fault(&error))?;
+                    scenario.check().map_err(|error| at_fault(&error))?;
                     scenarios.push((name, scenario));
                 }
                 Ok(Scenarios(scenarios))

@@ -30,12 +30,7 @@ impl Default for StoreModel {
 
 impl StoreModel {
     pub(super) fn check(&self) -> Result<(), String> {
-        let Latency(low, high, tail) = self.trip;
-        if low < 0.0 || high < low || tail < 0.0 {
-            return Err(format!(
-                "store.trip is [{low}, {high}, {tail}]: give the shortest, the longest, and the mean of what is added"
-            ));
-        }
+        self.trip.check("store.trip")?;
         let end = self.away_every.unwrap_or(f64::INFINITY);
         if let Some((from, to)) = self.away.iter().find(|(from, to)| *from < 0.0 || to <= from || *to > end) {
             return Err(format!(
