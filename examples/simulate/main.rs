@@ -16,6 +16,7 @@ mod png;
 mod table;
 
 use std::error::Error;
+use std::fs::OpenOptions;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -31,11 +32,11 @@ Simulates fleets of clients against servers with limits, in virtual time.
                       `limited` for all of that
   --strategies A,B    what to try: the paces fair, blog-remaining, blog-proportional, blog-gradual, blog-backoff,
                       blog-backoff-2, aimd, none, mine (see mine.rs); the gates limit, which is told the quota,
-                      and fair-gate; default: fair,blog-remaining
+                      fair-gate, and fair-shared, whose processes share one pace; default: fair,blog-remaining
   --seeds N           how many runs of each, default 10
   --first-seed N      the seed of the first of them, default 1
   --report FILE       writes a page with table and charts (HTML that needs nothing else)
-  --chart FILE        writes the charts of the first scenario alone (PNG or SVG, as FILE ends)
+  --chart FILE        writes the charts of the first scenario alone: PNG or SVG, as FILE ends
   --json FILE         writes the metrics of all runs, their means and deviations
 ";
 
@@ -67,12 +68,25 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
         None => None,
     };
     let scenarios = chosen(scenarios, options.find("--scenarios"))?;
+    if scenarios.is_empty() {
+        return Err("the file has no scenarios".into());
+    }
     let names = options.text("--strategies", "fair,blog-remaining");
     let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
     let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
     let first = u64::from(options.number("--first-seed", 1, 0..=u32::MAX)?);
     let [json, page, chart] = ["--json", "--report", "--chart"].map(|name| options.find(name));
     options.finish()?;
+    let draws_png = chart.as_deref().is_some_and(|file| ends_in(file, "png"));
+    if let Some(file) = chart.as_deref().filter(|file| !draws_png && !ends_in(file, "svg")) {
+        let complaint = format!("--chart takes a file that ends in .png or .svg, not {file:?}");
+        return Err(Usage::new(complaint).into());
+    }
+    // Whether they can be written is to be known before the runs, not after.
+    for file in [&json, &page, &chart].into_iter().flatten() {
+        let opened = OpenOptions::new().create(true).append(true).open(file);
+        opened.map_err(|error| format!("{file}: {error}"))?;
+    }
 
     let bar = ProgressBar::new(scenarios.len() as u64 * strategies.len() as u64 * seeds);
     bar.set_style(ProgressStyle::with_template("{bar:40} {pos}/{len} runs, {elapsed}, {eta} to go")?);
@@ -80,7 +94,8 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     bar.finish_and_clear();
 
     print!("{}", table::table(&runs));
-    println!("means of {seeds} seeds; the runs took {:.1?}", bar.elapsed());
+    let each = if seeds == 1 { "one run".into() } else { format!("means of {seeds} runs") };
+    println!("{each} of each; it took {:.1?}", bar.elapsed());
     let write =
         |file: &str, data: &[u8]| std::fs::write(file, data).map_err(|error| format!("{file}: {error}"));
     if let Some(file) = json {
@@ -91,7 +106,7 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     }
     if let (Some(file), Some((name, scenario))) = (chart, scenarios.first()) {
         let svg = picture(name, scenario, &strategies, &runs[..strategies.len()], first)?;
-        match Path::new(&file).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("png")) {
+        match draws_png {
             true => write(&file, &png::png(&svg)?)?,
             false => write(&file, svg.as_bytes())?,
         }
@@ -99,11 +114,20 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+fn ends_in(file: &str, ending: &str) -> bool {
+    Path::new(file).extension().is_some_and(|its| its.eq_ignore_ascii_case(ending))
+}
+
 fn strategy(name: &str) -> Result<Strategy, Usage> {
-    match name {
-        "mine" => Ok(mine::strategy()),
-        name => Strategy::named(name).ok_or_else(|| Usage::new(format!("there is no strategy {name:?}"))),
-    }
+    let mut all = Strategy::all();
+    all.push(mine::strategy());
+    let names: Vec<_> = all.iter().map(|strategy| strategy.name().to_owned()).collect();
+    let found = all.into_iter().find(|strategy| strategy.name() == name);
+    found.ok_or_else(|| none_such("strategy", name, &names))
+}
+
+fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
+    Usage::new(format!("there is no {what} {name:?}; there are {}", names.join(", ")))
 }
 
 /// All of a file, or of the public set; with `names` those of it, or of both sets, or all of the second.
@@ -119,7 +143,8 @@ fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String,
     all.extend(second);
     let find = |name: &str| {
         let found = all.iter().find(|(other, _)| other == name);
-        found.cloned().ok_or_else(|| Usage::new(format!("there is no scenario {name:?}")))
+        let names = || all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        found.cloned().ok_or_else(|| none_such("scenario", name, &names()))
     };
     names.split(',').map(find).collect()
 }

@@ -5,16 +5,16 @@ use tollgate::sim::Runs;
 const HEAD: [&str; 12] = [
     "scenario",
     "strategy",
-    "retry %",
-    "max sleep",
-    "max wait",
-    "p99 wait",
+    "refused %",
+    "max sleep s",
+    "max wait s",
+    "p99 wait s",
     "stdev",
     "Jain",
-    "util %",
-    "clear",
+    "used %",
+    "cleared s",
     "share",
-    "store",
+    "store calls",
 ];
 
 /// One row for each scenario and strategy: means and, where there are several seeds, deviations of the first columns.

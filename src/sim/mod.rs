@@ -1,7 +1,8 @@
 //! A laboratory: fleets of clients against servers with limits, in virtual time.
 //!
-//! It runs the lines and the [paces](crate::pace) that clients run, not copies of them; what servers say goes through the same headers and
-//! is read by the same code. Hours take a fraction of a second, and the same seed gives the same run.
+//! It runs the lines, the [paces](crate::pace) and the gates that clients run, not copies of them; what servers say goes
+//! through the same headers and is read by the same code. Hours take a fraction of a second, and the same seed gives the
+//! same run.
 //!
 //! ```
 //! use tollgate::sim::{Scenarios, Strategy, run};
@@ -34,8 +35,8 @@
 //!
 //! A [pace](Strategy::new) is run on its pure line, without a task. A [gate](Strategy::gate) is run as it is, with its tasks,
 //! timers and wakers, in a runtime whose time is virtual: `limit`, which is told the quota and counts in a store that all
-//! processes share and that [may fail](StoreModel), and `fair-gate`, the gate around the line of `fair`, with the same
-//! results.
+//! processes share and that [may fail](StoreModel); `fair-gate`, the gate around the line of `fair`, with the same results;
+//! and `fair-shared`, the same gate whose processes [share](crate::AdaptiveThrottleBuilder::store) one pace through the store.
 //!
 //! What this does not do: sockets and threads. Those are tested where they are.
 
@@ -94,7 +95,11 @@ impl RunError {
 impl fmt::Display for RunError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            RunError::UnknownStrategy(name) => write!(f, "there is no strategy {name:?}"),
+            RunError::UnknownStrategy(name) => {
+                let all = Strategy::all();
+                let names: Vec<_> = all.iter().map(Strategy::name).collect();
+                write!(f, "there is no strategy {name:?}; there are {}", names.join(", "))
+            }
             RunError::Gate { strategy, source } => write!(f, "strategy {strategy:?}: {source}"),
         }
     }
