@@ -22,7 +22,8 @@ pub fn report(
     let seeds = runs.first().map_or(0, |runs| runs.runs.len());
     let _ = write!(
         page,
-        "<h1>How clients share a limit</h1>\n<p>{}, {}, {} each. {}</p>\n",
+        "<h1>How clients share a limit</h1>\n<p>{}, {}, {} each. {}The best of a scenario is green. A sleep is the time before \
+         one request, a wait that of a whole call. The charts show one run, of seed {seed}.</p>\n",
         counted(scenarios.len(), "scenario"),
         strategies.iter().map(Strategy::name).map(escaped).collect::<Vec<_>>().join(", "),
         counted(seeds, "seed"),
