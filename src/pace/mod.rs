@@ -16,13 +16,15 @@
 //! | [`Backoff`] | refusals | what everybody writes first | two thirds and more are refused |
 //! | [`Unpaced`] | nothing | rolling the layer out before it acts | |
 //!
+//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an [`Aimd`].
+//!
 //! # A pace of your own
 //!
 //! Every method has a default, so a pace says only what it has to say:
 //!
 //! ```
 //! use std::time::{Duration, Instant};
-//! use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
+//! use tollgate::pace::{Dice, Notes, Pace, Pause, Reply, Traffic};
 //!
 //! /// Two seconds between two requests once it was refused.
 //! #[derive(Debug, Default)]
@@ -39,6 +41,12 @@
 //!     fn refused(&mut self, _: &mut Reply<'_>, _: &Traffic, _: &mut Dice) -> Pause {
 //!         self.refused = true;
 //!         Pause::of_all(Duration::from_secs(2))
+//!     }
+//!
+//!     // Only for a fleet that is to share it.
+//!     fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+//!         notes.flag(&mut self.refused);
+//!         true
 //!     }
 //! }
 //! ```
@@ -91,8 +99,8 @@ pub trait Pace: Debug + Send {
         Pause::default()
     }
 
-    /// Names everything it has learned, in always the same order, so that the processes of a fleet share it through a
-    /// [store](crate::AdaptiveThrottleBuilder::store). Answers whether it can be shared. Default: it cannot.
+    /// Names everything it has learned, always the same parts in the same order, so that the processes of a fleet share it
+    /// through a [store](crate::AdaptiveThrottleBuilder::store). Answers whether it can be shared. Default: it cannot.
     ///
     /// What was configured is not learned, so it is not named. Called with notes to be read, what was known before is gone
     /// after it; a pace bounds what it has read as it bounds what it computes.
@@ -102,6 +110,9 @@ pub trait Pace: Debug + Send {
 
     /// From now on this is one of so many equal processes that share the limit and no longer know of each other, since the
     /// store is away; `processes` is at least 1. Default: nothing changes.
+    ///
+    /// It changes only what [`share`](Pace::share) names: when the store is back, that is again what was shared, and nothing
+    /// else is told.
     fn divide(&mut self, _processes: u32) {}
 
     /// Whether the gate is careful on its own account: before the first answer it sends one request alone, the probe, and
