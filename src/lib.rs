@@ -81,7 +81,7 @@
 //! | `reqwest-middleware` | the layer as a `reqwest_middleware::Middleware`; turns on `reqwest` |
 //! | `retry` | `RetryLimited` as a `tower::retry::Policy` |
 //! | `reqwest-retry` | `RetryLimited` as a strategy of reqwest-retry; turns on `reqwest-middleware` |
-//! | `redis` | `store::RedisStore`: one limit for many processes, with pages on it: `guide::many_processes`, `guide::guarantees`, `guide::costs` |
+//! | `redis` | `store::RedisStore`: one limit, or one pace, for many processes, with pages on it: `guide::many_processes`, `guide::guarantees`, `guide::costs` |
 //! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
 //! | `redis-tls-rustls` | `rediss://` URLs |
@@ -158,8 +158,8 @@
 //! seen. [`boundary_slack`](RateLimitBuilder::boundary_slack) covers small ones. A sliding window needs no wall
 //! clock.
 //!
-//! **Many processes.** Each counts for itself, unless they share a [store](store) in Redis: feature `redis`, and the page
-//! `guide::many_processes`.
+//! **Many processes.** Each counts, or learns, for itself, unless they share a [store](store) in Redis: feature `redis`, and
+//! the page `guide::many_processes`.
 //!
 //! **The service inside has to be `Clone`**, because one that waits takes a clone along instead of the readied one.
 //! Box it with Tower's `BoxCloneService`, not `BoxService`, or put a `Buffer` before it. And waiting needs a Tokio

@@ -227,6 +227,7 @@ impl AdaptiveThrottleBuilder {
     /// itself, at its part of the speed.
     ///
     /// All of them need the same pace, and one that can be [shared](Pace::share): [`Fair`] and [`Aimd`](crate::pace::Aimd) can.
+    /// A store without [registers](Store::compare_and_set) is as one that is away.
     pub fn store(mut self, store: Arc<dyn Store>) -> Self {
         self.store = Some(store);
         self

@@ -1,8 +1,8 @@
 //! Counts shared by many processes: the store in Redis.
 //!
 //! ```text
-//!  lease, give back, peek, hold, claim ──> worker (a thread of its own) ──> link (one connection) ──> scripts (one key, one step)
-//!                            what others did <── worker <── ears (another)
+//!  lease, give back, peek, hold, claim, register ──> worker (a thread of its own) ──> link (one connection) ──> scripts (one key, one step)
+//!                                      what others did <── worker <── ears (another)
 //! ```
 //!
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
@@ -76,7 +76,7 @@ pub struct RedisStore {
     connecting: Mutex<Option<Connecting>>,
     /// To the thread that talks to Redis, started when it is first needed.
     thread: OnceLock<Result<Thread, StoreError>>,
-    /// Who is told of holds.
+    /// Who is told of holds and registers.
     listeners: Arc<Listeners>,
 }
 

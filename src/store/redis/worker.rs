@@ -93,7 +93,7 @@ pub(super) struct Setup {
     pub(super) secret: Option<Key>,
     /// Whom to ask for a connection to listen on, where that is known.
     pub(super) ears: Option<Ears>,
-    /// Who is told of holds; the store adds to them.
+    /// Who is told of holds and registers; the store adds to them.
     pub(super) listeners: Arc<Listeners>,
 }
 
@@ -153,7 +153,7 @@ struct Worker {
     lost: Option<StoreError>,
     claims: Claims,
     heard: mpsc::UnboundedReceiver<Heard>,
-    /// Who is told of holds.
+    /// Who is told of holds and registers.
     listeners: Arc<Listeners>,
     secret: Option<Key>,
     /// The channel on which all are told.
