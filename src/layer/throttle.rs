@@ -218,7 +218,7 @@ impl AdaptiveThrottleBuilder {
         self
     }
 
-    /// The store through which all processes with the same key share what they learn and wait in one queue. Default: none,
+    /// The store through which all processes share what they learn of a key, and wait in one queue for it. Default: none,
     /// each process learns for itself.
     ///
     /// It is decisive for fleets of more than about 30 processes: nobody has to find out how many there are. A request
@@ -227,7 +227,8 @@ impl AdaptiveThrottleBuilder {
     /// itself, at its part of the speed.
     ///
     /// All of them need the same pace, and one that can be [shared](Pace::share): [`Fair`] and [`Aimd`](crate::pace::Aimd) can.
-    /// A store without [registers](Store::compare_and_set) is as one that is away.
+    /// A store without [registers](Store::compare_and_set) is as one that is away; with one that [tells](Store::listen)
+    /// nobody, as a `RedisStore` over a connection of your own, little of a scarce limit is used.
     pub fn store(mut self, store: Arc<dyn Store>) -> Self {
         self.store = Some(store);
         self

@@ -2,7 +2,7 @@
 
 use super::server::Verdict;
 
-/// What happened when in one run.
+/// What happened when in one run. Times are in seconds, callers are numbered from 0.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Trace {

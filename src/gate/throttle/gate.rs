@@ -122,7 +122,7 @@ impl Throttle {
         self.0.stations.find(key, |station| station.waiting()).unwrap_or(0)
     }
 
-    /// How many requests for `key` are on their way.
+    /// How many requests for `key` are on their way from here.
     pub fn in_flight(&self, key: Key) -> usize {
         self.0.stations.find(key, |station| station.in_flight()).unwrap_or(0)
     }
