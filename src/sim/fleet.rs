@@ -7,7 +7,8 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
-use super::gates::{Entrance, Grounds, Reply};
+use super::caller::{Caller, OnWay, Open, Ticket};
+use super::gates::{Entrance, Grounds};
 use super::headers::{Said, Voice};
 use super::lines::Shared;
 use super::metrics::{Metrics, Tally};
@@ -16,57 +17,8 @@ use super::server::Desk;
 use super::strategy::{Brief, Make, Strategy};
 use super::trace::Trace;
 use super::{RunError, exponential, span};
-use crate::gate::throttle::Flight;
 use crate::jitter::Dice;
 use crate::signal::Signal;
-
-/// One who calls, again and again.
-#[derive(Debug)]
-pub(super) struct Caller {
-    pub(super) process: usize,
-    pub(super) group: usize,
-    pub(super) sent: u64,
-    pub(super) refused: u64,
-    pub(super) passed: u64,
-    pub(super) max_sleep: f64,
-    /// When it joins and leaves.
-    join: f64,
-    leave: f64,
-    /// The call it is in.
-    pub(super) call: Option<Open>,
-    done: bool,
-}
-
-/// A call that has not ended.
-#[derive(Debug)]
-pub(super) struct Open {
-    since: f64,
-    /// Since when it is held back, or on its way.
-    last: f64,
-    /// What its requests took.
-    trips: f64,
-    pub(super) on_way: Option<OnWay>,
-    /// Whether the server has accepted its last request, if it has answered.
-    pub(super) passed: Option<bool>,
-    /// What the last answer showed to be left.
-    shown: Option<f64>,
-}
-
-#[derive(Debug)]
-pub(super) struct OnWay {
-    ticket: Ticket,
-    back_at: Duration,
-    said: Option<Said>,
-}
-
-/// To what an answer goes.
-#[derive(Debug)]
-pub(super) enum Ticket {
-    /// The line of its process.
-    Flight(Flight),
-    /// The call itself, at its gate.
-    Reply(Reply),
-}
 
 /// What keeps the calls of a process from leaving.
 pub(super) enum Process {

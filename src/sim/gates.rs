@@ -16,7 +16,8 @@ use std::time::Duration;
 use http::Response;
 use tokio::sync::{mpsc, oneshot};
 
-use super::fleet::{Event, Fleet, Process, Ticket};
+use super::caller::Ticket;
+use super::fleet::{Event, Fleet, Process};
 use super::store::Depot;
 use super::{Metrics, RunError, Scenario, Strategy, Trace};
 use crate::clock::{self, Timer};

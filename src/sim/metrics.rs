@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::fleet::Caller;
+use super::caller::Caller;
 
 /// What came of a run, or the mean of several. Times are in seconds; what does not apply is no number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]

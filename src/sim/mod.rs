@@ -40,6 +40,7 @@
 //!
 //! What this does not do: sockets and threads. Those are tested where they are.
 
+mod caller;
 mod chart;
 mod fleet;
 mod gates;
