@@ -7,6 +7,7 @@
 //!
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
 
+mod builder;
 mod claims;
 #[cfg(feature = "redis-cluster")]
 mod cluster;
@@ -39,6 +40,7 @@ use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
+pub use builder::RedisStoreBuilder;
 use link::RedisFailure;
 use place::Connecting;
 use wire::Garbled;
@@ -356,90 +358,3 @@ impl std::fmt::Debug for RedisStore {
 }
 
 type Asking<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
-
-/// Sets up a [`RedisStore`].
-#[must_use = "a builder does nothing until build"]
-pub struct RedisStoreBuilder {
-    connecting: Result<Connecting, ConfigError>,
-    prefix: String,
-    secret: Option<Key>,
-    store_timeout: Duration,
-}
-
-impl RedisStoreBuilder {
-    const DEFAULT_TIMEOUT: Duration = Duration::from_millis(250);
-    const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
-    const LONGEST_PREFIX: usize = 64;
-
-    fn of(connecting: Result<Connecting, ConfigError>) -> Self {
-        RedisStoreBuilder {
-            connecting,
-            prefix: "tollgate".into(),
-            secret: None,
-            store_timeout: RedisStoreBuilder::DEFAULT_TIMEOUT,
-        }
-    }
-
-    /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces and spaces.
-    ///
-    /// Processes share a limit when their stores have the same prefix and their layers give the same [`Key`].
-    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.prefix = prefix.into();
-        self
-    }
-
-    /// A secret that goes into the names of keys. Default: none.
-    ///
-    /// Redis only ever sees digests of keys. Whoever can read Redis and guess an id (a host, an e-mail address) can tell
-    /// whether it is there; with a secret they cannot. All processes that share limits need the same.
-    pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
-        self.secret = Some(Key::new(secret));
-        self
-    }
-
-    /// The longest that one call may take, connecting included. Default: 250 ms; from 1 ms to 60 s.
-    ///
-    /// After it, the call's outcome is unknown: what it may have granted counts as spent, and it is not repeated.
-    pub fn store_timeout(mut self, store_timeout: Duration) -> Self {
-        self.store_timeout = store_timeout;
-        self
-    }
-
-    /// Checks everything and makes the store. Connects when it is first asked.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
-    pub fn build(self) -> Result<RedisStore, ConfigError> {
-        let RedisStoreBuilder { connecting, prefix, secret, store_timeout } = self;
-        let connecting = connecting?;
-        let out_of_range =
-            |setting, value: String, allowed| Err(ConfigError::OutOfRange { setting, value, allowed });
-        let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
-        if prefix.is_empty() || prefix.len() > RedisStoreBuilder::LONGEST_PREFIX || prefix.bytes().any(odd) {
-            let allowed = "1 to 64 printable ASCII characters, without braces and spaces";
-            return out_of_range("prefix", format!("{prefix:?}"), allowed);
-        }
-        if !(Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT).contains(&store_timeout) {
-            return out_of_range("store_timeout", format!("{store_timeout:?}"), "from 1 ms to 60 s");
-        }
-        Ok(RedisStore {
-            prefix,
-            secret,
-            store_timeout,
-            instance: dice() >> 11,
-            connecting: Mutex::new(Some(connecting)),
-            thread: OnceLock::new(),
-            listeners: Arc::default(),
-        })
-    }
-}
-
-impl std::fmt::Debug for RedisStoreBuilder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RedisStoreBuilder")
-            .field("prefix", &self.prefix)
-            .field("store_timeout", &self.store_timeout)
-            .finish_non_exhaustive()
-    }
-}
