@@ -255,6 +255,10 @@ fn a_gate_that_cannot_be_made_says_why() {
     let limit = Strategy::named("limit").unwrap();
     let error = run(&scenario("no-hint"), &limit, 1).unwrap_err().to_string();
     assert!(error.contains("limit") && error.contains("quota"), "{error}");
+
+    let scenarios: Vec<_> = ["seed-clear", "no-hint"].map(|name| (name.to_owned(), scenario(name))).into();
+    let error = sweep(&scenarios, &[limit], 1..=9, || {}).unwrap_err().to_string();
+    assert!(error.starts_with(r#"scenario "no-hint": strategy "limit": quota is none"#), "{error}");
 }
 
 #[tokio::test]

@@ -85,6 +85,13 @@ pub enum RunError {
         /// What is wrong.
         source: ConfigError,
     },
+    /// Of several scenarios this one cannot be run.
+    Scenario {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        source: Box<RunError>,
+    },
 }
 
 impl RunError {
@@ -102,6 +109,7 @@ impl fmt::Display for RunError {
                 write!(f, "there is no strategy {name:?}; there are {}", names.join(", "))
             }
             RunError::Gate { strategy, source } => write!(f, "strategy {strategy:?}: {source}"),
+            RunError::Scenario { name, source } => write!(f, "scenario {name:?}: {source}"),
         }
     }
 }
@@ -111,6 +119,7 @@ impl std::error::Error for RunError {
         match self {
             RunError::UnknownStrategy(_) => None,
             RunError::Gate { source, .. } => Some(source),
+            RunError::Scenario { source, .. } => Some(&**source),
         }
     }
 }

@@ -38,7 +38,7 @@ impl Runs {
 ///
 /// # Errors
 ///
-/// As [`run`](super::run).
+/// [`RunError::Scenario`], for the first that cannot be run; those after it are not run then.
 pub fn sweep(
     scenarios: &[(String, Scenario)],
     strategies: &[Strategy],
@@ -57,6 +57,10 @@ pub fn sweep(
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some((scenario, strategy, seed)) = jobs.get(index) else { break };
             let metrics = run(scenario, strategy, *seed);
+            if metrics.is_err() {
+                // What was not taken yet is of no use any more.
+                next.store(jobs.len(), Ordering::Relaxed);
+            }
             let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
             done[index] = Some(metrics);
             told();
@@ -73,7 +77,9 @@ pub fn sweep(
     let mut all = Vec::new();
     for (scenario, _) in scenarios {
         for strategy in strategies {
-            let runs = done.by_ref().take(seeds.clone().count()).collect::<Result<_, _>>()?;
+            let runs = done.by_ref().take(seeds.clone().count()).collect::<Result<_, RunError>>();
+            let runs =
+                runs.map_err(|error| RunError::Scenario { name: scenario.clone(), source: Box::new(error) })?;
             let strategy = strategy.name().to_owned();
             all.push(Runs { scenario: scenario.clone(), strategy, runs });
         }
