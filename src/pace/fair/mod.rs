@@ -56,7 +56,8 @@ use trust::Trust;
 ///
 /// A refusal while plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at
 /// first and then faster and faster, so that a limit that has gone is found out. So does a refusal where nothing is said
-/// of what is left: by 1.2, from 7.5 on for all calls that wait.
+/// of what is left: by 1.2, from 7.5 on for all calls that wait, or from the interval that was too short where not even the
+/// token time is known.
 ///
 /// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
 ///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise; `n` grows by as much,
@@ -387,7 +388,14 @@ impl Pace for Fair {
                     let own = self.interval.unwrap_or(0.0) / self.scale.token_time;
                     self.m = REFUSED_SEEN * self.m.max(own);
                 }
-                None => self.m = (self.m * REFUSED_BLIND).max(FIRST_GUESS_BLIND / calls),
+                None => {
+                    let first = match self.interval {
+                        // Where nothing at all is known, what was too fast is the measure.
+                        Some(own) if self.scale.is_guess => own / self.scale.token_time,
+                        _ => FIRST_GUESS_BLIND / calls,
+                    };
+                    self.m = (self.m * REFUSED_BLIND).max(first);
+                }
             }
             self.last_step = Some(now);
         }
