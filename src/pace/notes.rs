@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::clock;
+
 /// What a pace has learned, as numbers: written, so that others can read it, or read, in the place of what was known
 /// here. [`Pace::share`](super::Pace::share) names each part in always the same order, and does not ask which of the two it is.
 ///
@@ -66,10 +68,10 @@ impl Notes<'_> {
         matches!(notes.side, Side::Read { left: [], sound: true })
     }
 
-    /// A number. One that is not finite is not read.
+    /// A number. One that is not finite, or above 1e30, is not read.
     pub fn number(&mut self, number: &mut f64) {
         if let Some(read) = self.pass(*number) {
-            match read.is_finite() {
+            match is_sane(read) {
                 true => *number = read,
                 false => self.spoil(),
             }
@@ -79,7 +81,7 @@ impl Notes<'_> {
     /// A number, or none.
     pub fn maybe(&mut self, number: &mut Option<f64>) {
         if let Some(read) = self.pass(number.unwrap_or(f64::NAN)) {
-            *number = read.is_finite().then_some(read);
+            *number = Some(read).filter(|read| is_sane(*read));
         }
     }
 
@@ -119,6 +121,15 @@ impl Notes<'_> {
         }
     }
 
+    /// A moment that is at most so far ahead, or none. One that is further away was written by mistake, and nobody is to wait
+    /// for it.
+    pub(crate) fn near(&mut self, moment: &mut Option<Instant>, most: Duration) {
+        self.moment(moment);
+        if let Side::Read { .. } = self.side {
+            *moment = moment.map(|moment| moment.min(clock::after(self.now, most)));
+        }
+    }
+
     fn spoil(&mut self) {
         if let Side::Read { sound, .. } = &mut self.side {
             *sound = false;
@@ -146,10 +157,14 @@ impl Notes<'_> {
     }
 }
 
+/// Whether it is a number that can be counted with.
+fn is_sane(number: f64) -> bool {
+    number.abs() <= 1e30
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock;
 
     #[test]
     fn what_is_read_is_what_was_written_and_nothing_else_is() {

@@ -59,6 +59,11 @@ fn answer() -> impl Strategy<Value = Answer> {
     })
 }
 
+/// What another may have written in the place of a number.
+fn wild() -> impl Strategy<Value = f64> {
+    prop_oneof![any::<f64>(), -10.0..10.0_f64, Just(0.0), Just(f64::MAX), Just(f64::NAN), -1e6..1e6_f64]
+}
+
 fn pace() -> impl Strategy<Value = Fair> {
     let hint = proptest::option::of((1_u32..10_000, 1_u64..1_000_000_000));
     hint.prop_map(|hint| match hint {
@@ -112,6 +117,41 @@ proptest! {
             prop_assert!(pace.slot(&traffic).unwrap() <= now + Duration::from_secs(900));
             Ok(())
         })?;
+    }
+
+    #[test]
+    fn whatever_a_process_has_written_is_read_within_the_bounds(
+        pace in pace(),
+        before in prop::collection::vec(answer(), 0..20),
+        spoilt in prop::collection::vec((any::<prop::sample::Index>(), wild()), 1..20),
+        processes in 1..100_000_u32,
+        after in prop::collection::vec(answer(), 1..20),
+    ) {
+        let mut pace = replay(pace, &before, |_, _, _, _| Ok(()))?;
+        let now = crate::clock::now();
+        let mut written = Notes::write(now, |notes| assert!(pace.share(notes)));
+        for (index, number) in spoilt {
+            let at = 8 * index.index(written.len() / 8);
+            written[at..at + 8].copy_from_slice(&f64::to_le_bytes(number));
+        }
+        Notes::read(&written, now, |notes| assert!(pace.share(notes)));
+        for divided in [false, true] {
+            let mut pace = pace.clone();
+            if divided {
+                pace.divide(processes);
+            }
+            for last_sent in [None, Some(now)] {
+                let traffic = Traffic { last_sent, waiting: 1, ..Traffic::at(now) };
+                let most = now + Duration::from_secs(900);
+                prop_assert!(pace.slot(&traffic).is_none_or(|slot| slot <= most), "{pace:?}");
+            }
+            replay(pace, &after, |_, pace, _, _| {
+                prop_assert!(pace.n >= 1.0 && pace.n.is_finite() && pace.m.is_finite(), "{pace:?}");
+                prop_assert!((1.0..1e9).contains(&pace.drain), "drain {}", pace.drain);
+                prop_assert!((0.0..=LONGEST).contains(&pace.pace(1)), "{pace:?}");
+                Ok(())
+            })?;
+        }
     }
 
     #[test]

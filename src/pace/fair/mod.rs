@@ -179,6 +179,8 @@ const BLIND_CALM: f64 = 1000.0;
 const PAUSE: f64 = 2.5;
 /// A ticket of more tokens holds nothing back earlier.
 const LONGEST_TICKET: f64 = 200.0;
+/// More tokens than anybody takes meanwhile.
+const MOST_DRAIN: f64 = 1e8;
 /// The weight of a new sample in an average.
 const WEIGHT: f64 = 0.2;
 /// Below the line of a window n grows as if at a fifth of the bucket, when the fleet takes just what it may.
@@ -285,6 +287,7 @@ impl Fair {
     fn bound(&mut self) {
         self.n = self.n.clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
         self.m = self.m.clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
+        self.drain = self.drain.clamp(1.0, MOST_DRAIN);
     }
 }
 
@@ -416,12 +419,12 @@ impl Pace for Fair {
     }
 
     fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-        notes.moment(&mut self.first_call);
+        notes.near(&mut self.first_call, Duration::ZERO);
         notes.number(&mut self.n);
         notes.number(&mut self.m);
         notes.number(&mut self.drain);
         notes.maybe(&mut self.level);
-        notes.moment(&mut self.slot_before);
+        notes.near(&mut self.slot_before, span(LONGEST));
         notes.small(&mut self.passed_since_refusal);
         notes.moment(&mut self.last_answer);
         notes.moment(&mut self.last_refusal);

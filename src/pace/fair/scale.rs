@@ -203,6 +203,9 @@ impl Scale {
         notes.moment(&mut at);
         notes.maybe(&mut left);
         self.last = at.zip(left);
+        self.limit = self.limit.filter(|limit| *limit >= 1.0);
+        self.stated_window = self.stated_window.filter(|window| *window >= SHORTEST);
+        self.longest_reset = if self.longest_reset >= SHORTEST { self.longest_reset } else { 0.0 };
         self.token_time = self.token_time.clamp(SHORTEST, LONGEST);
         self.paced_time = self.paced_time.clamp(SHORTEST, LONGEST);
     }
