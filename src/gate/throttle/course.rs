@@ -58,6 +58,12 @@ impl Course {
         probe.max(self.pace.slot(&traffic)).max(self.held_until)
     }
 
+    /// The time between two requests, whatever holds all.
+    pub(super) fn interval(&self, crowd: Crowd) -> Duration {
+        let slot = self.pace.slot(&self.traffic(crowd, self.last_change));
+        slot.zip(self.last_sent).map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last))
+    }
+
     /// Whether nothing would hold back one more request, if another had left just now with so many on their way.
     pub(super) fn is_open(&self, in_flight: usize, now: Instant) -> bool {
         let traffic = Traffic { now, waiting: 0, in_flight, last_sent: Some(now) };

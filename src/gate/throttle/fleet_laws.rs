@@ -314,3 +314,47 @@ proptest! {
         world.all_have_left()?;
     }
 }
+
+fn line_of(id: u64, now: Instant) -> Line {
+    let mut line = Line::new(Box::new(EachSecond), Dice::seeded(id), END, now);
+    line.share(id, id, now);
+    line
+}
+
+/// Makes the exchanges that are due, without a network. Answers who left.
+fn exchange(line: &mut Line, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
+    let mut left = Vec::new();
+    for _ in 0..10 {
+        let Some(Exchange { seen, value, .. }) = line.exchange(now) else { return left };
+        let changed = value.is_some() && seen == register.0;
+        if let Some(value) = value.filter(|_| changed) {
+            *register = (register.0 + 1, value);
+        }
+        let value = if changed { Vec::new() } else { register.1.clone() };
+        let answer = Register { version: register.0, changed, value, ..Register::default() };
+        line.exchanged(Ok(answer), now, now);
+        left.extend(std::iter::from_fn(|| line.depart(now)));
+    }
+    panic!("it turns in circles");
+}
+
+#[test]
+fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and_without_a_hold() {
+    for hold in [Duration::ZERO, Duration::from_secs(60)] {
+        let now = clock::now() + Duration::from_secs(3600);
+        let mut register = (0, Vec::new());
+        let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+        one.join(now);
+        assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+        one.hold_until(now + hold, now);
+        one.join(now);
+        exchange(&mut one, &mut register, now);
+        // The one is never heard of again.
+        other.join(now);
+        assert!(exchange(&mut other, &mut register, now).is_empty());
+        let slot = now + hold.max(INTERVAL);
+        let turn = other.exchange_at().expect("it waits for its turn");
+        assert_eq!(turn, slot + Duration::from_millis(250), "held for {hold:?}");
+        assert_eq!(exchange(&mut other, &mut register, turn).len(), 1);
+    }
+}

@@ -131,9 +131,9 @@ impl Line {
             return Some(slot.unwrap_or(fleet.known_at));
         }
         let from = fleet.members.turn_from(slot).unwrap_or(fleet.known_at);
-        let interval = slot.zip(self.course.last_sent);
-        let interval = interval.map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last));
-        let turns = interval.saturating_mul(u32::try_from(before).unwrap_or(u32::MAX));
+        // Each of those between goes an interval after the one before it.
+        let between = u32::try_from(before - 1).unwrap_or(u32::MAX);
+        let turns = self.course.interval(self.crowd()).saturating_mul(between);
         Some(clock::after(from, turns.saturating_add(fleet.grace(before))))
     }
 
