@@ -9,6 +9,9 @@ use crate::signal::Signal;
 /// How long a probe that hangs keeps others from going.
 const PROBE: Duration = Duration::from_secs(1);
 
+/// No hold of others is longer.
+const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
+
 #[derive(Debug)]
 pub(super) struct Course {
     pub(super) pace: Box<dyn Pace>,
@@ -143,10 +146,10 @@ impl Course {
 
     /// All of it, to be written or read. Answers whether the pace can be shared.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) -> bool {
-        notes.moment(&mut self.last_sent);
+        notes.near(&mut self.last_sent, Duration::ZERO);
         notes.flag(&mut self.answered);
         notes.flag(&mut self.refused);
-        notes.moment(&mut self.held_until);
+        notes.near(&mut self.held_until, LONGEST_HOLD);
         self.pace.share(notes)
     }
 
@@ -154,7 +157,8 @@ impl Course {
     pub(super) fn kind(&mut self) -> Option<u64> {
         let mut is_shared = false;
         let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));
-        is_shared.then_some(written.len() as u64)
+        let is_read = Notes::read(&written, self.last_change, |notes| _ = self.share(notes));
+        (is_shared && is_read).then_some(written.len() as u64)
     }
 
     fn traffic(&self, crowd: Crowd, now: Instant) -> Traffic {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
+use super::course::Course;
 use super::fleet::Exchange;
 use super::line::{Flight, Line, Number};
 use crate::clock;
@@ -339,6 +340,36 @@ fn exchange(line: &mut Line, register: &mut (u64, Vec<u8>), now: Instant) -> Vec
 }
 
 #[test]
+fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
+    let now = clock::now() + Duration::from_secs(3600);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+    one.join(now);
+    assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+    one.join(now);
+    exchange(&mut one, &mut register, now);
+    for index in 0..register.1.len() / 8 {
+        let mut spoilt = register.clone();
+        spoilt.1[8 * index..][..8].copy_from_slice(&1e9_f64.to_le_bytes());
+        let mut third = line_of(3, now);
+        third.join(now);
+        exchange(&mut third, &mut spoilt, now);
+        let at = third.exchange_at().unwrap_or(now);
+        assert!(at <= now + Duration::from_secs(90_000), "number {index}: {:?}", at - now);
+    }
+    // What cannot be read is as if it were not there: what is known counts, and once.
+    other.join(now);
+    exchange(&mut other, &mut register, now);
+    other.hold_until(now + Duration::from_secs(5), now);
+    let at = other.slot();
+    let mut spoilt = register.clone();
+    spoilt.0 += 1;
+    spoilt.1.truncate(spoilt.1.len() - 8);
+    exchange(&mut other, &mut spoilt, now);
+    assert_eq!(other.slot(), at);
+}
+
+#[test]
 fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and_without_a_hold() {
     for hold in [Duration::ZERO, Duration::from_secs(60)] {
         let now = clock::now() + Duration::from_secs(3600);
@@ -357,4 +388,25 @@ fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and
         assert_eq!(turn, slot + Duration::from_millis(250), "held for {hold:?}");
         assert_eq!(exchange(&mut other, &mut register, turn).len(), 1);
     }
+}
+
+/// It writes more than it reads.
+#[derive(Debug)]
+struct Forgetful(bool);
+
+impl Pace for Forgetful {
+    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+        if !std::mem::replace(&mut self.0, true) {
+            notes.number(&mut 1.0);
+        }
+        notes.number(&mut 2.0);
+        true
+    }
+}
+
+#[test]
+fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
+    let kind = |pace: Box<dyn Pace>| Course::new(pace, END, clock::now()).kind();
+    assert!(kind(Box::new(EachSecond)).is_some());
+    assert_eq!(kind(Box::new(Forgetful(false))), None);
 }

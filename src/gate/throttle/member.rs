@@ -52,9 +52,9 @@ impl Member {
         notes.count(&mut self.address);
         notes.small(&mut self.in_flight);
         notes.small(&mut self.waits);
-        notes.moment(&mut self.since);
+        notes.near(&mut self.since, Duration::ZERO);
         let mut seen = Some(self.seen);
-        notes.moment(&mut seen);
+        notes.near(&mut seen, Duration::ZERO);
         self.seen = seen.unwrap_or(self.seen);
         if self.since.is_none() {
             self.waits = 0;
@@ -100,7 +100,7 @@ impl Members {
     /// All of them, to be written or read. Written, `me` is one of them.
     pub(super) fn share(&mut self, me: &Member, notes: &mut Notes<'_>) {
         notes.count(&mut self.first);
-        notes.moment(&mut self.first_since);
+        notes.near(&mut self.first_since, Duration::ZERO);
         self.others.extend(Some(*me).filter(Member::is_active));
         let mut count = self.others.len() as u64;
         notes.count(&mut count);

@@ -301,6 +301,7 @@ impl Line {
         (fleet.version, fleet.known_at) = (Some(register.version), now);
         let mut members = Members::default();
         let me = fleet.me;
+        let known = Notes::write(now, |notes| _ = self.course.share(notes));
         let is_sound = Notes::read(&register.value, written_at, |notes| {
             members.share(&me, notes);
             self.course.share(notes);
@@ -308,10 +309,15 @@ impl Line {
         if !is_sound {
             // There is none, or it is spoilt: what is known here takes its place.
             members = Members::default();
+            Notes::read(&known, now, |notes| _ = self.course.share(notes));
         }
         fleet.me.since = members.take(me.id).and_then(|mine| mine.since);
         fleet.known = fleet.known.filter(|_| fleet.me.since.is_some());
         fleet.members = members;
+        if !is_sound {
+            // What happened here since is in it.
+            return;
+        }
         let events = std::mem::take(&mut fleet.events);
         let crowd = self.crowd();
         for event in &events {
