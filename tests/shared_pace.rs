@@ -22,6 +22,8 @@ struct Remote {
     store: MemoryStore,
     trip: Duration,
     away: AtomicBool,
+    /// It never answers.
+    mute: AtomicBool,
     calls: AtomicU64,
 }
 
@@ -51,6 +53,9 @@ impl Store for Client {
         let remote = self.0.clone();
         remote.calls.fetch_add(1, Ordering::Relaxed);
         Answer::Later(Box::pin(async move {
+            if remote.mute.load(Ordering::Relaxed) {
+                return std::future::pending().await;
+            }
             pass(remote.trip / 2).await;
             if remote.away.load(Ordering::Relaxed) {
                 return Err(StoreError::Lost);
@@ -281,6 +286,44 @@ async fn who_cannot_wait_leaves_if_it_is_its_turn() {
     assert!(refused.report().retry_after().is_some_and(|wait| wait > ms(500)), "{refused}");
     pass(Duration::from_secs(20)).await;
     layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_never_answers_is_away() {
+    let remote = Remote::new(ms(1));
+    remote.mute.store(true, Ordering::Relaxed);
+    let (layer, start) = (layer(&remote), now());
+    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    for _ in 0..10 {
+        layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
+    }
+    assert!(now() - start < Duration::from_secs(30), "{:?}", now() - start);
+}
+
+#[test]
+fn a_runtime_that_stands_still_keeps_nobody_in_another_waiting() {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        builder.enable_all().start_paused(true).build().unwrap()
+    };
+    let (first, second) = (runtime(), runtime());
+    let layer = layer(&Remote::new(ms(1)));
+    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    let call = |after: Duration| {
+        let (throttle, plenty) = (layer.throttle(), plenty.clone());
+        async move {
+            pass(after).await;
+            let start = now();
+            throttle.acquire(Key::ALL).await.unwrap().answered(&plenty);
+            now() - start
+        }
+    };
+    // What tells the others of it is left there, and is due later.
+    first.block_on(call(Duration::ZERO));
+    for round in 0..3 {
+        let waited = second.block_on(call(Duration::from_secs(10)));
+        assert!(waited < Duration::from_secs(3), "{round}: {waited:?}");
+    }
 }
 
 #[test]

@@ -64,6 +64,8 @@ impl Event {
 /// A change that is on its way.
 #[derive(Debug)]
 pub(super) struct Attempt {
+    /// When it began.
+    pub(super) asked: Instant,
     /// How many of the events are in it.
     pub(super) events: usize,
     pub(super) grants: usize,

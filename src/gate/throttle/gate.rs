@@ -182,33 +182,33 @@ impl Throttle {
             Station::new(line, now)
         };
         let forgotten = |_, station| drop(station);
-        let (mut wakers, mut needs_teller) = (Wakers::default(), false);
+        let (mut wakers, mut teller) = (Wakers::default(), None);
         let opened = self.0.stations.enter(key, now, make, forgotten, |station| {
             let done = with(station, &mut wakers);
-            needs_teller = station.needs_teller(&mut wakers);
+            teller = self.0.shared.as_ref().and_then(|_| station.needs_teller(clock::now(), &mut wakers));
             done
         });
-        self.finish(key, needs_teller, wakers);
+        self.finish(key, teller, wakers);
         opened
     }
 
     /// Does something at the station of `key`, which is there as long as anybody waits or is on the way.
     pub(super) fn at<R>(&self, key: Key, with: impl FnOnce(&mut Station, &mut Wakers) -> R) -> Option<R> {
-        let (mut wakers, mut needs_teller) = (Wakers::default(), false);
+        let (mut wakers, mut teller) = (Wakers::default(), None);
         let done = self.0.stations.find(key, |station| {
             let done = with(station, &mut wakers);
-            needs_teller = station.needs_teller(&mut wakers);
+            teller = self.0.shared.as_ref().and_then(|_| station.needs_teller(clock::now(), &mut wakers));
             done
         });
-        self.finish(key, needs_teller, wakers);
+        self.finish(key, teller, wakers);
         done
     }
 
     /// Does what is left to be done without the lock.
-    fn finish(&self, key: Key, needs_teller: bool, wakers: Wakers) {
+    fn finish(&self, key: Key, teller: Option<u64>, wakers: Wakers) {
         wakers.wake();
-        if needs_teller && let Some(shared) = &self.0.shared {
-            Teller::start(self, shared, key);
+        if let (Some(number), Some(shared)) = (teller, &self.0.shared) {
+            Teller::start(self, shared, key, number);
         }
     }
 

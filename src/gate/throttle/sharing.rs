@@ -100,6 +100,11 @@ impl Line {
         }
     }
 
+    /// When the exchange under way began.
+    pub(super) fn asked_at(&self) -> Option<Instant> {
+        self.fleet.as_ref()?.attempt.as_ref().map(|attempt| attempt.asked)
+    }
+
     /// When an exchange is due, if nothing else happens before.
     pub(super) fn exchange_at(&self) -> Option<Instant> {
         let fleet = self.fleet.as_ref().filter(|fleet| fleet.attempt.is_none())?;
@@ -154,7 +159,8 @@ impl Line {
         let is_news = fleet.untold_since.is_some() || next != fleet.known || grants > 0;
         let seen = fleet.version.filter(|_| is_news && !fleet.is_away());
         let writes = seen.is_some();
-        let mut attempt = Attempt { events: fleet.events.len(), grants, me, known: next, members, writes };
+        let mut attempt =
+            Attempt { asked: now, events: fleet.events.len(), grants, me, known: next, members, writes };
         let mut exchange = Exchange { seen: 0, value: None, tell: Tell::Nobody };
         if let Some(seen) = seen {
             let first = attempt.members.settle(&me, now);

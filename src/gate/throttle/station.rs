@@ -9,12 +9,19 @@ use super::line::{Flight, Line, Number};
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::gate::queue::Wakers;
+use crate::jitter::dice;
 use crate::keyed::Idle;
 use crate::signal::Signal;
 use crate::store::Register;
 
 /// How long one waits for the others' word who cannot wait for its turn.
 const ANSWER: Duration = Duration::from_secs(1);
+
+/// Who is to tell the others and does not come within it has a runtime that stands still.
+const COMES: Duration = Duration::from_secs(1);
+
+/// A store that has not answered within it is away.
+const ANSWERS: Duration = Duration::from_secs(10);
 
 /// What was learned is worth nothing any more after so long without a call.
 const WORTHLESS: Duration = Duration::from_secs(3600);
@@ -32,8 +39,14 @@ pub(super) struct Station {
 #[derive(Debug)]
 enum Teller {
     Nobody,
-    /// At the next moment something is due, if nothing happens before.
-    Until(Option<Instant>, Option<Waker>),
+    Somebody {
+        number: u64,
+        /// The next moment at which something is due, if nothing happens before.
+        at: Option<Instant>,
+        waker: Option<Waker>,
+        /// Since when it should have come.
+        called: Option<Instant>,
+    },
 }
 
 /// One who waits.
@@ -126,7 +139,7 @@ impl Station {
             return Poll::Ready(Ok(flight));
         }
         let is_first = self.first() == Some(number);
-        let look_at = self.line.look_at().filter(|_| is_first);
+        let look_at = self.look_at().filter(|_| is_first);
         let latest = self.patience(number, now);
         let over = match self.held_beyond(latest, now) {
             Some(over) => Some(over),
@@ -213,53 +226,96 @@ impl Station {
 
     // ── with others ──
 
-    /// Whether somebody is to be found who tells the others: from now on somebody does.
-    pub(super) fn needs_teller(&mut self, wakers: &mut Wakers) -> bool {
-        let Some(due) = self.line.exchange_at() else { return false };
-        match &mut self.teller {
-            Teller::Nobody => {
-                self.teller = Teller::Until(None, None);
-                true
+    /// The number of one who is to be found to tell the others, if nobody does or who does never comes: from now on it does.
+    pub(super) fn needs_teller(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
+        if self.teller_is_late(now) {
+            // Its runtime is there and does nothing; or the store does not answer.
+            self.line.exchanged(Err(StoreError::Lost), now, now);
+            self.teller = Teller::Nobody;
+            self.tend(now, None, wakers);
+        }
+        let due = self.line.exchange_at()?;
+        if let Teller::Somebody { at, waker, called, .. } = &mut self.teller {
+            if at.is_none_or(|at| due < at) {
+                wakers.add(waker.take());
             }
-            Teller::Until(at, waker) => {
-                if at.is_none_or(|at| due < at) {
-                    wakers.add(waker.take());
-                }
-                false
+            if due <= now {
+                called.get_or_insert(now);
             }
+            return None;
+        }
+        let number = dice();
+        self.teller = Teller::Somebody { number, at: None, waker: None, called: Some(now) };
+        Some(number)
+    }
+
+    /// From when it is too late for who tells the others to come.
+    fn teller_comes_by(&self) -> Option<Instant> {
+        let Teller::Somebody { called, .. } = &self.teller else { return None };
+        match self.line.asked_at() {
+            Some(asked) => Some(clock::after(asked, ANSWERS)),
+            None => called.or(self.line.exchange_at()).map(|due| clock::after(due, COMES)),
         }
     }
 
-    /// What is to be told now; else the teller is woken when there is something, at the latest at a moment. Where nothing
-    /// is to come it ends.
-    pub(super) fn tell(&mut self, now: Instant, cx: &Context<'_>) -> Told {
-        if let Some(exchange) = self.line.exchange(now) {
-            return Told::Now(exchange);
+    fn teller_is_late(&self, now: Instant) -> bool {
+        let is_called = matches!(self.teller, Teller::Somebody { called: Some(_), .. });
+        (is_called || self.line.asked_at().is_some()) && self.teller_comes_by().is_some_and(|by| by <= now)
+    }
+
+    /// When to look after the first who waits, if nothing happens before.
+    fn look_at(&self) -> Option<Instant> {
+        self.line.look_at().into_iter().chain(self.teller_comes_by()).min()
+    }
+
+    fn is_told_by(&self, teller: u64) -> bool {
+        matches!(self.teller, Teller::Somebody { number, .. } if number == teller)
+    }
+
+    /// What teller `number` is to tell now; else it is woken when there is something, at the latest at a moment. Where
+    /// nothing is to come, or another has taken its place, it ends.
+    pub(super) fn tell(&mut self, number: u64, now: Instant, cx: &Context<'_>) -> Told {
+        if !self.is_told_by(number) {
+            return Told::Nothing;
         }
+        let exchange = self.line.exchange(now);
         let at = self.line.exchange_at();
-        self.teller = match at {
-            Some(at) => Teller::Until(Some(at), Some(cx.waker().clone())),
-            None => Teller::Nobody,
+        self.teller = match exchange.is_some() || at.is_some() {
+            true => Teller::Somebody { number, at, waker: at.map(|_| cx.waker().clone()), called: None },
+            false => Teller::Nobody,
         };
-        at.map_or(Told::Nothing, Told::At)
+        exchange.map(Told::Now).or(at.map(Told::At)).unwrap_or(Told::Nothing)
     }
 
-    /// The answer of the store.
+    /// The answer of the store to teller `number`.
     pub(super) fn exchanged(
         &mut self,
+        number: u64,
         answer: Result<Register, StoreError>,
         asked: Instant,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Option<Away> {
+        if !self.is_told_by(number) {
+            return None;
+        }
         let held = self.line.held_until();
         let away = self.line.exchanged(answer, asked, now);
         self.others_did(held, now, wakers);
         away
     }
 
-    /// The teller is gone with its runtime: who waits finds another.
-    pub(super) fn teller_lost(&mut self, asked: Option<Instant>, now: Instant, wakers: &mut Wakers) {
+    /// Teller `number` is gone with its runtime: who waits finds another.
+    pub(super) fn teller_lost(
+        &mut self,
+        number: u64,
+        asked: Option<Instant>,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
+        if !self.is_told_by(number) {
+            return;
+        }
         self.teller = Teller::Nobody;
         if let Some(asked) = asked {
             self.line.exchanged(Err(StoreError::Lost), asked, now);
@@ -310,7 +366,7 @@ impl Station {
                 wakers.add(waiter.waker.take());
             }
         }
-        let look_at = self.line.look_at();
+        let look_at = self.look_at();
         if let Some(first) = self.waiters.values_mut().find(|waiter| waiter.granted.is_none())
             && let Some(at) = look_at
         {

@@ -43,6 +43,8 @@ pub(super) struct Teller {
     throttle: Throttle,
     shared: Shared,
     key: Key,
+    /// Which of those who told of this station; another may have taken its place.
+    number: u64,
     /// The exchange under way, and when it began.
     exchange: Option<(Asking, Instant)>,
     timer: Option<Timer>,
@@ -53,9 +55,9 @@ type Asking = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send>>
 
 impl Teller {
     /// Starts one, where there is a runtime.
-    pub(super) fn start(throttle: &Throttle, shared: &Shared, key: Key) {
+    pub(super) fn start(throttle: &Throttle, shared: &Shared, key: Key, number: u64) {
         let (throttle, shared) = (throttle.clone(), shared.clone());
-        let teller = Teller { throttle, shared, key, exchange: None, timer: None, done: false };
+        let teller = Teller { throttle, shared, key, number, exchange: None, timer: None, done: false };
         // Without one it is dropped, and the next who comes tries again.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             drop(runtime.spawn(teller));
@@ -64,8 +66,9 @@ impl Teller {
 
     fn exchanged(&self, answer: Result<Register, StoreError>, asked: Instant) {
         let now = clock::now();
-        let exchanged =
-            self.throttle.at(self.key, |station, wakers| station.exchanged(answer, asked, now, wakers));
+        let exchanged = self
+            .throttle
+            .at(self.key, |station, wakers| station.exchanged(self.number, answer, asked, now, wakers));
         match exchanged.flatten() {
             Some(Away::Since(error)) => events::pace_alone(self.key, &error),
             Some(Away::Over) => events::pace_shared(self.key),
@@ -86,7 +89,7 @@ impl Future for Teller {
                 self.exchanged(answer, asked);
             }
             let now = clock::now();
-            let told = self.throttle.0.stations.find(self.key, |station| station.tell(now, cx));
+            let told = self.throttle.0.stations.find(self.key, |station| station.tell(self.number, now, cx));
             match told {
                 Some(Told::Now(exchange)) => match self.shared.exchange(self.key, exchange) {
                     Answer::Now(answer) => self.exchanged(answer, now),
@@ -113,7 +116,7 @@ impl Drop for Teller {
         if !self.done {
             let (now, asked) = (clock::now(), self.exchange.as_ref().map(|(_, asked)| *asked));
             let mut wakers = Wakers::default();
-            let lost = |station: &mut Station| station.teller_lost(asked, now, &mut wakers);
+            let lost = |station: &mut Station| station.teller_lost(self.number, asked, now, &mut wakers);
             self.throttle.0.stations.find(self.key, lost);
             // The runtime may be about to end: another is not for this one to start.
             wakers.wake();
