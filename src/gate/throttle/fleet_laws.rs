@@ -390,6 +390,49 @@ fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and
     }
 }
 
+/// Nothing is scarce.
+#[derive(Debug)]
+struct Open;
+
+impl Pace for Open {
+    fn share(&mut self, _: &mut Notes<'_>) -> bool {
+        true
+    }
+}
+
+#[test]
+fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
+    let now = clock::now() + Duration::from_secs(3600);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+    for line in [&mut one, &mut other] {
+        line.course.pace = Box::new(Open);
+    }
+    let mut told = Vec::new();
+    for step in 0..12_000_u32 {
+        // The other sends a hundred requests a second.
+        let now = now + Duration::from_millis(10) * step;
+        other.join(now);
+        let first = other.depart(now);
+        let flights = first.into_iter().chain(exchange(&mut other, &mut register, now));
+        for flight in flights.collect::<Vec<_>>() {
+            assert!(other.answered(flight, &Signal::default(), now).is_none());
+        }
+        if step == 100 {
+            // The one waits behind a hold, which is over soon, and is never heard of again.
+            exchange(&mut one, &mut register, now);
+            one.hold_until(now + INTERVAL, now);
+            one.join(now);
+            exchange(&mut one, &mut register, now);
+            let (version, value) = register.clone();
+            other.hear(Register { version, value, ..Register::default() }, now);
+        }
+        told.push(register.0);
+    }
+    let of_last_second = told[told.len() - 1] - told[told.len() - 101];
+    assert!(of_last_second <= 11, "{of_last_second} exchanges in a second");
+}
+
 /// It writes more than it reads.
 #[derive(Debug)]
 struct Forgetful(bool);

@@ -31,6 +31,9 @@ pub(super) struct Members {
 /// What a process has on its way counts for so long after it last said anything.
 const LONGEST_FLIGHT: Duration = Duration::from_secs(60);
 
+/// Who is first and does not take its turn for so long waits no more, though nobody wants to pass it.
+const LONGEST_TURN: Duration = Duration::from_secs(5);
+
 /// More is not read.
 const MOST: u64 = 100_000;
 
@@ -82,8 +85,13 @@ impl Members {
         }
     }
 
-    /// Forgets those who are of no more use, and answers who is first of all, `me` included.
-    pub(super) fn settle(&mut self, me: &Member, now: Instant) -> Option<Member> {
+    /// Forgets those who are of no more use, and answers who is first of all, `me` included. The line had this slot.
+    pub(super) fn settle(&mut self, me: &Member, slot: Option<Instant>, now: Instant) -> Option<Member> {
+        let is_over = |from: Instant| now.saturating_duration_since(from) >= LONGEST_TURN;
+        let gone = self.turn_from(slot).filter(|from| is_over(*from)).map(|_| self.first);
+        for other in self.others.iter_mut().filter(|other| Some(other.id) == gone) {
+            (other.waits, other.since) = (0, None);
+        }
         self.others.retain(|other| {
             let is_recent = now.saturating_duration_since(other.seen) < LONGEST_FLIGHT;
             other.is_waiting() || other.in_flight > 0 && is_recent

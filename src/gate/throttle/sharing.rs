@@ -147,6 +147,7 @@ impl Line {
         if self.exchange_at().is_none_or(|at| at > now) {
             return None;
         }
+        let slot = self.slot();
         let (members, grants) = self.let_leave(now);
         let waits = self.waiting.len() - grants;
         let next = self.waiting.values().nth(grants).map(|place| place.since);
@@ -163,7 +164,7 @@ impl Line {
             Attempt { asked: now, events: fleet.events.len(), grants, me, known: next, members, writes };
         let mut exchange = Exchange { seen: 0, value: None, tell: Tell::Nobody };
         if let Some(seen) = seen {
-            let first = attempt.members.settle(&me, now);
+            let first = attempt.members.settle(&me, slot, now);
             exchange.tell = match first {
                 _ if fleet.events.iter().any(Event::holds) => Tell::All,
                 Some(first) if first.id != me.id => Tell::One(first.address),
