@@ -136,3 +136,22 @@ async fn redis_sees_no_key_and_keeps_nothing_for_ever() {
     let left: i64 = redis::cmd("PTTL").arg(&names[0]).query_async(&mut connection).await.unwrap();
     assert!((1..=3_600_000).contains(&left), "{left}");
 }
+
+#[tokio::test]
+async fn a_register_of_which_nothing_makes_sense_is_made_anew() {
+    let server = RedisServer::start().unwrap();
+    process(&server, None).acquire(Key::ALL).await.unwrap().answered(&left(5));
+    sleep(millis(400)).await;
+    let names: Vec<String> = server.command(&["KEYS", "*"]);
+    for garbage in [
+        "\x01",
+        "\x01aaaaaaa",
+        "\x01aaaaaaabbbbbbbccccccccccc",
+        "\x01\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f",
+    ] {
+        let () = server.command(&["SET", &names[0], garbage]);
+        let late = process(&server, None);
+        let permit = tokio::time::timeout(Duration::from_secs(20), late.acquire(Key::ALL)).await;
+        permit.expect("it leaves").unwrap().answered(&left(5));
+    }
+}

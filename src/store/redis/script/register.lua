@@ -8,6 +8,8 @@
 
 local VERSION, REGISTER = 1, 2
 local HEAD, HEAD_SIZE = '<BI7I7', 15
+-- Beyond, numbers are no longer exact.
+local EXACT = 2 ^ 53
 
 local raw = redis.call('TIME')
 raw = raw[1] * 1000000 + raw[2]
@@ -20,11 +22,17 @@ end
 local s = redis.call('GET', KEYS[1])
 local version, at = 0, raw
 if s then
-  format = string.byte(s)
-  if format ~= VERSION or #s < HEAD_SIZE then
+  format = string.byte(s) or 0
+  if format ~= VERSION then
     return redis.error_reply('TOLLGATE this register has format ' .. format .. ', this release understands ' .. VERSION)
   end
-  format, version, at = struct.unpack(HEAD, s)
+  if #s >= HEAD_SIZE then
+    format, version, at = struct.unpack(HEAD, s)
+  end
+  if #s < HEAD_SIZE or version >= EXACT then
+    -- Nothing that was written here: the next is made anew.
+    s, version, at = nil, 0, raw
+  end
 end
 
 if writes == 1 and seen == version then
