@@ -66,7 +66,7 @@ async fn many_processes_are_refused_hardly_more_often_than_one_and_keep_going_wi
     let mut server = RedisServer::start().unwrap();
     let processes: Vec<_> = (0..30).map(|_| process(&server, Some("only we know"))).collect();
     let bucket = Arc::new(Mutex::new(Bucket { tokens: 0.0, last: Instant::now(), accepted: 0, refused: 0 }));
-    let end = Instant::now() + Duration::from_secs(15);
+    let end = Instant::now() + Duration::from_secs(21);
     let calls: Vec<_> = processes.iter().map(|_| Arc::new(AtomicUsize::new(0))).collect();
     let calling = processes.iter().zip(&calls).map(|(throttle, calls)| {
         let (throttle, bucket, calls) = (throttle.clone(), bucket.clone(), calls.clone());
@@ -81,15 +81,20 @@ async fn many_processes_are_refused_hardly_more_often_than_one_and_keep_going_wi
         })
     });
     let calling: Vec<_> = calling.collect();
-    sleep(Duration::from_secs(6)).await;
-    let (accepted, refused) = {
+    let count = || {
         let bucket = bucket.lock().unwrap();
         (bucket.accepted, bucket.refused)
     };
+    // Whoever begins at a bucket that holds little takes others to be there, and finds out.
+    sleep(Duration::from_secs(6)).await;
+    let (before, refused) = count();
+    assert!(refused <= 6, "{refused} refused of {before}");
+    sleep(Duration::from_secs(6)).await;
+    let (accepted, refused) = count();
     assert!(refused <= 6, "{refused} refused of {accepted}");
-    assert!(accepted >= 60, "{accepted} of 120");
+    assert!(accepted >= before + 60, "{accepted} of 120 after {before}");
     let calls: Vec<_> = calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect();
-    assert!(calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 2, "{calls:?}");
+    assert!(calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 3, "{calls:?}");
 
     // Each goes on for itself.
     server.kill();
