@@ -36,6 +36,8 @@ use crate::clock;
 /// ```
 #[derive(Debug)]
 pub struct Notes<'a> {
+    /// What moments count from.
+    origin: Instant,
     now: Instant,
     side: Side<'a>,
 }
@@ -52,7 +54,7 @@ const SIZE: usize = 8;
 impl Notes<'_> {
     /// What `share` names, as bytes. Moments count from `now`.
     pub fn write(now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> Vec<u8> {
-        let mut notes = Notes { now, side: Side::Write(Vec::new()) };
+        let mut notes = Notes { origin: now, now, side: Side::Write(Vec::new()) };
         share(&mut notes);
         match notes.side {
             Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
@@ -63,7 +65,17 @@ impl Notes<'_> {
     /// Reads what was written in the place of what `share` names; moments count from `now`. Answers whether there was just
     /// so much, and nothing that makes no sense; if not, some of it may have been read.
     pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> bool {
-        let mut notes = Notes { now, side: Side::Read { left: written, sound: true } };
+        Notes::read_from(written, now, now, share)
+    }
+
+    /// The same; moments count from another than that at which it is read.
+    pub(crate) fn read_from(
+        written: &[u8],
+        origin: Instant,
+        now: Instant,
+        share: impl FnOnce(&mut Notes<'_>),
+    ) -> bool {
+        let mut notes = Notes { origin, now, side: Side::Read { left: written, sound: true } };
         share(&mut notes);
         matches!(notes.side, Side::Read { left: [], sound: true })
     }
@@ -108,15 +120,15 @@ impl Notes<'_> {
 
     /// A moment, or none.
     pub fn moment(&mut self, moment: &mut Option<Instant>) {
-        let mut ahead = moment.map(|moment| match moment.checked_duration_since(self.now) {
+        let mut ahead = moment.map(|moment| match moment.checked_duration_since(self.origin) {
             Some(ahead) => ahead.as_secs_f64(),
-            None => -self.now.duration_since(moment).as_secs_f64(),
+            None => -self.origin.duration_since(moment).as_secs_f64(),
         });
         self.maybe(&mut ahead);
         if let Side::Read { .. } = self.side {
             *moment = ahead.and_then(|ahead| {
                 let span = Duration::try_from_secs_f64(ahead.abs()).ok()?;
-                if ahead < 0.0 { self.now.checked_sub(span) } else { self.now.checked_add(span) }
+                if ahead < 0.0 { self.origin.checked_sub(span) } else { self.origin.checked_add(span) }
             });
         }
     }

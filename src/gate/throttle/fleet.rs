@@ -18,6 +18,9 @@ pub(super) struct Fleet {
     /// shared all are seen by the same.
     pub(super) known: Option<Instant>,
     pub(super) members: Members,
+    /// What its moments count from, by the clock of this process. Each process keeps to what it found first: else each
+    /// change would move all moments by what is not known of a trip.
+    pub(super) origin: Option<Instant>,
     /// The version of the register that is known.
     pub(super) version: Option<u64>,
     /// When it was known to be so.
@@ -87,12 +90,16 @@ pub(super) struct Exchange {
 const GRACE: Duration = Duration::from_millis(250);
 const MOST_GRACES: u32 = 8;
 
+/// By so much may a moment seem to be another than it was known to be, in a trip that takes long.
+const APART: Duration = Duration::from_millis(250);
+
 impl Fleet {
     pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
         Fleet {
             me: Member { id, address, in_flight: 0, waits: 0, since: None, seen: now },
             known: None,
             members: Members::default(),
+            origin: None,
             version: None,
             known_at: now,
             events: Vec::new(),
@@ -137,6 +144,17 @@ impl Fleet {
         self.me.since.filter(|_| self.known == Some(since)).unwrap_or(since)
     }
 
+    /// What the moments of a register count from that was written at this moment.
+    pub(super) fn origin_of(&mut self, value: &[u8], written_at: Instant) -> Instant {
+        let first = value.first_chunk().map(|first| f64::from_le_bytes(*first));
+        let since = first.and_then(|first| Duration::try_from_secs_f64(first).ok()).unwrap_or_default();
+        let seen = written_at.checked_sub(since).unwrap_or(written_at);
+        let apart = |known: Instant| seen.max(known) - seen.min(known);
+        // Another register, or a clock that was stepped or drifts.
+        let known = self.origin.filter(|known| apart(*known) < APART);
+        *self.origin.insert(known.unwrap_or(seen))
+    }
+
     pub(super) fn touch(&mut self, now: Instant) {
         self.untold_since.get_or_insert(now);
     }
@@ -157,4 +175,26 @@ impl Fleet {
 pub(super) enum Away {
     Since(StoreError),
     Over,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pace::Notes;
+
+    #[test]
+    fn moments_stay_where_they_are_however_long_trips_take() {
+        let start = clock::now() + Duration::from_secs(7200);
+        let mut fleet = Fleet::new(1, 1, start);
+        let written =
+            |millis: u32| Notes::write(start, |notes| notes.number(&mut (f64::from(millis) / 1000.0)));
+        let at = |millis: u64| start + Duration::from_millis(millis);
+        assert_eq!(fleet.origin_of(&written(5000), at(5003)), at(3));
+        for (written_at, late) in [(6000, 40), (3_000_000, 0), (3_000_500, 200)] {
+            assert_eq!(fleet.origin_of(&written(written_at), at(u64::from(written_at) + late)), at(3));
+        }
+        // Made anew by another, whose moments count from another one.
+        assert_eq!(fleet.origin_of(&written(1000), at(3_600_000)), at(3_599_000));
+        assert_eq!(fleet.origin_of(&[], at(7_200_000)), at(7_200_000), "where there is none it begins now");
+    }
 }

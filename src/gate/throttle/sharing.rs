@@ -171,8 +171,10 @@ impl Line {
                 _ => Tell::Nobody,
             };
             exchange.seen = seen;
-            let written_at = clock::after(now, fleet.trip / 2);
-            exchange.value = Some(Notes::write(written_at, |notes| {
+            let mut written_at = Some(clock::after(now, fleet.trip / 2));
+            let origin = *fleet.origin.get_or_insert(now);
+            exchange.value = Some(Notes::write(origin, |notes| {
+                notes.moment(&mut written_at);
                 attempt.members.share(&me, notes);
                 self.course.share(notes);
             }));
@@ -309,7 +311,9 @@ impl Line {
         let mut members = Members::default();
         let me = fleet.me;
         let known = Notes::write(now, |notes| _ = self.course.share(notes));
-        let is_sound = Notes::read(&register.value, written_at, |notes| {
+        let origin = fleet.origin_of(&register.value, written_at);
+        let is_sound = Notes::read_from(&register.value, origin, written_at, |notes| {
+            notes.moment(&mut None);
             members.share(&me, notes);
             self.course.share(notes);
         });

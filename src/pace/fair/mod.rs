@@ -324,6 +324,11 @@ impl Pace for Fair {
 
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let now = traffic.now;
+        if self.last_answer.is_some_and(|last| now < last) {
+            // Told late by another process: what is known is newer.
+            self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
+            return;
+        }
         let before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
