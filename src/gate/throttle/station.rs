@@ -32,12 +32,12 @@ pub(super) struct Station {
     waiters: BTreeMap<Number, Waiter>,
     last_used: Instant,
     /// Who tells the others, where the line is shared.
-    teller: Teller,
+    teller: Telling,
 }
 
 /// Whether somebody tells the others of what happens here.
 #[derive(Debug)]
-enum Teller {
+enum Telling {
     Nobody,
     Somebody {
         number: u64,
@@ -87,7 +87,7 @@ pub(super) enum Joined {
 
 impl Station {
     pub(super) fn new(line: Line, now: Instant) -> Self {
-        Station { line, waiters: BTreeMap::new(), last_used: now, teller: Teller::Nobody }
+        Station { line, waiters: BTreeMap::new(), last_used: now, teller: Telling::Nobody }
     }
 
     /// One arrives, who can wait until `latest`.
@@ -231,11 +231,11 @@ impl Station {
         if self.teller_is_late(now) {
             // Its runtime is there and does nothing; or the store does not answer.
             self.line.exchanged(Err(StoreError::Lost), now, now);
-            self.teller = Teller::Nobody;
+            self.teller = Telling::Nobody;
             self.tend(now, None, wakers);
         }
         let due = self.line.exchange_at()?;
-        if let Teller::Somebody { at, waker, called, .. } = &mut self.teller {
+        if let Telling::Somebody { at, waker, called, .. } = &mut self.teller {
             if at.is_none_or(|at| due < at) {
                 wakers.add(waker.take());
             }
@@ -245,13 +245,13 @@ impl Station {
             return None;
         }
         let number = dice();
-        self.teller = Teller::Somebody { number, at: None, waker: None, called: Some(now) };
+        self.teller = Telling::Somebody { number, at: None, waker: None, called: Some(now) };
         Some(number)
     }
 
     /// From when it is too late for who tells the others to come.
     fn teller_comes_by(&self) -> Option<Instant> {
-        let Teller::Somebody { called, .. } = &self.teller else { return None };
+        let Telling::Somebody { called, .. } = &self.teller else { return None };
         match self.line.asked_at() {
             Some(asked) => Some(clock::after(asked, ANSWERS)),
             None => called.or(self.line.exchange_at()).map(|due| clock::after(due, COMES)),
@@ -259,7 +259,7 @@ impl Station {
     }
 
     fn teller_is_late(&self, now: Instant) -> bool {
-        let is_called = matches!(self.teller, Teller::Somebody { called: Some(_), .. });
+        let is_called = matches!(self.teller, Telling::Somebody { called: Some(_), .. });
         (is_called || self.line.asked_at().is_some()) && self.teller_comes_by().is_some_and(|by| by <= now)
     }
 
@@ -269,7 +269,7 @@ impl Station {
     }
 
     fn is_told_by(&self, teller: u64) -> bool {
-        matches!(self.teller, Teller::Somebody { number, .. } if number == teller)
+        matches!(self.teller, Telling::Somebody { number, .. } if number == teller)
     }
 
     /// What teller `number` is to tell now; else it is woken when there is something, at the latest at a moment. Where
@@ -281,8 +281,8 @@ impl Station {
         let exchange = self.line.exchange(now);
         let at = self.line.exchange_at();
         self.teller = match exchange.is_some() || at.is_some() {
-            true => Teller::Somebody { number, at, waker: at.map(|_| cx.waker().clone()), called: None },
-            false => Teller::Nobody,
+            true => Telling::Somebody { number, at, waker: at.map(|_| cx.waker().clone()), called: None },
+            false => Telling::Nobody,
         };
         exchange.map(Told::Now).or(at.map(Told::At)).unwrap_or(Told::Nothing)
     }
@@ -316,7 +316,7 @@ impl Station {
         if !self.is_told_by(number) {
             return;
         }
-        self.teller = Teller::Nobody;
+        self.teller = Telling::Nobody;
         if let Some(asked) = asked {
             self.line.exchanged(Err(StoreError::Lost), asked, now);
         }
