@@ -21,7 +21,7 @@ use trust::Trust;
 ///
 /// # How it works
 ///
-/// Its unit is the token time `t0` = window / limit, one token's worth of time. Its state, for one key in one process:
+/// Its unit is the token time `t0` = window / limit, one token's worth of time. Its state, for one key in one process or in a fleet that shares it:
 ///
 /// | | starts as | is |
 /// |---|---|---|
