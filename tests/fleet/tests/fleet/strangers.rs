@@ -14,7 +14,8 @@ const WINDOWS: usize = 10;
 
 #[test]
 fn strangers_are_left_what_they_use() {
-    let _turn = busy_turn();
+    // What a busy machine adds to the way is refused by an upstream without slack.
+    let _turn = turn();
     once_in_three(look);
 }
 
