@@ -29,14 +29,14 @@ const BUCKET: u8 = 2;
 const FIXED: u8 = 3;
 
 /// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it stands for never.
-pub(super) const NEVER: u64 = 1 << 53;
+const NEVER: u64 = 1 << 53;
 
 /// The most permits that one call gives back; the script must not keep the server long.
 pub(super) const MOST_RETURNS: usize = 256;
 
 // ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-struct Call(Vec<u8>);
+pub(super) struct Call(pub(super) Vec<u8>);
 
 impl Call {
     /// What all calls begin with.
@@ -53,7 +53,7 @@ impl Call {
         call
     }
 
-    fn byte(&mut self, value: u8) {
+    pub(super) fn byte(&mut self, value: u8) {
         self.0.push(value);
     }
 
@@ -65,7 +65,7 @@ impl Call {
         self.0.extend(value.to_le_bytes());
     }
 
-    fn long(&mut self, value: u64) {
+    pub(super) fn long(&mut self, value: u64) {
         self.0.extend(&value.min(NEVER).to_le_bytes()[..7]);
     }
 
@@ -238,7 +238,7 @@ impl std::fmt::Display for Garbled {
 
 impl std::error::Error for Garbled {}
 
-struct Answer<'a>(&'a [u8]);
+pub(super) struct Answer<'a>(pub(super) &'a [u8]);
 
 impl Answer<'_> {
     fn number(&mut self, bytes: usize) -> Result<u64, Garbled> {
@@ -249,7 +249,7 @@ impl Answer<'_> {
         Ok(u64::from_le_bytes(le))
     }
 
-    fn byte(&mut self) -> Result<u8, Garbled> {
+    pub(super) fn byte(&mut self) -> Result<u8, Garbled> {
         self.number(1).map(|byte| byte as u8)
     }
 
@@ -257,11 +257,11 @@ impl Answer<'_> {
         self.number(4).map(|int| int as u32)
     }
 
-    fn long(&mut self) -> Result<u64, Garbled> {
+    pub(super) fn long(&mut self) -> Result<u64, Garbled> {
         self.number(7)
     }
 
-    fn span(&mut self) -> Result<Duration, Garbled> {
+    pub(super) fn span(&mut self) -> Result<Duration, Garbled> {
         self.long().map(Duration::from_micros)
     }
 
@@ -276,7 +276,7 @@ impl Answer<'_> {
         }
     }
 
-    fn version(&mut self) -> Result<(), Garbled> {
+    pub(super) fn version(&mut self) -> Result<(), Garbled> {
         if self.byte()? == VERSION { Ok(()) } else { Err(Garbled) }
     }
 }
