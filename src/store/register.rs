@@ -74,8 +74,7 @@ impl Registers {
         let kind = change.kind;
         let key = change.key.and(kind.to_le_bytes());
         let Some(value) = &change.value else {
-            let read = |kept: &mut Kept| kept.read(kind, now);
-            let read = self.kept.find(key, read);
+            let read = self.kept.find(key, |kept| kept.read(kind, now));
             return Ok(read.unwrap_or(Register { kind, ..Register::default() }));
         };
         let make = || Kept { version: 0, value: Vec::new(), changed: now, until: now };
@@ -85,9 +84,8 @@ impl Registers {
             make,
             |_, _| (),
             |kept| {
-                let register = kept.read(kind, now);
-                if register.version != change.seen {
-                    return register;
+                if kept.version_at(now) != change.seen {
+                    return kept.read(kind, now);
                 }
                 kept.version = 1 + self.versions.fetch_add(1, Ordering::Relaxed);
                 kept.value.clone_from(value);
@@ -105,8 +103,13 @@ impl Registers {
 }
 
 impl Kept {
+    /// The version; 0 once its life is over.
+    fn version_at(&self, now: Micros) -> u64 {
+        if self.until <= now { 0 } else { self.version }
+    }
+
     fn read(&self, kind: u64, now: Micros) -> Register {
-        if self.until <= now {
+        if self.version_at(now) == 0 {
             return Register { kind, ..Register::default() };
         }
         let age = Duration::from_micros(now.saturating_sub(self.changed));

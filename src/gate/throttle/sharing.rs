@@ -60,10 +60,8 @@ impl Line {
 
     /// Whether the others are yet to say whether the first who waits here may leave.
     pub(super) fn is_asking(&self) -> bool {
-        let first = self.waiting.first_key_value().map(|(_, place)| place.since);
-        self.fleet
-            .as_ref()
-            .is_some_and(|fleet| !fleet.is_away() && (fleet.attempt.is_some() || fleet.known != first))
+        let is_told = |fleet: &Fleet| fleet.attempt.is_none() && fleet.known == self.first_since();
+        self.fleet.as_ref().is_some_and(|fleet| !fleet.is_away() && !is_told(fleet))
     }
 
     /// Takes a departure that is in the register.
@@ -114,7 +112,7 @@ impl Line {
 
     /// When what happened here is to be told.
     fn told_at(&self, fleet: &Fleet) -> Option<Instant> {
-        let first = self.waiting.first_key_value().map(|(_, place)| place.since);
+        let first = self.first_since();
         if fleet.known != first {
             // Another waits here than the others know.
             return Some(fleet.known_at);
@@ -127,10 +125,15 @@ impl Line {
         Some(if is_calm { clock::after(since, gathering) } else { since })
     }
 
+    /// Since when the first waits who waits here.
+    fn first_since(&self) -> Option<Instant> {
+        self.waiting.first_key_value().map(|(_, place)| place.since)
+    }
+
     /// When it may be the turn of the first who waits here.
     fn turn_at(&self, fleet: &Fleet) -> Option<Instant> {
-        let (_, first) = self.waiting.first_key_value()?;
-        let before = fleet.members.before(fleet.place(first.since), fleet.me.id).count();
+        let first = self.first_since()?;
+        let before = fleet.members.before(fleet.place(first), fleet.me.id).count();
         let slot = self.slot();
         if before == 0 {
             return Some(slot.unwrap_or(fleet.known_at));
