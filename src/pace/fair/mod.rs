@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::reading::{Told, wait_said};
 use super::{Call, Dice, LONGEST, Notes, Pace, Pause, Reply, Traffic, seconds, span};
 use scale::Scale;
-use trust::Trust;
+use trust::{Trust, Word};
 
 /// Learns how many equal competitors share the limit, and takes one fair share. The recommended pace.
 ///
@@ -67,7 +67,8 @@ use trust::Trust;
 ///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
 ///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace, and
 ///   who was refused in the old one comes within one share of the new.
-/// - **A Remaining that is missing, negative, larger than the limit, or always the same** is not believed (the same though more or
+/// - **A Remaining that is missing, negative, larger than the limit all of a sudden, or always the same** is not believed
+///   (a bucket may hold more than the limit, where that is a speed, but comes to it by and by; the same though more or
 ///   less came than we took, or always 0: who takes just what comes sees no change); `m` takes over
 ///   at the interval that was reached. Where it speaks for the first time only after refusals that were silent, what `m`
 ///   has learned becomes `n`.
@@ -245,7 +246,8 @@ impl Fair {
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
-        let believed = self.trust.believe(told.remaining, limit, passed, self.scale.token_time, now);
+        let word = Word { remaining: told.remaining, limit, passed, sent, now };
+        let believed = self.trust.believe(word, self.scale.token_time);
         match (was_blind, self.trust.is_silent()) {
             (false, true) => {
                 let since = self.last_refusal.map(|last| seconds(last, now) / self.scale.token_time);
@@ -326,6 +328,7 @@ impl Pace for Fair {
         let now = traffic.now;
         if self.last_answer.is_some_and(|last| now < last) {
             // Told late by another process: what is known is newer.
+            self.trust.passed();
             self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
             return;
         }

@@ -9,11 +9,36 @@ use super::super::{Notes, seconds};
 pub(super) struct Trust {
     /// How often running it was missing.
     missing: u32,
-    /// How often running it was the same in answers that were no refusals, and since when.
+    /// What was said last, and when, whether or not it was believed.
+    said: Option<(f64, Instant)>,
+    /// What was said last of what was believed, how often running, and since when.
+    last: Option<f64>,
     same: u32,
     same_since: Option<Instant>,
-    last: Option<f64>,
+    /// How many of our requests passed since then.
+    taken: u32,
+    /// How many tokens may have come on the longest way of an answer since then: nobody knows when it was judged.
+    blur: f64,
     silent: bool,
+}
+
+/// An answer, as far as it matters here.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Word {
+    pub(super) remaining: Option<f64>,
+    pub(super) limit: Option<f64>,
+    pub(super) passed: bool,
+    pub(super) sent: Instant,
+    pub(super) now: Instant,
+}
+
+impl Word {
+    /// Whether so much can be left, where it may have come to `by_now` by and by: more than the limit can if the limit is the
+    /// speed at which a larger bucket fills.
+    fn can_be(&self, remaining: f64, by_now: f64) -> bool {
+        let most = self.limit.map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
+        (0.0..=most).contains(&remaining)
+    }
 }
 
 /// So often running, it means something.
@@ -22,17 +47,12 @@ const OFTEN: u32 = 8;
 const STRANGE: f64 = 2.0;
 
 impl Trust {
-    /// What can be believed of an answer that says `remaining` of `limit`, where a token comes each `token_time` seconds.
-    pub(super) fn believe(
-        &mut self,
-        remaining: Option<f64>,
-        limit: Option<f64>,
-        passed: bool,
-        token_time: f64,
-        now: Instant,
-    ) -> Option<f64> {
-        let most = limit.map_or(f64::INFINITY, |limit| limit * 1.01 + 1.0);
-        let Some(remaining) = remaining.filter(|remaining| (0.0..=most).contains(remaining)) else {
+    /// What can be believed of what is said to be left, where a token comes each `token_time` seconds.
+    pub(super) fn believe(&mut self, word: Word, token_time: f64) -> Option<f64> {
+        let Word { remaining, passed, sent, now, .. } = word;
+        let before = std::mem::replace(&mut self.said, remaining.map(|remaining| (remaining, now)));
+        let by_now = before.map_or(0.0, |(said, at)| said + seconds(at, now) / token_time + STRANGE);
+        let Some(remaining) = remaining.filter(|remaining| word.can_be(*remaining, by_now)) else {
             self.missing = self.missing.saturating_add(1);
             self.silent |= self.missing >= OFTEN;
             return None;
@@ -43,22 +63,36 @@ impl Trust {
                 self.last = Some(remaining);
                 self.same = u32::from(passed);
                 self.same_since = Some(now);
+                (self.taken, self.blur) = (0, 0.0);
             }
         } else if passed {
             self.same = self.same.saturating_add(1);
         }
+        self.taken = self.taken.saturating_add(u32::from(passed));
+        self.blur = self.blur.max(seconds(sent, now) / token_time);
         let came = self.same_since.map_or(0.0, |since| seconds(since, now)) / token_time;
-        let is_strange = remaining < 1.0 || (came - f64::from(self.same)).abs() >= STRANGE;
+        let is_strange = remaining < 1.0 || (came - f64::from(self.taken)).abs() >= STRANGE + self.blur;
         self.silent = self.same >= OFTEN && (self.silent || is_strange);
         (!self.silent).then_some(remaining)
+    }
+
+    /// A request passed of which nothing is heard but that.
+    pub(super) fn passed(&mut self) {
+        self.taken = self.taken.saturating_add(1);
     }
 
     /// All of it, to be written or read.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
         notes.small(&mut self.missing);
+        let (mut said, mut at) = self.said.unzip();
+        notes.maybe(&mut said);
+        notes.moment(&mut at);
+        self.said = said.zip(at);
+        notes.maybe(&mut self.last);
         notes.small(&mut self.same);
         notes.moment(&mut self.same_since);
-        notes.maybe(&mut self.last);
+        notes.small(&mut self.taken);
+        notes.number(&mut self.blur);
         notes.flag(&mut self.silent);
     }
 
@@ -75,7 +109,7 @@ mod tests {
     use super::*;
     use crate::clock;
 
-    /// A token comes each second, and an answer each so many.
+    /// A token comes each second, and an answer each so many; the limit is 10.
     struct Talk {
         trust: Trust,
         now: Instant,
@@ -89,7 +123,19 @@ mod tests {
 
         fn believes(&mut self, remaining: impl Into<Option<f64>>, passed: bool) -> Option<f64> {
             self.now += Duration::from_secs(self.seconds);
-            self.trust.believe(remaining.into(), Some(10.0), passed, 1.0, self.now)
+            self.believes_after(Duration::ZERO, remaining, passed)
+        }
+
+        /// The answer was on its way for so long.
+        fn believes_after(
+            &mut self,
+            trip: Duration,
+            remaining: impl Into<Option<f64>>,
+            passed: bool,
+        ) -> Option<f64> {
+            let now = self.now;
+            let word = Word { remaining: remaining.into(), limit: Some(10.0), passed, sent: now - trip, now };
+            self.trust.believe(word, 1.0)
         }
     }
 
@@ -97,7 +143,7 @@ mod tests {
     fn what_is_missing_wrong_or_always_the_same_falls_silent_until_it_speaks_again() {
         let mut talk = Talk::each(2);
         assert_eq!(talk.believes(7.0, true), Some(7.0));
-        for wrong in [None, Some(-1.0), Some(12.0), Some(f64::NAN), Some(f64::INFINITY), None, None] {
+        for wrong in [None, Some(-1.0), Some(99.0), Some(f64::NAN), Some(f64::INFINITY), None, None] {
             assert_eq!((talk.believes(wrong, true), talk.trust.is_silent()), (None, false));
         }
         assert_eq!((talk.believes(None, false), talk.trust.is_silent()), (None, true));
@@ -120,5 +166,39 @@ mod tests {
         let mut talk = Talk::each(1);
         let believed: Vec<_> = (0..10).map(|_| talk.believes(0.0, true)).collect();
         assert_eq!((believed[6], believed[7], believed[9]), (Some(0.0), None, None));
+    }
+
+    #[test]
+    fn an_answer_that_took_long_and_one_that_is_told_late_make_nothing_strange() {
+        let mut talk = Talk::each(1);
+        for round in 0..100 {
+            // Now and then all stands still for some token times, and the answers of that time come at once.
+            if round % 20 == 10 {
+                talk.now += Duration::from_secs(4);
+                for late in (0..4).rev() {
+                    let trip = Duration::from_secs(late);
+                    assert_eq!(talk.believes_after(trip, 7.0, true), Some(7.0), "{round}");
+                }
+            }
+            // Or another process tells late of its own.
+            if round % 20 == 15 {
+                talk.now += Duration::from_secs(3);
+                (0..3).for_each(|_| talk.trust.passed());
+            }
+            assert_eq!(talk.believes(7.0, true), Some(7.0), "{round}");
+        }
+    }
+
+    #[test]
+    fn a_bucket_may_hold_more_than_the_limit_but_not_all_of_a_sudden() {
+        let mut talk = Talk::each(1);
+        assert_eq!(talk.believes(40.0, true), None);
+        assert_eq!(talk.believes(39.0, true), Some(39.0));
+        assert_eq!(talk.believes(5.0, true), Some(5.0));
+        assert_eq!(talk.believes(40.0, true), None);
+        let mut talk = Talk::each(1);
+        for left in 8..100 {
+            assert_eq!(talk.believes(f64::from(left), true), Some(f64::from(left)));
+        }
     }
 }
