@@ -197,8 +197,8 @@ async fn where_nothing_is_scarce_nobody_waits_for_the_store() {
     let bucket = Bucket::new(1e6, 1000.0, 1e6);
     let Outcome { accepted, refused, exchanges, longest, .. } = run(10, remote, bucket).await;
     assert_eq!(refused, 0);
-    // The first of each asks.
-    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    // The first of each asks, and they come together. Who then tells later than others is not to wait for it.
+    assert!(longest < Duration::from_secs(2), "{longest:?}");
     assert!(accepted >= 111_000, "{accepted} of 112,500: somebody waits");
     assert!(exchanges < accepted as u64 * 2, "{exchanges}");
 }

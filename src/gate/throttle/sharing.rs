@@ -25,8 +25,8 @@ const GATHERING: Duration = Duration::from_millis(100);
 const LONGEST_GATHERING: Duration = Duration::from_secs(1);
 /// For so long after it was seen nobody needs to ask whether nothing is scarce.
 const FRESH: Duration = Duration::from_secs(2);
-/// How much room there must be for others who leave without asking: so many times as many requests as are on their way,
-/// for they may have ended and others have left before anybody hears of it.
+/// How much room there must be for others who leave without asking: all who wait, and so many times as many as are on their
+/// way, for they may have ended and others have left before anybody hears of it.
 const ROOM: usize = 4;
 /// Between tries to reach a store that is away, up to a few seconds.
 const REST: Duration = Duration::from_millis(100);
@@ -51,11 +51,11 @@ impl Line {
     /// Whether a request may leave here without the others: the line goes by itself, or nothing is scarce.
     pub(super) fn is_free(&self, now: Instant) -> bool {
         let Some(fleet) = &self.fleet else { return true };
-        let in_flight = ROOM * (self.crowd().in_flight + 2);
+        let Crowd { waiting, in_flight } = self.crowd();
         fleet.is_away()
             || fleet.version.is_some()
                 && now.saturating_duration_since(fleet.known_at) < FRESH
-                && self.course.is_open(in_flight, now)
+                && self.course.is_open(ROOM * (in_flight + 2) + waiting, now)
     }
 
     /// Whether the others are yet to say whether the first who waits here may leave.
@@ -106,8 +106,10 @@ impl Line {
     /// When an exchange is due, if nothing else happens before.
     pub(super) fn exchange_at(&self) -> Option<Instant> {
         let fleet = self.fleet.as_ref().filter(|fleet| fleet.attempt.is_none())?;
-        let due = self.told_at(fleet).into_iter().chain(self.turn_at(fleet)).min()?;
-        Some(fleet.rests_until.map_or(due, |until| due.max(until)))
+        let rested = |at: Instant| fleet.rests_until.map_or(at, |until| at.max(until));
+        // Whose turn it is does not rest, for it is but one at a time.
+        let turn_at = self.turn_at(fleet).map(|at| if fleet.is_away() { rested(at) } else { at });
+        self.told_at(fleet).map(rested).into_iter().chain(turn_at).min()
     }
 
     /// When what happened here is to be told.
@@ -272,7 +274,9 @@ impl Line {
                 if fleet.conflicts % TRIES == 0 {
                     let span =
                         fleet.trip.saturating_mul(4_u32.pow((fleet.conflicts / TRIES).min(MOST_RESTS)));
-                    fleet.rest(now, span.mul_f64(self.dice.roll()));
+                    // By then each of those who are known would have had its turn.
+                    let all = fleet.trip.saturating_mul(fleet.company()).max(LONGEST_GATHERING);
+                    fleet.rest(now, span.min(all).mul_f64(self.dice.roll()));
                 }
             }
             let made_at = now.checked_sub(trip / 2).unwrap_or(now);
