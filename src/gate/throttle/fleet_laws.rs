@@ -293,8 +293,8 @@ proptest! {
     ) {
         let world = World::play(seed, Network { trip, lost: 0.0, lost_news: 0.0 }, steps);
         world.all_have_left()?;
-        // A trip is known to a half of it, in each of some exchanges.
-        let blur = Duration::from_millis(4 * trip);
+        // A trip is known to a half of it there and back, and each of five may know the moments from another.
+        let blur = Duration::from_millis(6 * trip);
         for pair in world.left.windows(2) {
             prop_assert!(pair[1].0 - pair[0].0 + blur >= INTERVAL, "one slot was taken twice");
             let late = Duration::from_millis(40 * trip);
