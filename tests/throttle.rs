@@ -289,7 +289,7 @@ async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
 async fn it_goes_together_with_a_known_limit_and_errors_stay_flat() {
     let upstream = Upstream::answering([ok(), limited("5")]);
     let known = RateLimitLayer::builder(Quota::per_second(1)).max_hold(ms(0)).build().unwrap();
-    let learned = AdaptiveThrottleLayer::builder().max_wait(ms(4000)).build().unwrap();
+    let learned = AdaptiveThrottleLayer::builder().max_wait(ms(3000)).build().unwrap();
     let service = ServiceBuilder::new().layer(known).layer(learned).service(upstream.clone());
     soon(service.clone().oneshot(get("/"))).await.unwrap();
     assert_eq!(soon(service.clone().oneshot(get("/"))).await.unwrap().status(), 429);
