@@ -39,8 +39,16 @@ const LASTS: Duration = ms(500);
 const LIMIT: u32 = 50;
 
 fn limiter(url: &str, quota: Quota) -> Limiter {
-    let store = Arc::new(RedisStore::new(url).unwrap());
-    RateLimitLayer::builder(quota).store(store).max_wait(Duration::ZERO).build().unwrap().limiter()
+    over(RedisStore::new(url).unwrap(), quota)
+}
+
+/// One that looks at what others did, and has the time for it.
+fn judge(url: &str) -> Limiter {
+    over(RedisStore::builder(url).store_timeout(Duration::from_secs(10)).build().unwrap(), Quota::per_hour(5))
+}
+
+fn over(store: RedisStore, quota: Quota) -> Limiter {
+    RateLimitLayer::builder(quota).store(Arc::new(store)).max_wait(Duration::ZERO).build().unwrap().limiter()
 }
 
 /// A number from the environment.
@@ -216,7 +224,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
         }
         measured.failed += bad.len();
         // Who was not told that it was done may have it done; nobody twice.
-        let judge = limiter(&site.server.lock().unwrap().url(), Quota::per_hour(5));
+        let judge = judge(&site.server.lock().unwrap().url());
         for call in bad {
             let used = judge.peek(call.key).await.unwrap().limits[0].used;
             measured.twice += usize::from(used > 1);
@@ -332,7 +340,7 @@ async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
     const STORES: usize = 10;
     const EACH: usize = 100;
     let server = RedisServer::start().unwrap();
-    let direct = limiter(&server.url(), Quota::per_hour(5));
+    let direct = judge(&server.url());
     // The script is known, so that each call is one.
     drop(direct.acquire(Key::ALL).await.unwrap());
     let stores = (0..STORES).map(|store| {
@@ -351,7 +359,7 @@ async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_a_cluster_no_call_without_an_answer_is_made_twice() {
     let server = RedisServer::start_cluster_of_one().unwrap();
-    let direct = limiter(&server.url(), Quota::per_hour(5));
+    let direct = judge(&server.url());
     drop(direct.acquire(Key::ALL).await.unwrap());
     let proxy = Proxy::start(server.port()).unwrap();
     // Clients go where the cluster says that it is.
