@@ -71,7 +71,8 @@ impl Trust {
         self.taken = self.taken.saturating_add(u32::from(passed));
         self.blur = self.blur.max(seconds(sent, now) / token_time);
         let came = self.same_since.map_or(0.0, |since| seconds(since, now)) / token_time;
-        let is_strange = remaining < 1.0 || (came - f64::from(self.taken)).abs() >= STRANGE + self.blur;
+        let apart = (came - f64::from(self.taken)).abs();
+        let is_strange = remaining < 1.0 || apart >= STRANGE.max(1.0 + self.blur);
         self.silent = self.same >= OFTEN && (self.silent || is_strange);
         (!self.silent).then_some(remaining)
     }
