@@ -44,7 +44,7 @@ pub use builder::RedisStoreBuilder;
 use link::RedisFailure;
 use place::Connecting;
 use wire::Garbled;
-use worker::{Job, Setup, Thread};
+use worker::{About, Job, Setup, Thread};
 
 /// Counts permits in Redis, for many processes.
 ///
@@ -252,7 +252,9 @@ impl RedisStore {
     /// Runs a script, and reads what it answers.
     fn call<T: Send + 'static>(
         &self,
-        job: impl FnOnce(oneshot::Sender<Result<Vec<u8>, StoreError>>) -> Job,
+        about: About,
+        key: String,
+        call: Vec<Vec<u8>>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> Asking<T> {
         if let Some(Ok(thread)) = self.thread.get()
@@ -261,7 +263,7 @@ impl RedisStore {
             return Box::pin(std::future::ready(Err(away)));
         }
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.ask(job);
+        let answer = self.ask(|answer| Job::Call { about, key, call, answer });
         Box::pin(async move {
             let answer = answer.await?;
             // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
@@ -290,8 +292,7 @@ impl Store for RedisStore {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let slack = ask.terms.transit_slack();
         let (key, call) = (self.name(ask.key), wire::lease(&ask, self.store_timeout, dice()));
-        let job = |answer| Job::Call { key, call, answer };
-        Answer::Later(self.call(job, move |answer| wire::read_lease(answer, slack)))
+        Answer::Later(self.call(About::Rates, key, vec![call], move |answer| wire::read_lease(answer, slack)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -301,14 +302,13 @@ impl Store for RedisStore {
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let (name, call) = (self.name(key), wire::peek(terms, dice()));
-        let rates = self.call(|answer| Job::Call { key: name, call, answer }, wire::read_peek);
+        let rates = self.call(About::Rates, self.name(key), vec![wire::peek(terms, dice())], wire::read_peek);
         let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
-        let (name, call) = (self.seats_name(key), wire::peek_seats(most, dice()));
-        let seats = self.ask(|answer| Job::PeekSeats { name, call, answer });
+        let call = vec![wire::peek_seats(most, dice())];
+        let seats = self.call(About::Seats, self.seats_name(key), call, wire::read_peek_seats);
         Answer::Later(Box::pin(async move {
             let rates = rates.await?;
-            let (taken, free) = wire::read_peek_seats(&seats.await?).map_err(StoreError::failed)?;
+            let (taken, free) = seats.await?;
             Ok(rates.in_flight(most, taken, free))
         }))
     }
@@ -328,8 +328,7 @@ impl Store for RedisStore {
     fn compare_and_set(&self, change: Change) -> Answer<Register> {
         let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
         let call = registers::call(&change, self.secret, &self.channels());
-        let job = |answer| Job::Register { name, call, answer };
-        Answer::Later(self.call(job, move |answer| registers::read(answer, kind)))
+        Answer::Later(self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)))
     }
 
     fn address(&self) -> u64 {

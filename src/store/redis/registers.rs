@@ -15,7 +15,7 @@ const REGISTER: u8 = 2;
 const TOKEN: usize = 24;
 
 /// What the script is called with.
-pub(super) fn call(change: &Change, secret: Option<Key>, channels: &str) -> [Vec<u8>; 4] {
+pub(super) fn call(change: &Change, secret: Option<Key>, channels: &str) -> Vec<Vec<u8>> {
     let mut call = Call(Vec::new());
     call.byte(VERSION);
     call.byte(u8::from(change.value.is_some()));
@@ -28,7 +28,7 @@ pub(super) fn call(change: &Change, secret: Option<Key>, channels: &str) -> [Vec
     };
     let mut named = Call(token::of(change.key, secret, dice()));
     named.long(change.kind);
-    [call.0, change.value.clone().unwrap_or_default(), channel.into_bytes(), named.0]
+    vec![call.0, change.value.clone().unwrap_or_default(), channel.into_bytes(), named.0]
 }
 
 /// Reads the answer.

@@ -33,22 +33,11 @@ pub(super) type Jobs = mpsc::UnboundedSender<Job>;
 
 /// What the thread is to do.
 pub(super) enum Job {
-    /// Runs the script once.
+    /// Runs a script once, if anybody still waits for its answer.
     Call {
+        about: About,
         key: String,
-        call: Vec<u8>,
-        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
-    },
-    /// Asks for the calls in flight.
-    PeekSeats {
-        name: String,
-        call: Vec<u8>,
-        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
-    },
-    /// Changes a register, or reads it.
-    Register {
-        name: String,
-        call: [Vec<u8>; 4],
+        call: Vec<Vec<u8>>,
         answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
     GiveBack {
@@ -73,6 +62,14 @@ pub(super) enum Job {
     Flush(oneshot::Sender<Result<(), StoreError>>),
     /// Answers whether Redis does.
     Ping(oneshot::Sender<Result<(), StoreError>>),
+}
+
+/// What a script is about.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum About {
+    Rates,
+    Seats,
+    Registers,
 }
 
 /// The thread, as others see it.
@@ -201,25 +198,17 @@ impl Worker {
         match job {
             // Nobody waits for it any more: it need not be made.
             Job::Call { answer, .. } if answer.is_closed() => {}
-            Job::Call { key, call, answer } => {
-                let (script, link) = (self.script.clone(), self.link.clone());
+            Job::Call { about, key, call, answer } => {
+                let script = match about {
+                    About::Rates => self.script.clone(),
+                    About::Seats => self.claims.script(),
+                    About::Registers => self.registers.clone(),
+                };
+                let link = self.link.clone();
                 calls.spawn(async move {
+                    let call: Vec<_> = call.iter().map(Vec::as_slice).collect();
                     // Whoever asked may have gone meanwhile: what was granted runs out by itself.
-                    let _ = answer.send(script.run(&link, &key, &[&call]).await);
-                });
-            }
-            // It was asked for by who does it again if it was not done.
-            Job::Register { answer, .. } if answer.is_closed() => {}
-            Job::Register { name, call, answer } => {
-                let (script, link) = (self.registers.clone(), self.link.clone());
-                calls.spawn(async move {
-                    let _ = answer.send(script.run(&link, &name, &call.each_ref().map(Vec::as_slice)).await);
-                });
-            }
-            Job::PeekSeats { name, call, answer } => {
-                let (script, link) = (self.claims.script(), self.link.clone());
-                calls.spawn(async move {
-                    let _ = answer.send(script.run(&link, &name, &[&call]).await);
+                    let _ = answer.send(script.run(&link, &key, &call).await);
                 });
             }
             Job::GiveBack { key, terms, unused } => {
