@@ -34,9 +34,8 @@ pub(super) struct Fleet {
     pub(super) granted: usize,
     pub(super) conflicts: u32,
     pub(super) failures: u32,
-    /// The course when the store went away, and when that was.
-    pub(super) together: Vec<u8>,
-    pub(super) left_at: Instant,
+    /// The course when the store went away, and when that was, while it is away.
+    pub(super) together: Option<(Vec<u8>, Instant)>,
     /// No exchange before.
     pub(super) rests_until: Option<Instant>,
     /// How long an exchange takes.
@@ -108,8 +107,7 @@ impl Fleet {
             granted: 0,
             conflicts: 0,
             failures: 0,
-            together: Vec::new(),
-            left_at: now,
+            together: None,
             rests_until: None,
             trip: Duration::ZERO,
             heard: None,

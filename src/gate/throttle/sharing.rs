@@ -240,18 +240,17 @@ impl Line {
                 // By the time it is back this will be of no interest to anybody.
                 fleet.events.clear();
                 let processes = fleet.company();
-                fleet.together = Notes::write(now, |notes| _ = self.course.share(notes));
-                fleet.left_at = now;
+                fleet.together = Some((Notes::write(now, |notes| _ = self.course.share(notes)), now));
                 self.course.divide(processes, &mut self.dice, now);
                 return Some(Away::Since(error));
             }
         };
-        let was_away = std::mem::take(&mut fleet.failures) > 0;
-        let together = std::mem::take(&mut fleet.together);
-        if was_away {
+        fleet.failures = 0;
+        let together = fleet.together.take();
+        if let Some((together, left_at)) = &together {
             // What was shared before, if there is nothing later. But what holds holds all.
             let held = self.course.held_until.filter(|until| *until > now);
-            Notes::read(&together, fleet.left_at, |notes| _ = self.course.share(notes));
+            Notes::read(together, *left_at, |notes| _ = self.course.share(notes));
             fleet.events.extend(held.map(Event::Held));
         }
         fleet.rests_until = None;
@@ -285,7 +284,7 @@ impl Line {
         if let Some(heard) = self.fleet.as_mut()?.heard.take() {
             self.hear(heard, now);
         }
-        was_away.then_some(Away::Over)
+        together.map(|_| Away::Over)
     }
 
     /// Another process has changed the register.
