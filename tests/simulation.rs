@@ -165,6 +165,23 @@ fn the_recommended_pace_is_fair_patient_and_next_to_never_refused() {
     assert!(zero.retry_pct <= 1.21 && zero.util_pct >= 99.7, "{zero:?}");
 }
 
+/// A limit that is told is the speed at which a bucket fills, which may hold twenty times as much.
+#[test]
+fn a_bucket_that_holds_more_than_the_limit_is_used_to_the_last_token() {
+    let text = r#"{"shop": {
+        "fleet": [{"procs": 4, "tasks": 2}], "server": {"kind": "bucket", "cap": 40, "refill": 2.0, "start": 40},
+        "headers": {"remaining": true}, "latency": [0.05, 0.15, 0.02], "hint": [2, 1.0], "duration": 900
+    }}"#;
+    let (_, shop) = Scenarios::read(text).unwrap().0.remove(0);
+    for (strategy, refused, longest) in [("fair", 1.5, 20.0), ("fair-shared", 0.2, 8.0)] {
+        for seed in 1..=4 {
+            let run = run(&shop, &Strategy::named(strategy).unwrap(), seed).unwrap();
+            assert!(run.util_pct >= 99.0 && run.max_wait <= longest, "{strategy}: {run:?}");
+            assert!(run.retry_pct <= refused, "{strategy}: {run:?}");
+        }
+    }
+}
+
 /// Seven hours of everything that can go wrong: clients come and go, the limit moves, headers lie, strangers take their part.
 #[test]
 fn seven_hours_of_everything_at_once() {
