@@ -173,8 +173,9 @@ fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
     wait_until(start, ms(3000));
     fleet.pause(0);
     wait_until(start, ms(3000) + span);
-    fleet.resume(0);
+    // It may be at work again before the next line is.
     let resumed = Instant::now();
+    fleet.resume(0);
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = seen(&site, start, options.span);
