@@ -100,6 +100,23 @@ fn replay(
     Ok(pace)
 }
 
+#[test]
+fn an_answer_that_is_told_late_only_ever_lowers_what_is_left() {
+    let mut pace = Fair::new().limit(100, Duration::from_secs(100));
+    let (start, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
+    let mut tell = |remaining: u64, at: u64| {
+        let signal = Signal::default().with_quota(Observed::new().with_remaining(remaining));
+        let traffic = Traffic::at(start + Duration::from_millis(at));
+        pace.passed(&mut Reply::new(&signal, start, &mut call), &traffic, &mut dice);
+        (pace.level, pace.last_answer)
+    };
+    let last = Some(start + Duration::from_millis(500));
+    assert_eq!(tell(50, 500), (Some(50.0), last));
+    assert_eq!(tell(70, 400), (Some(50.0), last));
+    assert_eq!(tell(30, 450), (Some(30.0), last));
+    assert_eq!(tell(40, 600).0, Some(40.0));
+}
+
 proptest! {
     #[test]
     fn every_number_stays_in_its_bounds(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {

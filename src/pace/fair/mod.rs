@@ -327,8 +327,12 @@ impl Pace for Fair {
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let now = traffic.now;
         if self.last_answer.is_some_and(|last| now < last) {
-            // Told late by another process: what is known is newer.
+            // Told late by another process: what is known is newer. But how late is not known to the millisecond, and many may
+            // have left since.
             self.trust.passed();
+            let said =
+                Told::of(reply.signal).remaining.filter(|said| *said >= 0.0 && !self.scale.is_window());
+            self.level = self.level.map(|level| said.map_or(level, |said| level.min(said)));
             self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
             return;
         }

@@ -110,15 +110,19 @@ impl Scale {
         self.is_guess && self.is_mostly_free
     }
 
+    pub(super) fn is_window(&self) -> bool {
+        self.kind == Kind::Window
+    }
+
     /// When a window, if it is one, begins anew, and the time in it that each request has, in seconds.
     pub(super) fn next_window(&self) -> Option<(Instant, f64)> {
-        let reset_at = self.watch.filter(|_| self.kind == Kind::Window)?.reset_at;
+        let reset_at = self.watch.filter(|_| self.is_window())?.reset_at;
         Some((reset_at, self.window()? / self.limit?))
     }
 
     /// How long nothing is left, where an answer says that a window is used up.
     pub(super) fn empty_until_reset(&self, told: &Told) -> Option<f64> {
-        told.reset.filter(|_| self.kind == Kind::Window && told.remaining == Some(0.0))
+        told.reset.filter(|_| self.is_window() && told.remaining == Some(0.0))
     }
 
     fn window(&self) -> Option<f64> {
@@ -146,7 +150,7 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if self.kind == Kind::Window
+        if self.is_window()
             && let (Some(limit), Some(window), Some(reset)) = (self.limit, self.window(), told.reset)
         {
             return Some(self.line(remaining, limit, window, reset));

@@ -45,6 +45,8 @@ impl Word {
 const OFTEN: u32 = 8;
 /// By so many tokens what we took has to differ from what came: a client that takes just what comes sees no change.
 const STRANGE: f64 = 2.0;
+/// For so many seconds a machine may stand still, and moments that others tell may be wrong by.
+const STALL: f64 = 0.25;
 
 impl Trust {
     /// What can be believed of what is said to be left, where a token comes each `token_time` seconds.
@@ -71,8 +73,8 @@ impl Trust {
         self.taken = self.taken.saturating_add(u32::from(passed));
         self.blur = self.blur.max(seconds(sent, now) / token_time);
         let came = self.same_since.map_or(0.0, |since| seconds(since, now)) / token_time;
-        let apart = (came - f64::from(self.taken)).abs();
-        let is_strange = remaining < 1.0 || apart >= STRANGE.max(1.0 + self.blur);
+        let strange = STRANGE.max(1.0 + self.blur + STALL / token_time);
+        let is_strange = remaining < 1.0 || (came - f64::from(self.taken)).abs() >= strange;
         self.silent = self.same >= OFTEN && (self.silent || is_strange);
         (!self.silent).then_some(remaining)
     }
