@@ -216,17 +216,17 @@ async fn while_the_store_is_away_each_goes_on_at_its_part_of_the_speed() {
             pass(Duration::from_secs(300)).await;
             let accepted = {
                 let bucket = bucket.lock().unwrap();
-                assert!(bucket.refused <= before + 20, "{} refusals", bucket.refused - before);
+                assert!(bucket.refused <= before + 10, "{} refusals", bucket.refused - before);
                 let start = now() - Duration::from_secs(300);
                 bucket.accepted.iter().filter(|at| **at > start).count()
             };
-            assert!(accepted > 300, "{accepted} of 375");
+            assert!(accepted >= 350, "{accepted} of 375");
             remote.away.store(false, Ordering::Relaxed);
         }
     };
     let (outcome, ()) = tokio::join!(run(20, remote, bucket), away);
     assert!(outcome.accepted >= 2200, "{} of 2250", outcome.accepted);
-    assert!(outcome.longest < Duration::from_secs(150), "{:?}", outcome.longest);
+    assert!(outcome.longest < Duration::from_secs(80), "{:?}", outcome.longest);
 }
 
 #[tokio::test(start_paused = true)]

@@ -95,7 +95,6 @@ async fn many_processes_are_refused_hardly_more_often_than_one_and_keep_going_wi
     let (accepted, refused) = count();
     assert!(is_rare(refused, accepted), "{refused} refused of {accepted}");
     assert!(accepted >= before + 60, "{accepted} of 120 after {before}");
-    eprintln!("FIG refused {refused} of {accepted} before {before}");
     let calls: Vec<_> = calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect();
     assert!(calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 3, "{calls:?}");
 
@@ -103,11 +102,14 @@ async fn many_processes_are_refused_hardly_more_often_than_one_and_keep_going_wi
     server.kill();
     sleep(Duration::from_secs(6)).await;
     let without = bucket.lock().unwrap().accepted - accepted;
-    assert!(without >= 3, "{without} of 120 without Redis");
+    assert!(without >= 60, "{without} of 120 without Redis");
     server.restart().unwrap();
     join_all(calling).await.into_iter().for_each(|calling| calling.unwrap());
     let after = bucket.lock().unwrap().refused - refused;
-    eprintln!("FIG without {without} after {after}");
+    println!(
+        "{accepted} of 240 passed in 12 s and {refused} were refused; {without} of 120 in 6 s without Redis, and {after} \
+         refused then and when it was back"
+    );
     assert!(after <= 30, "{after} refused without Redis, and when it was back");
     for throttle in &processes {
         assert_eq!((throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (0, 0));

@@ -225,16 +225,19 @@ impl Fair {
     }
 
     fn pace(&self, in_flight: usize) -> f64 {
-        let share = self.level.map_or(0.0, |level| {
-            let set_point = self.set_point();
-            let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
-            if self.scale.is_below {
-                return (self.n + shortage.min(0.0)).max(0.0);
-            }
-            let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(set_point + self.drain);
-            (self.n + shortage).max(ticket.min(ticket - level)).max(0.0)
-        });
+        let share = self.share_of(in_flight).unwrap_or(0.0);
         (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
+    }
+
+    /// The interval in token times, as far as it follows from what is left.
+    fn share_of(&self, in_flight: usize) -> Option<f64> {
+        let (level, set_point) = (self.level?, self.set_point());
+        let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
+        if self.scale.is_below {
+            return Some((self.n + shortage.min(0.0)).max(0.0));
+        }
+        let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(set_point + self.drain);
+        Some((self.n + shortage).max(ticket.min(ticket - level)).max(0.0))
     }
 
     /// What the level is held at: less where the bucket is small, for else even a full one would seem short.
@@ -451,9 +454,11 @@ impl Pace for Fair {
     }
 
     fn divide(&mut self, processes: u32) {
-        // Each of the others is a competitor now.
+        // Each of the others is a competitor now, of the share that all had together: where more is left than the set point,
+        // that was less than n.
         let processes = f64::from(processes);
-        self.n *= processes;
+        let share = self.share_of(0).unwrap_or(self.n).clamp(1.0, self.n);
+        self.n = share * processes;
         self.m *= processes;
         self.drain *= processes;
         self.slot_before = None;
