@@ -76,7 +76,7 @@ async fn a_redis_that_hangs_is_found_out_once_and_then_at_once_and_its_return_ne
         Quota::per_second(1000),
         Duration::ZERO,
     );
-    limiter.acquire(Key::ALL).await.unwrap().give_back();
+    recovered(&limiter).await;
     server.pause();
     let (first, took) = failure(&limiter).await;
     assert!(first.to_string().contains("no answer within 200ms"), "{first}");
@@ -95,7 +95,7 @@ async fn a_redis_that_hangs_is_found_out_once_and_then_at_once_and_its_return_ne
 async fn a_redis_that_is_killed_and_comes_back_needs_no_restart() {
     let mut server = RedisServer::start().unwrap();
     let limiter = limiter(&server.url(), Quota::per_second(1000));
-    limiter.acquire(Key::ALL).await.unwrap().give_back();
+    recovered(&limiter).await;
     server.kill();
     failure(&limiter).await;
     server.restart().unwrap();
