@@ -457,7 +457,7 @@ impl Pace for Fair {
         // Each of the others is a competitor now, of the share that all had together: where more is left than the set point,
         // that was less than n.
         let processes = f64::from(processes);
-        let share = self.share_of(0).unwrap_or(self.n).clamp(1.0, self.n);
+        let share = self.share_of(0).unwrap_or(self.n).min(self.n).max(1.0);
         self.n = share * processes;
         self.m *= processes;
         self.drain *= processes;
