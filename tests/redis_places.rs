@@ -11,9 +11,10 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::store::{RedisStore, RedisStoreBuilder};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
+/// One that waits where the machine stands still for as long as a permit lives, and for no limit of these tests.
 fn limiter(builder: RedisStoreBuilder, quota: Quota) -> Limiter {
     let store = Arc::new(builder.build().unwrap());
-    RateLimitLayer::builder(quota).store(store).max_wait(Duration::ZERO).build().unwrap().limiter()
+    RateLimitLayer::builder(quota).store(store).max_wait(Duration::from_secs(1)).build().unwrap().limiter()
 }
 
 const FEW: u32 = 5;
