@@ -333,9 +333,11 @@ impl Pace for Fair {
             // Told late by another process: what is known is newer. But how late is not known to the millisecond, and many may
             // have left since.
             self.trust.passed();
-            let said =
-                Told::of(reply.signal).remaining.filter(|said| *said >= 0.0 && !self.scale.is_window());
-            self.level = self.level.map(|level| said.map_or(level, |said| level.min(said)));
+            if let (Some(level), Some(said)) = (self.level, Told::of(reply.signal).remaining)
+                && !self.scale.is_window()
+            {
+                self.level = Some(level.min(said));
+            }
             self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
             return;
         }
