@@ -1,14 +1,15 @@
 //! The only file that asks the time or sleeps.
 //!
 //! It stands on Tokio's clock: under `tokio::time::pause` all of tollgate stands still, and moves when the test
-//! moves the clock. Wall time is derived from the same clock, so it moves along; a step of the system's clock while
-//! the program runs is not seen.
+//! moves the clock. Wall time moves along with it, and is asked of the system each time it is wanted: the system's clock
+//! may be set while the program runs, and the monotonic clock may stand still while the machine sleeps.
 
 #![expect(clippy::disallowed_methods, reason = "this is the file that asks")]
 
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 /// The monotonic time.
@@ -27,17 +28,61 @@ fn anchor() -> (Instant, SystemTime) {
     *ANCHOR.get_or_init(|| (Instant::now(), SystemTime::now()))
 }
 
-/// The wall time at `instant`.
+/// The wall time at `instant`, by the system's clock as it is set now.
 pub(crate) fn wall(instant: Instant) -> SystemTime {
     let (anchor, wall) = anchor();
     let moment = match instant.checked_duration_since(anchor) {
         Some(since) => wall.checked_add(since),
         None => wall.checked_sub(anchor.duration_since(instant)),
     };
+    let ahead = wall_ahead();
+    let by = Duration::from_micros(ahead.unsigned_abs());
+    let moment = moment.and_then(|at| if ahead < 0 { at.checked_sub(by) } else { at.checked_add(by) });
     moment.unwrap_or(wall)
 }
 
-/// The wall time at `instant` in whole microseconds since the Unix epoch, rounded down.
+/// By how many microseconds the wall clock has gone further than the monotonic clock since both were first asked: because
+/// the wall clock was set, or because the monotonic clock stood still while the machine slept.
+pub(crate) fn wall_ahead() -> i64 {
+    #[cfg(feature = "sim")]
+    if laboratory::START.get().is_some() {
+        return 0;
+    }
+    let (anchor, wall) = anchor();
+    let passed = i128::try_from(Instant::now().saturating_duration_since(anchor).as_micros());
+    let walked = match SystemTime::now().duration_since(wall) {
+        Ok(since) => i128::try_from(since.as_micros()),
+        Err(before) => i128::try_from(before.duration().as_micros()).map(|micros| -micros),
+    };
+    let ahead = walked.ok().zip(passed.ok()).and_then(|(walked, passed)| i64::try_from(walked - passed).ok());
+    // The two are asked one after the other, and a thread may stand still in between.
+    ahead.filter(|ahead| ahead.unsigned_abs() >= SMALLEST_STEP).unwrap_or(0)
+}
+
+/// Whether the machine seems to have slept, or its wall clock to have been set forward, within the last `span`, before
+/// which [`wall_ahead`] was `before`. Clocks that run apart by a thousandth are allowed for.
+pub(crate) fn has_slept(before: i64, span: Duration) -> bool {
+    const LEAST: i64 = 250_000;
+    let drift = i64::try_from(span.as_micros() / 1000).unwrap_or(i64::MAX / 2);
+    wall_ahead().saturating_sub(before) > LEAST.saturating_add(drift)
+}
+
+/// The least by which the clocks are taken to differ, in microseconds.
+const SMALLEST_STEP: u64 = 1000;
+
+/// What [`wall_ahead`] said within the last second before `now`.
+pub(crate) fn wall_ahead_lately(now: Instant) -> i64 {
+    static ASKED: AtomicU64 = AtomicU64::new(u64::MAX);
+    static AHEAD: AtomicI64 = AtomicI64::new(0);
+    let second = micros(now) / 1_000_000;
+    if ASKED.swap(second, Ordering::Relaxed) != second {
+        AHEAD.store(wall_ahead(), Ordering::Relaxed);
+    }
+    AHEAD.load(Ordering::Relaxed)
+}
+
+/// The steady time at `instant` in whole microseconds, rounded down. It is the wall time since the Unix epoch, but for what
+/// [`wall_ahead`] tells.
 pub(crate) fn micros(instant: Instant) -> u64 {
     let (epoch, micros) = epoch();
     match instant.checked_duration_since(epoch) {
@@ -91,6 +136,12 @@ pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
 /// Waits until `instant`.
 pub(crate) async fn sleep_until(instant: Instant) {
     tokio::time::sleep_until(instant.into()).await;
+}
+
+/// Waits for `span`.
+#[cfg(feature = "redis")]
+pub(crate) async fn sleep(span: Duration) {
+    sleep_until(after(now(), span)).await;
 }
 
 /// A timer that any thread may set anew; it wakes the task that polled it last.

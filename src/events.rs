@@ -62,10 +62,10 @@ mod told {
         tracing::info!(target: "tollgate", %key, %limit, quota, "the upstream states a limit");
     }
 
-    /// There is a connection to the store.
+    /// There is a connection to the store, or to one of its servers.
     #[cfg(feature = "redis")]
-    pub(crate) fn store_connected() {
-        tracing::info!(target: "tollgate", "connected to the store");
+    pub(crate) fn store_connected(server: Option<&str>) {
+        tracing::info!(target: "tollgate", server, "connected to the store");
     }
 
     /// The connection to the store broke, or could not be made.
@@ -121,7 +121,7 @@ mod told {
     pub(crate) fn limited(_limited: &Limited) {}
 
     #[cfg(feature = "redis")]
-    pub(crate) fn store_connected() {}
+    pub(crate) fn store_connected(_server: Option<&str>) {}
 
     #[cfg(feature = "redis")]
     pub(crate) fn store_away(_error: &StoreError) {}

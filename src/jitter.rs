@@ -41,6 +41,35 @@ pub(crate) fn jittered(span: Duration) -> Duration {
     half.saturating_add(half.mul_f64(dice() as f64 / u64::MAX as f64))
 }
 
+/// The pauses between tries: jittered, and twice as long after each try, up to the longest.
+#[cfg(feature = "redis")]
+#[derive(Debug)]
+pub(crate) struct Backoff {
+    next: Duration,
+    longest: Duration,
+}
+
+#[cfg(feature = "redis")]
+impl Backoff {
+    const SHORTEST: Duration = Duration::from_millis(50);
+    const LONGEST: Duration = Duration::from_secs(1);
+
+    pub(crate) fn new() -> Self {
+        Backoff::up_to(Backoff::LONGEST)
+    }
+
+    pub(crate) fn up_to(longest: Duration) -> Self {
+        Backoff { next: Backoff::SHORTEST, longest }
+    }
+
+    /// Returns the pause before the next try.
+    pub(crate) fn pause(&mut self) -> Duration {
+        let pause = jittered(self.next);
+        self.next = (self.next * 2).min(self.longest);
+        pause
+    }
+}
+
 /// Dice for one line of calls or for one simulation: the same seed rolls the same numbers, always.
 ///
 /// ```

@@ -73,7 +73,7 @@
 //!
 //! # Features
 //!
-//! None is on by default, and each only adds.
+//! None is on by default, and each only adds: it never changes what other code does.
 //!
 //! | feature | what it gives |
 //! |---|---|
@@ -84,7 +84,7 @@
 //! | `redis` | `store::RedisStore`: one limit, or one pace, for many processes, with pages on it: `guide::many_processes`, `guide::guarantees`, `guide::costs` |
 //! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
-//! | `redis-tls-rustls` | `rediss://` URLs |
+//! | `redis-tls-rustls` | `rediss://` URLs, with the rustls provider that the program has chosen |
 //! | `body` | `Signal::read_with_body`: what the body of a response says of limits |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time: how a [`pace`] does before it is used |

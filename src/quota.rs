@@ -217,6 +217,11 @@ impl Quota {
         self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
+    /// Whether one of its limits follows the wall clock.
+    pub(crate) fn has_fixed_window(&self) -> bool {
+        self.limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }))
+    }
+
     /// For how long use counts: the longest window, or time that a bucket takes to fill.
     pub(crate) fn longest_memory(&self) -> Duration {
         let memory = |limit: &Limit| match *limit {
@@ -257,11 +262,9 @@ impl Quota {
         (longest, units)
     }
 
-    /// Checks everything at once.
-    ///
-    /// `margin` is what a permit costs over its slot (life and transit slack), `boundary_slack` what fixed windows
-    /// keep free on both sides of a boundary.
-    pub(crate) fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
+    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between two slots, from 10 to
+    /// 50 ms; less if a spacing would lose more than it may.
+    pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         match self.misuse {
             Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
             Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
@@ -269,10 +272,30 @@ impl Quota {
             None => {}
         }
         if let Some(count) = self.in_flight {
-            Limit::InFlight { count }.check(margin, boundary_slack)?;
+            Limit::InFlight { count }.check(slacks)?;
         }
-        self.limits().iter().try_for_each(|limit| limit.check(margin, boundary_slack))
+        let lives = self.limits().iter().map(|limit| limit.check(slacks));
+        lives.reduce(|one, other| Ok(one?.min(other?))).unwrap_or(Ok(LIFE))
     }
+}
+
+/// How long a permit is usable after its slot, unless slots are far apart or very close.
+pub(crate) const LIFE: Duration = Duration::from_millis(10);
+
+/// What is kept free for the way to the upstream, and what may be lost to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slacks {
+    /// By how much the time that a request takes to the upstream may vary.
+    pub(crate) transit: Duration,
+    /// How long before and after the boundary of a fixed window nothing is sent.
+    pub(crate) boundary: Duration,
+    /// The most of the rate, in per cent, that the life of permits and the transit slack may cost.
+    pub(crate) rate_loss: u32,
+}
+
+impl Slacks {
+    /// The most that is lost without consent, in per cent.
+    pub(crate) const RATE_LOSS: u32 = 10;
 }
 
 /// A token bucket that still needs its refill; made by [`Quota::bucket`].
@@ -310,11 +333,38 @@ impl fmt::Debug for Quota {
 mod tests {
     use super::*;
 
-    const MARGIN: Duration = Duration::from_millis(20);
-    const BOUNDARY: Duration = Duration::from_millis(100);
+    const SLACKS: Slacks = Slacks {
+        transit: Duration::from_millis(10),
+        boundary: Duration::from_millis(100),
+        rate_loss: Slacks::RATE_LOSS,
+    };
 
     fn check(quota: Quota) -> Result<(), ConfigError> {
-        quota.check(MARGIN, BOUNDARY)
+        quota.check(SLACKS).map(|_| ())
+    }
+
+    #[test]
+    fn lives_follow_the_time_between_slots() {
+        let millis = Duration::from_millis;
+        for (quota, life) in [
+            (Quota::per_second(50), 10),
+            (Quota::per_second(2), 10),
+            (Quota::per_second(1), 20),
+            (Quota::new(1, millis(2000)), 40),
+            (Quota::per_minute(1), 50),
+            (Quota::per_minute(1).and(Quota::per_second(5)), 10),
+            (Quota::every(millis(1000)), 20),
+            (Quota::in_flight(5), 10),
+        ] {
+            assert_eq!(quota.check(SLACKS), Ok(millis(life)), "{quota}");
+        }
+        // A spacing that is fine against the margin: permits live as long as what is lost allows.
+        let every = Quota::every(millis(150)).check(SLACKS).unwrap();
+        assert!(every > millis(6) && every < millis(7), "{every:?}");
+        let fine = Slacks { transit: millis(1), rate_loss: 15, ..SLACKS };
+        assert_eq!(Quota::every(millis(20)).check(fine), Ok(Duration::from_nanos(2_529_411)));
+        let error = Quota::every(millis(20)).check(Slacks { rate_loss: 10, ..fine }).unwrap_err().to_string();
+        assert!(error.contains("lose 14 %") && error.contains(".max_rate_loss(14)"), "{error}");
     }
 
     #[test]

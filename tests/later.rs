@@ -306,3 +306,28 @@ async fn a_store_that_always_stalls_longer_than_a_permit_lives_is_no_endless_wai
     let ended = tokio::time::timeout(Duration::from_secs(60), limiter.acquire(key())).await;
     assert!(ended.is_ok(), "max_wait holds");
 }
+
+/// The runtime that runs the call is there, and nobody drives it: a program that calls `block_on` for each request.
+#[test]
+fn calls_in_a_runtime_at_rest_stop_no_line() {
+    let store = Remote::new(millis(15));
+    let builder = RateLimitLayer::builder(Quota::per_second(20)).store(store.clone());
+    let limiter = builder.max_wait(Duration::from_secs(3)).build().unwrap().limiter();
+    let (idle, here) = (runtime(), runtime());
+    idle.block_on(async {
+        let mut first = Box::pin(limiter.acquire(key()));
+        assert!(first.as_mut().now_or_never().is_none());
+        tokio::task::yield_now().await; // the call is under way, as a task of `idle`
+    }); // given up, as `timeout` or `select!` leave it
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        let start = std::time::Instant::now();
+        let permit = here.block_on(limiter.acquire(key()));
+        ended.push((permit.is_ok(), start.elapsed()));
+    }
+    // Its answer comes in the end, and is given back.
+    idle.block_on(async { sleep(millis(30)).await });
+    assert!(ended.iter().all(|(granted, took)| *granted && *took < Duration::from_secs(2)), "{ended:?}");
+    let peek = here.block_on(limiter.peek(key())).unwrap();
+    assert_eq!(peek.limits[0].used, 3, "{peek:?}");
+}

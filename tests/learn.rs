@@ -235,3 +235,57 @@ async fn what_is_left_of_a_smaller_quota_is_not_gone_of_the_limit() {
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
     assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
 }
+
+/// For a minute the upstream says wrongly that nothing is left. No answer holds a key for longer than `max_hold`.
+#[tokio::test(start_paused = true)]
+async fn wrong_responses_starve_no_key() {
+    let quota = Quota::per_day(1000);
+    let layer = RateLimitLayer::builder(quota).max_wait(Duration::ZERO).build().unwrap(); // max_hold: 60 s
+    let wrong = |reset: &str| {
+        let headers =
+            [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", "0"), ("X-RateLimit-Reset", reset)];
+        Ok(stating(&headers))
+    };
+    let upstream = Upstream::answering([wrong("80000"), wrong("79930")]); // both are 200; then it is well again
+    let service = layer.layer(upstream);
+    service.clone().oneshot(get("/")).await.unwrap();
+    pass(Duration::from_secs(70)).await;
+    service.clone().oneshot(get("/")).await.unwrap();
+    pass(Duration::from_secs(70)).await;
+    layer.limiter().release(Key::ALL).await.unwrap(); // and an operator says so
+    let mut hours = Vec::new();
+    for _ in 0..60 {
+        hours.push(granted(&layer).await);
+        pass(Duration::from_secs(3600)).await;
+    }
+    assert!(hours[..3].iter().sum::<usize>() > 900, "granted in each hour after: {hours:?}");
+}
+
+/// The same where others use up a window and are gone in the next one.
+#[tokio::test(start_paused = true)]
+async fn windows_after_others_are_not_lost() {
+    let layer = RateLimitLayer::builder(Quota::per_hour(1000)).max_wait(Duration::ZERO).build().unwrap();
+    // An hour in which the log knows all.
+    drop(layer.limiter().acquire(Key::ALL).await.unwrap());
+    pass(Duration::from_secs(3600)).await;
+    let left = |left: &str, reset: &str| {
+        let headers =
+            [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", left), ("X-RateLimit-Reset", reset)];
+        Ok(stating(&headers))
+    };
+    // Ten minutes before the end of its window a stranger has taken nearly all.
+    let upstream = Upstream::answering([left("20", "600"), left("18", "590"), left("16", "580")]);
+    let service = layer.layer(upstream);
+    for _ in 0..3 {
+        service.clone().oneshot(get("/")).await.unwrap();
+        pass(Duration::from_secs(10)).await;
+    }
+    pass(Duration::from_secs(600)).await; // a new window of the upstream: 1000 are free
+    let mut tens = Vec::new();
+    for _ in 0..12 {
+        tens.push(granted(&layer).await);
+        pass(Duration::from_secs(600)).await;
+    }
+    let in_the_first_hour: usize = tens[..6].iter().sum();
+    assert!(in_the_first_hour > 500, "granted in each ten minutes of the two windows after: {tens:?}");
+}

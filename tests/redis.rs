@@ -8,7 +8,7 @@ use std::time::Duration;
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{RedisStore, contract};
-use tollgate::{ConfigError, Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
 fn store(server: &RedisServer) -> Arc<RedisStore> {
     Arc::new(RedisStore::new(&server.url()).unwrap())
@@ -80,6 +80,69 @@ async fn prefixes_and_secrets_keep_limits_apart() {
     let keys: Vec<String> = server.command(&["KEYS", "*"]);
     assert_eq!(keys.len(), 3, "{keys:?}");
     assert!(keys.iter().all(|key| key.ends_with('}') && key.contains(":{")), "{keys:?}");
+}
+
+/// Whether `limiter` is told that its key is held, or of a release. It asks for nothing: only calls in flight are limited.
+async fn is_held(limiter: &Limiter) -> bool {
+    match limiter.acquire(Key::ALL).await {
+        Ok(_) => false,
+        Err(Limited::Local { reason: Reason::Held, .. }) => true,
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// Waits until all of `limiters` are told of a hold or release.
+async fn until_held(limiters: &[&Limiter], held: bool) {
+    let start = Instant::now();
+    for limiter in limiters {
+        while is_held(limiter).await != held {
+            assert!(start.elapsed() < Duration::from_secs(10), "they are not told");
+            sleep(millis(10)).await;
+        }
+    }
+}
+
+/// Channels of Redis know no databases, so the names of channels have the database in them.
+#[tokio::test]
+async fn databases_keep_holds_apart() {
+    let server = RedisServer::start().unwrap();
+    let url = |database: u8| format!("{}{database}", server.url());
+    let over = |store: RedisStore| limiter(&Arc::new(store), Quota::in_flight(100), Duration::ZERO);
+    let of = |database| over(RedisStore::new(&url(database)).unwrap());
+    let own = |database| {
+        let client = redis::Client::open(url(database)).unwrap();
+        let connect = move || {
+            let client = client.clone();
+            async move { client.get_multiplexed_async_connection().await }
+        };
+        over(RedisStore::with_factory(connect).build().unwrap())
+    };
+    let ([production, staging], [own_production, own_staging]) = ([0, 1].map(of), [0, 1].map(own));
+    // Until all listen.
+    for (holds, is_told) in [(&staging, &own_staging), (&production, &own_production)] {
+        is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        let start = Instant::now();
+        while !is_held(holds).await {
+            assert!(start.elapsed() < Duration::from_secs(10), "it is not told");
+            is_told.release(Key::ALL).await.unwrap();
+            sleep(millis(50)).await;
+            is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        }
+        is_told.release(Key::ALL).await.unwrap();
+        until_held(&[holds], false).await;
+    }
+    for (holds, also, others) in [
+        (&own_staging, &staging, &production),
+        (&staging, &staging, &production),
+        (&own_production, &production, &staging),
+    ] {
+        holds.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        until_held(&[holds, also], true).await;
+        sleep(millis(50)).await;
+        assert!(!is_held(others).await, "another database holds the key");
+        holds.release(Key::ALL).await.unwrap();
+        until_held(&[holds, also], false).await;
+    }
 }
 
 /// Every state has a time to live that outlasts what was booked, and stays small however long the line.

@@ -4,14 +4,16 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use redis::aio::ConnectionManager;
+use redis::aio::{ConnectionLike, ConnectionManager, MultiplexedConnection};
+use redis::{Cmd, RedisFuture, Value};
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{RedisStore, RedisStoreBuilder, StoreError};
+use tollgate::store::{Listener, News, RedisStore, RedisStoreBuilder, Store, StoreError};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 fn limiter_of(builder: RedisStoreBuilder, quota: Quota, max_wait: Duration) -> Limiter {
@@ -348,4 +350,121 @@ fn what_is_dropped_outside_of_a_runtime_comes_back() {
             "slots that were booked are free, not the ones after: {next:?}"
         );
     });
+}
+
+// ── the store's own thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+struct Panics;
+
+impl Listener for Panics {
+    fn hear(self: Arc<Self>, _key: Key, _holder: u64, _news: News) {
+        panic!("a listener that panics");
+    }
+}
+
+#[tokio::test]
+async fn a_listener_that_panics_stops_no_store() {
+    let server = RedisServer::start().unwrap();
+    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let panics: Arc<dyn Listener> = Arc::new(Panics);
+    store.listen(Arc::downgrade(&panics));
+    let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store.clone());
+    let limiter = layer.max_wait(Duration::ZERO).build().unwrap().limiter();
+    let call = limiter.acquire(Key::ALL).await.unwrap();
+    limiter.hold_for(Key::new("another"), Duration::from_secs(1)).await.unwrap();
+    // It is told of the connection and of the hold.
+    sleep(Duration::from_millis(500)).await;
+    store.connect().await.unwrap();
+    assert!(limiter.acquire(Key::ALL).await.is_err(), "one call is in flight");
+    drop(call);
+    recovered(&limiter).await;
+}
+
+/// A connection of the user's whose second clone panics: it is made for a command of the store's own.
+struct Fragile {
+    connection: MultiplexedConnection,
+    clones: Arc<AtomicUsize>,
+}
+
+impl Clone for Fragile {
+    fn clone(&self) -> Self {
+        assert_ne!(self.clones.fetch_add(1, Ordering::Relaxed), 1, "a connection that panics");
+        Fragile { connection: self.connection.clone(), clones: self.clones.clone() }
+    }
+}
+
+impl ConnectionLike for Fragile {
+    fn req_packed_command<'a>(&'a mut self, command: &'a Cmd) -> RedisFuture<'a, Value> {
+        self.connection.req_packed_command(command)
+    }
+
+    fn req_packed_commands<'a>(
+        &'a mut self,
+        pipeline: &'a redis::Pipeline,
+        offset: usize,
+        count: usize,
+    ) -> RedisFuture<'a, Vec<Value>> {
+        self.connection.req_packed_commands(pipeline, offset, count)
+    }
+
+    fn get_db(&self) -> i64 {
+        self.connection.get_db()
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_panics_is_made_anew() {
+    let server = RedisServer::start().unwrap();
+    let (client, clones) = (redis::Client::open(server.url()).unwrap(), Arc::new(AtomicUsize::new(0)));
+    let factory = RedisStore::with_factory(move || {
+        let (client, clones) = (client.clone(), clones.clone());
+        async move { Ok(Fragile { connection: client.get_multiplexed_async_connection().await?, clones }) }
+    });
+    let limiter = limiter_of(factory, Quota::per_second(1000), Duration::ZERO);
+    for _ in 0..3 {
+        recovered(&limiter).await;
+        let _: i64 = server.command(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+    }
+    recovered(&limiter).await;
+}
+
+/// Limits the memory that this process may map.
+fn limit_memory(bytes: &str) {
+    let limit = format!("--as={bytes}:");
+    let limited = Command::new("prlimit").args(["--pid", &std::process::id().to_string(), &limit]).status();
+    assert!(
+        limited.is_ok_and(|status| status.success()),
+        "prlimit {limit} (Debian: apt-get install util-linux)"
+    );
+}
+
+/// A process that cannot start threads is told so, and its store works when it can. In a process of its own, in which no
+/// other test runs.
+#[test]
+fn a_thread_that_cannot_be_started_is_started_later() {
+    const CHILD: &str = "TOLLGATE_TEST_WITHOUT_THREADS";
+    if let Ok(url) = std::env::var(CHILD) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        return runtime.block_on(without_threads(&url));
+    }
+    let server = RedisServer::start().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "a_thread_that_cannot_be_started_is_started_later", "--nocapture"]);
+    let output = child.env(CHILD, server.url()).output().unwrap();
+    let text = [&output.stdout[..], &output.stderr[..]].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+}
+
+async fn without_threads(url: &str) {
+    let store = RedisStore::new(url).unwrap();
+    let memory = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = memory.split_whitespace().next().unwrap().parse().unwrap();
+    // Less is left than the stack of a thread takes.
+    limit_memory(&(pages * 4096 + (1 << 20)).to_string());
+    let failed = store.connect().await;
+    limit_memory("unlimited");
+    let error = failed.unwrap_err();
+    assert!(matches!(error, StoreError::Away(_)), "{error:?}");
+    assert!(error.to_string().contains("thread cannot be started"), "{error}");
+    store.connect().await.unwrap();
 }

@@ -28,6 +28,10 @@ struct Shared {
     /// Whether calls arrive though their answers do not.
     deaf: AtomicBool,
     calls: AtomicUsize,
+    /// Whether the answers to calls that charge anything are lost.
+    lose_charges: AtomicBool,
+    /// Units charged by calls that arrived.
+    charged: AtomicUsize,
 }
 
 impl Shared {
@@ -53,7 +57,13 @@ impl Shared {
 
 impl Store for Shared {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        self.answer(|| self.store.lease(ask))
+        let charged: u64 = ask.charges.iter().map(|charge| charge.units).sum();
+        let lost = charged > 0 && self.lose_charges.load(Ordering::Relaxed);
+        let answer = self.answer(|| {
+            self.charged.fetch_add(charged as usize, Ordering::Relaxed);
+            self.store.lease(ask)
+        });
+        if lost { Answer::Later(Box::pin(async { Err(StoreError::Lost) })) } else { answer }
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -84,7 +94,7 @@ fn calls(limiter: &Limiter, tasks: usize, pause: Duration, span: Duration, sent:
             loop {
                 match limiter.acquire(Key::ALL).await {
                     Ok(_) => sent.lock().unwrap().push(Instant::now()),
-                    Err(_) => sleep(ms(100)).await,
+                    Err(_) => sleep(pause.max(ms(100))).await,
                 }
                 sleep(pause).await;
             }
@@ -323,5 +333,64 @@ proptest! {
                 prop_assert!(largest <= most + meet, "{largest} of {limit} {what}");
             }
         }
+    }
+}
+
+/// After the store is back, a window of minutes or hours is not lost: what is charged has its age.
+#[tokio::test(start_paused = true)]
+async fn long_windows_are_not_lost_when_the_store_is_back() {
+    let minute = ms(60_000);
+    for (quota, window, pause) in [
+        (Quota::per_minute(60), minute, ms(0)),
+        (Quota::per_minute(60).burst(5), minute, ms(0)),
+        (Quota::per_hour(120), 60 * minute, ms(15_000)),
+        (Quota::per_hour(120).burst(4), 60 * minute, ms(15_000)),
+        (Quota::fixed(60, minute), minute, ms(0)),
+    ] {
+        let (store, sent) = (Arc::<Shared>::default(), Sent::default());
+        let start = Instant::now();
+        let fleet: Vec<_> = (0..2).map(|_| limiter(quota, &store)).collect();
+        fleet.iter().for_each(|limiter| calls(limiter, 2, pause, 5 * window, &sent));
+        for (at, away) in [(3, true), (4, false)] {
+            sleep(start + at * window - Instant::now()).await;
+            store.set_away(away);
+        }
+        sleep(start + 5 * window - Instant::now()).await;
+        let windows: Vec<_> = (0..5)
+            .map(|number| within(&sent, start + number * window, start + (number + 1) * window))
+            .collect();
+        println!("{quota}: calls in each window, the store is away in window 3: {windows:?}");
+        // Some seconds at the return are for finding out, and for shares.
+        let (before, after) = (windows[2], windows[4]);
+        assert!(after * 100 >= before * 95, "{quota}: {windows:?}");
+    }
+}
+
+/// A charge whose answer is lost counts as made: it is not repeated.
+#[tokio::test(start_paused = true)]
+async fn charges_whose_answers_are_lost_are_not_repeated() {
+    for quota in [Quota::per_minute(600), Quota::per_minute(600).burst(20), Quota::per_second(10)] {
+        let (store, sent) = (Arc::<Shared>::default(), Sent::default());
+        let limiter = limiter(quota, &store);
+        let start = Instant::now();
+        calls(&limiter, 4, ms(0), ms(320_000), &sent);
+        sleep(ms(200_000)).await;
+        store.set_away(true);
+        sleep(ms(90_000)).await;
+        store.lose_charges.store(true, Ordering::Relaxed);
+        store.set_away(false);
+        sleep(ms(5000)).await;
+        store.lose_charges.store(false, Ordering::Relaxed);
+        sleep(ms(25_000)).await;
+        let alone = within(&sent, start + ms(200_000), start + ms(320_000));
+        let charged = store.charged.load(Ordering::Relaxed);
+        println!("{quota}: {alone} calls while the store was away and lost answers, {charged} units charged");
+        // What is older than the window is not charged.
+        assert!(charged >= quota.limits()[0].count() as usize * 9 / 10, "{quota}: {charged}");
+        assert!(charged <= alone, "{quota}: {charged} units charged for {alone} calls");
+        let sent = sent.lock().unwrap();
+        let after: Vec<_> = sent.iter().copied().filter(|at| *at >= start + ms(240_000)).collect();
+        let most = largest_count(&after, ms(60_000));
+        assert!(most <= 600, "{quota}: {most} in a minute");
     }
 }

@@ -6,6 +6,7 @@ mod support;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::{Request, Response};
 use tollgate::store::MemoryStore;
@@ -295,4 +296,26 @@ async fn the_layer_gives_its_service_back() {
     assert_eq!(service.get_ref().count(), 1);
     assert_eq!(service.get_mut().count(), 1);
     assert_eq!(service.into_inner().count(), 1);
+}
+
+/// The upstream says: in an hour. After `max_hold` one call finds out whether it still means it.
+#[tokio::test(start_paused = true)]
+async fn holds_that_were_cut_end_with_one_call() {
+    let upstream = Upstream::answering((0..100_000).map(|_| limited("3600")));
+    let limit =
+        RateLimitLayer::builder(Quota::per_hour(5000)).max_wait(Duration::from_secs(300)).build().unwrap();
+    let service = limit.layer(upstream.clone());
+    let calls = (0..400).map(|_| {
+        let service = service.clone();
+        tokio::spawn(async move {
+            for _ in 0..3 {
+                let _ = service.clone().oneshot(get("/")).await;
+            }
+        })
+    });
+    futures::future::join_all(calls).await;
+    let arrivals = upstream.arrivals();
+    let within = |from: u64, to: u64| arrivals.iter().filter(|at| (from..to).contains(at)).count();
+    let seconds: Vec<_> = (59..63).map(|second| within(second * 1000, second * 1000 + 1000)).collect();
+    assert!(within(59_000, 70_000) <= 2, "in each second from 59 to 63: {seconds:?}");
 }

@@ -38,6 +38,8 @@ pub enum ConfigError {
         limit: Limit,
         /// How much of the rate would be lost.
         lost_percent: u32,
+        /// The transit slack, which is a part of the margin.
+        transit_slack: Duration,
         /// The smallest burst that loses nothing.
         smallest_burst: u32,
     },
@@ -65,6 +67,9 @@ pub enum ConfigError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A `rediss://` URL in a process in which rustls has no provider of cryptography: the process has installed none, and the
+    /// crate features of rustls name none or two.
+    NoTlsProvider,
     /// A pace that cannot be shared, with a store to share it through.
     PaceNotShared,
     /// A setting that must lie in a range does not.
@@ -94,11 +99,12 @@ impl fmt::Display for ConfigError {
                 let days = full_after.as_secs() / 86_400;
                 write!(f, "quota {limit}: an empty bucket takes {days} days to fill; the longest is 366 days")
             }
-            ConfigError::TooFine { limit, lost_percent, smallest_burst } => write!(
+            ConfigError::TooFine { limit, lost_percent, transit_slack, smallest_burst } => write!(
                 f,
-                "quota {limit}: spacing this fine would lose {lost_percent} % of the rate to the margin of each \
-                 permit; a burst of {smallest_burst} loses nothing: .burst({smallest_burst}) after a window, else \
-                 Quota::bucket({smallest_burst}).refill({}, {:?})",
+                "quota {limit}: spacing this fine would lose {lost_percent} % of the rate, because each permit lives for \
+                 2 ms and the way may take {transit_slack:?} more or less: lower transit_slack; or accept it with \
+                 .max_rate_loss({lost_percent}); or allow a burst of {smallest_burst}, which loses nothing: \
+                 .burst({smallest_burst}) after a window, else Quota::bucket({smallest_burst}).refill({}, {:?})",
                 limit.count(),
                 limit.window(),
             ),
@@ -127,6 +133,12 @@ impl fmt::Display for ConfigError {
                 f,
                 "the URL of Redis: {reason}; write redis://[user:password@]host[:port]/[database], such as \
                  redis://127.0.0.1:6379/, and rediss:// for TLS"
+            ),
+            ConfigError::NoTlsProvider => write!(
+                f,
+                "rediss:// needs a TLS provider, and this process has none or a choice of two: write \
+                 rustls::crypto::ring::default_provider().install_default() at the start of main, or aws_lc_rs instead \
+                 of ring, and add rustls with that feature to Cargo.toml"
             ),
             ConfigError::PaceNotShared => write!(
                 f,

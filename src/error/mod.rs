@@ -176,7 +176,13 @@ impl fmt::Display for Limited {
         let report = self.report();
         match self {
             Limited::Local { reason, .. } => {
-                write!(f, "refused here ({}): {reason}", report.key())?;
+                write!(f, "refused here ({}): ", report.key())?;
+                match *reason {
+                    Reason::MaxWait(most) if !most.is_zero() && report.waited() >= most => {
+                        write!(f, "it has waited for all of max_wait, {most:?}")?
+                    }
+                    reason => write!(f, "{reason}")?,
+                }
                 if let Some(limit) = report.limit() {
                     write!(f, "; the limit is {limit}")?;
                 }

@@ -28,6 +28,11 @@ pub enum StoreError {
         /// The longest that a permit of this quota may live.
         longest: Duration,
     },
+    /// It has not answered yet, and the request can wait no longer: what it may have granted counts as spent.
+    NoAnswer {
+        /// How long ago it was asked.
+        waited: Duration,
+    },
     /// It was asked, and the answer was lost: what it may have granted counts as spent.
     Lost,
     /// It could not be told for so long that a call is in flight that others may take its place: the call was given up.
@@ -70,6 +75,7 @@ impl fmt::Display for StoreError {
                 "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
                  bring the store nearer, or use a longer window"
             ),
+            StoreError::NoAnswer { waited } => write!(f, "the store has not answered for {waited:.1?}"),
             StoreError::Lost => write!(f, "the answer of the store was lost"),
             StoreError::SeatLost => write!(
                 f,

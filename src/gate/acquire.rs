@@ -123,6 +123,14 @@ impl Waiter {
     fn settled(&mut self, settled: Settled, now: Instant) -> Result<Permit, Limited> {
         self.stage = Stage::Nowhere;
         match settled {
+            Settled::Granted(slot) if self.seat.as_ref().is_some_and(|seat| seat.is_lost(now)) => {
+                // The process stood still while it waited for its slot.
+                self.limiter.give_back(self.key, slot);
+                Err(told(Limited::Store {
+                    source: StoreError::SeatLost,
+                    report: self.report(Refusal::NEVER, now),
+                }))
+            }
             Settled::Granted(slot) => Ok(self.permit(Some(slot), now)),
             Settled::Refused(refusal) => {
                 let (reason, refusal) = self.limiter.why(self.key, self.place.patience, refusal, now);
@@ -137,7 +145,7 @@ impl Waiter {
         let Stage::ForSeat { number, until, timer } = &mut self.stage else { return Poll::Pending };
         let number = *number;
         let (key, patience) = (self.key, self.place.patience);
-        let seated = match self.limiter.poll_seat(key, number, cx) {
+        let seated = match self.limiter.poll_seat(key, number, now, cx) {
             Poll::Ready(seated) => seated,
             Poll::Pending => {
                 ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));

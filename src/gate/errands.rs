@@ -1,90 +1,91 @@
 //! What a line leaves to be done without its lock: calls to run to their end, and permits at hand to be looked after.
 
+use std::future::Future;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
-use super::limiter::Limiter;
-use super::line::Errand;
+use super::limiter::{Gate, Limiter};
+use super::line::{CallNumber, Errand};
 use super::queue::Wakers;
+use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::store::Lease;
+use crate::store::{Lease, spawn};
 
 impl Limiter {
     /// Does what a line left to be done without its lock.
+    ///
+    /// It runs on the store's own thread if there is one, else in the current runtime. Dropped with that runtime, or without
+    /// one, a call ends as lost, and the end of a delay comes at once.
     pub(super) fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
         wakers.wake();
-        let Some(errand) = errand else { return };
-        let pending =
-            |calls| Pending { limiter: self.clone(), key, since: now, calls, open: true, joined: false };
-        let runtime = tokio::runtime::Handle::try_current();
         match errand {
-            Errand::Call(call) => {
-                let mut pending = pending(true);
-                // Without a runtime there is nobody to run it: dropped, it ends as an outcome that is not known.
-                let Ok(runtime) = runtime else { return };
-                drop(runtime.spawn(async move {
+            Some(Errand::Call(number, call)) => {
+                let mut called = Called { limiter: self.clone(), key, since: now, number, open: true };
+                self.spawn(async move {
                     let answer = call.await;
-                    pending.answered(answer);
-                }));
+                    called.answered(answer);
+                });
             }
-            Errand::Gather(delay) => {
-                let pending = pending(false);
-                let Ok(runtime) = runtime else { return };
-                drop(runtime.spawn(async move {
-                    if delay.is_zero() {
-                        tokio::task::yield_now().await;
-                    } else {
-                        clock::sleep_until(clock::after(now, delay)).await;
-                    }
-                    pending.joined();
-                }));
+            Some(Errand::Gather(delay)) => {
+                let gathering = Gathering { gate: Arc::downgrade(&self.0), key, joined: false };
+                self.spawn(async move {
+                    wait_for(now, delay).await;
+                    gathering.joined();
+                });
             }
-            Errand::PassOn(delay) => {
-                // Lost with its runtime, somebody else does it.
-                let Ok(runtime) = runtime else { return };
-                let limiter = self.clone();
-                drop(runtime.spawn(async move {
-                    clock::sleep_until(clock::after(now, delay)).await;
+            Some(Errand::PassOn(delay)) => {
+                let gate = Arc::downgrade(&self.0);
+                self.spawn(async move {
+                    wait_for(now, delay).await;
+                    let Some(limiter) = gate.upgrade().map(Limiter) else { return };
                     let now = clock::now();
                     limiter.at_line(key, now, |line, desk, wakers| ((), line.pass_on_now(desk, wakers)));
-                }));
+                });
             }
+            None => {}
         }
+    }
+
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        spawn(&*self.0.settings.store, task);
     }
 
     /// Looks after permits that were fetched ahead, until none are left.
     fn sweep(&self, key: Key, at: Instant) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (limiter, mut next) = (self.clone(), Some(at));
-        runtime.spawn(async move {
+        let (gate, mut next) = (Arc::downgrade(&self.0), Some(at));
+        self.spawn(async move {
             while let Some(at) = next {
                 clock::sleep_until(at).await;
+                let Some(limiter) = gate.upgrade().map(Limiter) else { return };
                 next = limiter.at_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
             }
         });
     }
 }
 
-/// What a line waits for: the answer to a call, or that others join the next one. It ends exactly once; dropped with its
-/// runtime, a call ends as lost.
-struct Pending {
+/// Waits until `delay` after `now`. If that is no time, other tasks that are about to run go first.
+async fn wait_for(now: Instant, delay: Duration) {
+    if delay.is_zero() {
+        tokio::task::yield_now().await;
+    } else {
+        clock::sleep_until(clock::after(now, delay)).await;
+    }
+}
+
+/// A call that a line waits for. It ends exactly once; dropped, it ends as lost.
+struct Called {
     limiter: Limiter,
     key: Key,
     since: Instant,
-    calls: bool,
+    number: CallNumber,
     open: bool,
-    /// Whether the others had the time to join.
-    joined: bool,
 }
 
-impl Pending {
-    fn joined(mut self) {
-        self.joined = true;
-    }
-
+impl Called {
     fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
@@ -92,24 +93,49 @@ impl Pending {
         {
             events::foreign_limit(self.key, *limit, self.limiter.0.settings.terms.quota());
         }
+        let mut answer = Some(answer);
         let sweep_at = self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
-            let errand = line.call_answered(desk, answer, self.since, wakers);
+            let answer = answer.take().unwrap_or(Err(StoreError::Lost));
+            let errand = line.call_answered(desk, self.number, answer, self.since, wakers);
             (line.start_sweep(desk.now), errand)
         });
         if let Some(at) = sweep_at.flatten() {
             self.limiter.sweep(self.key, at);
         }
+        // The line is gone: nobody here can use what was granted.
+        if let Some(Ok(lease)) = answer {
+            let Settings { store, terms, .. } = &self.limiter.0.settings;
+            store.give_back(self.key, terms, &lease.unused());
+        }
     }
 }
 
-impl Drop for Pending {
+impl Drop for Called {
     fn drop(&mut self) {
-        if self.open && self.calls {
+        if self.open {
             self.answered(Err(StoreError::Lost));
-        } else if self.open {
-            let (now, joined) = (clock::now(), self.joined);
-            self.limiter
-                .at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, joined, wakers)));
         }
+    }
+}
+
+/// A delay in which others may join the next call of a line. It keeps no gate alive: a hold may last for long.
+struct Gathering {
+    gate: Weak<Gate>,
+    key: Key,
+    /// Whether the others had the time to join.
+    joined: bool,
+}
+
+impl Gathering {
+    fn joined(mut self) {
+        self.joined = true;
+    }
+}
+
+impl Drop for Gathering {
+    fn drop(&mut self) {
+        let Some(limiter) = self.gate.upgrade().map(Limiter) else { return };
+        let (now, joined) = (clock::now(), self.joined);
+        limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, joined, wakers)));
     }
 }

@@ -48,6 +48,8 @@ pub(super) struct Flight {
     /// Whether it failed. The store tries again.
     failed: bool,
     others_wait: bool,
+    /// Until when the store keeps the seats for this process. A process that stood still for longer uses none.
+    good_until: Option<Instant>,
     /// Seats with a smaller number are lost.
     lost_before: Number,
     /// Who is to be woken when its seat is lost.
@@ -101,6 +103,7 @@ impl Flight {
             asking: false,
             failed: false,
             others_wait: false,
+            good_until: None,
             lost_before: 0,
             sitting: BTreeMap::new(),
             used_at: now,
@@ -116,8 +119,13 @@ impl Flight {
         self.waiting.len()
     }
 
-    /// One comes. It waits, if only for the store's answer; one who is `impatient` for no more than that.
-    pub(super) fn enter(&mut self, number: Number, impatient: bool) {
+    /// Whether the seats are surely this process's.
+    fn is_good(&self, now: Instant) -> bool {
+        self.good_until.is_none_or(|until| now < until)
+    }
+
+    /// A request comes. It waits, if only for the store's answer; an `impatient` one for no more than that.
+    pub(super) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // Where some wait and all was answered, nothing is free.
         let waits = !self.waiting.is_empty() || self.known.1 > 0;
         if impatient && waits && self.free == 0 && !self.asking && !self.failed {
@@ -128,7 +136,7 @@ impl Flight {
         let until_answer = impatient.then_some(self.number + 1);
         self.impatient_until = until_answer.unwrap_or(self.impatient_until);
         self.waiting.insert(number, Waiting { until_answer, waker: None });
-        self.seat(&mut Wakers::default());
+        self.seat(now, &mut Wakers::default());
     }
 
     /// What the store is to be told, if anything.
@@ -162,18 +170,32 @@ impl Flight {
         Some(Claim { key, holder, number, most, sits, wants, heard, life })
     }
 
-    /// How the wait of `number` ended, if it did.
-    pub(super) fn collect(&mut self, number: Number) -> Option<Seated> {
-        self.settled.remove(&number)
+    /// How the wait of `number` ended, if it did. If its seat may be another process's by now, it waits on, as the first.
+    pub(super) fn collect(&mut self, number: Number, now: Instant) -> Option<Seated> {
+        let seated = self.settled.remove(&number)?;
+        if let Ok(seat) = seated
+            && self.is_lost(seat, now)
+        {
+            self.sits -= 1;
+            self.waiting.insert(number, Waiting { until_answer: None, waker: None });
+            return None;
+        }
+        Some(seated)
+    }
+
+    /// Whether a seat may be another process's.
+    pub(super) fn is_lost(&self, seat: Number, now: Instant) -> bool {
+        seat < self.lost_before || !self.is_good(now)
     }
 
     /// The same; where it did not, the task is woken when it does.
-    pub(super) fn poll(&mut self, number: Number, cx: &Context<'_>) -> Poll<Seated> {
+    pub(super) fn poll(&mut self, number: Number, now: Instant, cx: &Context<'_>) -> Poll<Seated> {
+        let seated = self.collect(number, now);
         if let Some(waiting) = self.waiting.get_mut(&number) {
             waiting.waker = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        Poll::Ready(self.collect(number).unwrap_or(Err(Unseated::Refused)))
+        Poll::Ready(seated.unwrap_or(Err(Unseated::Refused)))
     }
 
     /// Answers when the seat is lost; until then the task is woken when it is.
@@ -201,16 +223,17 @@ impl Flight {
     pub(super) fn end(&mut self, seat: Number, now: Instant, wakers: &mut Wakers) {
         self.sitting.remove(&seat);
         self.sits -= 1;
-        if seat >= self.lost_before && !self.others_wait {
+        if !self.is_lost(seat, now) && !self.others_wait {
             self.free += 1;
-            self.seat(wakers);
+            self.seat(now, wakers);
         }
         self.used_at = now;
     }
 
     /// Those who came first sit down on what is free.
-    fn seat(&mut self, wakers: &mut Wakers) {
+    fn seat(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0
+            && self.is_good(now)
             && let Some((number, waiting)) = self.waiting.pop_first()
         {
             self.free -= 1;
@@ -234,7 +257,7 @@ impl Flight {
                 let (taken, wants) = self.known;
                 self.known = (taken.saturating_add(more), wants.saturating_sub(more));
                 self.free = self.free.saturating_add(more);
-                self.seat(wakers);
+                self.seat(now, wakers);
                 if self.impatient > 0 {
                     let answered =
                         |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
@@ -246,6 +269,7 @@ impl Flight {
                 self.settle(|_| true, &Unseated::Failed(error), wakers);
             }
             News::Held(_) | News::Register(_) | News::Missed | News::Deaf => {}
+            News::Good(until) => self.good_until = Some(until),
             News::Lost => {
                 self.lost_before = next_number();
                 std::mem::take(&mut self.sitting).into_values().for_each(|waker| wakers.add(Some(waker)));
@@ -297,7 +321,7 @@ mod tests {
 
     fn come(flight: &mut Flight, impatient: bool) -> Number {
         let number = next_number();
-        flight.enter(number, impatient);
+        flight.enter(number, impatient, clock::now());
         number
     }
 
@@ -311,11 +335,11 @@ mod tests {
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
         told(&mut flight, 1);
-        let first = flight.collect(first).unwrap().unwrap();
+        let first = flight.collect(first, clock::now()).unwrap().unwrap();
         assert!(!is_lost(&mut flight, first));
         hear(&mut flight, News::Lost);
         told(&mut flight, 2);
-        let second = flight.collect(second).unwrap().unwrap();
+        let second = flight.collect(second, clock::now()).unwrap().unwrap();
         assert!(is_lost(&mut flight, first));
         assert!(!is_lost(&mut flight, second));
     }
@@ -326,13 +350,13 @@ mod tests {
         let first = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 1);
-        let first = flight.collect(first).unwrap().unwrap();
+        let first = flight.collect(first, clock::now()).unwrap().unwrap();
         let second = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((1, 1)));
         told(&mut flight, 1);
         hear(&mut flight, News::Lost);
         flight.end(first, clock::now(), &mut Wakers::default());
-        assert!(flight.collect(second).is_none());
+        assert!(flight.collect(second, clock::now()).is_none());
         assert_eq!(claim(&mut flight), Some((0, 1)));
     }
 
@@ -343,9 +367,9 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 2)));
         hear(&mut flight, News::seats(1, 1, true, 2));
         hear(&mut flight, News::seats(1, 0, false, 1));
-        let first = flight.collect(first).unwrap().unwrap();
+        let first = flight.collect(first, clock::now()).unwrap().unwrap();
         flight.end(first, clock::now(), &mut Wakers::default());
-        assert!(flight.collect(second).is_none(), "others wait");
+        assert!(flight.collect(second, clock::now()).is_none(), "others wait");
         assert_eq!(claim(&mut flight), Some((0, 1)));
     }
 
@@ -357,12 +381,15 @@ mod tests {
         let second = come(&mut flight, true);
         assert_eq!(claim(&mut flight), None, "one at a time");
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(first), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(first, clock::now()), Some(Err(Unseated::Refused))));
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(second), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(second, clock::now()), Some(Err(Unseated::Refused))));
         let third = come(&mut flight, true);
-        assert!(matches!(flight.collect(third), Some(Err(Unseated::Refused))), "nothing is free");
+        assert!(
+            matches!(flight.collect(third, clock::now()), Some(Err(Unseated::Refused))),
+            "nothing is free"
+        );
         assert_eq!(claim(&mut flight), None);
     }
 
@@ -372,7 +399,7 @@ mod tests {
         let number = come(&mut flight, true);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(number), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(number, clock::now()), Some(Err(Unseated::Refused))));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
         told(&mut flight, 1);
         assert_eq!(claim(&mut flight), Some((0, 0)));
@@ -401,7 +428,27 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 0)));
         hear(&mut flight, News::Failed(StoreError::Lost));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
-        assert!(matches!(flight.collect(number), Some(Err(Unseated::Failed(_)))));
+        assert!(matches!(flight.collect(number, clock::now()), Some(Err(Unseated::Failed(_)))));
         assert!(flight.idle_from().is_some());
+    }
+
+    /// A process that stood still for longer than its claim is good passes no seat on, and uses none.
+    #[test]
+    fn seats_are_used_no_longer_than_their_claim_is_good() {
+        let (mut flight, start) = (flight(), clock::now());
+        let numbers: Vec<_> = (0..3).map(|_| come(&mut flight, false)).collect();
+        assert_eq!(claim(&mut flight), Some((0, 3)));
+        hear(&mut flight, News::Good(start + LIFE));
+        told(&mut flight, 2);
+        let first = flight.collect(numbers[0], start).unwrap().unwrap();
+        let late = start + LIFE;
+        assert!(flight.collect(numbers[1], late).is_none(), "its seat may be another's");
+        flight.end(first, late, &mut Wakers::default());
+        assert!(flight.collect(numbers[2], late).is_none(), "and the first one's is not passed on");
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        hear(&mut flight, News::Good(late + LIFE));
+        told(&mut flight, 3);
+        assert!(flight.collect(numbers[1], late).is_some(), "it comes first");
+        assert!(flight.collect(numbers[2], late).is_none());
     }
 }

@@ -97,7 +97,7 @@ impl Limiter {
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
         let releases = self.0.lines.find(key, |line| line.releases()).unwrap_or(0);
-        let held = Held { left: span.min(LONGEST_HOLD), releases };
+        let held = Held { left: span.min(LONGEST_HOLD), releases, cut: false };
         self.set_hold(key, held, now);
         let held = self.0.settings.store.hold(key, &self.terms(key), held, None).arrives().await?;
         // It may have been released by others before, which was not known here.
@@ -173,7 +173,8 @@ impl Limiter {
         now: Instant,
         cx: &Context<'_>,
     ) -> Option<Duration> {
-        self.0.lines.find(key, |line| line.poll_hold(number, now, cx)).flatten()
+        let max_hold = self.0.settings.max_hold;
+        self.0.lines.find(key, |line| line.poll_hold(number, max_hold, now, cx)).flatten()
     }
 
     /// One waits for the end of the hold no more.
@@ -185,18 +186,26 @@ impl Limiter {
         let (now, Settings { terms, learn, .. }) = (clock::now(), &self.0.settings);
         let limited = signal.limited().is_some();
         let refused = if limited { cost } else { 0 };
-        self.at_line(key, now, |line, desk, _| {
-            if !limited {
-                line.accepted_upstream(now);
-            }
+        let passed = self.at_line(key, now, |line, desk, wakers| {
+            let passed = !limited && line.accepted_upstream(sent, now);
+            let errand = if passed { line.hold_changed(desk, wakers) } else { None };
+            let mut is_less = false;
             if *learn != Learn::Nothing {
                 line.learn(*learn, terms, signal, desk);
                 // It is said of the limits that hold from now on.
                 let learned = self.learned(line, now);
-                line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, sent);
+                let terms = learned.as_ref().unwrap_or(terms);
+                is_less = line.upstream_said(terms, signal, refused, sent, now);
             }
-            ((), None)
+            // A refusal holds the key, and is told with the hold.
+            let tightens = is_less && !limited;
+            let errand = if tightens { errand.or_else(|| line.tighten(desk, wakers)) } else { errand };
+            (passed, errand)
         });
+        if passed == Some(true) {
+            // The probe has passed: the others may leave, in all processes. Nobody waits for the answer.
+            drop(self.0.settings.store.release(key, &self.terms(key)));
+        }
         let retry_after = if limited {
             signal.retry_after()
         } else {
@@ -205,27 +214,37 @@ impl Limiter {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
-            self.hold_by_signal(key, signal, retry_after, now);
+            self.hold_by_signal(key, signal, retry_after, sent, now);
         }
         self.at_line(key, now, |line, desk, wakers| ((), line.pass_on(desk, wakers)));
     }
 
     /// The upstream has refused a call of `key`, or will refuse the next.
-    fn hold_by_signal(&self, key: Key, signal: &Signal, retry_after: Option<Duration>, now: Instant) {
+    fn hold_by_signal(
+        &self,
+        key: Key,
+        signal: &Signal,
+        retry_after: Option<Duration>,
+        sent: Instant,
+        now: Instant,
+    ) {
         let Settings { max_hold, store, on_scope, .. } = &self.0.settings;
         let scoped = signal.scope().zip(on_scope.as_ref()).map(|(scope, on_scope)| on_scope(key, scope));
         let Some(held_key) = scoped.unwrap_or(Some(key)).filter(|_| !max_hold.is_zero()) else { return };
         let held = self.open_line(held_key, now, |line, desk, _| {
-            let held = line.refused_upstream(retry_after, *max_hold, now);
-            (held.map(|held| (held, line.left(desk.terms, now))), None)
+            let held = line.refused_upstream(retry_after, *max_hold, sent, now);
+            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(desk.terms, *max_hold, now));
+            (held.map(|held| (held, left)), None)
         });
-        if let Ok(Some((held, left))) = held {
+        if let Ok(Some(((held, tells), left))) = held {
             events::held(held_key, held.left);
-            // Another key may have other limits: they are not told.
-            let terms = if held_key == key { self.terms(key) } else { Arc::new(Terms::none()) };
-            // The store first: those who wait ask it anew, and are to find what is left. Who waits for its answer is the next
-            // call.
-            drop(store.hold(held_key, &terms, held, left));
+            if tells {
+                // Another key may have other limits: they are not told.
+                let terms = if held_key == key { self.terms(key) } else { Arc::new(Terms::none()) };
+                // The store first: waiters ask it anew, and are to find what is left. Nobody waits for its answer but the
+                // next call.
+                drop(store.hold(held_key, &terms, held, left));
+            }
             self.set_hold(held_key, held, now);
         }
     }

@@ -241,7 +241,9 @@ impl Limiter {
                     |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| ((), line.inquire(desk, wakers));
                 let _ = self.open_line(entry.key, now, asks);
             }
-            let until = self.held(entry.key, now).map(|left| clock::after(now, left));
+            let max_hold = settings.max_hold;
+            let blocked = self.0.lines.find(entry.key, |line| line.blocked(max_hold, now)).flatten();
+            let until = blocked.map(|left| clock::after(now, left));
             return match until {
                 None => Reached::Slot(None),
                 Some(until) if until <= patience.latest => Reached::Later(until),
@@ -277,9 +279,9 @@ impl Limiter {
 
     /// A desk for the line of `key`, with what that has `learned`.
     fn desk<'a>(&'a self, key: Key, now: Instant, learned: Option<&'a Arc<Terms>>) -> Desk<'a> {
-        let Settings { terms, store, max_waiting, on_store_error, .. } = &self.0.settings;
-        let (terms, fails_open) = (learned.unwrap_or(terms), *on_store_error == OnStoreError::FailOpen);
-        Desk { key, store, terms, now, max_waiting: *max_waiting, fails_open }
+        let &Settings { ref terms, ref store, max_waiting, on_store_error, max_hold, .. } = &self.0.settings;
+        let (terms, fails_open) = (learned.unwrap_or(terms), on_store_error == OnStoreError::FailOpen);
+        Desk { key, store, terms, now, max_waiting, fails_open, max_hold }
     }
 
     /// What is allowed at a line, where that was learned.
@@ -318,7 +320,7 @@ impl Limiter {
         act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
     ) -> Result<R, Full> {
         let mut wakers = Wakers::default();
-        let open = || Line::new(now);
+        let open = || Line::new(self.0.settings.terms.life(), now);
         let forgotten = |key, mut line: Line| {
             let learned = self.learned(&mut line, now);
             line.forgotten(&self.desk(key, now, learned.as_ref()));
@@ -393,9 +395,14 @@ impl std::fmt::Debug for Limiter {
     }
 }
 
+/// The shortest time after which a refused request is told to come back.
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
+
 pub(super) fn report(key: Box<str>, refusal: Refusal, since: Instant, now: Instant, turns: u32) -> Report {
     let Refusal { wait, limit } = refusal;
     let waited = now.saturating_duration_since(since);
+    // A request that comes back at once would come back for ever.
+    let wait = wait.map(|wait| wait.max(SHORTEST_WAIT));
     Report::new(Facts { key, limit, retry_after: wait, at: clock::wall(now), waited, turns })
 }
 

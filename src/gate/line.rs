@@ -8,6 +8,8 @@ mod hold;
 #[cfg(test)]
 mod laws;
 mod learned;
+mod refusal;
+mod refused;
 mod wait;
 mod word;
 
@@ -29,10 +31,11 @@ use crate::limit::Terms;
 use crate::store::{Answer, Lease, Need, Refusal, Store};
 
 use asking::slot;
-use hold::Holding;
 pub(super) use hold::is_any_uncertain;
+use hold::{Holding, Passage};
 use learned::Lesson;
 pub use learned::{Learn, Learned};
+use refused::Refused;
 pub(super) use wait::Place;
 use word::Words;
 pub(super) use word::is_of_use;
@@ -44,13 +47,18 @@ pub(super) struct Desk<'a> {
     pub(super) terms: &'a Arc<Terms>,
     pub(super) now: Instant,
     pub(super) max_waiting: usize,
-    /// Whether who cannot be counted passes.
+    /// Whether a request that cannot be counted passes.
     pub(super) fails_open: bool,
+    /// The longest that a word of the upstream holds the key.
+    pub(super) max_hold: Duration,
 }
 
-/// How long after its slot a permit is usable, unless wake-ups come late. With the default `transit_slack`, the margin
-/// is 20 ms.
-pub(crate) const LIFE: Duration = Duration::from_millis(10);
+impl Desk<'_> {
+    /// Whether waiters look after the store's calls themselves: they may be lost with the runtime of a caller.
+    fn is_watched(&self) -> bool {
+        self.store.background().is_none()
+    }
+}
 
 pub(super) struct Line {
     stock: Stock,
@@ -72,17 +80,26 @@ pub(super) struct Line {
     lesson: Option<Box<Lesson>>,
     /// Whether others use a limit of the key too, as the store says.
     shared: bool,
+    /// Units that could still go, as the store said last.
+    free: u64,
+    /// Whether a call is under way that may bring more than the upstream says is left.
+    tightens: bool,
+    /// What the store refused last, if it takes a trip to answer.
+    refused: Option<Refused>,
 }
 
 /// What is to be done for a line without its lock.
 pub(super) enum Errand {
     /// Run a call to its end.
-    Call(Call),
+    Call(CallNumber, Call),
     /// Come back after so long: others may join the next call meanwhile.
     Gather(Duration),
     /// Pass on after so long what the upstream says meanwhile.
     PassOn(Duration),
 }
+
+/// The number of a call. An answer to another than the last one is late.
+pub(super) type CallNumber = u64;
 
 /// A store's answer that is still to come.
 pub(super) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
@@ -113,11 +130,12 @@ impl Idle for Line {
 }
 
 impl Line {
-    pub(super) fn new(now: Instant) -> Self {
+    /// A line in which nobody waits. `life` is how long its permits live at first.
+    pub(super) fn new(life: Duration, now: Instant) -> Self {
         Line {
             stock: Stock::new(now),
             queue: None,
-            life: LIFE,
+            life,
             later: false,
             sweep_at: None,
             memory: None,
@@ -126,6 +144,9 @@ impl Line {
             words: None,
             lesson: None,
             shared: false,
+            free: 0,
+            tightens: false,
+            refused: None,
         }
     }
 
@@ -169,7 +190,11 @@ impl Line {
         {
             return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
         }
-        if self.queue.is_none() && !self.later && held.is_none() {
+        if let Some(refusal) = self.refused.and_then(|refused| refused.of(cost, patience, desk.now)) {
+            return (Entered::Refused(refusal), None);
+        }
+        let is_open = held.is_none() && self.passage(desk.max_hold, desk.now) == Passage::Open;
+        if self.queue.is_none() && !self.later && is_open {
             return self.enter_empty(desk, cost, patience);
         }
         let queue = self.queue.get_or_insert_default();
@@ -224,9 +249,9 @@ impl Line {
                 let queue = self.queue.get_or_insert_default();
                 let number = next_number();
                 queue.wait(number, cost, patience, desk.now, None);
-                queue.asking(&[need], desk.now);
+                let called = queue.asking(&[need], desk.now, desk.is_watched());
                 self.later = true;
-                (Entered::Waiting(number), Some(Errand::Call(call)))
+                (Entered::Waiting(number), Some(Errand::Call(called, call)))
             }
         }
     }
@@ -234,6 +259,8 @@ impl Line {
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
     pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Errand> {
         let held = self.held(desk.now).is_some();
+        self.probe_comes_back();
+        self.refused = None;
         let Some(queue) = &mut self.queue else {
             if held || !self.stock.put(&slot, desk.now) {
                 desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
@@ -252,7 +279,7 @@ impl Line {
 
     /// Drops a queue in which nobody is left, and gives back what was to go with the next call.
     fn close(&mut self, desk: &Desk<'_>) {
-        if let Some(queue) = self.queue.take_if(|queue| queue.is_done())
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(desk.now))
             && !queue.returns.is_empty()
         {
             desk.store.give_back(desk.key, desk.terms, &queue.returns);

@@ -17,6 +17,10 @@ pub(super) struct Remembered {
     /// When the last call that was answered was sent, and when its answer arrived.
     sent: Instant,
     heard: Instant,
+    /// The longest trip of a call and its answer lately.
+    trip: Duration,
+    /// By how much the wall clock was ahead when the last answer arrived.
+    wall_ahead: i64,
     /// Whether something may have been missed since.
     doubted: bool,
     /// From this moment the store may have forgotten the key for good reason.
@@ -44,6 +48,8 @@ impl Remembered {
             latest: now,
             sent,
             heard: now,
+            trip: Duration::ZERO,
+            wall_ahead: 0,
             doubted: false,
             until: now,
             granted: Granted::default(),
@@ -56,6 +62,8 @@ impl Remembered {
         self.set_clock(lease.now, sent, now);
         (self.incarnation, self.writes) = (lease.incarnation, lease.writes);
         (self.sent, self.heard, self.doubted) = (sent, now, false);
+        self.trip = now.saturating_duration_since(sent).max(self.trip - self.trip / 16);
+        self.wall_ahead = clock::wall_ahead();
         self.until = clock::after(sent, lease.remember);
         self.count_from(lease, lease.now, window, now);
     }
@@ -105,17 +113,19 @@ impl Remembered {
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// What the store is told with the next call.
+    /// What the store is told with the next call. A machine that slept since the last answer remembers nothing: for how
+    /// long it slept, the monotonic clock does not know.
     pub(super) fn tell(&self, now: Instant) -> Memory {
-        if now >= self.until || self.incarnation == 0 {
+        let since = now.saturating_duration_since(self.heard);
+        if now >= self.until || self.incarnation == 0 || clock::has_slept(self.wall_ahead, since) {
             return Memory::default();
         }
         Memory {
             incarnation: self.incarnation,
             writes: self.writes,
             seen: self.seen,
-            since: now.saturating_duration_since(self.heard),
-            trip: self.heard.saturating_duration_since(self.sent),
+            since,
+            trip: self.trip,
             granted: self.granted.units.saturating_add(self.granted_before.units),
         }
     }

@@ -26,7 +26,6 @@ pub use acquire::Acquire;
 pub(crate) use acquire::Waiter;
 pub use limiter::Limiter;
 pub(crate) use limiter::{Entry, Started};
-pub(crate) use line::LIFE;
 pub use line::{Learn, Learned};
 pub use peek::Peek;
 pub use permit::Permit;

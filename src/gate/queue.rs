@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::line::CallNumber;
 use super::slot::{Patience, Settled, Slot};
 use super::stock::Stock;
 use crate::clock::{self, Timer};
@@ -57,12 +58,10 @@ pub(super) struct Queue {
     waiting: usize,
     /// The latest slot of use to anyone.
     latest: Option<Instant>,
-    /// Whether a call is under way.
-    calling: bool,
+    /// The call under way.
+    call: Option<Calling>,
     /// What it asks for.
     asked: SmallVec<[Need; 2]>,
-    /// When it was sent, and who was the last in line then.
-    asked_at: Option<(Instant, Number)>,
     pub(super) gathering: Gathering,
     /// Until when that takes.
     gathers_until: Option<Instant>,
@@ -70,6 +69,36 @@ pub(super) struct Queue {
     paused_until: Option<Instant>,
     /// Permits that nobody here can use; the store gets them with the next call.
     pub(super) returns: SmallVec<[Unused; 4]>,
+}
+
+/// A call to the store.
+#[derive(Clone, Copy, Debug)]
+struct Calling {
+    number: CallNumber,
+    /// When it was sent. After [`ANSWER`] it counts as lost.
+    sent: Instant,
+    /// The last waiter in line then.
+    last: Option<Number>,
+    /// Whether waiters look after it: it may be lost with the runtime of a caller.
+    watched: bool,
+}
+
+/// What came of an answer of the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    /// Whether some permits died on their way.
+    pub(super) died: bool,
+    /// The cost of the first need of which not all was granted.
+    pub(super) refused: Option<u32>,
+}
+
+/// What came of handing out slots.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HandedOut {
+    /// How many permits.
+    pub(super) count: usize,
+    /// Whether some had died before a waiter took them.
+    pub(super) died: bool,
 }
 
 /// Whether the next call waits for others to join it.
@@ -88,13 +117,36 @@ impl Queue {
     }
 
     /// Whether nobody waits and nothing lies here.
-    pub(super) fn is_done(&self) -> bool {
-        self.waiting == 0 && self.settled.is_empty() && !self.is_calling()
+    pub(super) fn is_done(&self, now: Instant) -> bool {
+        self.waiting == 0 && self.settled.is_empty() && !self.is_calling(now)
     }
 
     /// Whether a call is under way.
-    pub(super) fn is_calling(&self) -> bool {
-        self.calling
+    pub(super) fn is_calling(&self, now: Instant) -> bool {
+        self.call.is_some_and(|call| now < clock::after(call.sent, ANSWER))
+    }
+
+    /// For how long a call has been under way.
+    pub(super) fn called_for(&self, now: Instant) -> Option<Duration> {
+        self.call.map(|call| now.saturating_duration_since(call.sent))
+    }
+
+    /// Whether this call is the one under way.
+    pub(super) fn is_call(&self, number: CallNumber) -> bool {
+        self.call.is_some_and(|call| call.number == number)
+    }
+
+    /// Gives up a call that was not answered in time: what it asked for is asked for again.
+    pub(super) fn give_up_call(&mut self) {
+        if self.call.take().is_some() {
+            self.asked.clear();
+            self.classes.values_mut().for_each(|class| class.asked = 0);
+        }
+    }
+
+    /// When waiters look for a call that may be lost.
+    fn watched_until(&self) -> Option<Instant> {
+        self.call.filter(|call| call.watched).map(|call| clock::after(call.sent, ANSWER))
     }
 
     /// The last slot booked ahead for anyone.
@@ -120,16 +172,11 @@ impl Queue {
         let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
-        let waiting = Waiting {
-            patience,
-            entered,
-            heard: false,
-            gives_up_at,
-            // The runtime of who was to ask when the hold ends may not run any more.
-            wake_at: held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER))),
-            timer: None,
-            waker: None,
-        };
+        // The runtime in which the store is asked when the hold ends, or is asked now, may not run any more.
+        let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
+        let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
+        let waiting =
+            Waiting { patience, entered, heard: false, gives_up_at, wake_at, timer: None, waker: None };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -161,10 +208,15 @@ impl Queue {
         }
     }
 
-    /// Hands out the slots that are due, the first to the first; `me` needs no waking. Answers whether some had died
-    /// before anybody took them.
-    pub(super) fn hand_out(&mut self, now: Instant, me: Option<Number>, wakers: &mut Wakers) -> bool {
-        let mut died = false;
+    /// Hands out the slots that are due, the first to the first waiter, `most` in all; `me` needs no waking.
+    pub(super) fn hand_out(
+        &mut self,
+        most: usize,
+        now: Instant,
+        me: Option<Number>,
+        wakers: &mut Wakers,
+    ) -> HandedOut {
+        let (mut died, mut count) = (false, 0);
         for class in self.classes.values_mut() {
             while let Some(slot) = class.slots.front_mut()
                 && slot.at <= now
@@ -176,8 +228,12 @@ impl Queue {
                     class.slots.pop_front();
                     continue;
                 }
+                if count == most {
+                    break;
+                }
                 let Some((number, waiting)) = class.waiting.pop_first() else { break };
                 self.waiting -= 1;
+                count += 1;
                 self.settled.insert(number, Settled::Granted(Slot { count: 1, ..*slot }));
                 if Some(number) != me {
                     wakers.0.extend(waiting.waker);
@@ -195,7 +251,7 @@ impl Queue {
                 first.get_mut().wake_at(slot.at);
             }
         }
-        died
+        HandedOut { count, died }
     }
 
     /// Puts slots beyond what the waiters need among the returns, the last ones first.
@@ -316,7 +372,7 @@ impl Queue {
     /// The store decides nothing for so long. Those who cannot wait until then are told.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
-        self.calling = false;
+        self.call = None;
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
         self.asked.clear();
@@ -342,17 +398,19 @@ impl Queue {
 
     /// Registers the task of one who waits, to be woken once: at its slot, or when it can wait no longer.
     pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
+        let watched = self.watched_until().filter(|until| *until > now);
         let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
         let first_slot = class.slots.front().map(|slot| slot.at);
         let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
         if waiting.wake_at <= now {
             // A slot that is due and was not handed out waits for the store's word, with which its waiter is woken.
-            waiting.wake_at(match first_slot {
+            let wake_at = match first_slot {
                 Some(slot) if slot <= now => clock::after(now, ANSWER),
                 Some(slot) => slot,
                 None if waiting.heard => waiting.patience.latest,
                 None => waiting.gives_up_at,
-            });
+            };
+            waiting.wake_at(watched.map_or(wake_at, |watched| wake_at.min(watched)));
         }
         match &mut waiting.waker {
             Some(waker) => waker.clone_from(cx.waker()),

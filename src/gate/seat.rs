@@ -61,7 +61,7 @@ impl Limiter {
             if flight.waiting() >= max_waiting {
                 return Err(Reason::LineFull(max_waiting));
             }
-            flight.enter(number, patience.latest <= now);
+            flight.enter(number, patience.latest <= now, now);
             Ok(flight.claim(key, flights.most, flights.life))
         };
         let claim = match flights.keyed.enter(key, now, || Flight::new(now), |_, _| (), enter) {
@@ -74,7 +74,7 @@ impl Limiter {
         if let Some(claim) = claim {
             self.0.settings.store.claim(claim, &self.listener());
         }
-        let seated = flights.keyed.find(key, |flight| flight.collect(number)).flatten();
+        let seated = flights.keyed.find(key, |flight| flight.collect(number, now)).flatten();
         seated.map_or(Sitting::Waits(number), |seated| self.seated(key, patience, seated))
     }
 
@@ -98,9 +98,8 @@ impl Limiter {
     }
 
     /// How one fares that waits for a seat.
-    pub(super) fn poll_seat(&self, key: Key, number: Number, cx: &Context<'_>) -> Poll<Seated> {
-        let flights = self.0.flights.as_ref();
-        let polled = flights.and_then(|flights| flights.keyed.find(key, |flight| flight.poll(number, cx)));
+    pub(super) fn poll_seat(&self, key: Key, number: Number, now: Instant, cx: &Context<'_>) -> Poll<Seated> {
+        let polled = self.0.clone().at_flight(key, |flight, _| flight.poll(number, now, cx));
         polled.unwrap_or(Poll::Ready(Err(Unseated::Refused)))
     }
 
@@ -123,19 +122,20 @@ impl Limiter {
 
 impl Gate {
     /// Does something to the calls of a key in flight, and tells the store what came of it.
-    fn at_flight(self: Arc<Self>, key: Key, act: impl FnOnce(&mut Flight, &mut Wakers)) {
-        let Some(flights) = &self.flights else { return };
+    fn at_flight<R>(self: Arc<Self>, key: Key, act: impl FnOnce(&mut Flight, &mut Wakers) -> R) -> Option<R> {
+        let flights = self.flights.as_ref()?;
         let mut wakers = Wakers::default();
-        let claim = flights.keyed.find(key, |flight| {
-            act(flight, &mut wakers);
-            flight.claim(key, flights.most, flights.life)
-        });
+        let (done, claim) = flights.keyed.find(key, |flight| {
+            let done = act(flight, &mut wakers);
+            (done, flight.claim(key, flights.most, flights.life))
+        })?;
         wakers.wake();
-        if let Some(claim) = claim.flatten() {
+        if let Some(claim) = claim {
             let store = self.settings.store.clone();
             let listener: Arc<dyn Listener> = self;
             store.claim(claim, &listener);
         }
+        Some(done)
     }
 }
 
@@ -156,6 +156,15 @@ impl Listener for Gate {
 }
 
 impl Seat {
+    /// Whether the store may have given the seat to others, where its word counts.
+    pub(super) fn is_lost(&self, now: Instant) -> bool {
+        let Taken { limiter, key, number } = &*self.0;
+        let Gate { flights, settings, .. } = &*limiter.0;
+        let flights = flights.as_ref().filter(|_| settings.on_store_error != OnStoreError::FailOpen);
+        let lost = |flights: &Flights| flights.keyed.find(*key, |flight| flight.is_lost(*number, now));
+        flights.and_then(lost).unwrap_or(false)
+    }
+
     /// Answers when the store may have given the seat to others: then the call has to end. Never where the store's word
     /// is not waited for.
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {

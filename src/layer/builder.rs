@@ -8,10 +8,10 @@ use http::HeaderMap;
 use super::RateLimitLayer;
 use super::reading::Reading;
 use crate::error::ConfigError;
-use crate::gate::{LIFE, Learn, Limiter, OnScope, OnStoreError, Settings};
+use crate::gate::{Learn, Limiter, OnScope, OnStoreError, Settings};
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
-use crate::quota::Quota;
+use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
 use crate::store::{MemoryStore, Share, ShareStore, Store};
 
@@ -40,6 +40,7 @@ pub struct RateLimitBuilder {
     max_keys: usize,
     transit_slack: Duration,
     boundary_slack: Duration,
+    rate_loss: u32,
     in_flight_life: Duration,
     max_hold: Duration,
     learn: Learn,
@@ -52,6 +53,7 @@ impl RateLimitBuilder {
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
     const SHORTEST_LIFE: Duration = Duration::from_millis(300);
     const LONGEST_LIFE: Duration = Duration::from_secs(3600);
+    const LARGEST_RATE_LOSS: u32 = 50;
 
     pub(super) fn new(quota: Quota) -> Self {
         RateLimitBuilder {
@@ -65,6 +67,7 @@ impl RateLimitBuilder {
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             transit_slack: Duration::from_millis(10),
             boundary_slack: Duration::from_millis(100),
+            rate_loss: Slacks::RATE_LOSS,
             in_flight_life: Duration::from_secs(10),
             max_hold: Duration::from_secs(60),
             learn: Learn::default(),
@@ -172,6 +175,29 @@ impl RateLimitBuilder {
     /// two-hundredth of the window: at 100 per minute, at most 0.5 % besides.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
         self.transit_slack = transit_slack;
+        self
+    }
+
+    /// The most of the rate, in per cent, that the margin of permits may cost under a fine spacing. Default: 10; at most 50.
+    ///
+    /// Two requests of [`Quota::every`] leave at least its spacing and the margin apart: the life of a permit and
+    /// `transit_slack`. If that costs too much, permits live shorter than 10 ms, down to 2 ms; if it still does, `build` says
+    /// how much would be lost, and this accepts it. A permit that lives for 2 ms is often lost on a busy machine. Over a
+    /// store with a trip, permits live for at least twice the trip and 5 ms.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Quota, RateLimitLayer};
+    ///
+    /// // A server that refuses whatever comes within 20 ms of the request before, on the same network.
+    /// let limit = RateLimitLayer::builder(Quota::every(Duration::from_millis(20)))
+    ///     .transit_slack(Duration::from_millis(1))
+    ///     .max_rate_loss(15)
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn max_rate_loss(mut self, percent: u32) -> Self {
+        self.rate_loss = percent;
         self
     }
 
@@ -307,14 +333,19 @@ impl RateLimitBuilder {
                 allowed: "at least 1",
             });
         }
-        self.quota.check(LIFE + self.transit_slack, self.boundary_slack)?;
+        if self.rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
+            let (setting, value) = ("max_rate_loss", self.rate_loss.to_string());
+            return Err(ConfigError::OutOfRange { setting, value, allowed: "at most 50" });
+        }
+        let (transit, boundary) = (self.transit_slack, self.boundary_slack);
+        let life = self.quota.check(Slacks { transit, boundary, rate_loss: self.rate_loss })?;
         let share = self.share()?;
         let mut store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
         if self.on_store_error == OnStoreError::FallbackShare {
             store = Arc::new(ShareStore::new(store, share, self.max_keys));
         }
         let limiter = Limiter::new(Settings {
-            terms: Arc::new(Terms::new(self.quota, self.transit_slack, self.boundary_slack)),
+            terms: Arc::new(Terms::new(self.quota, transit, boundary).with_life(life)),
             store,
             max_wait: self.max_wait,
             max_waiting: self.max_waiting,

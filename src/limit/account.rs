@@ -1,7 +1,7 @@
-//! One limit of a key: what it has seen, less what is reserved for others.
+//! One limit of a key: what was used of it, and what is reserved for others.
 
-use super::rule::Rule;
-use super::strangers::{Ours, Size, Strangers};
+use super::rule::{Open, Rule};
+use super::strangers::{Ours, Size, Strangers, Word};
 use super::{Left, Micros, micros_up};
 use crate::quota::Limit;
 
@@ -15,6 +15,9 @@ pub(super) struct Account {
     strangers: Option<Box<Strangers>>,
 }
 
+/// The oldest response that bounds what may go until the next one: units may have left the log since an older one.
+const OLDEST_WORD: Micros = 250_000;
+
 impl Account {
     pub(super) fn new(limit: Limit, rule: Rule, now: Micros) -> Self {
         Account { limit, rule, asserted: now, strangers: None }
@@ -25,14 +28,16 @@ impl Account {
     }
 
     /// The first moment, not before `from`, at which `cost` units may go.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, life: Micros) -> Micros {
-        let Some(strangers) = &self.strangers else { return self.rule.first_slot(from, cost, life, 0) };
-        let (ends, reserves) = strangers.reserves();
-        let slot = self.rule.first_slot(from, cost, life, u64::from(reserves[0]));
-        if slot < ends {
-            slot
-        } else {
-            self.rule.first_slot(from.max(ends), cost, life, u64::from(reserves[1]))
+    pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
+        let size = self.size();
+        let Some(strangers) = &self.strangers else { return self.rule.first_slot(from, cost, open, 0) };
+        loop {
+            let (reserved, until) = strangers.reserved_from(from, size);
+            let slot = self.rule.first_slot(from, cost, open, u64::from(reserved));
+            if slot < until || until == Micros::MAX {
+                return slot;
+            }
+            from = until;
         }
     }
 
@@ -52,36 +57,51 @@ impl Account {
         self.strangers.is_some()
     }
 
-    /// What is reserved for others at a moment.
+    /// The units reserved for others at a moment.
     pub(super) fn reserved(&self, at: Micros) -> u64 {
-        let reserves = self.strangers.as_ref().map(|strangers| strangers.reserves());
-        reserves.map_or(0, |(ends, reserves)| u64::from(reserves[usize::from(at >= ends)]))
+        let reserved = self.strangers.as_ref().map(|strangers| strangers.reserved_from(at, self.size()));
+        reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
-    /// The upstream has said what is left, to a ledger begun at `born`; what was granted until `sent` may have reached it.
-    /// Answers whether that allows less than before.
+    /// Forgets what was reserved for others.
+    pub(super) fn forget_others(&mut self) {
+        self.strangers = None;
+    }
+
+    /// Takes in what the upstream says is left, for a ledger begun at `born`; what was granted until `sent` may have
+    /// reached it. Returns whether that allows less than before.
     pub(super) fn see(&mut self, left: &Left, now: Micros, sent: Micros, born: Micros) -> bool {
         let size @ Size { count, window } = self.size();
+        if left.forget {
+            self.forget_others();
+            return false;
+        }
+        let ago = micros_up(left.ago);
         let units = u32::try_from(left.units).unwrap_or(u32::MAX);
         let (least, most) = match &mut self.rule {
             Rule::Window(log) => log.used_until(sent),
             Rule::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
-            Rule::Bucket(bucket) => return bucket.see(now, micros_up(left.ago), left.units),
+            Rule::Bucket(bucket) => return bucket.see(now, ago, left.units),
         };
-        let (reset_in, sure) = (left.reset_in.map_or(window, micros_up), left.reset_in.is_some());
-        let others = sure && u64::from(count.saturating_sub(units)) > most;
+        let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
+        let resets = left.reset_in.filter(|_| bounds).map(|reset_in| now.saturating_add(micros_up(reset_in)));
+        let others = resets.is_some() && u64::from(count.saturating_sub(units)) > most;
         if self.strangers.is_none() && !others && left.refused == 0 {
             return false;
         }
-        let strangers = self.strangers.get_or_insert_with(|| {
-            let ends = now.saturating_add(reset_in);
-            // Of a count whose beginning is not known, the log has to know the whole of the window until now.
-            let known_from = if sure { ends } else { now };
-            let whole = born.saturating_add(window - window / 10) <= known_from;
-            Box::new(Strangers::new(ends, whole))
-        });
-        let said = now.saturating_sub(micros_up(left.ago));
-        strangers.see(size, units, said, Ours { least, most, sure }, left.refused)
+        let (steady, refused) = (left.steady && resets.is_some(), left.refused);
+        let ends = resets.filter(|_| steady).unwrap_or(now.saturating_add(window));
+        // Of a count whose beginning is not known, the log has to know the whole of the window until now.
+        let known_from = if steady { ends } else { now };
+        let whole = born.saturating_add(window - window / 10) <= known_from;
+        let strangers = self.strangers.get_or_insert_with(|| Box::new(Strangers::new(ends, whole)));
+        if steady || refused > 0 {
+            strangers.begin(ends, whole);
+        }
+        let valid_until = now.saturating_add(micros_up(left.valid_for));
+        let said = now.saturating_sub(ago);
+        let word = Word { now, left: units, said, resets, steady, refused, valid_until };
+        strangers.see(size, word, Ours { least, most })
     }
 
     /// Forgets what no longer matters at `now`.
@@ -95,8 +115,8 @@ impl Account {
 
     /// The first moment from which a fresh one would grant the same.
     pub(super) fn fresh_from(&self) -> Micros {
-        let Size { window, .. } = self.size();
-        let strangers = self.strangers.as_ref().map_or(0, |strangers| strangers.forgotten_from(window));
+        let size = self.size();
+        let strangers = self.strangers.as_ref().map_or(0, |strangers| strangers.forgotten_from(size));
         self.rule.fresh_from().max(strangers)
     }
 }

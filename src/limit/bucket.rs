@@ -119,6 +119,17 @@ impl Bucket {
         }
     }
 
+    /// Counts units that were used without a permit. They leave the bucket empty now at most: an upstream that let them
+    /// pass had them. Where that cuts them, permits of before can no longer be taken back.
+    pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
+        let empty = self.full_at.max(self.scaled(now) + self.capacity * self.window);
+        let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);
+        self.insert(now, stamp, units.min(most), false);
+        if self.full_at > empty {
+            (self.full_at, self.base, self.slack) = (empty, empty, u128::MAX);
+        }
+    }
+
     fn forget_queue(&mut self) {
         self.queued_from = Micros::MAX;
         self.marks.clear();

@@ -4,14 +4,20 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// At most `limit` units in each window; nothing within `guard` of a boundary, where nobody can tell on which side
-/// the upstream will count it.
+/// At most `limit` units in each window; nothing within a guard of a boundary, where nobody can tell on which side the
+/// upstream counts it. The guard is the caller's ([`Terms::boundary_slack`](super::Terms::boundary_slack)).
+///
+/// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow. `phase` is how far the
+/// boundaries are ahead of the multiples of the window in the ledger's time. When a step moves it, the units of a window
+/// count in each new window that overlaps the old one, because the moments of their use are not kept: never over, and
+/// under for one window at most.
 #[derive(Debug)]
 pub(super) struct Fixed {
     limit: u64,
     window: Micros,
-    guard: Micros,
-    /// The units of each window from the current one on that has any; sorted.
+    phase: Micros,
+    /// The units of each window that has any, sorted: from the one before the current one on, because the current one may
+    /// begin earlier when the clock is set.
     used: VecDeque<(u64, u64)>,
     /// Windows before this one take nothing more.
     open_from: u64,
@@ -20,15 +26,56 @@ pub(super) struct Fixed {
 /// The most windows that are kept apart; when more are booked ahead, the earliest of them closes.
 const MOST_WINDOWS: usize = 64;
 
+/// A smaller move of the boundaries is a drift of the clocks: each unit was used in its window as the clock was then.
+const SMALLEST_STEP: Micros = 20_000;
+
 impl Fixed {
-    pub(super) fn new(limit: u32, window: Micros, guard: Micros) -> Self {
-        Fixed { limit: u64::from(limit), window, guard, used: VecDeque::new(), open_from: 0 }
+    /// Nothing is used yet. The wall clock is `ahead` microseconds ahead of the ledger's time.
+    pub(super) fn new(limit: u32, window: Micros, ahead: i64) -> Self {
+        let (limit, phase) = (u64::from(limit), phase(ahead, window));
+        Fixed { limit, window, phase, used: VecDeque::new(), open_from: 0 }
+    }
+
+    /// The number of the window of a moment.
+    fn number(&self, at: Micros) -> u64 {
+        at.saturating_add(self.phase) / self.window
+    }
+
+    /// When a window begins.
+    fn start(&self, number: u64) -> Micros {
+        number.saturating_mul(self.window).saturating_sub(self.phase)
     }
 
     pub(super) fn advance(&mut self, now: Micros) {
-        let current = now / self.window;
-        while self.used.front().is_some_and(|&(window, _)| window < current) {
+        let current = self.number(now);
+        while self.used.front().is_some_and(|&(window, _)| window + 1 < current) {
             self.used.pop_front();
+        }
+    }
+
+    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries to where it puts them.
+    pub(super) fn align(&mut self, ahead: i64) {
+        let phase = phase(ahead, self.window);
+        if phase == self.phase {
+            return;
+        }
+        let moved = phase.abs_diff(self.phase);
+        let is_drift = moved.min(self.window - moved) < SMALLEST_STEP;
+        let moved = Fixed { phase, used: VecDeque::new(), open_from: 0, ..*self };
+        let old = std::mem::replace(self, moved);
+        let overlapped = |number: u64| {
+            let start = old.start(number);
+            if is_drift {
+                let number = self.number(start + self.window / 2);
+                return (number, number);
+            }
+            (self.number(start), self.number(start + self.window - 1))
+        };
+        let open_from = if old.open_from == 0 { 0 } else { overlapped(old.open_from - 1).1 + 1 };
+        let used: Vec<_> = old.used.iter().map(|&(number, units)| (overlapped(number), units)).collect();
+        self.open_from = open_from;
+        for ((first, last), units) in used {
+            (first..=last).for_each(|number| self.add(number, units));
         }
     }
 
@@ -37,20 +84,27 @@ impl Fixed {
         at.map_or(0, |index| self.used[index].1)
     }
 
-    /// The first moment not before `from` whose whole life lies in one window that has room besides `reserved` units, or
-    /// nothing in it.
-    pub(super) fn first_slot(&self, from: Micros, cost: u64, life: Micros, reserved: u64) -> Micros {
+    /// The first moment not before `from` whose whole life lies in one window, `guard` away from its boundaries, that has
+    /// room besides `reserved` units, or nothing in it.
+    pub(super) fn first_slot(
+        &self,
+        from: Micros,
+        cost: u64,
+        life: Micros,
+        guard: Micros,
+        reserved: u64,
+    ) -> Micros {
         let most = self.limit.saturating_sub(reserved).max(cost);
-        let mut window = (from / self.window).max(self.open_from);
-        let open = self.window.saturating_sub(2 * self.guard);
+        let mut window = self.number(from).max(self.open_from);
+        let open = self.window.saturating_sub(2 * guard);
         loop {
-            let start = window.saturating_mul(self.window).saturating_add(self.guard);
+            let start = self.start(window).saturating_add(guard);
             let slot = from.max(start);
             let last = start.saturating_add(open.saturating_sub(life));
             if slot <= last && self.units_in(window) + cost <= most {
                 return slot;
             }
-            if window == u64::MAX / self.window {
+            if window >= u64::MAX / self.window - 1 {
                 return u64::MAX;
             }
             window += 1;
@@ -59,7 +113,7 @@ impl Fixed {
 
     /// How many units may go at `slot`.
     pub(super) fn room(&self, slot: Micros) -> u64 {
-        let window = slot / self.window;
+        let window = self.number(slot);
         if window < self.open_from {
             return 0;
         }
@@ -67,14 +121,24 @@ impl Fixed {
     }
 
     pub(super) fn used(&self, now: Micros) -> u64 {
-        self.units_in(now / self.window)
+        self.units_in(self.number(now))
     }
 
     pub(super) fn insert(&mut self, slot: Micros, units: u64) {
-        let window = slot / self.window;
-        match self.used.binary_search_by_key(&window, |&(window, _)| window) {
+        self.add(self.number(slot), units);
+    }
+
+    /// Counts units that were used without a permit. More than the limit count as the limit.
+    pub(super) fn charge(&mut self, now: Micros, used_at: Micros, units: u64) {
+        if self.number(used_at) >= self.number(now) {
+            self.insert(used_at, units.min(self.limit));
+        }
+    }
+
+    fn add(&mut self, number: u64, units: u64) {
+        match self.used.binary_search_by_key(&number, |&(window, _)| window) {
             Ok(index) => self.used[index].1 += units,
-            Err(index) => self.used.insert(index, (window, units)),
+            Err(index) => self.used.insert(index, (number, units)),
         }
         while self.used.len() > MOST_WINDOWS {
             if let Some((closed, _)) = self.used.pop_front() {
@@ -84,13 +148,21 @@ impl Fixed {
     }
 
     pub(super) fn subtract(&mut self, slot: Micros, units: u64) {
-        if let Ok(index) = self.used.binary_search_by_key(&(slot / self.window), |&(window, _)| window) {
+        if let Ok(index) = self.used.binary_search_by_key(&self.number(slot), |&(window, _)| window) {
             self.used[index].1 = self.used[index].1.saturating_sub(units);
         }
     }
 
     pub(super) fn fresh_from(&self) -> Micros {
         let last = self.used.iter().rev().find(|&&(_, units)| units > 0).map_or(0, |&(window, _)| window + 1);
-        last.max(self.open_from).saturating_mul(self.window)
+        match last.max(self.open_from) {
+            0 => 0,
+            open => self.start(open),
+        }
     }
+}
+
+fn phase(ahead: i64, window: Micros) -> Micros {
+    let window = i128::from(window);
+    i128::from(ahead).rem_euclid(window) as Micros // less than the window
 }

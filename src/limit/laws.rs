@@ -106,7 +106,13 @@ enum Op {
         which: usize,
         units: u64,
         reset_in: Option<u64>,
+        steady: bool,
         refused: u32,
+    },
+    /// Units are charged that the upstream let pass before, at an age.
+    Charge {
+        age: Micros,
+        units: u64,
     },
 }
 
@@ -123,8 +129,12 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (1u32..20, life, any::<u8>(), 0u32..6)
             .prop_map(|(most, life, used_at, unused)| Op::Prefetch { most, life, used_at, unused }),
         2 => (1usize..5).prop_map(Op::GiveBack),
-        1 => (0usize..3, 0u64..40, select(vec![None, Some(0u64), Some(400), Some(5000)]), select(vec![0u32, 0, 3, u32::MAX]))
-            .prop_map(|(which, units, reset_in, refused)| Op::See { which, units, reset_in, refused }),
+        1 => (
+            0usize..3, 0u64..40, select(vec![None, Some(0u64), Some(400), Some(5000)]), any::<bool>(),
+            select(vec![0u32, 0, 3, u32::MAX]),
+        ).prop_map(|(which, units, reset_in, steady, refused)| Op::See { which, units, reset_in, steady, refused }),
+        1 => (select(vec![0u64, 700, 50_000, 900_000, 4_000_000]), 0u64..60)
+            .prop_map(|(age, units)| Op::Charge { age, units }),
     ]
 }
 
@@ -209,11 +219,15 @@ impl World {
                     self.use_up(grant, 1, used_at, 0, unused);
                 }
             }
-            Op::See { which, units, reset_in, refused } => {
+            Op::See { which, units, reset_in, steady, refused } => {
                 self.ledger.advance(&self.terms, self.now);
                 let limits = self.terms.quota().limits();
                 let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
-                self.ledger.see(&Left { limit, units, reset_in, ago: millis(0), refused });
+                self.ledger.see(&Left { reset_in, steady, refused, ..Left::new(limit, units) });
+            }
+            Op::Charge { age, units } => {
+                self.ledger.advance(&self.terms, self.now);
+                self.ledger.charge(Charge::new(Duration::from_micros(age), units));
             }
             Op::GiveBack(count) => {
                 self.ledger.advance(&self.terms, self.now);
@@ -311,6 +325,82 @@ proptest! {
         let mut fresh = World { now: world.now, ..World::new(quota) };
         prop_assert_eq!(world.book(1, 100, 5_000_000, 10_000), fresh.book(1, 100, 5_000_000, 10_000));
     }
+}
+
+// ── the wall clock is set ───────────────────────────────────────────────────────────────────────────────────────────
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+    /// After the wall clock was set, no window of the new alignment gets more than the limit, whatever the ledger granted
+    /// in it under the old one; and a window later all of the limit is there.
+    #[test]
+    fn fixed_windows_follow_a_wall_clock_that_is_set(
+        count in 4u32..30,
+        window in select(vec![1_000_000u64, 60_000_000, 3_600_000_000]),
+        before in prop::collection::vec((0u64..400, 0u32..20), 1..8),
+        after in prop::collection::vec((0u64..400, 1u32..20), 1..8),
+        ahead in -400_000_000i64..400_000_000,
+    ) {
+        let quota = Quota::fixed(count, Duration::from_micros(window));
+        let mut world = World::new(quota);
+        let mut used = Vec::new();
+        let book = |world: &mut World, steps: &[(u64, u32)], used: &mut Vec<(Micros, u32)>| {
+            for &(wait, wanted) in steps {
+                // Steps are in thousandths of the window.
+                world.now += wait * window / 1000;
+                used.extend(world.book(1, wanted, 0, 10_000).0.iter().map(|grant| (grant.slot, grant.count)));
+            }
+        };
+        book(&mut world, &before, &mut used);
+        let old = used.len();
+        world.ledger.align(ahead);
+        book(&mut world, &after, &mut used);
+        let number = |at: Micros| at.checked_add_signed(ahead).unwrap() / window;
+        for &(at, _) in &used[old..] {
+            let same = used.iter().filter(|(other, _)| number(*other) == number(at));
+            let units: u32 = same.map(|(_, units)| units).sum();
+            prop_assert!(units <= count, "{} of {} in the window of {}", units, count, at - START);
+        }
+        world.now += 2 * window;
+        let into = number(world.now) * window + window / 2;
+        world.now = into.checked_add_signed(-ahead).unwrap();
+        let granted: u32 = world.book(1, 100, 0, 10_000).0.iter().map(|grant| grant.count).sum();
+        prop_assert_eq!(granted, count);
+    }
+}
+
+/// A clock that runs a little fast or slow moves no unit into another window.
+#[test]
+fn fixed_windows_lose_nothing_to_a_drift() {
+    let mut world = World::new(Quota::fixed(10, Duration::from_secs(3600)));
+    let mut granted = 0;
+    for hour in 0..200 {
+        // A second a day: the boundaries wander through several hours in a year.
+        for quarter in 0..4 {
+            world.now += 900_000_000;
+            world.ledger.align((hour * 4 + quarter) * 10_417);
+            granted += world.book(1, 10, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>();
+        }
+    }
+    assert!((1990..=2010).contains(&granted), "{granted} of 2000");
+}
+
+/// A slack that was made longer is kept by the caller that asks for it, though the key is in use.
+#[test]
+fn a_longer_boundary_slack_counts_at_once() {
+    let terms = |guard: u64| {
+        Terms::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
+    };
+    let minute = 60_000_000;
+    let start = START / minute * minute;
+    let mut ledger = Ledger::new(&terms(100), start + minute / 2);
+    ledger.book(start + minute / 2, 1, 1, 10_000, |_| ()).unwrap();
+    // A new release knows that the clocks differ by two seconds.
+    let now = start + minute - 1_500_000;
+    ledger.advance(&terms(2000), now);
+    let late = ledger.book(now, 1, 1, 10_000, |grant| panic!("1.5 s before the boundary: {grant:?}"));
+    assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
 }
 
 // ── never idle ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -36,7 +36,7 @@ use smallvec::SmallVec;
 use crate::quota::Limit;
 use account::Account;
 use pool::Pool;
-use rule::Rule;
+use rule::{Open, Rule};
 pub(crate) use seats::{Claimed, Seats, Told};
 pub use terms::Terms;
 
@@ -90,9 +90,13 @@ pub(crate) struct Ledger {
     /// Most keys have one limit.
     accounts: SmallVec<[Account; 1]>,
     pool: Pool,
+    /// The slacks of the caller of this call.
     transit_slack: Micros,
+    boundary_slack: Micros,
     /// Time as seen here: never back.
     now: Micros,
+    /// By how many microseconds the wall clock is ahead of that time: fixed windows follow the wall clock.
+    ahead: i64,
     /// Since when it is kept.
     born: Micros,
     hold: Hold,
@@ -102,6 +106,8 @@ pub(crate) struct Ledger {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub(crate) until: Micros,
+    /// Whether the upstream said that it lasts longer.
+    pub(crate) cut: bool,
     /// How often holds were released: one of before is over, whoever still speaks of it.
     pub(crate) releases: u32,
 }
@@ -111,7 +117,8 @@ impl Hold {
     fn or(self, other: Hold) -> Hold {
         match self.releases.cmp(&other.releases) {
             Ordering::Less => other,
-            Ordering::Equal => Hold { until: self.until.max(other.until), ..self },
+            Ordering::Equal if other.until > self.until => other,
+            Ordering::Equal => self,
             Ordering::Greater => self,
         }
     }
@@ -120,9 +127,18 @@ impl Hold {
 impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
         let (accounts, pool, hold) = (SmallVec::new(), Pool::default(), Hold::default());
-        let mut ledger = Ledger { accounts, pool, transit_slack: 0, now, born: now, hold };
+        let mut ledger =
+            Ledger { accounts, pool, transit_slack: 0, boundary_slack: 0, now, ahead: 0, born: now, hold };
         ledger.advance(terms, now);
         ledger
+    }
+
+    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries of fixed windows.
+    pub(crate) fn align(&mut self, ahead: i64) {
+        if ahead != self.ahead {
+            self.ahead = ahead;
+            self.accounts.iter_mut().for_each(|account| account.rule.align(ahead));
+        }
     }
 
     /// Brings the ledger to `now` and under `terms`; every call starts so. Answers its time.
@@ -130,6 +146,7 @@ impl Ledger {
         self.now = self.now.max(now);
         let now = self.now;
         self.transit_slack = micros_up(terms.transit_slack());
+        self.boundary_slack = micros_up(terms.boundary_slack());
         for account in &mut self.accounts {
             account.advance(now);
         }
@@ -141,7 +158,7 @@ impl Ledger {
                 }
                 Some(_) => {}
                 None => {
-                    let rule = self.rule_for(*limit, micros_up(terms.boundary_slack()), now);
+                    let rule = self.rule_for(*limit, now);
                     self.accounts.push(Account::new(*limit, rule, now));
                 }
             }
@@ -166,8 +183,8 @@ impl Ledger {
     }
 
     /// A rule for a limit that is new to this key: it starts with what the others remember.
-    fn rule_for(&self, limit: Limit, boundary_slack: Micros, now: Micros) -> Rule {
-        let mut rule = Rule::new(limit, boundary_slack);
+    fn rule_for(&self, limit: Limit, now: Micros) -> Rule {
+        let mut rule = Rule::new(limit, self.ahead);
         let longest = self.accounts.iter().filter(|account| matches!(account.rule, Rule::Window(_)));
         match longest.max_by_key(|account| account.limit.window()) {
             Some(Account { rule: Rule::Window(window), .. }) => {
@@ -203,13 +220,15 @@ impl Ledger {
         self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
     }
 
-    /// Ends the hold. Answers what holds.
+    /// Ends the hold, and forgets what is reserved for others. Returns what holds.
     pub(crate) fn release(&mut self) -> Hold {
-        self.hold = Hold { until: 0, releases: self.hold.releases.saturating_add(1) };
+        self.accounts.iter_mut().for_each(Account::forget_others);
+        self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
         self.hold
     }
 
-    /// The upstream has said what is left of a limit. Slots that lie in the pool were granted when it seemed to be more.
+    /// Takes in what the upstream says is left of a limit. Slots in the pool were granted when it seemed to be more: they
+    /// leave the logs if less is allowed now.
     pub(crate) fn see(&mut self, left: &Left) {
         let (now, born) = (self.now, self.born);
         let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
@@ -283,6 +302,17 @@ impl Ledger {
         Some(Grant { slot: self.now, life, stamp, count })
     }
 
+    /// Counts units that were used without a permit, at `charge.age` ago at the latest, in every limit, whether or not
+    /// there is room.
+    pub(crate) fn charge(&mut self, charge: Charge) {
+        let end = self.now.saturating_sub(micros_down(charge.age));
+        if charge.units > 0 {
+            for account in &mut self.accounts {
+                account.rule.charge(self.now, end, self.transit_slack, charge.units);
+            }
+        }
+    }
+
     /// Takes back a permit that was not used: a slot that still lies ahead goes to the next who asks, one that has
     /// passed leaves the logs.
     pub(crate) fn take_back(&mut self, unused: Unused) {
@@ -306,12 +336,13 @@ impl Ledger {
 
     /// The first moment at which every limit allows `cost`, and the limit that was the last to.
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
+        let open = Open { life, guard: self.boundary_slack };
         let mut slot = self.from();
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
             for account in &mut self.accounts {
-                let first = account.first_slot(slot, cost, life);
+                let first = account.first_slot(slot, cost, open);
                 if first > slot {
                     slot = first;
                     limit = Some(account.limit);
@@ -362,20 +393,59 @@ impl Ledger {
     }
 }
 
-/// What an upstream has said is left of a limit.
+/// What an upstream says is left of a limit.
+#[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Left {
-    /// Of which limit.
+    /// The limit.
     pub limit: Limit,
+    /// The units that are left.
+    pub units: u64,
+    /// How long until the upstream starts its count anew, where it says so. Of no use for a bucket.
+    pub reset_in: Option<Duration>,
+    /// Whether the moment of the reset stays where it is. If it moves along, what is gone may just have left the log, and
+    /// only refusals tell of others.
+    pub steady: bool,
+    /// How long ago the upstream said so.
+    pub ago: Duration,
+    /// Units that the upstream has refused since its last response, because nothing was left.
+    pub refused: u32,
+    /// How long what follows from it is reserved for others, unless a later response confirms it.
+    pub valid_for: Duration,
+    /// Whether the responses before were about another limit: what was reserved because of them is forgotten.
+    pub forget: bool,
+}
+
+impl Left {
+    /// `units` of `limit` are left, as the upstream says just now; it does not say until when.
+    pub fn new(limit: Limit, units: u64) -> Self {
+        let (ago, valid_for) = (Duration::ZERO, Duration::from_secs(60));
+        Left { limit, units, reset_in: None, steady: false, ago, refused: 0, valid_for, forget: false }
+    }
+}
+
+/// Units that were used without a permit: they count in every limit of the key as if a permit for them had been used
+/// then, even beyond the limit.
+///
+/// Of a sliding window, units older than the window are ignored; of a fixed window, those of windows before; a bucket is
+/// left empty at most. More units than a limit allows count as the limit.
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Charge {
+    /// How long ago the last of them was used, at least.
+    pub age: Duration,
     /// How many units.
     pub units: u64,
-    /// Until it starts anew, where that moment is known to stay where it is: else what is gone may just have left the log,
-    /// and only what was refused tells of others. Of no use for a bucket.
-    pub reset_in: Option<Duration>,
-    /// How long ago that was said.
-    pub ago: Duration,
-    /// How many units the upstream has refused since the last word, because nothing was left.
-    pub refused: u32,
+}
+
+impl Charge {
+    /// The most charges in one call of a store.
+    pub const MOST: usize = 64;
+
+    /// `units` that were used `age` ago, or before.
+    pub fn new(age: Duration, units: u64) -> Self {
+        Charge { age, units }
+    }
 }
 
 /// A permit that was surely not used, as it was granted: what a caller gives back.

@@ -1,4 +1,4 @@
-//! What one limit has seen, whichever kind it is.
+//! What was used of one limit, whichever kind it is.
 
 use super::bucket::Bucket;
 use super::fixed::Fixed;
@@ -6,7 +6,14 @@ use super::window::Window;
 use super::{Micros, Unused, micros_up};
 use crate::quota::Limit;
 
-/// What one limit has seen.
+/// When a permit may be used: for `life` after its slot, and not within `guard` of the boundary of a fixed window.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Open {
+    pub(super) life: Micros,
+    pub(super) guard: Micros,
+}
+
+/// What was used of one limit.
 #[derive(Debug)]
 pub(super) enum Rule {
     Window(Window),
@@ -16,14 +23,15 @@ pub(super) enum Rule {
 }
 
 impl Rule {
-    pub(super) fn new(limit: Limit, boundary_slack: Micros) -> Self {
+    /// Nothing is used of it yet. The wall clock is ahead of the ledger's time by `ahead`.
+    pub(super) fn new(limit: Limit, ahead: i64) -> Self {
         let window = micros_up(limit.window());
         match limit {
             Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
             Limit::Bucket { capacity, count, .. } => {
                 Rule::Bucket(Box::new(Bucket::new(capacity, count, window)))
             }
-            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, boundary_slack)),
+            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, ahead)),
             Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }
     }
@@ -39,11 +47,28 @@ impl Rule {
 
     /// The first moment, not before `from`, at which `cost` units may go.
     /// Of windows, `reserved` units are for others.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, life: Micros, reserved: u64) -> Micros {
+    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, open: Open, reserved: u64) -> Micros {
         match self {
             Rule::Window(window) => window.first_slot(from, cost, reserved),
             Rule::Bucket(bucket) => bucket.first_slot(from, cost),
-            Rule::Fixed(fixed) => fixed.first_slot(from, cost, life, reserved),
+            Rule::Fixed(fixed) => fixed.first_slot(from, cost, open.life, open.guard, reserved),
+        }
+    }
+
+    /// The wall clock is ahead of the ledger's time by `ahead`.
+    pub(super) fn align(&mut self, ahead: i64) {
+        if let Rule::Fixed(fixed) = self {
+            fixed.align(ahead);
+        }
+    }
+
+    /// Counts units that were used without a permit, at `end` at the latest, whether or not there is room.
+    pub(super) fn charge(&mut self, now: Micros, end: Micros, transit_slack: Micros, units: u64) {
+        let stamp = end + transit_slack;
+        match self {
+            Rule::Window(window) => window.charge(now, stamp, units),
+            Rule::Bucket(bucket) => bucket.charge(now, stamp, units),
+            Rule::Fixed(fixed) => fixed.charge(now, end, units),
         }
     }
 

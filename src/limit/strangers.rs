@@ -1,12 +1,22 @@
-//! What others than this fleet use of a limit, as the upstream's word shows it.
+//! What others than this fleet use of a limit, as the upstream's responses show it.
 //!
-//! An upstream says how much of a limit is left, and when that starts anew. What is gone and was not granted here, somebody
-//! else has used: at least so much, since of what was granted some may still be on its way. What it refuses to a fleet that
-//! keeps the limit, somebody else has used as well. So much is reserved until the upstream's window ends, and in the window
-//! after, less what was left over in the end. Where the log did not see all of the first, nothing is reserved in the
-//! second: what was gone may have been ours, before a restart.
+//! An upstream says how much of a limit is left, and when the count starts anew. What is gone and was not granted here,
+//! others have used: at least so much, since some of what was granted may still be on its way. What the upstream refuses
+//! to a fleet that keeps the limit, others have used as well. So many units are reserved for them until the upstream's
+//! window ends, and in the window after, less what was left over in the end. Where the log did not see all of the first
+//! window, nothing is reserved in the second: what was gone may have been granted here, before a restart.
 //!
-//! A fleet that is alone never reserves anything: what its upstream counts, it has granted.
+//! No response reserves anything for long. Until [`Strangers::confirmed_until`] all of it is reserved. From then on, until
+//! another response shows others, what they were seen to use is free, and at most a quarter of the limit is kept of what is
+//! expected of them. A newer response that says more is left lowers what an older one showed.
+//!
+//! A response also bounds what may go until the next one: where it says that less is left than the log knows of, the
+//! difference ([`Strangers::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
+//! response, even where nobody knows yet whether the difference is others' use.
+//!
+//! A fleet that is alone reserves nothing: what its upstream counts, it has granted.
+//!
+//! Twin: `ledger.lua`; `cargo test --all-features --lib differential` compares the two.
 
 use super::Micros;
 
@@ -15,42 +25,88 @@ use super::Micros;
 pub(super) struct Strangers {
     /// When the upstream's window ends, and a new count begins.
     ends: Micros,
-    /// Used by others in it, at least.
+    /// Units used by others in it, at least.
     seen: u32,
-    /// What was expected of them.
+    /// Units expected of others in it.
     before: u32,
     /// Units that the upstream refused in it: granted here, and not counted there.
     refused: u32,
-    /// The least that was left in it, and what this fleet was granted then.
+    /// The fewest units that were left in it, and the units granted to this fleet then.
     least: u32,
     ours: u32,
-    /// Whether the log knows of all that was granted in it.
+    /// Whether the log knows all that was granted in it.
     whole: bool,
+    /// When the newest response was made, and until when it counts.
+    said: Micros,
+    said_until: Micros,
+    /// Until when `seen` and `before` are reserved in full.
+    confirmed_until: Micros,
+    /// Units by which less was left than the log knew of, by the newest response; and until when they are reserved.
+    short: u32,
+    short_until: Micros,
 }
 
-/// What is limited.
+/// The size of a limit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
     pub(super) count: u32,
     pub(super) window: Micros,
 }
 
-/// What this fleet was granted and may have used: from so much to so much; and whether the log has all of it that the
-/// upstream counts.
+/// What a response says of a limit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Word {
+    /// The moment of the ledger's time at which it is taken in.
+    pub(super) now: Micros,
+    /// The units that are left.
+    pub(super) left: u32,
+    /// When the response was made.
+    pub(super) said: Micros,
+    /// When the upstream starts its count anew.
+    pub(super) resets: Option<Micros>,
+    /// Whether that moment stays where it is: then the log has all of this fleet's units that the upstream counts.
+    pub(super) steady: bool,
+    /// Units refused since the last response, because nothing was left.
+    pub(super) refused: u32,
+    /// Until when it counts unless another one confirms it.
+    pub(super) valid_until: Micros,
+}
+
+/// The units that this fleet was granted and may have used: at least and at most.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
     pub(super) least: u64,
     pub(super) most: u64,
-    pub(super) sure: bool,
 }
 
 impl Strangers {
-    /// Before anything is known of a window that ends at `ends`, and that the log knows the `whole` of, or not.
+    /// Before anything is known of a window that ends at `ends`; `whole` says whether the log knows all of it.
     pub(super) fn new(ends: Micros, whole: bool) -> Self {
-        Strangers { ends, seen: 0, before: 0, refused: 0, least: u32::MAX, ours: 0, whole }
+        Strangers {
+            ends,
+            seen: 0,
+            before: 0,
+            refused: 0,
+            least: u32::MAX,
+            ours: 0,
+            whole,
+            said: 0,
+            said_until: 0,
+            confirmed_until: 0,
+            short: 0,
+            short_until: 0,
+        }
     }
 
-    /// A new count begins where the last has ended. Answers whether anything is known of it.
+    /// If no use of others is known yet, their window ends at `ends`; `whole` says whether the log knows all of it.
+    pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
+        if (self.seen, self.before, self.refused) == (0, 0, 0) {
+            let &mut Strangers { said, said_until, short, short_until, .. } = self;
+            *self = Strangers { said, said_until, short, short_until, ..Strangers::new(ends, whole) };
+        }
+    }
+
+    /// Begins a new count when the last one has ended. Returns whether anything is expected in it.
     pub(super) fn roll(&mut self, now: Micros, Size { count, window }: Size) -> bool {
         if now < self.ends {
             return true;
@@ -59,48 +115,76 @@ impl Strangers {
         // What was seen, or what was expected before, unless they cannot have used so much.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
-        *self = Strangers { before, ..Strangers::new(ends, true) };
+        let &mut Strangers { said, said_until, .. } = self;
+        // What was left in the end shows that they may have used it.
+        let shown_until = if self.least < u32::MAX { said_until } else { 0 };
+        let confirmed_until = self.confirmed_until.max(shown_until);
+        *self = Strangers { before, said, said_until, confirmed_until, ..Strangers::new(ends, true) };
         before > 0
     }
 
-    /// Of so many units `left` are left, as was said at a moment. Answers whether more is reserved now.
-    pub(super) fn see(&mut self, size: Size, left: u32, said: Micros, ours: Ours, refused: u32) -> bool {
+    /// Takes in a response. Returns whether more is reserved now than before.
+    pub(super) fn see(&mut self, size: Size, word: Word, ours: Ours) -> bool {
         let Size { count, window } = size;
-        let reserved = self.reserved_now();
+        let Word { now, left, said, resets, steady, refused, valid_until } = word;
+        let (reserved, _) = self.reserved_from(now, size);
         self.refused = self.refused.saturating_add(refused);
         if self.refused > 0 {
             // An eighth is for finding out that they have gone.
             let by_refusals = self.before.saturating_add(self.refused).min(count - count / 8);
             self.seen = self.seen.max(by_refusals);
         }
-        // What was said before says nothing of this window.
+        let is_newest = said >= self.said;
+        if is_newest {
+            (self.said, self.said_until) = (said, valid_until);
+        }
+        let gone = count.saturating_sub(left);
+        let beyond = |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
+        let of_others = beyond(ours.most.saturating_sub(u64::from(self.refused)));
+        // A response made before this window says nothing of it.
         if said.saturating_add(window) >= self.ends {
             let granted = u32::try_from(ours.least).unwrap_or(u32::MAX);
             (self.least, self.ours) = (self.least, self.ours).min((left, granted));
-            if ours.sure {
-                let ours = ours.most.saturating_sub(u64::from(self.refused));
-                let gone = u64::from(count.saturating_sub(left));
-                let by_the_log = u32::try_from(gone.saturating_sub(ours)).unwrap_or(u32::MAX);
-                self.seen = self.seen.max(by_the_log);
+            if steady {
+                let most = if is_newest { gone } else { u32::MAX };
+                self.seen = self.seen.min(most).max(of_others);
             }
         }
-        self.reserved_now() > reserved
+        if refused > 0 || (steady && of_others > 0) {
+            self.confirmed_until = self.confirmed_until.max(valid_until);
+        }
+        if is_newest {
+            (self.short, self.short_until) = match resets {
+                Some(resets) if resets > now => (beyond(ours.most), resets.min(valid_until)),
+                _ => (0, 0),
+            };
+        }
+        self.reserved_from(now, size).0 > reserved
     }
 
-    fn reserved_now(&self) -> u32 {
-        self.seen.max(self.before)
+    /// The units reserved at a moment, and when that changes next if no response comes.
+    pub(super) fn reserved_from(&self, at: Micros, Size { count, .. }: Size) -> (u32, Micros) {
+        let is_confirmed = at < self.confirmed_until;
+        let kept = |expected: u32| if is_confirmed { expected } else { expected.min(count / 4) };
+        let known = if at < self.ends {
+            kept(self.before).max(if is_confirmed { self.seen } else { 0 })
+        } else if self.whole {
+            kept(self.seen.max(self.before))
+        } else {
+            0
+        };
+        // What is confirmed of others is in `known`.
+        let short = if at < self.short_until && !is_confirmed { self.short } else { 0 };
+        let changes = [self.short_until, self.confirmed_until, self.ends];
+        let until = changes.into_iter().filter(|moment| *moment > at).min().unwrap_or(Micros::MAX);
+        (known.max(short), until)
     }
 
-    /// What is reserved until `ends`, and from then on, until something else is known.
-    pub(super) fn reserves(&self) -> (Micros, [u32; 2]) {
-        let reserved = self.reserved_now();
-        (self.ends, [reserved, if self.whole { reserved } else { 0 }])
-    }
-
-    /// From when on nothing is known of them, if nothing is said.
-    pub(super) fn forgotten_from(&self, window: Micros) -> Micros {
-        let (ends, [_, after]) = self.reserves();
+    /// The moment from which nothing is known of others, if no response comes.
+    pub(super) fn forgotten_from(&self, size: Size) -> Micros {
         let said = self.least < u32::MAX || self.seen > 0;
-        if said && after > 0 { ends.saturating_add(window) } else { ends }
+        let (after, _) = self.reserved_from(self.ends, size);
+        let ends = if said && after > 0 { self.ends.saturating_add(size.window) } else { self.ends };
+        ends.max(if self.short > 0 { self.short_until } else { 0 })
     }
 }

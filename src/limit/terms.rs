@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::quota::Quota;
+use crate::quota::{LIFE, Quota};
 
 /// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -10,13 +10,24 @@ pub struct Terms {
     quota: Quota,
     transit_slack: Duration,
     boundary_slack: Duration,
+    life: Duration,
 }
 
 impl Terms {
     /// `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
     /// windows (`boundary_slack`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
-        Terms { quota, transit_slack, boundary_slack }
+        Terms { quota, transit_slack, boundary_slack, life: LIFE }
+    }
+
+    /// The same, under which permits live for `life`, unless wake-ups or trips to the store come late.
+    pub(crate) fn with_life(self, life: Duration) -> Self {
+        Terms { life, ..self }
+    }
+
+    /// How long after its slot a permit is usable.
+    pub(crate) fn life(&self) -> Duration {
+        self.life
     }
 
     /// Nothing is asserted.

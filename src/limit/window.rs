@@ -188,6 +188,13 @@ impl Window {
         self.coarsen();
     }
 
+    /// Counts units that were used without a permit. More than the limit count as the limit.
+    pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
+        if stamp.saturating_add(self.span) > now {
+            self.insert(stamp, units.min(self.limit));
+        }
+    }
+
     /// Bounds the log: chunks behind the newest two limits of units join, and in the end leave.
     fn coarsen(&mut self) {
         while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse)

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::Quota;
+use super::{LIFE, Quota, Slacks};
 use crate::error::ConfigError;
 
 /// One limit of a [`Quota`].
@@ -101,7 +101,8 @@ impl Limit {
         }
     }
 
-    pub(super) fn check(&self, margin: Duration, boundary_slack: Duration) -> Result<(), ConfigError> {
+    /// Checks this limit. Returns how long a permit lives under it.
+    pub(super) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         let limit = *self;
         if self.count() == 0 || self.largest_cost() == 0 {
             return Err(ConfigError::ZeroCount { limit });
@@ -114,52 +115,64 @@ impl Limit {
             return Err(ConfigError::CountTooLarge { limit });
         }
         if let Limit::InFlight { .. } = limit {
-            return Ok(());
+            return Ok(LIFE);
         }
         if !(Quota::SHORTEST_WINDOW..=Quota::LONGEST_WINDOW).contains(&self.window()) {
             return Err(ConfigError::WindowOutOfRange { limit });
         }
+        let life = (self.window() / self.count() / LIVES_BETWEEN_SLOTS).clamp(LIFE, LONGEST_LIFE);
         match *self {
-            Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(()),
+            Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(life),
             Limit::Bucket { capacity, count, window } => {
                 let full_after = window.saturating_mul(capacity) / count;
                 if full_after > Quota::LONGEST_WINDOW {
                     return Err(ConfigError::RefillTooSlow { limit, full_after });
                 }
-                check_spacing(limit, capacity, count, window, margin)
+                check_spacing(limit, life, slacks)
             }
             Limit::Fixed { window, .. } => {
-                let lost = boundary_slack.saturating_mul(2);
+                let Slacks { transit, boundary, .. } = slacks;
+                let lost = boundary.saturating_mul(2);
+                let margin = life.saturating_add(transit);
                 if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError::WindowTooShortForSlack { limit, boundary_slack });
+                    return Err(ConfigError::WindowTooShortForSlack { limit, boundary_slack: boundary });
                 }
-                Ok(())
+                Ok(life)
             }
         }
     }
 }
 
-/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty: finer than
-/// the margin it collapses. A tenth may be lost; beyond that the smallest burst that loses nothing is named.
-fn check_spacing(
-    limit: Limit,
-    capacity: u32,
-    count: u32,
-    window: Duration,
-    margin: Duration,
-) -> Result<(), ConfigError> {
-    let (capacity, count) = (u128::from(capacity), u128::from(count));
-    let margin = margin.as_nanos() * count; // all in nanoseconds times `count`: T is then `window`
-    let period = window.as_nanos();
-    let spacing = (margin + 2 * period).saturating_sub(capacity * period).max(period);
-    if period * 10 >= spacing * 9 {
-        return Ok(());
+/// A permit may live for a fiftieth of the time between two slots: where slots are far apart, losing one costs much.
+const LIVES_BETWEEN_SLOTS: u32 = 50;
+
+const LONGEST_LIFE: Duration = Duration::from_millis(50);
+
+/// The shortest that a permit lives, if a spacing is fine: timers are about a millisecond late.
+const SHORTEST_LIFE: Duration = Duration::from_millis(2);
+
+/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty, where the margin
+/// is the life of a permit and the transit slack: finer than the margin it collapses. Permits live shorter then, until no
+/// more is lost than may be. If that is not enough, the smallest burst that loses nothing is named.
+fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duration, ConfigError> {
+    let Limit::Bucket { capacity, count, window } = limit else { return Ok(life) };
+    // All in nanoseconds times `count`: T is then `window`.
+    let (capacity, count, period) = (u128::from(capacity), u128::from(count), window.as_nanos());
+    let scaled = |margin: Duration| margin.as_nanos() * count;
+    let most_spacing = period * 100 / u128::from(100 - slacks.rate_loss.min(99));
+    let most_margin = (most_spacing + capacity * period).saturating_sub(2 * period);
+    let most_life = most_margin.saturating_sub(scaled(slacks.transit)) / count;
+    let most_life = Duration::from_nanos(u64::try_from(most_life).unwrap_or(u64::MAX));
+    if most_life >= SHORTEST_LIFE {
+        return Ok(life.min(most_life));
     }
-    let smallest_burst = margin.div_ceil(period) + 1;
-    let lost_percent = 100 - (period * 100 / spacing) as u32;
+    let margin = scaled(SHORTEST_LIFE.saturating_add(slacks.transit));
+    let spacing = (margin + 2 * period).saturating_sub(capacity * period).max(period);
+    let smallest_burst = scaled(LIFE.saturating_add(slacks.transit)).div_ceil(period) + 1;
     Err(ConfigError::TooFine {
         limit,
-        lost_percent,
+        lost_percent: u32::try_from(100 - period * 100 / spacing).unwrap_or(100),
+        transit_slack: slacks.transit,
         smallest_burst: u32::try_from(smallest_burst).unwrap_or(u32::MAX),
     })
 }

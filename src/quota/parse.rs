@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::Quota;
+use super::{Quota, Slacks};
 use crate::error::ConfigError;
 
 /// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`; and calls in flight:
@@ -26,7 +26,8 @@ impl FromStr for Quota {
             });
         }
         let quota = quota.ok_or_else(|| unreadable(text))?;
-        quota.check(Duration::ZERO, Duration::ZERO)?;
+        let none = Slacks { transit: Duration::ZERO, boundary: Duration::ZERO, rate_loss: 99 };
+        quota.check(none)?;
         Ok(quota)
     }
 }

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::{ALONE, Ask, Held, Memory, Need};
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{Left, Terms, Unused};
+use crate::limit::{Charge, Left, Terms, Unused};
 
 /// An [`Ask`] that outlives its call.
 pub(crate) struct Asked {
@@ -21,6 +21,7 @@ pub(crate) struct Asked {
     pub(crate) prefetch_life: Duration,
     /// What the store granted.
     pub(crate) returns: SmallVec<[Unused; 4]>,
+    pub(crate) charges: Vec<Charge>,
     pub(crate) memory: Memory,
     pub(crate) held: Held,
     pub(crate) left: Option<Left>,
@@ -39,6 +40,7 @@ impl Asked {
             life: ask.life,
             prefetch_life: ask.prefetch_life,
             returns: of_store.copied().collect(),
+            charges: ask.charges.to_vec(),
             memory: ask.memory,
             held: ask.held,
             left: ask.left,
@@ -46,8 +48,8 @@ impl Asked {
         }
     }
 
-    /// One who wants nothing for itself.
-    pub(crate) fn to_charge(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
+    /// One that asks for no permits.
+    pub(crate) fn without_needs(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
         Asked {
             key,
             terms: terms.clone(),
@@ -57,6 +59,7 @@ impl Asked {
             life: Duration::ZERO,
             prefetch_life: Duration::ZERO,
             returns: SmallVec::new(),
+            charges: Vec::new(),
             memory,
             held: Held::default(),
             left: None,
@@ -74,6 +77,7 @@ impl Asked {
             life: self.life,
             prefetch_life: self.prefetch_life,
             returns: &self.returns,
+            charges: &self.charges,
             memory: self.memory,
             held: self.held,
             left: self.left,

@@ -20,7 +20,7 @@ mod registers;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Ask, Held, Lease, Left, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
+use super::{Ask, Charge, Held, Lease, Left, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
 use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
@@ -39,11 +39,13 @@ pub async fn check(store: Arc<dyn Store>) {
     serves_in_order(&store).await;
     hands_a_returned_slot_to_the_next(&store).await;
     counts_what_passed_unused_back_once(&store).await;
+    takes_back_any_number_of_permits(&store).await;
     fetches_ahead_only_what_is_plenty(&store).await;
     never_grants_what_costs_more_than_the_limit(&store).await;
     forgets_no_sooner_and_no_later_than_the_window(&store).await;
     keeps_keys_apart_and_peeks_without_a_trace(&store).await;
     leaves_to_others_what_they_use(&store).await;
+    counts_charges_by_their_age(&store).await;
     decides_in_one_step(&store).await;
     in_flight::counts_calls_in_flight(&store).await;
     registers::changes_registers_in_one_step(&store).await;
@@ -74,30 +76,28 @@ impl Desk {
     }
 
     async fn lease(&self, needs: &[Need], prefetch: u32, latest: Duration, returns: &[Unused]) -> Lease {
-        self.tell(needs, prefetch, latest, returns, None).await
+        self.ask(Ask { prefetch, latest, returns, ..self.asks_for(needs) }).await
     }
 
-    async fn tell(
-        &self,
-        needs: &[Need],
-        prefetch: u32,
-        latest: Duration,
-        returns: &[Unused],
-        left: Option<Left>,
-    ) -> Lease {
-        let ask = Ask {
+    /// A call that asks for `needs` now, and for nothing else.
+    fn asks_for<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
+        Ask {
             key: self.key,
             terms: &self.terms,
             needs,
-            prefetch,
-            latest,
+            prefetch: 0,
+            latest: Duration::ZERO,
             life: LIFE,
             prefetch_life: LIFE,
-            returns,
+            returns: &[],
+            charges: &[],
             memory: Memory::default(),
             held: Held::default(),
-            left,
-        };
+            left: None,
+        }
+    }
+
+    async fn ask(&self, ask: Ask<'_>) -> Lease {
         self.store.lease(ask).arrives().await.expect("the store answers")
     }
 
@@ -260,6 +260,23 @@ async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
     assert_eq!(granted(&again), 1, "one came back, one can go: {again:?}");
 }
 
+/// More permits than a store may take back in one step: the rest may follow until [`Store::flush`] has been answered.
+async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
+    const MANY: u32 = 1000;
+    let desk = Desk::new(store, "many returns", Quota::per_minute(MANY));
+    let lease = desk.book(1, MANY, Duration::ZERO).await;
+    let returns: Vec<Unused> = lease
+        .segments
+        .iter()
+        .flat_map(|segment| std::iter::repeat_n(unused(&lease, segment, 1), segment.count as usize))
+        .collect();
+    assert_eq!(returns.len(), MANY as usize);
+    desk.lease(&[Need { cost: 1, count: 1 }], 0, Duration::ZERO, &returns).await;
+    desk.store.flush().arrives().await.expect("the store answers");
+    let used = desk.peek().await.limits[0].used;
+    assert_eq!(used, 1, "all permits that were returned are free again");
+}
+
 async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "ahead", Quota::per_minute(100));
     let lease = desk.lease(&[Need { cost: 1, count: 20 }], 1000, Duration::ZERO, &[]).await;
@@ -313,15 +330,38 @@ async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let quota = Quota::per_minute(100);
     let desk = Desk::new(store, "strangers", quota);
     desk.book(1, 10, Duration::ZERO).await;
-    let (limit, reset_in) = (quota.limits()[0], Some(Duration::from_secs(30)));
-    let left = Left { limit, units: 18, reset_in, ago: Duration::ZERO, refused: 2 };
-    let lease = desk.tell(&[Need { cost: 1, count: 30 }], 0, Duration::ZERO, &[], Some(left)).await;
+    let reset_in = Some(Duration::from_secs(30));
+    let left = Left { reset_in, steady: true, refused: 2, ..Left::new(quota.limits()[0], 18) };
+    let needs = [Need { cost: 1, count: 30 }];
+    let lease = desk.ask(Ask { left: Some(left), ..desk.asks_for(&needs) }).await;
     assert!(lease.shared, "others use it too: {lease:?}");
     assert_eq!(granted(&lease), 16, "74 of the 82 were used by others: {lease:?}");
     let usage = desk.peek().await;
     assert_eq!((usage.limits[0].reserved, usage.free), (74, 0), "{usage:?}");
     let refusal = lease.refused.expect("the rest is refused");
     assert!(refusal.wait.is_some_and(|wait| wait <= Duration::from_secs(31)), "it starts anew: {refusal:?}");
+}
+
+/// What was used without a permit counts from when it was used, beyond the limit too, and leaves as it came.
+async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
+    let desk = Desk::new(store, "charge", Quota::per_minute(100));
+    desk.book(1, 90, Duration::ZERO).await;
+    let age = |seconds| Duration::from_secs(seconds);
+    let charges = [Charge::new(age(70), 1000), Charge::new(age(58), 30), Charge::new(age(20), 5)];
+    desk.ask(Ask { charges: &charges, ..desk.asks_for(&[]) }).await;
+    assert_eq!(desk.peek().await.limits[0].used, 125, "what is older than the window counts no more");
+    let refusal = desk.book(1, 1, Duration::ZERO).await.refused.expect("25 above the limit");
+    let wait = refusal.wait.expect("the oldest leave in 2 s");
+    assert!((age(1)..=age(3)).contains(&wait), "{wait:?}");
+    let lease = desk.book(1, 10, Duration::from_secs(5)).await;
+    assert_eq!(granted(&lease), 5, "100 less 90 and the 5 that stay: {lease:?}");
+
+    let bucket =
+        Desk::new(store, "charge of a bucket", Quota::bucket(50).refill(50, Duration::from_secs(60)));
+    let charges = [Charge::new(age(600), 400), Charge::new(age(0), 10_000)];
+    bucket.ask(Ask { charges: &charges, ..bucket.asks_for(&[]) }).await;
+    let refusal = bucket.book(1, 1, Duration::ZERO).await.refused.expect("it is empty");
+    assert!(refusal.wait.is_some_and(|wait| wait <= age(3)), "and no more than that: {refusal:?}");
 }
 
 async fn decides_in_one_step(store: &Arc<dyn Store>) {

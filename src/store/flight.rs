@@ -1,7 +1,8 @@
 //! What a store is told of calls in flight, and what it tells those who listen.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Held, Register, StoreError};
 use crate::key::Key;
@@ -77,6 +78,9 @@ pub enum News {
     Deaf,
     /// What others did may have been missed: what is known of holds and registers is to be asked again.
     Missed,
+    /// The store has confirmed the last claim: its seats are the gate's until then, and no longer unless it is confirmed
+    /// again. A store that does not say so keeps them for ever.
+    Good(Instant),
     /// The last claim has run out, and could not be repeated: the seats may be given to others.
     Lost,
 }
@@ -90,25 +94,83 @@ impl News {
 
 /// Who is told: a gate.
 pub trait Listener: Send + Sync + 'static {
-    /// Hears what there is to know about `key`, or about its calls for which `holder` claimed. Does not block.
+    /// Hears what there is to know about `key`, or about its calls for which `holder` claimed. Does not block, and does
+    /// not panic.
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
 }
 
-/// Those who are told of holds and registers, for as long as they live.
+/// Notifies `listener`. One that panics harms nobody else: the panic ends here, after the panic hook has reported it.
+pub(super) fn notify(listener: Arc<dyn Listener>, key: Key, holder: u64, news: News) {
+    let _ = catch_unwind(AssertUnwindSafe(|| listener.hear(key, holder, news)));
+}
+
+/// The listeners that are notified of holds and registers, for as long as they live.
 #[derive(Default)]
-pub(super) struct Listeners(Mutex<Vec<Weak<dyn Listener>>>);
+pub(super) struct Listeners(Mutex<Listening>);
+
+#[derive(Default)]
+struct Listening {
+    listeners: Vec<Weak<dyn Listener>>,
+    /// At this length, listeners that were dropped are removed.
+    sweep_at: usize,
+}
 
 impl Listeners {
+    const SMALLEST_SWEEP: usize = 16;
+
+    /// Notifies `listener` from now on.
+    ///
+    /// A listener that was dropped is removed by the next notification, or when the list has doubled since the last
+    /// removal: a program that makes a layer for each tenant does not keep all of them.
     pub(super) fn add(&self, listener: Weak<dyn Listener>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
+        let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if listening.listeners.len() >= listening.sweep_at {
+            listening.remove_dropped();
+        }
+        listening.listeners.push(listener);
     }
 
-    /// Tells all, without the lock.
+    /// Notifies all of them. Does not hold the lock while it does.
     pub(super) fn tell(&self, key: Key, news: &News) {
-        let mut listeners = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        listeners.retain(|listener| listener.strong_count() > 0);
-        let alive: Vec<_> = listeners.iter().filter_map(Weak::upgrade).collect();
-        drop(listeners);
-        alive.into_iter().for_each(|listener| listener.hear(key, 0, news.clone()));
+        let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        listening.remove_dropped();
+        let alive: Vec<_> = listening.listeners.iter().filter_map(Weak::upgrade).collect();
+        drop(listening);
+        alive.into_iter().for_each(|listener| notify(listener, key, 0, news.clone()));
+    }
+}
+
+impl Listening {
+    fn remove_dropped(&mut self) {
+        self.listeners.retain(|listener| listener.strong_count() > 0);
+        self.sweep_at = (2 * self.listeners.len()).max(Listeners::SMALLEST_SWEEP);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Deaf;
+
+    impl Listener for Deaf {
+        fn hear(self: Arc<Self>, _key: Key, _holder: u64, _news: News) {}
+    }
+
+    #[test]
+    fn listeners_that_were_dropped_are_removed() {
+        let (listeners, kept) = (Listeners::default(), Arc::new(Deaf));
+        for number in 0..10_000 {
+            let dropped: Weak<dyn Listener> = Arc::downgrade(&(Arc::new(Deaf) as _));
+            listeners.add(dropped);
+            if number % 1000 == 0 {
+                let alive: Arc<dyn Listener> = kept.clone();
+                listeners.add(Arc::downgrade(&alive));
+            }
+        }
+        let listening = listeners.0.lock().unwrap();
+        let alive = listening.listeners.iter().filter(|listener| listener.strong_count() > 0).count();
+        assert_eq!(alive, 10, "a listener that lives stays");
+        assert!(listening.listeners.len() <= 2 * alive + 16, "{} are kept", listening.listeners.len());
     }
 }

@@ -9,6 +9,8 @@ pub struct Held {
     pub left: Duration,
     /// How often holds of the key were released. A hold of before a release is over, whoever still speaks of it.
     pub releases: u32,
+    /// Whether the upstream said that it lasts longer. When it ends, one request finds out before the others leave.
+    pub cut: bool,
 }
 
 impl Held {

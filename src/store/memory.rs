@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::flight::Listeners;
 use super::register::Registers;
 use super::{
-    Answer, Ask, Change, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Register, Segment,
-    Store, StoreError, Tell, Usage,
+    Answer, Ask, Change, Charge, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Register,
+    Segment, Store, StoreError, Tell, Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -113,6 +113,9 @@ struct Counts {
 
 impl Counts {
     fn with<R>(&mut self, terms: &Terms, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
+        if terms.quota().has_fixed_window() {
+            self.ledger.align(clock::wall_ahead_lately(clock::now()));
+        }
         let now = self.ledger.advance(terms, now);
         let done = with(&mut self.ledger, now);
         self.fresh_from = self.ledger.fresh_from();
@@ -230,8 +233,10 @@ impl Store for MemoryStore {
 
 pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
     let held = held(ledger.hold(hold(ask.held, now)), now);
-    ask.left.iter().for_each(|left| ledger.see(left));
     ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
+    ask.charges.iter().take(Charge::MOST).for_each(|&charge| ledger.charge(charge));
+    // What is left is compared with what the log has: after the returns and the charges.
+    ask.left.iter().for_each(|left| ledger.see(left));
     let latest = now.saturating_add(micros_down(ask.latest));
     let life = micros_up(ask.life);
     let mut lease = Lease { now, held, ..Lease::default() };
@@ -249,6 +254,7 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
         let grant = ledger.prefetch(ask.prefetch, micros_up(ask.prefetch_life));
         lease.prefetched = grant.map(|grant| segment(grant, 1, now));
     }
+    lease.free = if lease.refused.is_none() { ledger.free() } else { 0 };
     lease
 }
 
@@ -272,10 +278,12 @@ pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
 }
 
 pub(super) fn hold(held: Held, now: Micros) -> Hold {
-    let until = if held.left.is_zero() { 0 } else { now.saturating_add(micros_up(held.left)) };
-    Hold { until, releases: held.releases }
+    let Held { left, releases, cut } = held;
+    let until = if left.is_zero() { 0 } else { now.saturating_add(micros_up(left)) };
+    Hold { until, cut, releases }
 }
 
 fn held(hold: Hold, now: Micros) -> Held {
-    Held { left: span(now, hold.until), releases: hold.releases }
+    let left = span(now, hold.until);
+    Held { left, releases: hold.releases, cut: !left.is_zero() && hold.cut }
 }

@@ -22,7 +22,8 @@
 //!     smallest number that one of them asserts; those who wait are served in the order in which they came.
 //! 12. **Others.** What others use of a limit, by the word of the upstream ([`Ask::left`]), is not granted until its window
 //!     ends.
-//! 13. **Registers.** A register changes in one step, and only where it is as it was seen; no version comes again.
+//! 13. **Charges.** What is charged ([`Ask::charges`]) counts from when it was used, whether or not there is room.
+//! 14. **Registers.** A register changes in one step, and only where it is as it was seen; no version comes again.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
@@ -50,7 +51,7 @@ use smallvec::SmallVec;
 
 pub use crate::error::StoreError;
 use crate::key::Key;
-pub use crate::limit::{Left, Terms, Unused};
+pub use crate::limit::{Charge, Left, Terms, Unused};
 use crate::quota::Limit;
 pub(crate) use asked::Asked;
 pub use flight::{Claim, Listener, News};
@@ -143,6 +144,12 @@ pub trait Store: Send + Sync + 'static {
     /// [`StoreError`] when the state could not be read.
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage>;
 
+    /// Where tasks run that must go on whatever becomes of the runtime that caused them: on a thread of the store's own, if
+    /// it has one. By default none: then a call runs in the runtime of the caller that made it.
+    fn background(&self) -> Option<&dyn Background> {
+        None
+    }
+
     /// Answers when all that was given back before has arrived. By default at once.
     ///
     /// # Errors
@@ -152,6 +159,24 @@ pub trait Store: Send + Sync + 'static {
         Answer::Now(Ok(()))
     }
 }
+
+/// Runs tasks on a thread that no caller depends on.
+pub trait Background: Send + Sync {
+    /// Runs a task in a Tokio runtime with timers. A task that cannot be run is dropped.
+    fn spawn(&self, task: Task);
+}
+
+/// Runs a task in the background of a store, or else in the current runtime; without either it is dropped.
+pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + 'static) {
+    if let Some(background) = store.background() {
+        background.spawn(Box::pin(task));
+    } else if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        drop(runtime.spawn(task));
+    }
+}
+
+/// A task for [`Background::spawn`].
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// What a store answers: at once, or when a server has answered.
 pub enum Answer<T> {
@@ -191,6 +216,8 @@ pub struct Ask<'a> {
     pub prefetch_life: Duration,
     /// Permits that were surely not used.
     pub returns: &'a [Unused],
+    /// Units that were used without a permit. At most [`Charge::MOST`] in a call, oldest first.
+    pub charges: &'a [Charge],
     /// What the process remembers of earlier answers.
     pub memory: Memory,
     /// The hold it knows of and the store may not.
@@ -222,7 +249,7 @@ pub struct Memory {
     pub seen: u64,
     /// How long ago it arrived.
     pub since: Duration,
-    /// How long its call and it were on their way.
+    /// The longest that a call and its answer were on their way lately.
     pub trip: Duration,
     /// Units that this process was granted within the longest window; never fewer.
     pub granted: u64,
@@ -255,6 +282,8 @@ pub struct Lease {
     pub foreign: Option<Limit>,
     /// Whether others use a limit of the key too, by the word of the upstream: then the store is to be told of each word.
     pub shared: bool,
+    /// Units that could still go now, after this lease; 0 if it was refused.
+    pub free: u64,
     /// Set when the process granted it itself, of its share.
     pub(crate) own: Option<Own>,
 }
@@ -263,6 +292,19 @@ impl Lease {
     /// Whether it says anything of the state besides its segments.
     pub(crate) fn is_word_of_store(&self) -> bool {
         self.own.is_none_or(|own| own.answered)
+    }
+
+    /// All that it grants, as permits that were not used.
+    pub(crate) fn unused(&self) -> SmallVec<[Unused; 4]> {
+        let incarnation = self.granted_in();
+        let segments = self.segments.iter().chain(&self.prefetched);
+        let unused = segments.map(|&Segment { cost, count, slot, stamp, .. }| Unused {
+            slot,
+            stamp,
+            units: u64::from(cost) * u64::from(count),
+            incarnation,
+        });
+        unused.collect()
     }
 
     /// Which life of a state granted its segments.

@@ -5,8 +5,10 @@
 //! ```
 //!
 //! *With the store*, what it grants is noted. *Alone*, the process has a ledger of its own with its share of every limit,
-//! in which what was noted counts. *Back*, it has charged the store with what it used alone, and asks it for what its share
-//! allows: so all others have done so too before one of them takes more than its share.
+//! in which what was noted counts. *Back*, it charges the store with what it used alone, each unit once and with its age,
+//! and asks it for what its share allows: so all others have done so too before one of them takes more than its share.
+//!
+//! A charge is never repeated: before the first one, a call that books nothing finds out whether the store answers.
 //!
 //! What this does not do: calls in flight. They have no shares; while the store is away, nobody is given a place.
 
@@ -22,8 +24,8 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    Answer, Ask, Asked, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments, Store,
-    StoreError, Terms, Unused, Usage,
+    Answer, Ask, Asked, Background, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments,
+    Store, StoreError, Terms, Unused, Usage, spawn,
 };
 use crate::clock;
 use crate::events;
@@ -162,27 +164,32 @@ impl Inner {
         }
     }
 
-    /// One who is alone asks: the store is charged with what was used so far, which shows whether it is back.
-    async fn settle(self: &Arc<Self>, mut asked: Asked, due: u32) -> Result<Lease, StoreError> {
-        let word = match self.charge(&asked, due).await {
-            Ok(word) => Some(word),
-            Err(error) if is_away(&error) => None,
-            Err(error) => return Err(error),
+    /// A process that is alone asks. `is_back` says whether the store answered it last time.
+    async fn ask_alone(self: &Arc<Self>, mut asked: Asked, is_back: bool) -> Result<Lease, StoreError> {
+        let word = match is_back {
+            true => None,
+            false => match self.probe(&asked).await {
+                Ok(word) => Some(word),
+                Err(error) if is_away(&error) => None,
+                Err(error) => return Err(error),
+            },
         };
         let now = clock::now();
         let stage = self.kept.find(asked.key, |kept| {
             let alone = kept.alone()?;
-            Some(match alone.charged(word.as_ref(), now) {
-                Stage::Alone => {
-                    let plan = alone.book(&asked.ask(&asked.needs), now);
-                    (Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref())))
-                }
-                Stage::Back => (Stage::Back, alone.book(&asked.ask(&asked.needs), now)),
+            if !is_back && !word.as_ref().is_some_and(|word| word.learning.is_none()) {
+                let plan = alone.book(&asked.ask(&asked.needs), now);
+                return Some((Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref()))));
+            }
+            let stage = alone.back(now);
+            asked.charges = alone.take_charges(now);
+            Some(match stage {
                 Stage::Together => {
                     kept.join();
                     events::together(asked.key);
-                    (Stage::Together, Ok(Lease::default()))
+                    (stage, Ok(Lease::default()))
                 }
+                stage => (stage, alone.book(&asked.ask(&asked.needs), now)),
             })
         });
         let (stage, plan) = match stage.flatten() {
@@ -221,23 +228,19 @@ impl Inner {
         Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
     }
 
-    /// Books what was used as if it were wanted now, or as soon as there is room: then others get so much less.
-    fn charge(&self, asked: &Asked, due: u32) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
-        let debt = Need { cost: 1, count: due };
-        let debt = if due > 0 { std::slice::from_ref(&debt) } else { &[] };
-        let latest = asked.terms.quota().longest_memory();
-        let charge = Ask { prefetch: 0, latest, left: None, ..asked.ask(debt) };
-        self.store.lease(charge).arrives()
+    /// Asks for nothing, to find out whether the store answers and knows its state.
+    fn probe(&self, asked: &Asked) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+        let probe = Ask { prefetch: 0, left: None, returns: &[], ..asked.ask(&[]) };
+        self.store.lease(probe).arrives()
     }
 
     /// Looks after keys that are alone and not asked for: others rely on it that the store is charged soon when it is back.
     fn keep(self: &Arc<Self>) {
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         if self.kept_after.swap(true, Ordering::Relaxed) {
             return;
         }
         let keeper = Keeper(Arc::downgrade(self));
-        runtime.spawn(async move {
+        spawn(&*self.store, async move {
             loop {
                 clock::sleep_until(clock::after(clock::now(), OFTEN)).await;
                 let Some(inner) = keeper.0.upgrade() else { return };
@@ -248,20 +251,28 @@ impl Inner {
         });
     }
 
-    /// Answers how many are alone.
+    /// Returns how many keys are alone.
     async fn look_after(&self) -> usize {
         let now = clock::micros(clock::now());
         let (mut alone, mut quiet) = (0, Vec::new());
         self.kept.for_each(|key, kept| {
-            let due = kept.due(now);
-            alone += usize::from(due.is_some());
-            quiet.extend(kept.quiet(key, now).zip(due));
+            alone += usize::from(kept.alone().is_some());
+            quiet.extend(kept.quiet(key, now));
         });
-        for (asked, due) in quiet {
-            let Ok(word) = self.charge(&asked, due).await else { continue };
+        for (mut asked, is_back) in quiet {
+            if !is_back {
+                let Ok(word) = self.probe(&asked).await else { continue };
+                if word.learning.is_some() {
+                    continue;
+                }
+            }
+            let charges = |kept: &mut Kept| Some(kept.alone()?.take_charges(clock::now()));
+            let Some(charges) = self.kept.find(asked.key, charges).flatten() else { continue };
+            asked.charges = charges;
+            let answer = self.store.lease(asked.ask(&[])).arrives().await;
             let charged = |kept: &mut Kept| {
-                // Where permits lie ahead, it is the line that can join: it gives them up.
-                let joins = |alone: &mut Alone| alone.told(&word, clock::now());
+                // If permits lie ahead, the line joins when it asks: it gives them up.
+                let joins = |alone: &mut Alone| alone.charged(answer.is_ok(), clock::now());
                 if kept.alone().is_some_and(joins) {
                     kept.join();
                     events::together(asked.key);
@@ -286,10 +297,9 @@ impl Store for ShareStore {
             inner.take_back(ask.key, ask.returns);
         }
         let asks = |kept: &mut Kept| kept.asks(ask.memory, clock::micros(asked.at));
-        let due = inner.kept.find(ask.key, asks).flatten();
-        if let Some(due) = due {
+        if let Some(is_back) = inner.kept.find(ask.key, asks).flatten() {
             let inner = inner.clone();
-            return Answer::Later(Box::pin(async move { inner.settle(asked, due).await }));
+            return Answer::Later(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
         }
         match inner.store.lease(asked.ask(&asked.needs)) {
             Answer::Now(answer) => Answer::Now(inner.answered(&asked, answer)),
@@ -335,6 +345,10 @@ impl Store for ShareStore {
             Answer::Now(usage) => Answer::Now(usage.or_else(own)),
             Answer::Later(usage) => Answer::Later(Box::pin(async move { usage.await.or_else(own) })),
         }
+    }
+
+    fn background(&self) -> Option<&dyn Background> {
+        self.0.store.background()
     }
 
     fn flush(&self) -> Answer<()> {

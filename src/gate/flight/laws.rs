@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::{Flight, Number, Wakers, next_number};
+use crate::clock;
 use crate::key::Key;
 use crate::limit::{Claimed, Micros, Seats, Told};
 use crate::store::{Claim, News};
@@ -95,7 +96,7 @@ impl World {
             self.claims.push(claim);
         }
         let Gate { flight, waiting, sitting, .. } = gate;
-        waiting.retain(|&number| match flight.collect(number) {
+        waiting.retain(|&number| match flight.collect(number, clock::now()) {
             Some(Ok(seat)) => {
                 sitting.push(seat);
                 false
@@ -145,12 +146,12 @@ impl World {
             Step::Enter(index) => {
                 let number = next_number();
                 self.gates[index].waiting.push(number);
-                self.act(index, |flight, _| flight.enter(number, false));
+                self.act(index, |flight, _| flight.enter(number, false, clock::now()));
             }
             Step::Try(index) => {
                 let number = next_number();
                 self.gates[index].waiting.push(number);
-                self.act(index, |flight, _| flight.enter(number, true));
+                self.act(index, |flight, _| flight.enter(number, true, clock::now()));
             }
             Step::End(index, which) => {
                 let sitting = &mut self.gates[index].sitting;

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Desk, Errand, LIFE, Line};
+use super::hold::Passage;
+use super::refused::Refused;
+use super::{CallNumber, Desk, Errand, Line};
 use crate::clock;
 use crate::error::StoreError;
 use crate::gate::memory::Remembered;
-use crate::gate::queue::{Gathering, Number, Wakers};
+use crate::gate::queue::{Answered, Gathering, HandedOut, Number, Wakers};
 use crate::gate::slot::{Settled, Slot};
 use crate::limit::{Terms, Unused};
 use crate::store::{Answer, Ask, Lease, Need, Refusal, Segment, trust};
@@ -48,9 +50,10 @@ impl Line {
             life: self.life,
             prefetch_life: self.stock_life(desk),
             returns,
+            charges: &[],
             memory: memory.unwrap_or_default(),
             held: self.held_for_store(desk.now),
-            left: self.left(desk.terms, desk.now),
+            left: self.left(desk.terms, desk.max_hold, desk.now),
         }
     }
 
@@ -72,7 +75,7 @@ impl Line {
             }
         }
         if lease.is_word_of_store() {
-            self.shared = lease.shared;
+            (self.shared, self.free) = (lease.shared, if lease.own.is_none() { lease.free } else { 0 });
         }
         if !lease.is_word_of_store() {
             if let Some(memory) = &mut self.memory {
@@ -120,20 +123,43 @@ impl Line {
         let (mut now, mut errand) = (desk.now, None);
         for _ in 0..MOST_ROUNDS {
             let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
+            let passage = self.passage(desk.max_hold, now);
             let queue = self.queue.as_mut()?;
             queue.take_from(&mut self.stock, now);
-            let died = trusted && queue.hand_out(now, me, wakers);
+            let most = match passage {
+                _ if !trusted => 0,
+                Passage::Open => usize::MAX,
+                Passage::Probe => 1,
+                Passage::Probing(_) => 0,
+            };
+            let HandedOut { count, died } = queue.hand_out(most, now, me, wakers);
+            let queue = match passage {
+                Passage::Probe if count > 0 => {
+                    self.probe_leaves(now);
+                    continue;
+                }
+                _ => self.queue.as_mut()?,
+            };
             let doubtful = !trusted && queue.is_due(now);
             queue.trim();
-            if queue.is_calling() {
+            if queue.is_calling(now) {
                 break;
             }
-            let needs = queue.needs(if self.later { MOST_ASKED } else { usize::MAX });
+            queue.give_up_call();
+            let needs = queue.needs(match passage {
+                Passage::Open if !self.later => usize::MAX,
+                Passage::Open => MOST_ASKED,
+                Passage::Probe | Passage::Probing(_) => 1,
+            });
             if needs.is_empty() && !doubtful {
                 break;
             }
-            if let Some(left) = held {
-                // What is booked when the hold ends is booked by what is known then.
+            let probing = match passage {
+                Passage::Probing(left) => Some(left),
+                Passage::Open | Passage::Probe => None,
+            };
+            if let Some(left) = held.or(probing) {
+                // What is booked when the hold ends, or the probe has passed, is booked by what is known then.
                 if queue.gathering != Gathering::UnderWay {
                     queue.gather_for(left, now);
                     errand = Some(Errand::Gather(left));
@@ -151,7 +177,7 @@ impl Line {
             let scarce = queue.last_booked().is_some();
             let mut returns = std::mem::take(&mut queue.returns);
             let latest = queue.latest().unwrap_or(desk.now);
-            let ahead = self.later && !scarce && !needs.is_empty();
+            let ahead = self.later && !scarce && !needs.is_empty() && passage == Passage::Open;
             let prefetch =
                 if ahead { self.stock.order(desk.terms, self.stock_life(desk), desk.now) } else { 0 };
             returns.extend(self.stock.clear());
@@ -162,19 +188,21 @@ impl Line {
                 Answer::Now(answer) => {
                     // The store asked the time after we did.
                     now = clock::now();
-                    self.mark_asked(&needs, desk.now);
+                    if let Some(queue) = &mut self.queue {
+                        queue.asking(&needs, desk.now, false);
+                    }
                     self.answered(desk, answer, now, wakers);
                 }
                 Answer::Later(call) => {
-                    self.mark_asked(&needs, desk.now);
                     self.later = true;
-                    return Some(Errand::Call(call));
+                    let queue = self.queue.get_or_insert_default();
+                    return Some(Errand::Call(queue.asking(&needs, desk.now, desk.is_watched()), call));
                 }
             }
         }
-        let held = self.held(now).is_some();
+        let held = self.held(now).is_some() || self.passage(desk.max_hold, now) != Passage::Open;
         let queue = self.queue.as_mut()?;
-        let next_call_is_near = queue.is_calling() || (queue.gathering == Gathering::UnderWay && !held);
+        let next_call_is_near = queue.is_calling(now) || (queue.gathering == Gathering::UnderWay && !held);
         if !queue.returns.is_empty() && !next_call_is_near {
             desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
         }
@@ -184,25 +212,21 @@ impl Line {
     /// A call for nobody: it tells the store what is known here, and hears what is known there. Not while another is under
     /// way.
     pub(in crate::gate) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        if self.queue.as_ref().is_some_and(|queue| queue.is_calling()) {
+        if self.queue.as_ref().is_some_and(|queue| queue.is_calling(desk.now)) {
             return None;
         }
-        match desk.store.lease(self.ask(desk, &[], 0, desk.now, &[])) {
+        let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
+        match desk.store.lease(self.ask(desk, &[], 0, desk.now, &returns)) {
             Answer::Now(answer) => {
                 self.answered(desk, answer, clock::now(), wakers);
                 None
             }
             Answer::Later(call) => {
                 self.later = true;
-                self.queue.get_or_insert_default().asking(&[], desk.now);
-                Some(Errand::Call(call))
+                let queue = self.queue.get_or_insert_default();
+                queue.give_up_call();
+                Some(Errand::Call(queue.asking(&[], desk.now, desk.is_watched()), call))
             }
-        }
-    }
-
-    fn mark_asked(&mut self, needs: &[Need], now: Instant) {
-        if let Some(queue) = &mut self.queue {
-            queue.asking(needs, now);
         }
     }
 
@@ -231,21 +255,29 @@ impl Line {
             Ok(lease) => {
                 let slots = lease.segments.iter().map(|segment| slot(&lease, segment, bounds));
                 let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                let died = queue.answered(slots, Some(&end), now, wakers);
+                let Answered { died, refused } = queue.answered(slots, Some(&end), now, wakers);
+                // A request that would pass uncounted while the store is away has to ask.
+                if self.later && lease.own.is_none() && !desk.fails_open {
+                    self.refused = Refused::after(self.refused, refused, lease.refused, now);
+                }
                 let uncertain = bounds.1.saturating_duration_since(bounds.0);
-                let life = LIFE.max(uncertain.saturating_mul(2).saturating_add(WAKE_UP));
+                let life = desk.terms.life();
+                let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
+                let life = if self.later { life.max(trips) } else { life };
                 let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
                 self.life = life.max(lately).min(longest_life(desk.terms));
             }
-            // Nobody passes uncounted while the key is held.
-            Err(_) if let Some(left) = held.filter(|_| desk.fails_open) => queue.pause(left, now, wakers),
-            Err(error) => {
-                if !trusted && queue.is_due(now) {
-                    // Nobody knows whether the store still knows of them.
-                    queue.void();
+            Err(error) => match held.filter(|_| desk.fails_open) {
+                // Nobody passes uncounted while the key is held.
+                Some(left) => queue.pause(left, now, wakers),
+                None => {
+                    if !trusted && queue.is_due(now) {
+                        // Nobody knows whether the store still knows of them.
+                        queue.void();
+                    }
+                    queue.answered([], Some(&Settled::Failed(error)), now, wakers);
                 }
-                queue.answered([], Some(&Settled::Failed(error)), now, wakers);
-            }
+            },
         }
         self.obey(now, wakers);
     }
@@ -256,14 +288,21 @@ impl Line {
         self.alone || self.memory.as_deref().is_none_or(trusted)
     }
 
-    /// The call sent at `sent`, which answered later, has been answered.
+    /// The call sent at `sent`, which answered later, has been answered. If it counted as lost, what it brings goes back.
     pub(in crate::gate) fn call_answered(
         &mut self,
         desk: &Desk<'_>,
+        number: CallNumber,
         answer: Result<Lease, StoreError>,
         sent: Instant,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
+        if !self.queue.as_ref().is_some_and(|queue| queue.is_call(number)) {
+            if let Ok(lease) = answer {
+                desk.store.give_back(desk.key, desk.terms, &lease.unused());
+            }
+            return None;
+        }
         // A permit's life counts from when the call was sent: of one that took longer, what was due at once is dead.
         let took = desk.now.saturating_duration_since(sent);
         let longest = longest_life(desk.terms);
@@ -271,9 +310,18 @@ impl Line {
         let too_slow = took >= self.life
             && self.life >= longest
             && answer.as_ref().is_ok_and(|lease| lease.own.is_none() && lease.segments.iter().any(dead));
-        let answer = if too_slow { answer.and(Err(StoreError::TooSlow { took, longest })) } else { answer };
+        let answer = match answer {
+            Ok(lease) if too_slow => {
+                desk.store.give_back(desk.key, desk.terms, &lease.unused());
+                Err(StoreError::TooSlow { took, longest })
+            }
+            answer => answer,
+        };
         let failed = answer.is_err();
         self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
+        if self.tightens {
+            return self.tighten(desk, wakers);
+        }
         // Where the store is told again, the step hands out only; where it is asked, it hears the upstream's word as well.
         let told = self.retell_hold(desk, wakers);
         let asked = self.step(desk, None, wakers);
@@ -359,5 +407,5 @@ pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instan
 }
 
 pub(super) fn longest_life(terms: &Terms) -> Duration {
-    LONGEST_LIFE.max(terms.quota().shortest_window() / 20)
+    LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
 }

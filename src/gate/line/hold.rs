@@ -1,39 +1,47 @@
 //! The hold of a key: until when nothing may leave, because an upstream or an operator said so.
 //!
-//! What lies at hand and what was booked before its end goes back; who cannot wait so long is told; the others take new
-//! slots, which a store that knows of the hold gives for the time after it.
+//! What lies at hand and what was booked before its end goes back; a request that cannot wait so long is refused; the
+//! others take new slots, which a store that knows of the hold gives for the time after it.
+//!
+//! A hold that was cut to the longest allowed ends on probation: one request leaves, the probe, and the others when it has
+//! passed. If it is refused, that is a new hold. A probe whose response takes long is followed by another.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use super::refusal::{Refusals, SAME, Wait};
 use super::{Desk, Errand, Line};
 use crate::clock;
 use crate::gate::queue::{Gathering, Number, Wakers};
-use crate::jitter::jittered;
 use crate::quota::Limit;
 use crate::store::Held;
 
 pub(super) struct Holding {
     until: Instant,
-    /// Until when it holds at least, by what was seen here or answered: what is told of it. What was told to all may have
-    /// been on its way for long.
+    /// Until when it holds at least, by what was seen here or answered: the store is told of it. What was published to all
+    /// may have been on its way for long.
     sure_until: Instant,
     releases: u32,
+    /// Whether the upstream said that it lasts longer.
+    cut: bool,
+    /// On probation: when the probe left.
+    probe: Option<Instant>,
     /// Until when the store knows of it, at most.
     known_until: Instant,
     /// Since when it is what it is: answers to calls of before may not know of it.
     since: Instant,
-    /// When the store or others last spoke of it; none where some word may have been missed.
+    /// When the store or others last spoke of it; none if some message may have been missed.
     heard: Option<Instant>,
+    /// When this process last told the store of a refusal.
+    told: Option<Instant>,
     /// Whether the store has lost it, and was not told again yet.
     retell: bool,
     /// The tasks that wait for its end alone.
     waiting: BTreeMap<Number, Waker>,
-    /// How often in a row the upstream said no and not for how long.
-    refusals: u32,
-    /// While there are any.
+    refusals: Refusals,
+    /// While a call that passes would change anything.
     uncertain: Option<Uncertain>,
 }
 
@@ -43,18 +51,41 @@ impl Holding {
             until: now,
             sure_until: now,
             releases: 0,
+            cut: false,
+            probe: None,
             known_until: now,
             since: now,
             heard: None,
+            told: None,
             retell: false,
             waiting: BTreeMap::new(),
-            refusals: 0,
+            refusals: Refusals::default(),
             uncertain: None,
+        }
+    }
+
+    /// Holds until another moment.
+    fn set(&mut self, until: Instant, cut: bool) {
+        (self.until, self.cut, self.probe) = (until, cut, None);
+        if cut {
+            self.uncertain.get_or_insert_with(Uncertain::new);
         }
     }
 }
 
-/// An upstream has said no and not for how long: until it says yes, answers are looked at.
+/// Whether requests may leave a key that was held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Passage {
+    /// All may.
+    Open,
+    /// One may, as a probe.
+    Probe,
+    /// None before the probe has passed, or so long.
+    Probing(Duration),
+}
+
+/// Something is to be learned from the next call that passes: until then all responses are looked at.
+#[derive(Debug)]
 struct Uncertain;
 
 /// How many there are, in all gates.
@@ -79,14 +110,17 @@ pub(in crate::gate) fn is_any_uncertain() -> bool {
     UNCERTAIN.load(Ordering::Relaxed) > 0
 }
 
-/// What is so much later is the same, seen after another trip.
-const SAME: Duration = Duration::from_millis(5);
+/// How often this process tells the store of one refusal after the other, unless it is longer by a tenth.
+const TELL_AGAIN: Duration = Duration::from_secs(1);
+
+/// A probe whose response takes longer is followed by another.
+const PROBE: Duration = Duration::from_secs(5);
+
+/// The longest probation, and no longer than `max_hold`.
+const LONGEST_PROBATION: Duration = Duration::from_secs(60);
 
 /// How often the store is asked whether a hold still holds, while somebody calls.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-
-/// The first hold where the upstream does not say for how long; each further one is twice as long.
-const FIRST_HOLD: Duration = Duration::from_secs(1);
 
 impl Line {
     /// For how long it is held.
@@ -98,8 +132,47 @@ impl Line {
     /// Until when it is of use to know of the hold.
     pub(super) fn hold_matters_until(&self) -> Option<Instant> {
         let hold = self.hold.as_ref()?;
-        let again = FIRST_HOLD.saturating_mul(1 << hold.refusals.min(10));
-        Some(if hold.refusals > 0 { clock::after(hold.until, again) } else { hold.until })
+        let probation = if hold.cut { LONGEST_PROBATION } else { Duration::ZERO };
+        Some(clock::after(hold.until, hold.refusals.matters_for().max(probation)))
+    }
+
+    /// Whether requests may leave, if the key is not held.
+    pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
+        let Some(hold) = self.hold.as_ref().filter(|hold| hold.cut) else { return Passage::Open };
+        if clock::after(hold.until, LONGEST_PROBATION.min(max_hold)) <= now {
+            return Passage::Open;
+        }
+        let next = hold.probe.map(|left| clock::after(left, PROBE)).filter(|next| *next > now);
+        next.map_or(Passage::Probe, |next| Passage::Probing(next - now))
+    }
+
+    /// The probe leaves now.
+    pub(super) fn probe_leaves(&mut self, now: Instant) {
+        if let Some(hold) = &mut self.hold {
+            hold.probe = Some(now);
+        }
+    }
+
+    /// A permit came back unused: if it was the probe's, another request may be the probe.
+    pub(super) fn probe_comes_back(&mut self) {
+        if let Some(hold) = &mut self.hold {
+            hold.probe = None;
+        }
+    }
+
+    /// For how long no request may leave, because of a hold or a probe. A request that may leave on probation is the probe.
+    pub(in crate::gate) fn blocked(&mut self, max_hold: Duration, now: Instant) -> Option<Duration> {
+        if let Some(left) = self.held(now) {
+            return Some(left);
+        }
+        match self.passage(max_hold, now) {
+            Passage::Open => None,
+            Passage::Probe => {
+                self.probe_leaves(now);
+                None
+            }
+            Passage::Probing(left) => Some(left),
+        }
     }
 
     /// What the store is told of the hold: all there is where it may not know.
@@ -108,7 +181,7 @@ impl Line {
         // Else each exchange would move it later by what the trips differ. The ledger of a process alone knows of nothing.
         let is_news = self.alone || hold.sure_until > clock::after(hold.known_until, SAME);
         let left = if is_news { hold.sure_until.saturating_duration_since(now) } else { Duration::ZERO };
-        Held { left, releases: hold.releases }
+        Held { left, releases: hold.releases, cut: hold.cut }
     }
 
     /// The store has said what holds, in answer to a call sent at `sent`; its time was between two moments of ours.
@@ -131,14 +204,20 @@ impl Line {
         hold.heard = Some(latest);
         hold.known_until = most;
         if held.releases > hold.releases {
-            (hold.until, hold.sure_until, hold.releases, hold.since) = (most, least, held.releases, sent);
+            (hold.sure_until, hold.releases, hold.since) = (least, held.releases, sent);
+            hold.set(most, held.cut);
             return;
         }
         hold.sure_until = hold.sure_until.max(least);
+        let cut = if held.left.is_zero() { hold.cut } else { held.cut };
         if sent < hold.since {
             hold.until = hold.until.max(most);
         } else if hold.sure_until <= clock::after(most, SAME) {
-            (hold.until, hold.sure_until) = (most, hold.sure_until.min(most));
+            hold.sure_until = hold.sure_until.min(most);
+            if cut != hold.cut {
+                hold.set(most, cut);
+            }
+            hold.until = most;
         } else {
             // It has forgotten.
             hold.until = hold.sure_until;
@@ -160,9 +239,11 @@ impl Line {
         if sure {
             hold.sure_until = hold.sure_until.max(until);
         }
-        let changes = released || until > clock::after(hold.until, SAME);
+        let is_same = hold.until > now && until <= clock::after(hold.until, SAME);
+        let changes = released || (until > now.max(hold.until) && !is_same);
         if changes {
-            (hold.until, hold.since) = (until, now);
+            hold.since = now;
+            hold.set(until, held.cut);
         }
         changes
     }
@@ -178,6 +259,12 @@ impl Line {
         if !self.adopt(held, desk.now, sure) {
             return None;
         }
+        self.hold_changed(desk, wakers)
+    }
+
+    /// What holds the key has changed: gives up what may no longer be used, and goes on with what may.
+    pub(in crate::gate) fn hold_changed(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        self.refused = None;
         if let Some(hold) = &mut self.hold {
             std::mem::take(&mut hold.waiting).into_values().for_each(|waker| wakers.add(Some(waker)));
         }
@@ -240,35 +327,41 @@ impl Line {
         self.hold.as_ref().map_or(0, |hold| hold.releases)
     }
 
-    /// The upstream has refused a call. Answers the hold that follows, if it is longer than the one there is.
+    /// The upstream has refused a call that was sent at `sent`. Returns the hold that follows, if it is longer than the one
+    /// there is, and whether the store is to be told.
     pub(in crate::gate) fn refused_upstream(
         &mut self,
         retry_after: Option<Duration>,
         max_hold: Duration,
+        sent: Instant,
         now: Instant,
-    ) -> Option<Held> {
-        let (held, releases) = (self.held(now), self.releases());
-        let left = match retry_after {
-            Some(wait) => wait.min(max_hold),
-            // It says nothing that is not known: that call was sent before the hold began.
-            None if held.is_some() => return None,
-            None => {
-                let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
-                hold.uncertain.get_or_insert_with(Uncertain::new);
-                hold.refusals += 1;
-                let longest = FIRST_HOLD.saturating_mul(1 << (hold.refusals - 1).min(10));
-                jittered(longest.min(max_hold))
-            }
-        };
-        let longer = left > held.unwrap_or_default().saturating_add(SAME);
-        longer.then_some(Held { left, releases })
+    ) -> Option<(Held, bool)> {
+        let before = self.held(now);
+        let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
+        hold.uncertain.get_or_insert_with(Uncertain::new);
+        let Wait { left, cut } = hold.refusals.refused(retry_after, max_hold, before, sent, now)?;
+        let before = before.unwrap_or_default();
+        let lately = hold.told.is_some_and(|told| clock::after(told, TELL_AGAIN) > now);
+        let tells = !lately || left > before.saturating_add(before / 10);
+        if tells {
+            hold.told = Some(now);
+        }
+        Some((Held { left, releases: hold.releases, cut }, tells))
     }
 
-    /// A call was answered otherwise.
-    pub(in crate::gate) fn accepted_upstream(&mut self, now: Instant) {
-        if let Some(hold) = self.hold.as_mut().filter(|hold| hold.until <= now) {
-            (hold.refusals, hold.uncertain) = (0, None);
+    /// A call that was sent at `sent` has passed. Returns whether that ends a probation: then others may leave, and the
+    /// store is to be told.
+    pub(in crate::gate) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
+        let Some(hold) = self.hold.as_mut().filter(|hold| hold.until <= now) else { return false };
+        hold.refusals.passed(sent);
+        let passed = hold.cut && hold.probe.is_some() && sent >= hold.until;
+        if passed {
+            (hold.cut, hold.probe) = (false, None);
         }
+        if !hold.cut && !hold.refusals.is_waiting() {
+            hold.uncertain = None;
+        }
+        passed
     }
 
     /// Whether the store is to be asked by one who is held: a release may have been missed. One asks for all.
@@ -281,14 +374,15 @@ impl Line {
         asks
     }
 
-    /// For how long the key is held; until then, the task is woken when that changes.
+    /// For how long no request may leave; until then, the task is woken when that changes.
     pub(in crate::gate) fn poll_hold(
         &mut self,
         number: Number,
+        max_hold: Duration,
         now: Instant,
         cx: &Context<'_>,
     ) -> Option<Duration> {
-        let left = self.held(now)?;
+        let left = self.blocked(max_hold, now)?;
         self.hold.as_mut()?.waiting.insert(number, cx.waker().clone());
         Some(left)
     }
@@ -308,5 +402,6 @@ impl Line {
         if let Some(memory) = &mut self.memory {
             memory.doubt();
         }
+        self.refused = None;
     }
 }

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{Desk, LIFE, Line};
+use super::{Desk, Line};
 use crate::clock;
 use crate::events;
 use crate::limit::Terms;
-use crate::quota::{Limit, Quota};
+use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{Observed, Signal};
 
 /// What is made of what the upstream says about its quotas.
@@ -76,9 +76,12 @@ impl Learned {
     fn of(quota: &Observed, terms: &Terms, now: Instant) -> Option<Learned> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
-        let margin = LIFE + terms.transit_slack();
-        let makes_sense = quota.unit() == "requests"
-            && Quota::new(count, window).check(margin, terms.boundary_slack()).is_ok();
+        let slacks = Slacks {
+            transit: terms.transit_slack(),
+            boundary: terms.boundary_slack(),
+            rate_loss: Slacks::RATE_LOSS,
+        };
+        let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
         // As long as it is stated now and then, it holds.
         let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
         let until = clock::after(now, lasts);
@@ -188,6 +191,7 @@ impl Line {
             let in_flight = quota.most_in_flight().map(Quota::in_flight);
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
             let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
+            let terms = terms.with_life(configured.life());
             Box::new(Lesson { terms: Arc::new(terms), learned, changed: Default::default() })
         });
     }

@@ -4,8 +4,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use super::asking::longest_life;
-use super::{Desk, Errand, LIFE, Line};
+use super::{Desk, Errand, Line};
 use crate::clock;
+use crate::error::StoreError;
 use crate::gate::queue::{Number, Wakers};
 use crate::gate::slot::{Patience, Settled, Slot};
 use crate::store::Refusal;
@@ -47,6 +48,11 @@ impl Line {
                 return (Poll::Ready(Settled::Refused(Refusal::NEVER)), errand);
             };
             if queue.is_over(waiter.number, waiter.cost, desk.now) {
+                if let Some(waited) = queue.called_for(desk.now) {
+                    // Its slot may be there, and nobody knows.
+                    errand = errand.or(self.leave(desk, waiter, wakers));
+                    return (Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited })), errand);
+                }
                 let slot = queue.last_slot(waiter.cost);
                 let wait = slot.map(|slot| slot.saturating_duration_since(desk.now));
                 errand = errand.or(self.leave(desk, waiter, wakers));
@@ -69,7 +75,7 @@ impl Line {
             return self.held_back(desk, waiter, slot, left);
         }
         if slot.until > desk.now {
-            self.life = (self.life - self.life / 64).max(LIFE);
+            self.life = (self.life - self.life / 64).max(desk.terms.life());
             return Some(settled);
         }
         self.wait_again(desk, waiter, slot);
@@ -79,6 +85,7 @@ impl Line {
     /// One that was about to leave when the key was held waits in its old place, if it can wait so long.
     fn held_back(&mut self, desk: &Desk<'_>, waiter: &Place, slot: Slot, left: Duration) -> Option<Settled> {
         let Place { number, cost, patience, .. } = *waiter;
+        self.probe_comes_back();
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(slot.unused());
         if clock::after(desk.now, left) > patience.latest {
@@ -90,7 +97,12 @@ impl Line {
 
     fn wait_again(&mut self, desk: &Desk<'_>, waiter: &mut Place, died: Slot) {
         waiter.turns += 1;
+        if waiter.turns == 2 && !waiter.patience.by_deadline {
+            // It was late because its machine stood still: once more, it asks for what is free.
+            waiter.patience.latest = waiter.patience.latest.max(desk.now);
+        }
         self.lengthen_life(desk);
+        self.probe_comes_back();
         let held = self.held(desk.now);
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(died.unused());
@@ -129,8 +141,14 @@ impl Line {
         let queue = self.queue.as_mut()?;
         queue.leave(waiter.number, waiter.cost);
         match queue.collect(waiter.number) {
-            Some(Settled::Granted(slot)) if held => queue.returns.push(slot.unused()),
-            Some(Settled::Granted(slot)) => queue.add(slot),
+            Some(Settled::Granted(slot)) => {
+                if held {
+                    queue.returns.push(slot.unused());
+                } else {
+                    queue.add(slot);
+                }
+                self.probe_comes_back();
+            }
             _ => {}
         }
         let errand = self.step(desk, None, wakers);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::{Desk, Errand, Line};
 use crate::clock;
-use crate::gate::queue::Wakers;
+use crate::gate::queue::{Gathering, Wakers};
 use crate::limit::Terms;
 use crate::quota::Limit;
 use crate::signal::{Observed, Signal};
@@ -34,10 +34,20 @@ struct Word {
     refused: u32,
     /// When the store was last told.
     told: Option<Instant>,
+    /// Whether responses that name no limit turned out to mean another one.
+    is_other: bool,
+    /// Whether the store is to forget what followed from earlier responses: they meant another limit.
+    forget: bool,
 }
 
 /// What differs by so much is the same: many say whole seconds, and not all round alike.
 const SAME: Duration = Duration::from_millis(1500);
+
+/// A response that is not older bounds what may go, though it is not known whether the reset stays where it is.
+const FRESH: Duration = Duration::from_millis(250);
+
+/// The longest that units are left to others unless a response confirms it; `max_hold` if that is less.
+const LONGEST_VALID: Duration = Duration::from_secs(60);
 
 /// That it stays where it is can be told after so long.
 const LONG: Duration = Duration::from_secs(3);
@@ -54,6 +64,10 @@ impl Word {
     /// the first: it starts anew sooner then, and more has come back since.
     fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, sent: Instant) {
         let Some(left) = left_of(limit, quota) else { return };
+        let is_unnamed = names_no_limit(quota);
+        if is_unnamed && self.is_other {
+            return;
+        }
         if left == 0 {
             self.refused = self.refused.saturating_add(refused);
         }
@@ -74,8 +88,24 @@ impl Word {
         // The next window, if it follows the last.
         let over = clock::after(sent, LAST) >= anchor;
         let follows = over && resets > anchor && apart(resets, clock::after(anchor, limit.window())) <= SAME;
+        if over && resets > anchor && is_unnamed {
+            // A quota of a minute is not one of an hour.
+            let period = apart(resets, anchor).saturating_add(SAME);
+            self.is_other = limit.window() > 2 * period;
+        }
+        if self.is_other || (self.stays && over && !follows) {
+            (self.forget, self.latest) = (true, None);
+        }
         self.stays &= follows;
         self.anchor = Some((resets, sent));
+    }
+
+    /// Whether the last response bounds what may go: it says until when, and is not old.
+    fn bounds(&self, limit: Limit, now: Instant) -> Option<u64> {
+        let (units, resets, said) = self.latest?;
+        let is_fresh = self.stays || now.saturating_duration_since(said) <= FRESH;
+        let lasts = matches!(limit, Limit::Bucket { .. }) || resets > clock::after(now, LAST);
+        (is_fresh && lasts).then_some(units)
     }
 
     /// How long the store need not be told.
@@ -87,13 +117,18 @@ impl Word {
     }
 
     /// What the store is to know now.
-    fn tell(&mut self, limit: Limit, now: Instant) -> Option<Left> {
+    fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
+        if std::mem::take(&mut self.forget) {
+            return Some(Left { forget: true, ..Left::new(limit, 0) });
+        }
         let (units, resets, said) = self.latest.filter(|_| self.rests(limit, now).is_zero())?;
         (self.latest, self.told) = (None, Some(now));
         let reset_in = resets.saturating_duration_since(now);
-        let reset_in = (self.stays && reset_in > LAST).then_some(reset_in);
+        let reset_in = (reset_in > LAST).then_some(reset_in);
         let ago = now.saturating_duration_since(said);
-        Some(Left { limit, units, reset_in, ago, refused: std::mem::take(&mut self.refused) })
+        let refused = std::mem::take(&mut self.refused);
+        let valid_for = max_hold.min(LONGEST_VALID);
+        Some(Left { reset_in, steady: self.stays, ago, refused, valid_for, ..Left::new(limit, units) })
     }
 }
 
@@ -111,6 +146,11 @@ fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
     quota.remaining().map(|left| left.saturating_add(more))
 }
 
+/// Whether a quota says neither its name nor its size nor its window.
+fn names_no_limit(quota: &Observed) -> bool {
+    quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
+}
+
 /// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
 /// anything else is meant where it is as large.
 fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
@@ -122,19 +162,23 @@ fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
         (Limit::Bucket { .. }, ..) => is_as_large,
         (_, Some(window), _) => window == limit.window(),
         (_, None, Some(_)) => is_as_large,
-        (_, None, None) => quota.name().is_none() && terms.quota().limits().len() == 1,
+        (_, None, None) => names_no_limit(quota) && terms.quota().limits().len() == 1,
     }
 }
 
 impl Line {
-    /// The answer to a call that was sent at `sent` has come, which refused so many units, if any.
+    /// The response to a call that was sent at `sent` has come, which refused so many units, if any. Returns whether it says
+    /// that less is left than could still go from here.
     pub(in crate::gate) fn upstream_said(
         &mut self,
         terms: &Terms,
         signal: &Signal,
         refused: u32,
         sent: Instant,
-    ) {
+        now: Instant,
+    ) -> bool {
+        let at_hand = u64::from(self.stock.units(now));
+        let (could_go, mut is_less) = (self.free.saturating_add(at_hand), false);
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
             // Of several, the one of which the most is gone.
@@ -144,8 +188,35 @@ impl Line {
             if words.of.len() <= index {
                 words.of.resize_with(index + 1, Word::default);
             }
-            words.of[index].hear(*limit, quota, refused, sent);
+            let word = &mut words.of[index];
+            word.hear(*limit, quota, refused, sent);
+            if word.bounds(*limit, now).is_some_and(|left| left < could_go) {
+                // The store is to know at once.
+                (word.told, is_less) = (None, true);
+            }
         }
+        is_less
+    }
+
+    /// Less is left than could still go from here: gives up what lies at hand and what is booked, and asks anew with that.
+    pub(in crate::gate) fn tighten(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        let unused = self.clear();
+        let queue = self.queue.get_or_insert_default();
+        queue.returns.extend(unused);
+        queue.give_up_slots();
+        // A call under way may bring more than is left: then it is done again when that is answered.
+        self.tightens = queue.is_calling(desk.now);
+        if self.tightens {
+            return None;
+        }
+        let errand = if queue.waiting() > 0 {
+            queue.gathering = Gathering::Done;
+            self.step(desk, None, wakers)
+        } else {
+            self.inquire(desk, wakers)
+        };
+        self.close(desk);
+        errand
     }
 
     /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the
@@ -180,10 +251,10 @@ impl Line {
     }
 
     /// What the store is to be told of what is left: of one limit with each call.
-    pub(in crate::gate) fn left(&mut self, terms: &Terms, now: Instant) -> Option<Left> {
+    pub(in crate::gate) fn left(&mut self, terms: &Terms, max_hold: Duration, now: Instant) -> Option<Left> {
         let words = self.words.as_mut()?;
         let mut limits = terms.quota().limits().iter().zip(&mut words.of);
-        limits.find_map(|(limit, word)| word.tell(*limit, now))
+        limits.find_map(|(limit, word)| word.tell(*limit, max_hold, now))
     }
 }
 
@@ -202,7 +273,8 @@ mod tests {
             let quota = Observed::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
             word.hear(LIMIT, &quota, 0, at);
         }
-        word.tell(LIMIT, at).filter(|left| left.reset_in.is_some()).map(|left| left.units)
+        let left = word.tell(LIMIT, LONGEST_VALID, at);
+        left.filter(|left| left.steady && left.reset_in.is_some()).map(|left| left.units)
     }
 
     #[test]
@@ -216,6 +288,21 @@ mod tests {
         assert_eq!(told(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
     }
 
+    /// A server that says what is left of a minute, under a limit of an hour.
+    #[test]
+    fn unnamed_quotas_of_shorter_periods_are_other_limits() {
+        let hour = Limit::Sliding { count: 5000, window: Duration::from_secs(3600) };
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut told = Vec::new();
+        for second in (0..200).step_by(5) {
+            let at = start + Duration::from_secs(second);
+            let reset = Duration::from_secs(60 - second % 60);
+            word.hear(hour, &Observed::new().with_remaining(37).with_reset_after(reset), 0, at);
+            told.extend(word.tell(hour, LONGEST_VALID, at).map(|left| (second, left.forget)));
+        }
+        assert_eq!(told.last(), Some(&(60, true)), "{told:?}");
+    }
+
     #[test]
     fn the_store_is_told_now_and_then_and_of_refusals_at_once() {
         let (mut word, start) = (Word::default(), clock::now());
@@ -223,7 +310,7 @@ mod tests {
             let at = start + Duration::from_millis(millis);
             let reset = Duration::from_millis(50_000 - millis);
             word.hear(LIMIT, &Observed::new().with_remaining(left).with_reset_after(reset), refused, at);
-            word.tell(LIMIT, at).map(|left| left.refused)
+            word.tell(LIMIT, LONGEST_VALID, at).map(|left| left.refused)
         };
         assert_eq!(answered(0, 50, 0), Some(0));
         assert_eq!(answered(4000, 40, 0), Some(0));

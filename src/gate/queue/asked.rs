@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::{Gathering, Number, Queue, Wakers};
+use super::{ANSWER, Answered, Calling, Gathering, Number, Queue, Wakers};
+use crate::clock;
+use crate::gate::line::{CallNumber, next_number};
 use crate::gate::slot::{Settled, Slot};
 use crate::store::Need;
 
@@ -42,11 +44,11 @@ impl Queue {
         needs
     }
 
-    /// A call asks for `needs`.
-    pub(in crate::gate) fn asking(&mut self, needs: &[Need], now: Instant) {
-        self.calling = true;
+    /// A call asks for `needs`. If it is `watched`, waiters without a slot wake when it counts as lost.
+    pub(in crate::gate) fn asking(&mut self, needs: &[Need], now: Instant, watched: bool) -> CallNumber {
         let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
-        self.asked_at = last.map(|last| (now, *last));
+        let number = next_number();
+        self.call = Some(Calling { number, sent: now, last: last.copied(), watched });
         if !needs.is_empty() {
             self.gathering = Gathering::NotYet;
         }
@@ -57,6 +59,11 @@ impl Queue {
             class.asked += need.count as usize;
             class.asked_at(now);
         }
+        if watched {
+            let lost_at = clock::after(now, ANSWER);
+            self.classes.values_mut().for_each(|class| class.wake_by(lost_at));
+        }
+        number
     }
 
     /// The first of the needs that were asked for of which not all was granted, and how much was not. Those after it were
@@ -77,15 +84,14 @@ impl Queue {
     }
 
     /// The call has been answered with `slots`, and `end` for those of its needs that got none.
-    /// Answers whether some died on their way.
     pub(in crate::gate) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Slot>,
         end: Option<&Settled>,
         now: Instant,
         wakers: &mut Wakers,
-    ) -> bool {
-        self.calling = false;
+    ) -> Answered {
+        let call = self.call.take();
         let mut died = false;
         // For each cost, the permits that were granted, and those of them that are of use.
         let mut granted: SmallVec<[(u32, usize, usize); 2]> = SmallVec::new();
@@ -110,7 +116,8 @@ impl Queue {
             let asked = std::mem::take(&mut class.asked);
             let granted = granted.iter().find(|(other, ..)| other == cost);
             let (all, good) = granted.map_or((0, 0), |&(_, all, good)| (all, good));
-            let refused_at = self.asked_at.filter(|_| matches!(end, Some(Settled::Refused(_))));
+            let refused_at = call.and_then(|call| Some((call.sent, call.last?)));
+            let refused_at = refused_at.filter(|_| matches!(end, Some(Settled::Refused(_))));
             // Of what was refused, others may have had some: they are asked for again.
             let without = match (end, refused) {
                 (Some(Settled::Refused(_)), Some((refused, count))) if refused == *cost => count,
@@ -124,6 +131,6 @@ impl Queue {
                 wakers.0.extend(waker);
             }
         }
-        died
+        Answered { died, refused: refused.map(|(cost, _)| cost) }
     }
 }

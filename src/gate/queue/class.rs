@@ -73,6 +73,14 @@ impl Class {
         }
     }
 
+    /// Those without a slot wake at `at`, if not before.
+    pub(super) fn wake_by(&mut self, at: Instant) {
+        let without = self.waiting.len().saturating_sub(self.booked);
+        for waiting in self.waiting.values_mut().rev().take(without).filter(|waiting| waiting.wake_at > at) {
+            waiting.wake_at(at);
+        }
+    }
+
     /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
     ///
     /// Ends the wait of those, and of whoever cannot wait for the slot that became its own. Who came later than

@@ -44,6 +44,7 @@ proptest! {
         ops in prop::collection::vec(op(), 1..60),
         late in any::<bool>(),
         longer in select(vec![1u64, 15]),
+        steady in any::<bool>(),
     ) {
         let window = 3_000_000;
         let limit = Limit::Sliding { count, window: Duration::from_micros(window) };
@@ -63,7 +64,8 @@ proptest! {
             // A second may be the rounding.
             let Some(reset_in) = reset_in.checked_sub(ago + Duration::from_secs(1)) else { continue };
             world.ledger.advance(&world.terms, world.now);
-            world.ledger.see(&Left { limit, units, reset_in: Some(reset_in), ago, refused: 0 });
+            let left = Left { reset_in: Some(reset_in), steady, ago, ..Left::new(limit, units) };
+            world.ledger.see(&left);
             let reserved: u64 = world.ledger.usage().map(|(_, _, _, reserved)| reserved).sum();
             prop_assert_eq!(reserved, 0, "{:?}: {} left", counting, units);
         }
@@ -83,7 +85,12 @@ fn what_others_use_is_reserved_for_them_and_for_the_window_after() {
     let see = |world: &mut World, units: u64, reset_in: Micros, refused: u32| {
         let limit = quota.limits()[0];
         let reset_in = Duration::from_micros(reset_in);
-        world.ledger.see(&Left { limit, units, reset_in: Some(reset_in), ago: millis(0), refused });
+        world.ledger.see(&Left {
+            reset_in: Some(reset_in),
+            steady: true,
+            refused,
+            ..Left::new(limit, units)
+        });
     };
     assert_eq!(world.book(1, 60, 0, 10_000).0[0].count, 60);
     see(&mut world, 0, 9_900_000, 25);
@@ -114,7 +121,8 @@ fn what_was_used_before_the_log_began_counts_until_the_window_ends() {
     let mut world = World::new(quota);
     let _ = world.book(1, 1, 0, 10_000);
     let reset_in = Duration::from_secs(1200);
-    world.ledger.see(&Left { limit, units: 10, reset_in: Some(reset_in), ago: millis(0), refused: 0 });
+    let valid_for = Duration::from_secs(3600);
+    world.ledger.see(&Left { reset_in: Some(reset_in), steady: true, valid_for, ..Left::new(limit, 10) });
     let granted = |world: &mut World, count| {
         world.book(1, count, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>()
     };

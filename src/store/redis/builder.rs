@@ -1,6 +1,6 @@
 //! The words a user says about a store in Redis.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
 use super::RedisStore;
@@ -34,7 +34,8 @@ impl RedisStoreBuilder {
 
     /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces and spaces.
     ///
-    /// Processes share a limit when their stores have the same prefix and their layers give the same [`Key`].
+    /// Processes share a limit when their stores use the same database of the same Redis with the same prefix, and their layers
+    /// give the same [`Key`].
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
@@ -80,8 +81,8 @@ impl RedisStoreBuilder {
             secret,
             store_timeout,
             instance: dice() >> 11,
-            connecting: Mutex::new(Some(connecting)),
-            thread: OnceLock::new(),
+            connecting,
+            thread: RwLock::default(),
             listeners: Arc::default(),
         })
     }

@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-use super::link::Link;
-use super::script::Script;
+use super::backend::Backend;
+use super::script::{Argument, Script};
 use super::wire::{self, Claimed, ToldSeats};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::jitter::{dice, jittered};
+use crate::store::flight::notify;
 use crate::store::{Claim, Listener, Memory, News};
 
 /// How often a holder may say its last claim again: its numbers leave so much room.
@@ -38,12 +39,10 @@ const MOST_AGAIN: usize = 100;
 const SMALLEST_SWEEP: usize = 64;
 
 pub(super) struct Claims {
-    link: Arc<Link>,
+    backend: Backend,
     script: Arc<Script>,
     /// Which store this is, to others.
     instance: u64,
-    /// What the names of channels begin with.
-    channels: String,
     store_timeout: Duration,
     /// By their number.
     holders: HashMap<u64, Holder>,
@@ -98,15 +97,16 @@ struct Remembered {
     seen: u64,
     sent: Instant,
     heard: Instant,
+    /// By how much the wall clock was ahead then: a machine that slept since knows nothing of the time.
+    wall_ahead: i64,
 }
 
 impl Claims {
-    pub(super) fn new(link: Arc<Link>, instance: u64, channels: String, store_timeout: Duration) -> Self {
+    pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
         Claims {
-            link,
+            backend,
             script: Arc::new(Script::new(super::script::SEATS)),
             instance,
-            channels,
             store_timeout,
             holders: HashMap::new(),
             timers: BTreeSet::new(),
@@ -182,6 +182,18 @@ impl Claims {
         self.on_their_way.join_next().await?.ok()
     }
 
+    /// Says all claims again, as when a panic may have left some of them without a timer.
+    pub(super) fn repeat_all(&mut self) {
+        self.on_their_way = JoinSet::new();
+        self.timers.clear();
+        let now = clock::now();
+        for (id, holder) in &mut self.holders {
+            holder.sent = None;
+            holder.timer = Some(now);
+            self.timers.insert((now, *id));
+        }
+    }
+
     fn set_timer(&mut self, id: u64, at: Instant) {
         let Some(holder) = self.holders.get_mut(&id) else { return };
         let at = match holder.good_until {
@@ -195,7 +207,7 @@ impl Claims {
     }
 
     fn send(&mut self, id: u64) {
-        let (now, instance, store_timeout) = (clock::now(), self.instance, self.store_timeout);
+        let (now, instance) = (clock::now(), self.instance);
         let Some(holder) = self.holders.get_mut(&id) else { return };
         holder.tell_if_lost(now);
         let claim = holder.claim;
@@ -204,12 +216,12 @@ impl Claims {
         holder.sent = Some((now, claim));
         let memory = holder.memory.filter(|memory| now.saturating_duration_since(memory.heard) < claim.life);
         let memory = memory.map_or_else(Memory::default, |memory| memory.tell(now));
-        let call = wire::claim(&claim, number, instance, memory, store_timeout, dice());
-        let (script, link, name) = (self.script.clone(), self.link.clone(), holder.name.clone());
-        let channels = self.channels.clone();
+        let call = wire::claim(&claim, number, instance, memory, dice());
+        let (script, backend, name) = (self.script.clone(), self.backend.clone(), holder.name.clone());
         // A task of its own: a connection of the user's may panic, and that is an answer, too.
-        let asking =
-            tokio::spawn(async move { script.run(&link, &name, &[&call, channels.as_bytes()]).await });
+        // The number of the store follows the beginning of the channel's name.
+        let call = vec![Argument::Is(call), Argument::Channel(String::new())];
+        let asking = tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
         self.on_their_way.spawn(async move {
             let answer = asking.await.unwrap_or(Err(StoreError::Lost));
             (id, answer.and_then(|answer| wire::read_claimed(&answer).map_err(StoreError::failed)))
@@ -232,7 +244,7 @@ impl Claims {
             Err(error) => {
                 holder.failures += 1;
                 holder.tell_if_lost(now);
-                holder.listener.clone().hear(claim.key, id, News::Failed(error.clone()));
+                notify(holder.listener.clone(), claim.key, id, News::Failed(error.clone()));
                 if holder.claim.is_over() {
                     for flush in self.flushes.iter_mut().filter(|flush| flush.left.contains_key(&id)) {
                         flush.heard = Err(error.clone());
@@ -327,6 +339,9 @@ impl Holder {
     /// Takes in an answer. Answers after how long the claim is to be said again.
     fn heard(&mut self, sent: Instant, claim: Claim, answer: &Claimed, now: Instant, told: bool) -> Duration {
         // What others did since may have been told already.
+        let good_until = clock::after(sent, claim.life);
+        (self.good_until, self.lost) = (Some(good_until), false);
+        notify(self.listener.clone(), claim.key, claim.holder, News::Good(good_until));
         let ToldSeats { incarnation, changes, .. } = answer.told;
         let newer = |told: &ToldSeats| told.incarnation == incarnation && told.changes > changes;
         let newest = self.early.take().filter(newer).unwrap_or(answer.told);
@@ -335,11 +350,12 @@ impl Holder {
         let is_news = known.is_none_or(|known| known <= newest.changes);
         let changes = known.unwrap_or(0).max(newest.changes);
         (self.failures, self.answered) = (0, claim.number);
-        self.memory = Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now });
+        let wall_ahead = clock::wall_ahead();
+        self.memory =
+            Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now, wall_ahead });
         if is_news {
             self.tell(newest);
         }
-        (self.good_until, self.lost) = (Some(clock::after(sent, claim.life)), false);
         let third = claim.life / 3;
         if self.claim.wants == 0 {
             return third;
@@ -362,7 +378,7 @@ impl Holder {
             (claim.sits, claim.wants) = (claim.sits.saturating_add(seats), claim.wants.saturating_sub(seats));
         }
         let news = News::seats(number / AGAIN, given, others_wait, self.version);
-        self.listener.clone().hear(self.claim.key, self.claim.holder, news);
+        notify(self.listener.clone(), self.claim.key, self.claim.holder, news);
     }
 
     /// Whether the store has heard all that it has to say.
@@ -373,13 +389,16 @@ impl Holder {
     fn tell_if_lost(&mut self, now: Instant) {
         if !self.lost && self.claim.sits > 0 && self.good_until.is_some_and(|until| until <= now) {
             self.lost = true;
-            self.listener.clone().hear(self.claim.key, self.claim.holder, News::Lost);
+            notify(self.listener.clone(), self.claim.key, self.claim.holder, News::Lost);
         }
     }
 }
 
 impl Remembered {
     fn tell(&self, now: Instant) -> Memory {
+        if clock::has_slept(self.wall_ahead, now.saturating_duration_since(self.heard)) {
+            return Memory::default();
+        }
         Memory {
             incarnation: self.incarnation,
             writes: self.changes,

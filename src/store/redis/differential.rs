@@ -2,6 +2,8 @@
 //!
 //! The script runs in a real server, under the time of the test.
 
+mod formats;
+mod late;
 mod seats;
 
 use std::sync::Arc;
@@ -15,7 +17,7 @@ use redis_server::RedisServer;
 use super::script::TEXT;
 use super::wire;
 use crate::key::Key;
-use crate::limit::{Ledger, Left, Micros, Terms, Unused};
+use crate::limit::{Charge, Ledger, Left, Micros, Terms, Unused};
 use crate::quota::Quota;
 use crate::store::memory::{book, hold, usage};
 use crate::store::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Usage};
@@ -27,10 +29,28 @@ fn millis(span: u64) -> Duration {
 }
 
 /// The script under the time of the caller, and nothing else of it changed.
-fn script() -> redis::Script {
+fn under_the_time_of_the_test(text: &str) -> redis::Script {
     let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
-    assert_eq!(TEXT.matches(asks).count(), 1, "the script asks for the time once");
-    redis::Script::new(&TEXT.replace(asks, "local raw = tonumber(ARGV[4])\n"))
+    assert_eq!(text.matches(asks).count(), 1, "the script asks for the time once");
+    redis::Script::new(&text.replace(asks, "local raw = tonumber(ARGV[4])\n"))
+}
+
+/// A call that asks for `needs` now, without any memory.
+fn asks<'a>(terms: &'a Arc<Terms>, needs: &'a [Need]) -> Ask<'a> {
+    Ask {
+        key: Key::ALL,
+        terms,
+        needs,
+        prefetch: 0,
+        latest: Duration::ZERO,
+        life: millis(10),
+        prefetch_life: millis(10),
+        returns: &[],
+        charges: &[],
+        memory: Memory::default(),
+        held: Held::default(),
+        left: None,
+    }
 }
 
 // ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,6 +75,10 @@ struct Step {
     hold: Option<Option<Held>>,
     /// What the upstream said before.
     left: Option<Said>,
+    /// What was used without a permit: units, and how long ago.
+    charges: Vec<(u64, u64)>,
+    /// The clock of the server is set by so much before, in microseconds: the wall clock, but not the time of the state.
+    clock: i64,
 }
 
 /// What an upstream says is left of one of the limits.
@@ -63,15 +87,26 @@ struct Said {
     which: usize,
     units: u64,
     reset_in: Option<Duration>,
+    steady: bool,
     ago: Duration,
     refused: u32,
+    forget: bool,
 }
 
 impl Said {
     fn of(self, terms: &Terms) -> Left {
         let limits = terms.quota().limits();
-        let Said { which, units, reset_in, ago, refused } = self;
-        Left { limit: limits[which % limits.len()], units, reset_in, ago, refused }
+        let Said { which, units, reset_in, steady, ago, refused, forget } = self;
+        let valid_for = millis([0, 300, 60_000][which % 3]);
+        Left {
+            reset_in,
+            steady,
+            ago,
+            refused,
+            valid_for,
+            forget,
+            ..Left::new(limits[which % limits.len()], units)
+        }
     }
 }
 
@@ -101,6 +136,8 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
             vec![0u64, 100, 2000, 20_000, 100_000],
         ),
     };
+    let charge =
+        (select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]), prop_oneof![0u64..50, any::<u64>()]);
     (
         select(waits),
         prop::collection::vec(need, needs),
@@ -115,6 +152,8 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
             prop::option::weighted(0.04, held()),
             prop::option::weighted(0.04, prop::option::of(held())),
             prop::option::weighted(0.1, said()),
+            prop_oneof![9 => Just(Vec::new()), 1 => prop::collection::vec(charge, 1..4)],
+            prop_oneof![30 => Just(0i64), 1 => select(vec![-30_000_000i64, -900_000, 900_000, 61_000_500])],
         ),
     )
         .prop_map(
@@ -128,7 +167,7 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 newest,
                 part,
                 other_terms,
-                (held, hold, left),
+                (held, hold, left, charges, clock),
             )| Step {
                 wait,
                 needs,
@@ -142,6 +181,8 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 held: held.unwrap_or_default(),
                 hold,
                 left,
+                charges,
+                clock,
             },
         )
 }
@@ -149,17 +190,21 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
 fn said() -> impl Strategy<Value = Said> {
     let units = prop_oneof![3 => 0u64..40, 1 => 0u64..3000, 1 => any::<u64>()];
     let spans = (prop::option::of(select(vec![1u64, 500, 2000, 40_000])), select(vec![0u64, 3, 700, 90_000]));
-    (0usize..4, units, spans, prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()]).prop_map(
-        |(which, units, (reset_in, ago), refused)| {
+    let refused = prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()];
+    (0usize..6, units, spans, any::<bool>(), refused, prop::bool::weighted(0.05)).prop_map(
+        |(which, units, (reset_in, ago), steady, refused, forget)| {
             let (reset_in, ago) = (reset_in.map(millis), millis(ago));
-            Said { which, units, reset_in, ago, refused }
+            Said { which, units, reset_in, steady, ago, refused, forget }
         },
     )
 }
 
 fn held() -> impl Strategy<Value = Held> {
-    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3)
-        .prop_map(|(left, releases)| Held { left: millis(left), releases })
+    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3, any::<bool>()).prop_map(|(left, releases, cut)| Held {
+        left: millis(left),
+        releases,
+        cut,
+    })
 }
 
 fn quota(mix: Mix) -> BoxedStrategy<Quota> {
@@ -187,13 +232,23 @@ fn quota(mix: Mix) -> BoxedStrategy<Quota> {
         .boxed()
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Release {
+    Format1,
+    Today,
+}
+
 /// The same history in both.
 struct World {
     redis: redis::Connection,
     script: redis::Script,
+    /// Whose script leases are run by.
+    release: Release,
     key: String,
     ledger: Option<Ledger>,
+    /// The time of the state, and by how much the server's clock is ahead of it.
     now: Micros,
+    clock: i64,
     unused: Vec<Unused>,
     incarnation: u64,
     writes: u64,
@@ -206,10 +261,12 @@ impl World {
         let redis = server.connect().unwrap();
         World {
             redis,
-            script: script(),
+            script: under_the_time_of_the_test(TEXT),
+            release: Release::Today,
             key: "key".into(),
             ledger: None,
             now: START,
+            clock: 0,
             unused: Vec::new(),
             incarnation: 0,
             writes: 0,
@@ -222,37 +279,63 @@ impl World {
         self.calls += 1;
         self.key = format!("key {}", self.calls);
         (self.ledger, self.now, self.incarnation, self.writes, self.seen) = (None, START, 0, 0, START);
+        self.clock = 0;
         self.unused.clear();
     }
 
     fn run(&mut self, call: &[u8]) -> Vec<u8> {
+        let raw = self.now.saturating_add_signed(self.clock);
         let mut invocation = self.script.key(&self.key);
-        invocation.arg(call).arg("told").arg("key").arg(self.now).invoke(&mut self.redis).unwrap()
+        invocation.arg(call).arg("told").arg("key").arg(raw).invoke(&mut self.redis).unwrap()
+    }
+
+    /// The same for a call that says what it knows of the time: asked again where the script is not sure.
+    fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
+        let answer = self.run(&call);
+        let Some(server_seen) = wire::read_unsure(&answer) else { return answer };
+        wire::Call::ask_again(&mut call, Duration::ZERO, server_seen);
+        self.run(&call)
+    }
+
+    /// The ledger of the terms at the time of the state, made first where there is none.
+    fn ledger(&mut self, terms: &Terms) -> &mut Ledger {
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
+        ledger.align(self.clock);
+        ledger.advance(terms, self.now);
+        ledger
     }
 
     fn lease(&mut self, terms: &Arc<Terms>, step: &Step, returns: &[Unused]) -> (Lease, Lease) {
         let needs: Vec<Need> = step.needs.iter().map(|&(cost, count)| Need { cost, count }).collect();
+        let charges = step.charges.iter().map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
+        let charges: Vec<Charge> = charges.collect();
         let ask = Ask {
-            key: Key::ALL,
-            terms,
-            needs: &needs,
             prefetch: step.prefetch,
             latest: step.latest,
             life: step.life,
             prefetch_life: step.life * 2,
             returns,
+            charges: &charges,
             memory: self.memory(),
             held: step.held,
             left: step.left.map(|left| left.of(terms)),
+            ..asks(terms, &needs)
         };
         self.set_hold(terms, step.hold);
-        let theirs = self.run(&wire::lease(&ask, Duration::ZERO, 7));
+        // Who asks first after the clock was set has to know the time.
+        if step.hold.is_none() && self.incarnation != 0 {
+            self.clock += step.clock;
+        }
+        let call = wire::lease(&ask, 7);
+        let theirs = match self.release {
+            Release::Format1 => formats::lease_1(self, &call),
+            Release::Today => self.run_by_memory(call),
+        };
         let theirs = wire::read_lease(&theirs, terms.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
         (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
-        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
-        ledger.advance(terms, self.now);
-        (book(ledger, self.now, &ask), theirs)
+        let now = self.now;
+        (book(self.ledger(terms), now, &ask), theirs)
     }
 
     fn set_hold(&mut self, terms: &Arc<Terms>, change: Option<Option<Held>>) {
@@ -262,10 +345,10 @@ impl World {
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
         }
-        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
-        ledger.advance(terms, self.now);
+        let now = self.now;
+        let ledger = self.ledger(terms);
         match change {
-            Some(held) => ledger.hold_anew(hold(held, self.now)),
+            Some(held) => ledger.hold_anew(hold(held, now)),
             None => ledger.release(),
         };
     }
@@ -289,6 +372,8 @@ impl World {
     fn forget_what_redis_does_not_keep(&mut self) {
         if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
             (self.ledger, self.incarnation) = (None, 0);
+            // The next state begins with the server's time.
+            self.now = self.now.saturating_add_signed(std::mem::take(&mut self.clock));
         }
     }
 
@@ -316,10 +401,10 @@ impl World {
 }
 
 /// What a lease decides.
-type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>, bool);
+type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>, bool, u64, Held);
 
 fn decided(lease: &Lease) -> Decided {
-    (lease.segments.to_vec(), lease.prefetched, lease.refused, lease.shared)
+    (lease.segments.to_vec(), lease.prefetched, lease.refused, lease.shared, lease.free, lease.held)
 }
 
 fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
@@ -331,7 +416,9 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         let returns = world.take_returns(step);
         let (ours, theirs) = world.lease(terms, step, &returns);
         prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
-        if number % 3 == 0 && theirs.incarnation != 0 {
+        // Times to live are by the real clock of the server, which nobody sets here.
+        let is_set = steps[..=number].iter().any(|step| step.clock != 0);
+        if number % 3 == 0 && theirs.incarnation != 0 && !is_set {
             let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
             let remember = i64::try_from(theirs.remember.as_millis()).unwrap();
             prop_assert!(ttl == -2 || ttl >= remember, "remembered for {} ms, kept for {} ms", remember, ttl);
@@ -396,6 +483,8 @@ fn giving_back_does_not_hold_up_the_clock() {
         held: Held::default(),
         hold: None,
         left: None,
+        charges: Vec::new(),
+        clock: 0,
     };
     for _ in 0..4 {
         // It asserts that the time is the server's.

@@ -2,24 +2,20 @@
 //! all.
 
 use std::pin::{Pin, pin};
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_core::Stream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::link::Link;
-use super::place::Ears;
+use super::backend::{Backend, TO_ALL};
+use super::place::{Ears, Listening};
 use crate::clock;
-use crate::jitter::jittered;
+use crate::error::StoreError;
+use crate::jitter::{Backoff, jittered};
 
 /// How long making the connection may take.
 const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
-
-/// Between two tries; jittered, and doubled up to the longest.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// What comes in.
 pub(super) enum Heard {
@@ -31,12 +27,6 @@ pub(super) enum Heard {
     Message(Vec<u8>),
     /// To all.
     MessageToAll(Vec<u8>),
-}
-
-/// The channels it listens on.
-pub(super) struct Channels {
-    pub(super) ours: String,
-    pub(super) all: String,
 }
 
 /// After so long without a word one is said to oneself: a connection may be cut without a sign, and who may listen may
@@ -51,21 +41,21 @@ const MOST_ECHOES: u32 = 3;
 const FORBIDDEN: Duration = Duration::from_secs(30);
 
 /// Listens for as long as it is polled.
-pub(super) async fn listen(
-    ears: Ears,
-    channels: Channels,
-    link: Arc<Link>,
-    heard: mpsc::UnboundedSender<Heard>,
-) {
-    let mut pause = SHORTEST_PAUSE;
+pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: mpsc::UnboundedSender<Heard>) {
+    let mut backoff = Backoff::new();
     loop {
         let subscribing = async {
-            let mut pubsub = ears().await?.get_async_pubsub().await?;
-            pubsub.subscribe(&channels.ours).await?;
-            pubsub.subscribe(&channels.all).await?;
-            Ok::<_, redis::RedisError>(pubsub)
+            let Listening { client, away } = ears().await?;
+            let database = client.get_connection_info().redis_settings().db();
+            let channels =
+                [instance.to_string().as_str(), TO_ALL].map(|name| backend.channel(database, name));
+            let mut pubsub = client.get_async_pubsub().await.map_err(StoreError::away)?;
+            for channel in &channels {
+                pubsub.subscribe(channel).await.map_err(StoreError::away)?;
+            }
+            Ok::<_, StoreError>((pubsub, channels, away))
         };
-        if let Ok(Ok(pubsub)) = timeout(LONGEST_CONNECTING, subscribing).await {
+        if let Ok(Ok((pubsub, [ours, all], mut away))) = timeout(LONGEST_CONNECTING, subscribing).await {
             let mut messages = pin!(pubsub.into_on_message());
             let (mut open, mut echoes) = (false, 0);
             loop {
@@ -74,14 +64,21 @@ pub(super) async fn listen(
                     (false, 0) => Duration::ZERO,
                     _ => ECHO,
                 };
-                match timeout(quiet, next(messages.as_mut())).await {
+                let heard_or_quiet = async {
+                    tokio::select! {
+                        message = timeout(quiet, next(messages.as_mut())) => message,
+                        // As when it is closed.
+                        () = &mut away => Ok(None),
+                    }
+                };
+                match heard_or_quiet.await {
                     Ok(Some(message)) => {
                         if !std::mem::replace(&mut open, true) {
                             let _ = heard.send(Heard::Open);
                         }
                         echoes = 0;
                         let payload = message.get_payload_bytes().to_vec();
-                        let _ = match message.get_channel_name() == channels.all {
+                        let _ = match message.get_channel_name() == all {
                             true => heard.send(Heard::MessageToAll(payload)),
                             false if payload.is_empty() => Ok(()),
                             false => heard.send(Heard::Message(payload)),
@@ -91,25 +88,27 @@ pub(super) async fn listen(
                     Err(_) if echoes == MOST_ECHOES => break,
                     Err(_) => {
                         echoes += 1;
-                        say(link.clone(), &channels.ours);
+                        say(backend.clone(), &ours);
                     }
                 }
             }
-            pause = if open { SHORTEST_PAUSE } else { FORBIDDEN };
             let _ = heard.send(Heard::Deaf);
+            if open {
+                backoff = Backoff::new();
+            } else {
+                clock::sleep(jittered(FORBIDDEN)).await;
+            }
         }
-        clock::sleep_until(clock::after(clock::now(), jittered(pause))).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        clock::sleep(backoff.pause()).await;
     }
 }
 
 /// Says a word without content, which comes back if all is well.
-fn say(link: Arc<Link>, channel: &str) {
+fn say(backend: Backend, channel: &str) {
     let mut command = redis::cmd("PUBLISH");
     command.arg(channel).arg("");
     tokio::spawn(async move {
-        let deadline = link.deadline();
-        let _ = link.ask(command, deadline).await;
+        let _ = backend.ask_any(command, backend.deadline()).await;
     });
 }
 

@@ -1,12 +1,15 @@
 //! Counts shared by many processes: the store in Redis.
 //!
 //! ```text
-//!  lease, give back, peek, hold, claim, register ──> worker (a thread of its own) ──> link (one connection) ──> scripts (one key, one step)
-//!                                      what others did <── worker <── ears (another)
+//!  lease, give back, peek, hold, claim, register ──> worker (a thread of its own) ──> script (one key, one step) ──> backend
+//!                                      what others did <── worker <── ears (a connection to listen on)
+//!
+//!  backend: the server, or the server of a cluster that has the key ──> link (one connection to each)
 //! ```
 //!
 //! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
 
+mod backend;
 mod builder;
 mod claims;
 #[cfg(feature = "redis-cluster")]
@@ -18,13 +21,17 @@ mod link;
 mod place;
 mod registers;
 mod script;
+#[cfg(test)]
+mod tests;
+#[cfg(feature = "redis-tls-rustls")]
+mod tls;
 mod token;
 mod wire;
 mod worker;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use redis::RedisError;
@@ -33,8 +40,8 @@ use tokio::sync::oneshot;
 
 use super::flight::Listeners;
 use super::{
-    Answer, Ask, Change, Claim, Held, Lease, Left, Listener, News, Register, Store, StoreError, Terms,
-    Unused, Usage,
+    Answer, Ask, Background, Change, Claim, Held, Lease, Left, Listener, News, Register, Store, StoreError,
+    Task, Terms, Unused, Usage,
 };
 use crate::clock;
 use crate::error::ConfigError;
@@ -43,7 +50,8 @@ use crate::key::Key;
 pub use builder::RedisStoreBuilder;
 use link::RedisFailure;
 use place::Connecting;
-use wire::Garbled;
+use script::Argument;
+use wire::{Garbled, MOST_RETURNS};
 use worker::{About, Job, Setup, Thread};
 
 /// Counts permits in Redis, for many processes.
@@ -74,10 +82,9 @@ pub struct RedisStore {
     store_timeout: Duration,
     /// Which store of all it is; others tell it by its number.
     instance: u64,
-    /// Taken when the thread starts.
-    connecting: Mutex<Option<Connecting>>,
-    /// To the thread that talks to Redis, started when it is first needed.
-    thread: OnceLock<Result<Thread, StoreError>>,
+    connecting: Connecting,
+    /// The thread that talks to Redis. It starts when it is first needed, and again when it is needed and has ended.
+    thread: RwLock<Option<Thread>>,
     /// Who is told of holds and registers.
     listeners: Arc<Listeners>,
 }
@@ -113,8 +120,11 @@ impl RedisStore {
 
     /// A builder of a store in a cluster that the servers at `urls` belong to: some of them, so that one may be away.
     ///
-    /// Each limit of a key is one key of the cluster, so limits spread over its servers. A call that may have been done is not
-    /// repeated; one that a server did not do, as another has the key, goes to that one.
+    /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store has a connection to each
+    /// server that it needs, so a server that hangs or is away fails its own keys only. A call that may have been executed is
+    /// never repeated. If a server says that another one has the key, that one is asked, once.
+    ///
+    /// All URLs need the same scheme, user, password and database.
     ///
     /// ```
     /// use tollgate::store::RedisStore;
@@ -157,19 +167,23 @@ impl RedisStore {
     ///
     /// When it breaks it is asked again from time to time: give one that makes itself anew, or a
     /// [factory](RedisStore::with_factory).
+    ///
+    /// The store publishes holds and paces to the stores of the database that the connection names
+    /// ([`get_db`](ConnectionLike::get_db)), and listens to none.
     pub fn with_connection<C>(connection: C) -> RedisStoreBuilder
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
         let connection = link::connection(connection);
-        let factory = Box::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
-        RedisStoreBuilder::of(Ok(Connecting { factory, ears: None }))
+        let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
 
     /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
     /// that breaks. For Sentinel, for credentials that change, for settings that a URL cannot say.
     ///
-    /// It runs on the store's own thread, in a Tokio runtime.
+    /// It runs on the store's own thread, in a Tokio runtime. The store publishes to the stores of the database that the
+    /// connection names ([`get_db`](ConnectionLike::get_db)), and listens to none.
     ///
     /// ```
     /// use tollgate::store::RedisStore;
@@ -188,11 +202,11 @@ impl RedisStore {
         Fut: Future<Output = Result<C, RedisError>> + Send + 'static,
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        let factory = Box::new(move || {
+        let factory = Arc::new(move || {
             let making = factory();
             Box::pin(async move { Ok(link::connection(making.await?)) }) as _
         });
-        RedisStoreBuilder::of(Ok(Connecting { factory, ears: None }))
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
 
     /// Answers when Redis does: for programs that would rather not start without it.
@@ -218,22 +232,40 @@ impl RedisStore {
         format!("{}:seats", self.name(key))
     }
 
-    /// What the names of channels begin with.
-    fn channels(&self) -> String {
-        format!("{}:told:", self.prefix)
+    /// Sends a job to the thread, and starts the thread if there is none.
+    fn send(&self, mut job: Job) -> Result<(), StoreError> {
+        if let Some(thread) = &*self.thread.read().unwrap_or_else(PoisonError::into_inner) {
+            match thread.jobs.send(job) {
+                Ok(()) => return Ok(()),
+                // The thread has ended, and did not take the job.
+                Err(unsent) => job = unsent.0,
+            }
+        }
+        let mut thread = self.thread.write().unwrap_or_else(PoisonError::into_inner);
+        // Another caller may have started it meanwhile.
+        let running = match thread.take() {
+            Some(running) if !running.jobs.is_closed() => running,
+            _ => worker::start(self.setup())?,
+        };
+        thread.insert(running).jobs.send(job).map_err(|_| StoreError::Lost)
     }
 
-    fn send(&self, job: Job) -> Result<(), StoreError> {
-        let start = || {
-            let connecting = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let Connecting { factory, ears } = connecting.ok_or(StoreError::Lost)?;
-            let channels = self.channels();
-            let &RedisStore { store_timeout, secret, instance, .. } = self;
-            let listeners = self.listeners.clone();
-            worker::start(Setup { factory, store_timeout, channels, instance, secret, ears, listeners })
-        };
-        let thread = self.thread.get_or_init(start).as_ref().map_err(StoreError::clone)?;
-        thread.jobs.send(job).map_err(|_| StoreError::Lost)
+    /// What a thread is started with.
+    fn setup(&self) -> Setup {
+        Setup {
+            connecting: self.connecting.clone(),
+            store_timeout: self.store_timeout,
+            channels: format!("{}:told:", self.prefix),
+            instance: self.instance,
+            secret: self.secret,
+            listeners: self.listeners.clone(),
+        }
+    }
+
+    /// Why a call about `key` would fail now, if that is known without asking.
+    fn down(&self, key: &str) -> Option<StoreError> {
+        let thread = self.thread.read().unwrap_or_else(PoisonError::into_inner);
+        thread.as_ref().and_then(|thread| thread.backend.down(key))
     }
 
     /// Sends a job that is answered.
@@ -254,22 +286,20 @@ impl RedisStore {
         &self,
         about: About,
         key: String,
-        call: Vec<Vec<u8>>,
+        call: Vec<Argument>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> Asking<T> {
-        if let Some(Ok(thread)) = self.thread.get()
-            && let Some(away) = thread.link.down()
-        {
+        if let Some(away) = self.down(&key) {
             return Box::pin(std::future::ready(Err(away)));
         }
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.ask(|answer| Job::Call { about, key, call, answer });
+        let answer = self.ask(|answer| Job::Call { about, key, call, packed: asked, answer });
         Box::pin(async move {
             let answer = answer.await?;
             // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
             // recent, so what it decided may be off by as much.
             if clock::now().saturating_duration_since(asked) > store_timeout {
-                return Err(RedisFailure::Silent(store_timeout).to_error());
+                return Err(RedisFailure::silent(store_timeout).to_error());
             }
             read(&answer).map_err(StoreError::failed)
         })
@@ -289,10 +319,20 @@ impl RedisStore {
 }
 
 impl Store for RedisStore {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, mut ask: Ask<'_>) -> Answer<Lease> {
+        // One call takes back a limited number of permits; the others follow in calls of their own.
+        let (others, returns) = ask.returns.split_at(ask.returns.len().saturating_sub(MOST_RETURNS));
+        ask.returns = returns;
+        if !others.is_empty() {
+            self.give_back(ask.key, ask.terms, others);
+        }
         let slack = ask.terms.transit_slack();
-        let (key, call) = (self.name(ask.key), wire::lease(&ask, self.store_timeout, dice()));
-        Answer::Later(self.call(About::Rates, key, vec![call], move |answer| wire::read_lease(answer, slack)))
+        let (key, call) = (self.name(ask.key), wire::lease(&ask, dice()));
+        Answer::Later(
+            self.call(About::Rates, key, vec![Argument::Is(call)], move |answer| {
+                wire::read_lease(answer, slack)
+            }),
+        )
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -302,9 +342,10 @@ impl Store for RedisStore {
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let rates = self.call(About::Rates, self.name(key), vec![wire::peek(terms, dice())], wire::read_peek);
+        let call = vec![Argument::Is(wire::peek(terms, dice()))];
+        let rates = self.call(About::Rates, self.name(key), call, wire::read_peek);
         let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
-        let call = vec![wire::peek_seats(most, dice())];
+        let call = vec![Argument::Is(wire::peek_seats(most, dice()))];
         let seats = self.call(About::Seats, self.seats_name(key), call, wire::read_peek_seats);
         Answer::Later(Box::pin(async move {
             let rates = rates.await?;
@@ -327,7 +368,7 @@ impl Store for RedisStore {
 
     fn compare_and_set(&self, change: Change) -> Answer<Register> {
         let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
-        let call = registers::call(&change, self.secret, &self.channels());
+        let call = registers::call(&change, self.secret);
         Answer::Later(self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)))
     }
 
@@ -342,8 +383,18 @@ impl Store for RedisStore {
         }
     }
 
+    fn background(&self) -> Option<&dyn Background> {
+        Some(self)
+    }
+
     fn flush(&self) -> Answer<()> {
         Answer::Later(self.ask(Job::Flush))
+    }
+}
+
+impl Background for RedisStore {
+    fn spawn(&self, task: Task) {
+        let _ = self.send(Job::Run(task));
     }
 }
 

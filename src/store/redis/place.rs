@@ -2,41 +2,60 @@
 
 use std::future::Future;
 use std::pin::Pin;
-#[cfg(feature = "redis-cluster")]
-use std::sync::atomic::{AtomicUsize, Ordering};
-#[cfg(feature = "redis-cluster")]
-use std::time::Duration;
+use std::sync::Arc;
 
+#[cfg(any(feature = "redis-cluster", feature = "redis-sentinel"))]
+use redis::ConnectionAddr;
 use redis::io::tcp::TcpSettings;
-use redis::{Client, ConnectionInfo, IntoConnectionInfo, RedisError, RedisResult};
+use redis::{Client, ConnectionInfo, IntoConnectionInfo, RedisError};
 #[cfg(feature = "redis-sentinel")]
 use redis::{
-    ConnectionAddr, TlsMode,
+    TlsMode,
     sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType},
 };
 
 #[cfg(feature = "redis-cluster")]
-use super::cluster;
+use super::cluster::{Address, Seeds};
 use super::link::{self, Factory};
-use crate::error::ConfigError;
+#[cfg(feature = "redis-tls-rustls")]
+use super::tls;
+use crate::error::{ConfigError, StoreError};
 
-/// How to get to Redis.
-pub(super) struct Connecting {
-    pub(super) factory: Factory,
-    /// Where to listen to what other processes do; a connection of the user's is for commands.
-    pub(super) ears: Option<Ears>,
+/// How to get to Redis. Clones share it.
+#[derive(Clone)]
+pub(super) enum Connecting {
+    Server {
+        factory: Factory,
+        /// Where to listen to what other processes do; a connection of the user's is for commands.
+        ears: Option<Ears>,
+    },
+    #[cfg(feature = "redis-cluster")]
+    Cluster(Arc<Seeds>),
 }
 
-/// Tells which server to listen to, each time anew.
+/// Finds the server to listen to, each time anew.
 pub(super) type Ears =
-    Box<dyn Fn() -> Pin<Box<dyn Future<Output = RedisResult<Client>> + Send>> + Send + Sync>;
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<Listening, StoreError>> + Send>> + Send + Sync>;
+
+/// A server to listen to.
+pub(super) struct Listening {
+    pub(super) client: Client,
+    /// Ends when it is known that the server is away, if somebody finds that out.
+    pub(super) away: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl Listening {
+    fn to(client: Client) -> Self {
+        Listening { client, away: Box::pin(std::future::pending()) }
+    }
+}
 
 /// One server.
 pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
     let client = Client::open(info(url)?).map_err(|error| no_url(&error))?;
     let heard = client.clone();
-    let ears: Ears = Box::new(move || Box::pin(std::future::ready(Ok(heard.clone()))));
-    Ok(Connecting { factory: link::factory_of(client), ears: Some(ears) })
+    let ears: Ears = Arc::new(move || Box::pin(std::future::ready(Ok(Listening::to(heard.clone())))));
+    Ok(Connecting::Server { factory: link::factory_of(client), ears: Some(ears) })
 }
 
 /// The master that the Sentinels at `sentinels` know by the name that is the host of `master`.
@@ -73,41 +92,52 @@ pub(super) fn sentinel<S: AsRef<str>>(
         async move { known?.async_get_client().await }
     };
     let found = find.clone();
-    let factory = Box::new(move || {
+    let factory = Arc::new(move || {
         let finding = find();
         Box::pin(async move { link::connect(&finding.await?).await }) as _
     });
-    Ok(Connecting { factory, ears: Some(Box::new(move || Box::pin(found()))) })
+    let ears: Ears = Arc::new(move || {
+        let finding = found();
+        Box::pin(async move { Ok(Listening::to(finding.await.map_err(StoreError::away)?)) })
+    });
+    Ok(Connecting::Server { factory, ears: Some(ears) })
 }
 
 /// The cluster that the servers at `nodes` belong to.
 #[cfg(feature = "redis-cluster")]
 pub(super) fn cluster<S: AsRef<str>>(nodes: impl IntoIterator<Item = S>) -> Result<Connecting, ConfigError> {
+    let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.into() };
     let nodes: Vec<_> = nodes.into_iter().map(|url| info(url.as_ref())).collect::<Result<_, _>>()?;
-    let clients: Vec<_> = nodes
-        .iter()
-        .cloned()
-        .map(Client::open)
-        .collect::<RedisResult<_>>()
-        .map_err(|error| no_url(&error))?;
-    let client = redis::cluster::ClusterClientBuilder::new(nodes)
-        // Never: what was sent may have been done. What was surely not done is asked again in `cluster`.
-        .retries(0)
-        .connection_timeout(Duration::from_secs(1))
-        .tcp_settings(tcp())
-        .build()
-        .map_err(|error| no_url(&error))?;
-    let factory = Box::new(move || {
-        let client = client.clone();
-        Box::pin(async move { Ok(cluster::connection(client.get_async_connection().await?)) }) as _
-    });
-    // What one server is told, all are; one that is away is passed over at the next try.
-    let turn = AtomicUsize::new(0);
-    let ears: Ears = Box::new(move || {
-        let turn = turn.fetch_add(1, Ordering::Relaxed) % clients.len();
-        Box::pin(std::future::ready(Ok(clients[turn].clone())))
-    });
-    Ok(Connecting { factory, ears: Some(ears) })
+    let Some(settings) = nodes.first().cloned() else {
+        return Err(refused("a cluster needs the URL of at least one of its servers"));
+    };
+    if !nodes.iter().all(|node| is_alike(node, &settings)) {
+        return Err(refused("all URLs of a cluster need the same scheme, user, password and database"));
+    }
+    let address = |node: &ConnectionInfo| match node.addr() {
+        ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
+            Some(Address { host: host.as_str().into(), port: *port })
+        }
+        _ => None,
+    };
+    let servers: Option<Vec<_>> = nodes.iter().map(address).collect();
+    let servers = servers.ok_or_else(|| refused("a cluster needs hosts and ports, not sockets"))?;
+    Ok(Connecting::Cluster(Arc::new(Seeds { servers, settings })))
+}
+
+/// Whether two servers are connected to in the same way, but for their addresses.
+#[cfg(feature = "redis-cluster")]
+fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
+    let tls = |info: &ConnectionInfo| match info.addr() {
+        ConnectionAddr::TcpTls { insecure, .. } => Some(*insecure),
+        _ => None,
+    };
+    let (ones, others) = (one.redis_settings(), other.redis_settings());
+    tls(one) == tls(other)
+        && ones.username() == others.username()
+        && ones.password() == others.password()
+        && ones.db() == others.db()
+        && ones.protocol() == others.protocol()
 }
 
 /// Without it, a call may wait for the acknowledgement of the one before.
@@ -125,14 +155,10 @@ fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
     Ok(info.set_tcp_settings(tcp()))
 }
 
-/// rustls takes what encrypts from the process, and panics where there is none.
 #[cfg(feature = "redis-tls-rustls")]
 fn tls_is_there() -> Result<(), ConfigError> {
-    if rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Another thread may have been faster: then there is one.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    }
-    Ok(())
+    // rustls would panic later, when the store connects.
+    if tls::has_provider() { Ok(()) } else { Err(ConfigError::NoTlsProvider) }
 }
 
 #[cfg(not(feature = "redis-tls-rustls"))]

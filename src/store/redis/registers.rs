@@ -1,12 +1,17 @@
 //! Calls and answers of the script for registers, packed. [`guide::redis_format`](crate::guide::redis_format) has the
 //! formats, for other languages.
 
+use super::backend::TO_ALL;
+use super::script::Argument;
 use super::token;
-use super::wire::{Answer, Call, Garbled, VERSION};
+use super::wire::{Answer, Call, Garbled};
 use crate::jitter::dice;
 use crate::key::Key;
 use crate::limit::micros_up;
 use crate::store::{Change, News, Register, Tell};
+
+/// The format of calls and answers about registers, and of their state.
+const VERSION: u8 = 1;
 
 /// What a message of a changed register begins with.
 const REGISTER: u8 = 2;
@@ -15,26 +20,27 @@ const REGISTER: u8 = 2;
 const TOKEN: usize = 24;
 
 /// What the script is called with.
-pub(super) fn call(change: &Change, secret: Option<Key>, channels: &str) -> Vec<Vec<u8>> {
+pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
     let mut call = Call(Vec::new());
     call.byte(VERSION);
     call.byte(u8::from(change.value.is_some()));
     call.long(change.seen);
     call.long(micros_up(change.life));
     let channel = match change.tell {
-        Tell::Nobody => String::new(),
-        Tell::One(address) => format!("{channels}{address}"),
-        Tell::All => format!("{channels}all"),
+        Tell::Nobody => Argument::Is(Vec::new()),
+        Tell::One(address) => Argument::Channel(address.to_string()),
+        Tell::All => Argument::Channel(TO_ALL.into()),
     };
     let mut named = Call(token::of(change.key, secret, dice()));
     named.long(change.kind);
-    vec![call.0, change.value.clone().unwrap_or_default(), channel.into_bytes(), named.0]
+    let value = change.value.clone().unwrap_or_default();
+    vec![Argument::Is(call.0), Argument::Is(value), channel, Argument::Is(named.0)]
 }
 
 /// Reads the answer.
 pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
     let mut answer = Answer(answer);
-    answer.version()?;
+    answer.begins_with(VERSION)?;
     let changed = answer.byte()? != 0;
     let (version, age) = (answer.long()?, answer.span()?);
     Ok(Register { kind, changed, version, value: answer.0.to_vec(), age })

@@ -1,12 +1,17 @@
 //! The scripts. `script/seats.lua` decides about calls in flight, `script/register.lua` about registers; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
 //! decide everything: one file for each rule, the twin of its file in `src/limit`, with `main.lua` in the end.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
 use redis::Value;
 use tokio::sync::Mutex;
 use tokio::time::timeout_at;
 
-use super::link::{Link, RedisFailure};
-use super::wire::Garbled;
+use super::backend::Backend;
+use super::link::RedisFailure;
+use super::wire::{self, Call, Garbled};
+use crate::clock;
 use crate::error::StoreError;
 
 /// About calls in flight.
@@ -27,42 +32,95 @@ pub(super) const TEXT: &str = concat!(
     include_str!("script/main.lua"),
 );
 
+/// An argument of a script.
+#[derive(Clone)]
+pub(super) enum Argument {
+    Is(Vec<u8>),
+    /// The name of a channel, which has the database in it.
+    Channel(String),
+}
+
 pub(super) struct Script {
     text: &'static str,
     hash: String,
-    /// How often the text was sent. Held by who does: the others then find the script there.
-    loads: Mutex<u64>,
+    /// How often the text was sent.
+    loads: AtomicU64,
+    /// Held by the call that sends the text: the others then find the script there.
+    loading: Mutex<()>,
 }
 
 impl Script {
     pub(super) fn new(text: &'static str) -> Self {
-        Script { text, hash: redis::Script::new(text).get_hash().to_owned(), loads: Mutex::new(0) }
+        Script {
+            text,
+            hash: redis::Script::new(text).get_hash().to_owned(),
+            loads: AtomicU64::new(0),
+            loading: Mutex::new(()),
+        }
+    }
+
+    /// Runs a script that takes the caller's memory of the time, packed at `packed` in the first argument. If the server's
+    /// clock is further than that says, the script does nothing and tells the server's time: then it is run once more with
+    /// that.
+    pub(super) async fn run_by_memory(
+        &self,
+        backend: &Backend,
+        key: &str,
+        mut call: Vec<Argument>,
+        packed: Instant,
+    ) -> Result<Vec<u8>, StoreError> {
+        let answer = self.run(backend, key, call.clone()).await?;
+        let Some(server_seen) = wire::read_unsure(&answer) else { return Ok(answer) };
+        let later = clock::now().saturating_duration_since(packed);
+        if let Some(Argument::Is(call)) = call.first_mut() {
+            Call::ask_again(call, later, server_seen);
+        }
+        let answer = self.run(backend, key, call).await?;
+        match wire::read_unsure(&answer) {
+            None => Ok(answer),
+            Some(_) => Err(StoreError::failed("its clock does not go on evenly")),
+        }
     }
 
     /// Runs it once. A server that does not have it has done nothing: then its text is sent instead of its hash.
-    pub(super) async fn run(&self, link: &Link, key: &str, call: &[&[u8]]) -> Result<Vec<u8>, StoreError> {
-        let deadline = link.deadline();
+    pub(super) async fn run(
+        &self,
+        backend: &Backend,
+        key: &str,
+        call: Vec<Argument>,
+    ) -> Result<Vec<u8>, StoreError> {
+        let deadline = backend.deadline();
+        let names_channel = call.iter().any(|argument| matches!(argument, Argument::Channel(_)));
+        let database = match names_channel {
+            true => backend.database(deadline).await.map_err(|failure| failure.to_error())?,
+            false => 0,
+        };
+        let bytes = |argument| match argument {
+            Argument::Is(bytes) => bytes,
+            Argument::Channel(channel) => backend.channel(database, &channel).into_bytes(),
+        };
+        let call: Vec<Vec<u8>> = call.into_iter().map(bytes).collect();
         let command = |name: &str, script: &str| {
             let mut command = redis::cmd(name);
-            command.arg(script).arg(1).arg(key).arg(call);
+            command.arg(script).arg(1).arg(key).arg(&call);
             command
         };
         let late = || StoreError::away("the script was not loaded in time");
-        let loads = *timeout_at(deadline.into(), self.loads.lock()).await.map_err(|_| late())?;
-        let mut answer = link.ask(command("EVALSHA", &self.hash), deadline).await;
+        let loads = self.loads.load(Ordering::Relaxed);
+        let mut answer = backend.ask(key, command("EVALSHA", &self.hash), deadline).await;
         if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
-            let mut now = timeout_at(deadline.into(), self.loads.lock()).await.map_err(|_| late())?;
-            answer = if *now == loads {
-                let answer = link.ask(command("EVAL", self.text), deadline).await;
-                *now += u64::from(answer.is_ok());
+            let loading = timeout_at(deadline.into(), self.loading.lock()).await.map_err(|_| late())?;
+            answer = if self.loads.load(Ordering::Relaxed) == loads {
+                let answer = backend.ask(key, command("EVAL", self.text), deadline).await;
+                self.loads.fetch_add(u64::from(answer.is_ok()), Ordering::Relaxed);
                 answer
             } else {
-                drop(now);
-                link.ask(command("EVALSHA", &self.hash), deadline).await
+                drop(loading);
+                backend.ask(key, command("EVALSHA", &self.hash), deadline).await
             };
             // Of a cluster, another server may have got it.
             if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
-                answer = link.ask(command("EVAL", self.text), deadline).await;
+                answer = backend.ask(key, command("EVAL", self.text), deadline).await;
             }
         }
         match answer {

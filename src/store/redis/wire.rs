@@ -4,12 +4,16 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::limit::{Left, Micros, Terms, Unused, micros_down, micros_up};
+use crate::limit::{Charge, Left, Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::{Ask, Claim, Held, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
 
-/// The format of calls, answers and of the state; they change together.
-pub(super) const VERSION: u8 = 1;
+/// The format of calls and answers about rates and calls in flight. A script speaks one, as it travels with its client.
+const VERSION: u8 = 2;
+
+/// What messages begin with: of a hold or of a seat, and of a hold that was cut. A register's is 2.
+const MESSAGE: u8 = 1;
+const CUT_HOLD: u8 = 4;
 
 const CLAIM: u8 = 1;
 const LEASE: u8 = 1;
@@ -21,8 +25,11 @@ const RELEASE: u8 = 5;
 const GRANTED: u8 = 0;
 const REFUSED: u8 = 1;
 const LEARNING: u8 = 2;
-/// Besides.
+/// The server's clock is further than the caller expects: nothing was done.
+const UNSURE: u8 = 3;
+/// Besides: others use a limit too; the hold was cut.
 const SHARED: u8 = 4;
+const CUT: u8 = 8;
 
 const WINDOW: u8 = 1;
 const BUCKET: u8 = 2;
@@ -31,8 +38,14 @@ const FIXED: u8 = 3;
 /// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it stands for never.
 const NEVER: u64 = 1 << 53;
 
+/// How long a call and its answer may have been on their way, at most.
+const LONGEST_ON_WAY: Duration = Duration::from_millis(250);
+
 /// The most permits that one call gives back; the script must not keep the server long.
 pub(super) const MOST_RETURNS: usize = 256;
+
+/// The bytes of a large number.
+const LONG: usize = 7;
 
 // ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -40,7 +53,7 @@ pub(super) struct Call(pub(super) Vec<u8>);
 
 impl Call {
     /// What all calls begin with.
-    fn new(operation: u8, memory: Memory, store_timeout: Duration, dice: u64) -> Self {
+    fn new(operation: u8, memory: Memory, dice: u64) -> Self {
         let mut call = Call(Vec::with_capacity(128));
         call.byte(VERSION);
         call.byte(operation);
@@ -49,8 +62,28 @@ impl Call {
         call.long(memory.writes);
         call.long(memory.seen);
         call.long(micros_down(memory.since));
-        call.long(micros_up(memory.trip.saturating_add(store_timeout)));
+        call.long(micros_up(memory.trip.saturating_mul(4).min(LONGEST_ON_WAY)));
+        // The server's time, where it was asked for: see `Call::ask_again`.
+        call.long(0);
+        call.long(0);
         call
+    }
+
+    /// Where in a call stand: how long ago the last answer arrived, and the server's time with how long ago that arrived.
+    const SINCE: usize = 2 + 4 * LONG;
+    const SERVER_SEEN: usize = 2 + 6 * LONG;
+
+    /// Makes a packed call one that is sent `later` than it was packed, to a server that has just said that its clock
+    /// shows `server_seen`.
+    pub(super) fn ask_again(call: &mut [u8], later: Duration, server_seen: u64) {
+        let mut write = |at: usize, value: u64| {
+            call[at..at + LONG].copy_from_slice(&value.min(NEVER).to_le_bytes()[..LONG]);
+        };
+        write(Call::SERVER_SEEN, server_seen);
+        let mut earlier = [0; 8];
+        earlier[..LONG].copy_from_slice(&call[Call::SINCE..Call::SINCE + LONG]);
+        let since = u64::from_le_bytes(earlier).saturating_add(micros_down(later));
+        call[Call::SINCE..Call::SINCE + LONG].copy_from_slice(&since.min(NEVER).to_le_bytes()[..LONG]);
     }
 
     pub(super) fn byte(&mut self, value: u8) {
@@ -66,7 +99,7 @@ impl Call {
     }
 
     pub(super) fn long(&mut self, value: u64) {
-        self.0.extend(&value.min(NEVER).to_le_bytes()[..7]);
+        self.0.extend(&value.min(NEVER).to_le_bytes()[..LONG]);
     }
 
     fn limit(&mut self, limit: Limit) {
@@ -99,25 +132,25 @@ impl Spans {
         life: 0,
         prefetch: 0,
         prefetch_life: 0,
-        held: Held { left: Duration::ZERO, releases: 0 },
+        held: Held { left: Duration::ZERO, releases: 0, cut: false },
         left: None,
     };
 }
 
-#[expect(clippy::too_many_arguments, reason = "it is the order of the format")]
-fn call(
-    operation: u8,
-    terms: &Terms,
-    memory: Memory,
-    store_timeout: Duration,
-    dice: u64,
-    spans: Spans,
-    needs: &[Need],
-    returns: &[Unused],
-) -> Vec<u8> {
+/// What a call asks for and brings.
+#[derive(Default)]
+struct Lists<'a> {
+    needs: &'a [Need],
+    returns: &'a [Unused],
+    charges: &'a [Charge],
+}
+
+fn call(operation: u8, terms: &Terms, memory: Memory, dice: u64, spans: Spans, lists: &Lists<'_>) -> Vec<u8> {
     let limits = terms.quota().limits().len();
-    let mut call = Call::new(operation, memory, store_timeout, dice);
-    call.0.reserve(100 + 16 * limits + 8 * needs.len() + 21 * returns.len());
+    let &Lists { needs, returns, charges } = lists;
+    let charges = &charges[..charges.len().min(Charge::MOST)];
+    let mut call = Call::new(operation, memory, dice);
+    call.0.reserve(100 + 16 * limits + 8 * needs.len() + 21 * returns.len() + 14 * charges.len());
     call.long(memory.granted);
     call.long(micros_up(terms.transit_slack()));
     call.long(micros_up(terms.boundary_slack()));
@@ -127,9 +160,11 @@ fn call(
     call.long(spans.prefetch_life);
     call.long(micros_up(spans.held.left));
     call.int(spans.held.releases);
+    call.byte(u8::from(spans.held.cut));
     call.byte(limits as u8); // at most eight
     call.short(needs.len());
     call.short(returns.len());
+    call.byte(charges.len() as u8); // at most 64
     call.byte(u8::from(spans.left.is_some()));
     terms.quota().limits().iter().for_each(|limit| call.limit(*limit));
     for need in needs {
@@ -141,18 +176,26 @@ fn call(
         call.long(unused.stamp);
         call.long(unused.units);
     }
+    for charge in charges {
+        call.long(micros_down(charge.age));
+        call.long(charge.units);
+    }
     if let Some(left) = spans.left {
         call.limit(left.limit);
         call.long(left.units);
         call.long(left.reset_in.map_or(0, micros_up));
+        call.byte(u8::from(left.steady));
         call.long(micros_up(left.ago));
         call.int(left.refused);
+        call.long(micros_up(left.valid_for));
+        call.byte(u8::from(left.forget));
     }
     call.0
 }
 
-/// The call that asks for `ask`. Permits of an earlier life of the state are not given back.
-pub(super) fn lease(ask: &Ask<'_>, store_timeout: Duration, dice: u64) -> Vec<u8> {
+/// The call that asks for `ask`, which returns at most [`MOST_RETURNS`] permits. Permits of an earlier life of the state are
+/// not given back.
+pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
     let spans = Spans {
         latest: micros_down(ask.latest),
         life: micros_up(ask.life),
@@ -166,8 +209,9 @@ pub(super) fn lease(ask: &Ask<'_>, store_timeout: Duration, dice: u64) -> Vec<u8
         memory = Memory { incarnation: last.incarnation, ..Memory::default() };
     }
     let known = ask.returns.iter().filter(|unused| unused.incarnation == memory.incarnation);
-    let returns: SmallVec<[Unused; 4]> = known.take(MOST_RETURNS).copied().collect();
-    call(LEASE, ask.terms, memory, store_timeout, dice, spans, ask.needs, &returns)
+    let returns: SmallVec<[Unused; 4]> = known.copied().collect();
+    let lists = Lists { needs: ask.needs, returns: &returns, charges: ask.charges };
+    call(LEASE, ask.terms, memory, dice, spans, &lists)
 }
 
 /// The call that gives back `unused`, all of one life of the state.
@@ -175,35 +219,28 @@ pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> 
     // It says nothing of the time and of what was granted: it is not told what the answer says.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
     let memory = Memory { incarnation, ..Memory::default() };
-    call(RETURN, terms, memory, Duration::ZERO, dice, Spans::NONE, &[], unused)
+    call(RETURN, terms, memory, dice, Spans::NONE, &Lists { returns: unused, ..Lists::default() })
 }
 
 /// The call that holds the key.
 pub(super) fn hold(terms: &Terms, held: Held, left: Option<Left>, dice: u64) -> Vec<u8> {
     let spans = Spans { held, left, ..Spans::NONE };
-    call(HOLD, terms, Memory::default(), Duration::ZERO, dice, spans, &[], &[])
+    call(HOLD, terms, Memory::default(), dice, spans, &Lists::default())
 }
 
 /// The call that ends the hold of the key.
 pub(super) fn release(terms: &Terms, dice: u64) -> Vec<u8> {
-    call(RELEASE, terms, Memory::default(), Duration::ZERO, dice, Spans::NONE, &[], &[])
+    call(RELEASE, terms, Memory::default(), dice, Spans::NONE, &Lists::default())
 }
 
 /// The call that asks for the state.
 pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
-    call(PEEK, terms, Memory::default(), Duration::ZERO, dice, Spans::NONE, &[], &[])
+    call(PEEK, terms, Memory::default(), dice, Spans::NONE, &Lists::default())
 }
 
 /// The claim of a holder in `instance`, numbered anew; `memory` is what it remembers of earlier answers.
-pub(super) fn claim(
-    claim: &Claim,
-    number: u64,
-    instance: u64,
-    memory: Memory,
-    store_timeout: Duration,
-    dice: u64,
-) -> Vec<u8> {
-    let mut call = Call::new(CLAIM, memory, store_timeout, dice);
+pub(super) fn claim(claim: &Claim, number: u64, instance: u64, memory: Memory, dice: u64) -> Vec<u8> {
+    let mut call = Call::new(CLAIM, memory, dice);
     call.0.reserve(47);
     call.long(instance);
     call.long(claim.holder);
@@ -219,7 +256,7 @@ pub(super) fn claim(
 /// The call that asks how many are in flight, of `most`.
 pub(super) fn peek_seats(most: u32, dice: u64) -> Vec<u8> {
     let nobody = Claim { most, ..Claim::NONE };
-    let mut call = claim(&nobody, 0, 0, Memory::default(), Duration::ZERO, dice);
+    let mut call = claim(&nobody, 0, 0, Memory::default(), dice);
     call[1] = PEEK;
     call
 }
@@ -258,7 +295,7 @@ impl Answer<'_> {
     }
 
     pub(super) fn long(&mut self) -> Result<u64, Garbled> {
-        self.number(7)
+        self.number(LONG)
     }
 
     pub(super) fn span(&mut self) -> Result<Duration, Garbled> {
@@ -276,9 +313,23 @@ impl Answer<'_> {
         }
     }
 
-    pub(super) fn version(&mut self) -> Result<(), Garbled> {
-        if self.byte()? == VERSION { Ok(()) } else { Err(Garbled) }
+    fn version(&mut self) -> Result<(), Garbled> {
+        self.begins_with(VERSION)
     }
+
+    pub(super) fn begins_with(&mut self, byte: u8) -> Result<(), Garbled> {
+        if self.byte()? == byte { Ok(()) } else { Err(Garbled) }
+    }
+}
+
+/// The server's time, where a call about rates or calls in flight was answered that it has to be asked again.
+pub(super) fn read_unsure(answer: &[u8]) -> Option<u64> {
+    let mut answer = Answer(answer);
+    answer.version().ok()?;
+    let status = answer.byte().ok()?;
+    let (_incarnation, _writes) = (answer.long().ok()?, answer.long().ok()?);
+    let now = answer.long().ok()?;
+    (status == UNSURE).then_some(now)
 }
 
 /// Reads the answer to [`lease`]; `slack` is the transit slack that was asked with.
@@ -286,10 +337,10 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
     let mut answer = Answer(answer);
     answer.version()?;
     let status = answer.byte()?;
-    let (status, shared) = (status & !SHARED, status & SHARED != 0);
+    let (status, shared, cut) = (status & !(SHARED | CUT), status & SHARED != 0, status & CUT != 0);
     let (incarnation, writes) = (answer.long()?, answer.long()?);
-    let (now, remember, wait) = (answer.long()?, answer.span()?, answer.long()?);
-    let held = Held { left: answer.span()?, releases: answer.int()? };
+    let (now, remember, wait, free) = (answer.long()?, answer.span()?, answer.long()?, answer.long()?);
+    let held = Held { left: answer.span()?, releases: answer.int()?, cut };
     let (limit, foreign) = (answer.limit()?, answer.limit()?);
     let wait_for = Duration::from_micros(wait);
     let segment = |cost, count, wait: u64, span: u64| Segment {
@@ -324,6 +375,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         held,
         foreign,
         shared,
+        free,
         own: None,
     })
 }
@@ -333,7 +385,7 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
     let mut answer = Answer(answer);
     answer.version()?;
     let (free, next_slot) = (answer.long()?, answer.span()?);
-    let held = Held { left: answer.span()?, releases: answer.int()? };
+    let held = Held { left: answer.span()?, releases: answer.int()?, cut: answer.byte()? != 0 };
     let mut limits = Vec::new();
     for _ in 0..answer.byte()? {
         let limit = answer.limit()?.ok_or(Garbled)?;
@@ -381,7 +433,7 @@ pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
 /// Reads what is told to a holder on its channel.
 pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
     let mut message = Answer(message);
-    message.version()?;
+    message.begins_with(MESSAGE)?;
     let (incarnation, changes, holder) = (message.long()?, message.long()?, message.long()?);
     let (number, given, others_wait) = (message.long()?, message.long()?, message.byte()? != 0);
     Ok((holder, ToldSeats { incarnation, changes, number, given, others_wait }))
@@ -397,7 +449,11 @@ pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
 /// Reads what is told to all about a hold: whose key, as the caller wrote it, and what holds.
 pub(super) fn read_hold(message: &[u8]) -> Result<(Held, &[u8]), Garbled> {
     let mut message = Answer(message);
-    message.version()?;
-    let held = Held { left: message.span()?, releases: message.int()? };
+    let cut = match message.byte()? {
+        MESSAGE => false,
+        CUT_HOLD => true,
+        _ => return Err(Garbled),
+    };
+    let held = Held { left: message.span()?, releases: message.int()?, cut };
     Ok((held, message.0))
 }

@@ -4,27 +4,30 @@
 //! no answer: it is gathered for a moment, so that many who leave at once make one call.
 
 use std::collections::HashMap;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
+use super::backend::{Backend, TO_ALL};
 use super::claims::Claims;
-use super::ears::{self, Channels, Heard};
-use super::link::{Factory, Link};
-use super::place::Ears;
+use super::ears::{self, Heard};
+use super::link::Connections;
+use super::place::Connecting;
 use super::registers;
-use super::script::{REGISTER, Script, TEXT};
+use super::script::{Argument, REGISTER, Script, TEXT};
 use super::token;
 use super::wire::{self, MOST_RETURNS};
 use crate::clock;
 use crate::error::StoreError;
-use crate::jitter::dice;
+use crate::jitter::{Backoff, dice};
 use crate::key::Key;
 use crate::limit::{Terms, Unused};
-use crate::store::flight::Listeners;
-use crate::store::{Claim, Listener, News};
+use crate::store::flight::{Listeners, notify};
+use crate::store::{Claim, Listener, News, Task};
 
 /// How long what is given back waits for more.
 const GATHERING: Duration = Duration::from_millis(2);
@@ -37,7 +40,9 @@ pub(super) enum Job {
     Call {
         about: About,
         key: String,
-        call: Vec<Vec<u8>>,
+        call: Vec<Argument>,
+        /// When the call was packed.
+        packed: Instant,
         answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
     GiveBack {
@@ -58,10 +63,15 @@ pub(super) enum Job {
         claim: Claim,
         listener: Arc<dyn Listener>,
     },
+    /// Runs a task for as long as the thread lives.
+    Run(Task),
     /// Answers when all that was given back before has arrived.
     Flush(oneshot::Sender<Result<(), StoreError>>),
     /// Answers whether Redis does.
     Ping(oneshot::Sender<Result<(), StoreError>>),
+    /// Fails as a defect would.
+    #[cfg(test)]
+    Panic,
 }
 
 /// What a script is about.
@@ -76,62 +86,118 @@ pub(super) enum About {
 pub(super) struct Thread {
     pub(super) jobs: Jobs,
     /// Why there is no connection now is known without asking.
-    pub(super) link: Arc<Link>,
+    pub(super) backend: Backend,
 }
 
 /// What the thread is started with.
 pub(super) struct Setup {
-    pub(super) factory: Factory,
+    pub(super) connecting: Connecting,
     pub(super) store_timeout: Duration,
     /// What the names of channels begin with.
     pub(super) channels: String,
     /// Which store of all it is.
     pub(super) instance: u64,
     pub(super) secret: Option<Key>,
-    /// Whom to ask for a connection to listen on, where that is known.
-    pub(super) ears: Option<Ears>,
     /// Who is told of holds and registers; the store adds to them.
     pub(super) listeners: Arc<Listeners>,
+}
+
+impl Job {
+    /// Answers that it cannot be done.
+    fn refuse(self, error: StoreError) {
+        match self {
+            Job::Call { answer, .. } | Job::Hold { answer, .. } => {
+                let _ = answer.send(Err(error));
+            }
+            Job::Flush(answer) | Job::Ping(answer) => {
+                let _ = answer.send(Err(error));
+            }
+            Job::Claim { claim, listener, .. } => {
+                notify(listener, claim.key, claim.holder, News::Failed(error));
+            }
+            // What is not given back runs out by itself; a task that is dropped ends as lost.
+            Job::GiveBack { .. } | Job::Run(_) => {}
+            #[cfg(test)]
+            Job::Panic => {}
+        }
+    }
 }
 
 /// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
 pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(StoreError::away)?;
-    let Setup { factory, store_timeout, channels, instance, secret, ears, listeners } = setup;
-    let link = Arc::new(Link::new(factory, store_timeout));
-    let thread = Thread { jobs, link: link.clone() };
+    let backend = Backend::new(setup.connecting.clone(), setup.store_timeout, &setup.channels);
+    let thread = Thread { jobs, backend: backend.clone() };
     std::thread::Builder::new()
         .name("tollgate-redis".into())
-        .spawn(move || {
-            let (script, registers) = (Arc::new(Script::new(TEXT)), Arc::new(Script::new(REGISTER)));
-            let to_all = format!("{channels}all");
-            let listening = Channels { ours: format!("{channels}{instance}"), all: to_all.clone() };
-            let (told, heard) = mpsc::unbounded_channel();
-            if let Some(ears) = ears {
-                runtime.spawn(ears::listen(ears, listening, link.clone(), told));
-            }
-            let claims = Claims::new(link.clone(), instance, channels, store_timeout);
-            let worker = Worker {
-                link,
-                script,
-                registers,
-                returns: Returns::new(),
-                release_at: None,
-                lost: None,
-                claims,
-                heard,
-                listeners,
-                secret,
-                to_all,
-            };
-            runtime.block_on(worker.run(incoming));
-            // A resolver of names may be at work still; nobody waits for it.
-            runtime.shutdown_background();
-        })
-        .map_err(StoreError::away)?;
+        .spawn(move || run(setup, backend, incoming))
+        .map_err(|error| StoreError::away(format!("its thread cannot be started: {error}")))?;
     Ok(thread)
+}
+
+/// What the thread does.
+fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
+    // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would be if the thread could
+    // not be started.
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            // The next job starts another thread.
+            incoming.close();
+            while let Ok(job) = incoming.try_recv() {
+                job.refuse(StoreError::away(format!("its thread has no runtime: {error}")));
+            }
+            return;
+        }
+    };
+    let Setup { store_timeout, instance, secret, listeners, .. } = setup;
+    let (told, heard) = mpsc::unbounded_channel();
+    let connections = backend.connections();
+    if let Some(ears) = backend.ears() {
+        let backend = backend.clone();
+        runtime.spawn(again_after_panics(move || {
+            ears::listen(ears.clone(), instance, backend.clone(), told.clone())
+        }));
+    }
+    let kept = backend.clone();
+    runtime.spawn(again_after_panics(move || kept.clone().keep()));
+    let mut worker = Worker {
+        claims: Claims::new(backend.clone(), instance, store_timeout),
+        backend,
+        connections,
+        script: Arc::new(Script::new(TEXT)),
+        registers: Arc::new(Script::new(REGISTER)),
+        returns: Returns::new(),
+        release_at: None,
+        lost: None,
+        heard,
+        listeners,
+        secret,
+        tasks: JoinSet::new(),
+    };
+    let mut backoff = Backoff::new();
+    // After a panic the worker goes on with what it knows: nobody else repeats the claims of calls in flight.
+    while catch_unwind(AssertUnwindSafe(|| runtime.block_on(worker.run(&mut incoming)))).is_err() {
+        runtime.block_on(clock::sleep(backoff.pause()));
+        worker.claims.repeat_all();
+    }
+    // A resolver of names may be at work still; nobody waits for it.
+    runtime.shutdown_background();
+}
+
+/// Runs `task`, and runs it again after a panic.
+pub(super) async fn again_after_panics<F>(task: impl Fn() -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let (mut running, mut backoff) = (JoinSet::new(), Backoff::new());
+    loop {
+        running.spawn(task());
+        match running.join_next().await {
+            Some(Err(error)) if error.is_panic() => clock::sleep(backoff.pause()).await,
+            _ => return,
+        }
+    }
 }
 
 /// What was given back, by key and by the life of the state that granted it.
@@ -140,7 +206,8 @@ type Returns = HashMap<(String, u64), (Arc<Terms>, Vec<Unused>)>;
 type Releases = JoinSet<Result<(), StoreError>>;
 
 struct Worker {
-    link: Arc<Link>,
+    backend: Backend,
+    connections: Connections,
     script: Arc<Script>,
     registers: Arc<Script>,
     returns: Returns,
@@ -153,14 +220,12 @@ struct Worker {
     /// Who is told of holds and registers.
     listeners: Arc<Listeners>,
     secret: Option<Key>,
-    /// The channel on which all are told.
-    to_all: String,
+    /// What gates run here. Dropped with the thread.
+    tasks: JoinSet<()>,
 }
 
 impl Worker {
-    async fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
-        let (link, mut connections) = (self.link.clone(), self.link.connections());
-        let keeper = tokio::spawn(async move { link.keep().await });
+    async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
         // Until the last gate is gone, and the store has heard of all who left.
         let mut open = true;
@@ -183,32 +248,37 @@ impl Worker {
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
                 Some(heard) = self.heard.recv() => self.hear(heard),
                 // Who was asked before may have been another server, or have lost its state.
-                () = connections.next() => self.listeners.tell(Key::ALL, &News::Missed),
+                () = self.connections.next() => self.listeners.tell(Key::ALL, &News::Missed),
                 Some(_) = calls.join_next() => {}
+                Some(_) = self.tasks.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
             }
         }
         self.release(&mut releases);
         calls.join_all().await;
         releases.join_all().await;
-        keeper.abort();
     }
 
     fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
         match job {
             // Nobody waits for it any more: it need not be made.
             Job::Call { answer, .. } if answer.is_closed() => {}
-            Job::Call { about, key, call, answer } => {
+            Job::Call { about, key, call, packed, answer } => {
                 let script = match about {
                     About::Rates => self.script.clone(),
                     About::Seats => self.claims.script(),
                     About::Registers => self.registers.clone(),
                 };
-                let link = self.link.clone();
+                let backend = self.backend.clone();
                 calls.spawn(async move {
-                    let call: Vec<_> = call.iter().map(Vec::as_slice).collect();
+                    let ran = match about {
+                        About::Rates | About::Seats => {
+                            script.run_by_memory(&backend, &key, call, packed).await
+                        }
+                        About::Registers => script.run(&backend, &key, call).await,
+                    };
                     // Whoever asked may have gone meanwhile: what was granted runs out by itself.
-                    let _ = answer.send(script.run(&link, &key, &call).await);
+                    let _ = answer.send(ran);
                 });
             }
             Job::GiveBack { key, terms, unused } => {
@@ -219,15 +289,18 @@ impl Worker {
                 self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
             Job::Hold { name, call, token, answer } => {
-                let (script, link, to_all) = (self.script.clone(), self.link.clone(), self.to_all.clone());
+                let (script, backend) = (self.script.clone(), self.backend.clone());
                 calls.spawn(async move {
-                    let held = script.run(&link, &name, &[&call, to_all.as_bytes(), &token]).await;
+                    let to_all = Argument::Channel(TO_ALL.into());
+                    let call = vec![Argument::Is(call), to_all, Argument::Is(token)];
+                    let held = script.run(&backend, &name, call).await;
                     let _ = answer.send(held);
                 });
             }
             Job::Claim { name, claim, listener } => {
                 self.claims.take(name, claim, listener);
             }
+            Job::Run(task) => drop(self.tasks.spawn(task)),
             Job::Flush(answer) => {
                 self.release(releases);
                 let (releases, lost) = (std::mem::take(releases), self.lost.take());
@@ -239,11 +312,12 @@ impl Worker {
                     let _ = answer.send(lost.map_or(flushed.and(left), Err));
                 });
             }
+            #[cfg(test)]
+            Job::Panic => panic!("a test asked for it"),
             Job::Ping(answer) => {
-                let link = self.link.clone();
+                let backend = self.backend.clone();
                 calls.spawn(async move {
-                    let deadline = link.deadline();
-                    let pong = link.ask(redis::cmd("PING"), deadline).await;
+                    let pong = backend.ask_any(redis::cmd("PING"), backend.deadline()).await;
                     let _ = answer.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
                 });
             }
@@ -288,8 +362,10 @@ impl Worker {
         for ((key, _), (terms, unused)) in self.returns.drain() {
             for unused in unused.chunks(MOST_RETURNS) {
                 let call = wire::give_back(&terms, unused, dice());
-                let (script, link, key) = (self.script.clone(), self.link.clone(), key.clone());
-                releases.spawn(async move { script.run(&link, &key, &[&call]).await.map(|_| ()) });
+                let (script, backend, key) = (self.script.clone(), self.backend.clone(), key.clone());
+                releases.spawn(async move {
+                    script.run(&backend, &key, vec![Argument::Is(call)]).await.map(|_| ())
+                });
             }
         }
     }

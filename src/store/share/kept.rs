@@ -10,15 +10,12 @@ use crate::error::StoreError;
 use crate::jitter::jittered;
 use crate::key::Key;
 use crate::keyed::Idle;
-use crate::limit::{Ledger, Micros, Terms, Unused, micros_up};
+use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
 use crate::store::memory::book;
 use crate::store::{Ask, Asked, Lease, Memory, Need, Refusal, Segment};
 
 /// In so many parts each window is cut.
 const PARTS: u64 = 20;
-
-/// How long a permit is usable at least.
-const LIFE: Duration = Duration::from_millis(10);
 
 /// Within so long all find out that the store is away, if they call: so far back a share is the least that there was.
 const FINDING_OUT: Micros = 2_000_000;
@@ -104,23 +101,15 @@ impl Kept {
         self.first = self.theirs(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 
-    /// One asks who remembers this of the store. Answers what it owes the store, if it is alone.
-    pub(super) fn asks(&mut self, memory: Memory, now: Micros) -> Option<u32> {
+    /// The line asks, and remembers `memory` of the store. Returns whether the store is back, if the process is alone.
+    pub(super) fn asks(&mut self, memory: Memory, now: Micros) -> Option<bool> {
         let alone = self.alone()?;
         (alone.asked, alone.tried) = ((now, memory), now);
-        self.due(now)
+        Some(alone.back.is_some())
     }
 
-    /// What one who is alone owes the store now.
-    pub(super) fn due(&mut self, now: Micros) -> Option<u32> {
-        let alone = self.alone()?;
-        alone.forget(now);
-        let due = alone.owed.iter().take_while(|owed| owed.slot <= now).map(|owed| owed.units);
-        Some(u32::try_from(due.sum::<u64>()).unwrap_or(u32::MAX))
-    }
-
-    /// With whose name to charge the store, where nobody did lately.
-    pub(super) fn quiet(&mut self, key: Key, now: Micros) -> Option<Asked> {
+    /// If the process is alone and the line has not asked lately: a call in its place, and whether the store is back.
+    pub(super) fn quiet(&mut self, key: Key, now: Micros) -> Option<(Asked, bool)> {
         let alone = self.alone()?;
         let (at, memory) = alone.asked;
         let passed = |since: Micros| Duration::from_micros(now.saturating_sub(since));
@@ -129,7 +118,7 @@ impl Kept {
         let often = if alone.back.is_some() { OFTEN } else { jittered(LOOK) };
         (passed(alone.tried) >= often).then(|| {
             alone.tried = now;
-            Asked::to_charge(key, &alone.all, memory)
+            (Asked::without_needs(key, &alone.all, memory), alone.back.is_some())
         })
     }
 
@@ -156,7 +145,7 @@ impl Kept {
 
     /// The store has granted a lease.
     pub(super) fn note(&mut self, lease: &Lease, terms: &Terms, now: Instant) {
-        let window = micros_up(terms.quota().longest_memory() + LIFE + terms.transit_slack());
+        let window = micros_up(terms.quota().longest_memory() + terms.life() + terms.transit_slack());
         if self.window != window {
             self.granted.clear();
             self.window = window;
@@ -230,7 +219,7 @@ impl Kept {
         self.last = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
-            Terms::new(quota, terms.transit_slack(), terms.boundary_slack())
+            Terms::new(quota, terms.transit_slack(), terms.boundary_slack()).with_life(terms.life())
         };
         // What was granted before fits the limit that remembers longest; the others begin with what that one has seen.
         let (longest, own) = (scaled(longest), scaled(*terms.quota()));
@@ -238,12 +227,10 @@ impl Kept {
         let recently = self.granted.iter().filter(|part| part.number >= recently);
         let counted =
             recently.map(|part| (self.ours(part.last), part.units)).take_while(|(at, _)| *at <= now);
-        let mut ledger = Ledger::new(&longest, now.saturating_sub(2 * self.window));
+        let mut ledger = Ledger::new(&longest, now);
         for (at, units) in counted {
-            ledger.advance(&longest, at);
-            let units = u32::try_from(units).unwrap_or(u32::MAX);
-            // Of costs nothing is known any more: as many of one unit.
-            let _ = ledger.book(Micros::MAX / 2, 1, units, micros_up(*life), |_| ());
+            let age = now.saturating_sub(at.saturating_add(micros_up(*life)));
+            ledger.charge(Charge::new(Duration::from_micros(age), units));
         }
         ledger.advance(&own, now);
         let memory = micros_up(terms.quota().longest_memory());
@@ -331,17 +318,8 @@ impl Alone {
         self.owed.retain(|owed| owed.units > 0);
     }
 
-    /// The store was charged, and this is its word; none where it is away.
-    pub(super) fn charged(&mut self, word: Option<&Lease>, now: Instant) -> Stage {
-        let Some(word) = word else {
-            self.back = None;
-            return Stage::Alone;
-        };
-        if word.learning.is_some() {
-            return Stage::Alone;
-        }
-        self.pay(word);
-        // From now on the store is asked: what lies ahead is given up.
+    /// The store answers again, and is asked from now on: permits that lie ahead are given up.
+    pub(super) fn back(&mut self, now: Instant) -> Stage {
         let now = clock::micros(now);
         while let Some(ahead) = self.owed.back().copied().filter(|owed| owed.slot > now) {
             self.owed.pop_back();
@@ -351,34 +329,48 @@ impl Alone {
         if now >= since + OTHERS { Stage::Together } else { Stage::Back }
     }
 
-    /// The store was charged though nobody asked, and this is its word. Answers whether the process is with it again: where
-    /// permits lie ahead, it is the line that gives them up when it asks.
-    pub(super) fn told(&mut self, word: &Lease, now: Instant) -> bool {
-        if word.learning.is_some() {
+    /// The store was charged though the line did not ask; `answered` says whether it answered. Returns whether the process
+    /// is with it again. If permits lie ahead it is not: the line gives them up when it asks.
+    pub(super) fn charged(&mut self, answered: bool, now: Instant) -> bool {
+        if !answered {
+            self.back = None;
             return false;
         }
-        self.pay(word);
         let now = clock::micros(now);
         let since = *self.back.get_or_insert(now);
         now >= since + OTHERS && self.owed.is_empty()
     }
 
-    fn pay(&mut self, word: &Lease) {
-        let mut paid: u64 = word.segments.iter().map(|segment| u64::from(segment.count)).sum();
-        while let Some(owed) = self.owed.front_mut().filter(|_| paid > 0) {
-            let part = paid.min(owed.units);
-            (owed.units, paid) = (owed.units - part, paid - part);
-            if owed.units == 0 {
-                self.owed.pop_front();
+    /// Takes out what can be charged: permits that are used by now, in a few parts, the oldest first. They count as
+    /// charged whatever comes of the call.
+    pub(super) fn take_charges(&mut self, now: Instant) -> Vec<Charge> {
+        let now = clock::micros(now);
+        let slack = micros_up(self.all.transit_slack());
+        let width = self.memory / Charge::MOST as u64 + 1;
+        let mut charges: Vec<Charge> = Vec::new();
+        let (mut part, mut later) = (None, VecDeque::new());
+        for owed in std::mem::take(&mut self.owed) {
+            let end = owed.stamp.saturating_sub(slack);
+            let age = now.saturating_sub(end);
+            if end > now {
+                later.push_back(owed);
+            } else if age < self.memory {
+                let age_of_part = age / width;
+                // A permit that lived longer than those after it goes with them: later is safe.
+                match charges.last_mut().filter(|_| part.is_some_and(|part| age_of_part >= part)) {
+                    Some(last) => {
+                        last.units = last.units.saturating_add(owed.units);
+                        last.age = last.age.min(Duration::from_micros(age));
+                    }
+                    None => {
+                        charges.push(Charge::new(Duration::from_micros(age), owed.units));
+                        part = Some(age_of_part);
+                    }
+                }
             }
         }
-    }
-
-    /// What was used longer ago than anything counts is owed no more.
-    fn forget(&mut self, now: Micros) {
-        while self.owed.front().is_some_and(|owed| owed.slot.saturating_add(self.memory) <= now) {
-            self.owed.pop_front();
-        }
+        self.owed = later;
+        charges
     }
 
     /// Joins what lies close together: it counts as used at the end.

@@ -73,7 +73,7 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         let claimed = Claimed { id: holder, number, most, sits, wants, heard, life: 1_000_000 };
         seats.claim(now, claimed, |told| here.push((told.id, told.number, told.given, told.others_wait)));
 
-        let call = wire::claim(&claim, number, INSTANCE, Memory::default(), millis(0), 1);
+        let call = wire::claim(&claim, number, INSTANCE, Memory::default(), 1);
         let answer: Vec<u8> =
             script.key("seats").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
         let answer = wire::read_claimed(&answer).expect("an answer that can be read");

@@ -128,6 +128,18 @@ local function bucket_rule()
     end
   end
 
+  -- Counts units that were used without a permit. They leave the bucket empty now at most: an upstream that let them pass
+  -- had them. Where that cuts them, permits of before can no longer be taken back.
+  function rule.charge(b, _, stamp, units)
+    local empty, empty_r = refill(b, b.capacity)
+    empty = S.now + empty
+    if less(empty, empty_r, b.full, b.full_r) then empty, empty_r = b.full, b.full_r end
+    rule.insert(b, S.now, stamp, units < b.capacity and units or b.capacity)
+    if less(empty, empty_r, b.full, b.full_r) then
+      b.full, b.full_r, b.base_at, b.base_r, b.slack, b.slack_r = empty, empty_r, empty, empty_r, NEVER, 0
+    end
+  end
+
   function rule.subtract(b, slot, stamp, units)
     local span, span_r = refill(b, units)
     if slot >= b.queued_from and room_for(b, 0) == slot then

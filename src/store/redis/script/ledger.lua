@@ -17,16 +17,38 @@ local function largest_cost(a)
   return a.kind == BUCKET and a.capacity or a.count
 end
 
--- What others use of a limit (src/limit/strangers.rs): what is reserved for them at a moment.
+-- What others use of a limit (src/limit/strangers.rs): the units reserved for them at a moment, and when that changes next
+-- if no response comes.
+local function reserved_from(a, at)
+  local t, known, quarter = a.strangers, 0, math.floor(a.count / 4)
+  local confirmed = at < t.confirmed_until
+  if at < t.ends then
+    known = t.before
+    if not confirmed and known > quarter then known = quarter end
+    if confirmed and t.seen > known then known = t.seen end
+  elseif t.whole == 1 then
+    known = t.seen > t.before and t.seen or t.before
+    if not confirmed and known > quarter then known = quarter end
+  end
+  if at < t.short_until and not confirmed and t.short > known then known = t.short end
+  local till = NEVER
+  if t.short_until > at and t.short_until < till then till = t.short_until end
+  if t.confirmed_until > at and t.confirmed_until < till then till = t.confirmed_until end
+  if t.ends > at and t.ends < till then till = t.ends end
+  return known, till
+end
+
 local function reserved(a, at)
-  local strangers = a.strangers
-  if at >= strangers.ends and strangers.whole == 0 then return 0 end
-  return strangers.seen > strangers.before and strangers.seen or strangers.before
+  local units = reserved_from(a, at)
+  return units
 end
 
 local function forgotten_from(a)
-  local ends, said = a.strangers.ends, a.strangers.least < 4294967295 or a.strangers.seen > 0
-  return said and reserved(a, ends) > 0 and ends + a.window or ends
+  local t = a.strangers
+  local from, said = t.ends, t.least < 4294967295 or t.seen > 0
+  if said and reserved(a, t.ends) > 0 then from = t.ends + a.window end
+  if t.short > 0 and t.short_until > from then from = t.short_until end
+  return from
 end
 
 local function less_reserved(units, a, at)
@@ -36,10 +58,12 @@ end
 
 -- The first moment at which one limit allows `cost` besides what is reserved then.
 local function first_slot_beside(a, from, cost, life)
-  local ends = a.strangers.ends
-  local slot = a.rule.first_slot(a, from, cost, life, reserved(a, 0))
-  if slot < ends then return slot end
-  return a.rule.first_slot(a, from > ends and from or ends, cost, life, reserved(a, ends))
+  while true do
+    local units, till = reserved_from(a, from)
+    local slot = a.rule.first_slot(a, from, cost, life, units)
+    if slot < till or till == NEVER then return slot end
+    from = till
+  end
 end
 
 local function insert(slot, stamp, units)
@@ -80,6 +104,14 @@ local function find_pooled(units, life)
   end
 end
 
+-- The format of the state as it is now.
+local function format_of_state()
+  for i = 1, #S do
+    if S[i].kind == FIXED and S[i].phase > 0 then return LATEST end
+  end
+  return PLAIN
+end
+
 -- What is seldom needed.
 local function seldom()
   local made, MOST_POOLED = {}, 32
@@ -112,7 +144,10 @@ local function seldom()
   end
 
   function made.strangers(ends, before, whole)
-    return { ends = ends, seen = 0, before = before, refused = 0, least = 4294967295, ours = 0, whole = whole }
+    return {
+      ends = ends, seen = 0, before = before, refused = 0, least = 4294967295, ours = 0, whole = whole, said = 0,
+      said_till = 0, confirmed_until = 0, short = 0, short_until = 0,
+    }
   end
 
   -- A new count of others begins where the last has ended.
@@ -127,13 +162,17 @@ local function seldom()
     end
     if before > 0 then
       a.strangers = made.strangers(ends, before, 1)
+      a.strangers.said, a.strangers.said_till = strangers.said, strangers.said_till
+      -- What was left in the end shows that they may have used it.
+      local shown = strangers.least < 4294967295 and strangers.said_till or 0
+      a.strangers.confirmed_until = shown > strangers.confirmed_until and shown or strangers.confirmed_until
     else
       a.strangers, S.relaid = nil, true
     end
   end
 
-  -- The upstream has said what is left of a limit.
-  local function see_at(a, units, reset_in, ago, refused)
+  -- Takes in what the upstream says is left of a limit. Answers whether that allows less than before.
+  local function see_at(a, units, reset_in, steady, ago, refused, valid_for)
     if a.kind == BUCKET then return a.rule.see(a, ago, units) end
     local least, most
     if a.kind == WINDOW then
@@ -144,42 +183,67 @@ local function seldom()
       least = a.rule.used(a)
       most = least
     end
-    local gone, strangers = a.count > units and a.count - units or 0, a.strangers
-    local told = reset_in > 0
-    if not strangers and not (told and gone > most) and refused == 0 then return false end
-    if not strangers then
-      local ends = S.now + (told and reset_in or a.window)
-      local whole = S.born + a.window - math.floor(a.window / 10) <= (told and ends or S.now)
-      strangers = made.strangers(ends, 0, whole and 1 or 0)
-      a.strangers, S.relaid = strangers, true
+    -- Units may have left the log since an older response.
+    local oldest = math.floor(a.window / 20)
+    if oldest < 250000 then oldest = 250000 end
+    if steady == 0 and ago > oldest then reset_in = 0 end
+    local gone, t = a.count > units and a.count - units or 0, a.strangers
+    local resets = reset_in > 0 and S.now + reset_in or nil
+    if not t and not (resets and gone > most) and refused == 0 then return false end
+    local is_steady = steady == 1 and resets
+    local ends = is_steady and resets or S.now + a.window
+    local whole = S.born + a.window - math.floor(a.window / 10) <= (is_steady and ends or S.now)
+    if not t then
+      t = made.strangers(ends, 0, whole and 1 or 0)
+      a.strangers, S.relaid = t, true
+    elseif (is_steady or refused > 0) and t.seen == 0 and t.before == 0 and t.refused == 0 then
+      local known = made.strangers(ends, 0, whole and 1 or 0)
+      known.said, known.said_till, known.short, known.short_until = t.said, t.said_till, t.short, t.short_until
+      a.strangers, t = known, known
     end
-    local was = strangers.seen > strangers.before and strangers.seen or strangers.before
-    strangers.refused = strangers.refused + refused
-    if strangers.refused > 4294967295 then strangers.refused = 4294967295 end
-    if strangers.refused > 0 then
-      local by_refusals, bound = strangers.before + strangers.refused, a.count - math.floor(a.count / 8)
+    local was = reserved(a, S.now)
+    t.refused = t.refused + refused
+    if t.refused > 4294967295 then t.refused = 4294967295 end
+    if t.refused > 0 then
+      local by_refusals, bound = t.before + t.refused, a.count - math.floor(a.count / 8)
       if by_refusals > bound then by_refusals = bound end
-      if by_refusals > strangers.seen then strangers.seen = by_refusals end
+      if by_refusals > t.seen then t.seen = by_refusals end
     end
-    if S.now - ago + a.window >= strangers.ends then
+    local said = S.now > ago and S.now - ago or 0
+    local newest = said >= t.said
+    if newest then t.said, t.said_till = said, S.now + valid_for end
+    local counted = most > t.refused and most - t.refused or 0
+    local of_others = gone > counted and gone - counted or 0
+    if said + a.window >= t.ends then
       if least > 4294967295 then least = 4294967295 end
-      if units < strangers.least or (units == strangers.least and least < strangers.ours) then
-        strangers.least, strangers.ours = units, least
+      if units < t.least or (units == t.least and least < t.ours) then
+        t.least, t.ours = units, least
       end
-      if told then
-        most = most > strangers.refused and most - strangers.refused or 0
-        if gone - most > strangers.seen then strangers.seen = gone - most end
+      if is_steady then
+        if newest and gone < t.seen then t.seen = gone end
+        if of_others > t.seen then t.seen = of_others end
+      end
+    end
+    if (refused > 0 or (is_steady and of_others > 0)) and S.now + valid_for > t.confirmed_until then
+      t.confirmed_until = S.now + valid_for
+    end
+    if newest then
+      t.short, t.short_until = 0, 0
+      if resets and resets > S.now then
+        t.short, t.short_until = gone > most and gone - most or 0, resets < S.now + valid_for and resets or S.now + valid_for
       end
     end
     S.changed = true
-    return strangers.seen > was
+    return reserved(a, S.now) > was
   end
 
-  function made.see(kind, count, window, capacity, units, reset_in, ago, refused)
+  function made.see(kind, count, window, capacity, units, reset_in, steady, ago, refused, valid_for, forget)
     for i = 1, #S do
       local a = S[i]
       if a.count == count and a.window == window and a.kind == kind and a.capacity == capacity then
-        if see_at(a, units, reset_in, ago, refused) then
+        if forget == 1 then
+          made.forget_others(a)
+        elseif see_at(a, units, reset_in, steady, ago, refused, valid_for) then
           local list = pool()
           while #list > 0 do
             local last = table.remove(list)
@@ -192,10 +256,27 @@ local function seldom()
     end
   end
 
+  -- Forgets what was reserved for others.
+  function made.forget_others(a)
+    if a.strangers then
+      a.strangers, S.relaid, S.changed = nil, true, true
+    end
+  end
+
+  -- Counts units that were used without a permit, `age` ago at the latest, in every limit.
+  function made.charge(age, units)
+    if units == 0 then return end
+    S.changed = true
+    local used_at = S.now > age and S.now - age or 0
+    for i = 1, #S do
+      S[i].rule.charge(S[i], used_at, used_at + S.slack, units)
+    end
+  end
+
   function made.read_strangers(s, from)
     local t, kind, count, window, capacity, of = {}, nil, nil, nil, nil, nil
-    kind, count, window, capacity, of, t.ends, t.seen, t.before, t.refused, t.least, t.ours, t.whole =
-      struct.unpack(STRANGERS_RECORD, s, from)
+    kind, count, window, capacity, of, t.ends, t.seen, t.before, t.refused, t.least, t.ours, t.whole, t.said,
+      t.said_till, t.confirmed_until, t.short, t.short_until = struct.unpack(STRANGERS_RECORD, s, from)
     for i = 1, #S do
       local a = S[i]
       if a.count == count and a.window == window and a.kind == of and a.capacity == capacity then a.strangers = t end
@@ -208,7 +289,7 @@ local function seldom()
       local a, t = S[i], S[i].strangers
       if t then
         local record = struct.pack(STRANGERS_RECORD, STRANGERS, a.count, a.window, a.capacity, a.kind, t.ends, t.seen,
-          t.before, t.refused, t.least, t.ours, t.whole)
+          t.before, t.refused, t.least, t.ours, t.whole, t.said, t.said_till, t.confirmed_until, t.short, t.short_until)
         records, n = records .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
       end
     end
@@ -242,7 +323,7 @@ local function seldom()
     if S.from > S.now then return 0 end
     local least = NEVER
     for i = 1, #S do
-      local free = less_reserved(S[i].rule.more().free(S[i]), S[i], S.now)
+      local free = less_reserved(S[i].rule.free(S[i]), S[i], S.now)
       if free < least then least = free end
     end
     return least
@@ -311,19 +392,19 @@ local function seldom()
     local longest = 0
     for i = 1, #S do
       local a = S[i]
-      local remembers, largest = a.window, largest_cost(a)
+      local remembers = a.window
       if a.kind == BUCKET and a.capacity > a.count then
         remembers = math.ceil(a.window / a.count * a.capacity)
       end
       if a.ours and remembers > longest then longest = remembers end
-      local units = granted < largest and granted or largest
-      if units > 0 and remembers > LONGEST_LEARNING then
-        a.rule.insert(a, S.now, S.now + S.slack, units)
+      if granted > 0 and remembers > LONGEST_LEARNING then
+        a.rule.charge(a, S.now, S.now + S.slack, granted)
       end
     end
     if longest > LONGEST_LEARNING then longest = LONGEST_LEARNING end
     local trust = math.floor(longest / 4)
     local learned = S.born + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
+    learned = learned - learned % 2
     if learned > S.learning then S.learning = learned end
     S.changed = true
   end
@@ -352,8 +433,8 @@ local function seldom()
     records[#S + 1] = strangers
     local pooled = pool()
     regions[#S + 1], S.pool_room = padded((S.lists or lists()).pack(pooled, 'pool'), S.pooled, S.pool_room, 21)
-    local head = struct.pack(HEAD, VERSION, #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset,
-      S.now, expires, held, releases)
+    local head = struct.pack(HEAD, format_of_state(), #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning + S.cut,
+      offset, S.now, expires, held, releases)
     redis.call('SET', KEYS[1], head .. table.concat(records) .. table.concat(regions), 'PX', ttl)
   end
 

@@ -10,9 +10,9 @@ if s == '' then
   S.pool, S.relaid = {}, true
 else
   local format, account_count, last = string.byte(s), nil, nil
-  if format ~= VERSION or #s < HEAD_SIZE then
+  if (format ~= PLAIN and format ~= LATEST) or #s < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
-      .. VERSION)
+      .. PLAIN .. ' to ' .. LATEST)
   end
   format, account_count, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, last, expires, held,
     releases = struct.unpack(HEAD, s)
@@ -25,6 +25,9 @@ else
     local kind = string.byte(s, from)
     if kind == STRANGERS then
       (S.seldom or seldom()).read_strangers(s, from)
+    elseif kind > STRANGERS then
+      return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
+        .. ', this release understands kinds up to ' .. STRANGERS)
     else
       local rule = rule_of(kind)
       local a = rule.read(s, from)
@@ -35,11 +38,24 @@ else
   end
   S.there, S.pool_base = true, base
 
-  -- Logical time: the server's and an offset. It never goes back; a caller who knows better says where it must be.
+  -- Logical time: the server's and an offset. It never goes back; a caller that remembers it says where it must be.
+  -- One call alone never turns it back: a call that is executed late, or of a process that stood still, expects too little
+  -- as well. The caller is told the server's time, and asks again with that: if the server's clock has gone on since as
+  -- the caller's has, then this call is not late and the clock is steady, so it has been set forward before.
   now = raw + offset
   if known == incarnation and seen > 0 then
     local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
-    if now > expected + tolerance + on_way or now < expected - tolerance then now = expected end
+    if now < expected - tolerance then
+      now = expected
+    -- A state that was written at a later time than the caller expects knows better than the caller.
+    elseif now > expected + tolerance + on_way and expected + tolerance >= last then
+      local steady = raw - server_seen - server_since
+      if server_seen == 0 or steady > tolerance + on_way or steady < -tolerance then
+        return struct.pack(REPLY, VERSION, UNSURE, incarnation, writes, raw, 0, 0, 0, 0, releases, 0, 0, 0, 0, 0, 0, 0, 0,
+          0, 0, 0)
+      end
+      now = expected
+    end
   elseif operation == RETURN then
     -- Who only gives back cannot tell whether the clock stepped, and need not: for it, it is as late as at the last write,
     -- and the offset stays.
@@ -52,21 +68,25 @@ else
 end
 S.now = now
 
--- The hold: it only ever ends later, unless it is released.
+-- The hold: it only ever ends later, unless it is released. Whether it was cut is kept in the last bit of `learning`.
+S.cut = S.learning % 2
+S.learning = S.learning - S.cut
 -- One that begins now does, whatever was released before and not heard of by who holds.
 if operation == HOLD and hold_releases < releases then hold_releases = releases end
 if operation == RELEASE then
-  held, releases, S.changed = 0, releases + 1, true
+  held, releases, S.cut, S.changed = 0, releases + 1, 0, true
 elseif hold_releases > releases then
-  held, releases, S.changed = hold_left > 0 and now + hold_left or 0, hold_releases, true
+  held, releases, S.cut, S.changed = hold_left > 0 and now + hold_left or 0, hold_releases, hold_cut, true
 elseif hold_releases == releases and hold_left > 0 and now + hold_left > held then
-  held, S.changed = now + hold_left, true
+  held, S.cut, S.changed = now + hold_left, hold_cut, true
 end
 S.from = held > now and held or now
+local cut = held > now and S.cut or 0
 
 -- The limits: those of the call are asserted.
 for i = 1, #S do
   local a = S[i]
+  if a.kind == FIXED and operation ~= RETURN then a.rule.align(a) end
   a.rule.advance(a)
   if a.strangers and now >= a.strangers.ends then S.seldom.roll(a) end
 end
@@ -99,12 +119,12 @@ if operation == PEEK then
   if S.learning > now then
     free, next_slot = 0, S.learning > next_slot and S.learning or next_slot
   end
-  local parts = { struct.pack('<BI7I7I7I4B', VERSION, free, next_slot - now, S.from - now, releases, #S) }
+  local parts = { struct.pack('<BI7I7I7I4BB', VERSION, free, next_slot - now, S.from - now, releases, cut, #S) }
   for i = 1, #S do
     local more = S[i].rule.more()
     local a = S[i]
     parts[i + 1] = struct.pack('<BI4I7I4I7I7I7', a.kind, a.count, a.window, a.capacity, more.used(a),
-      less_reserved(more.free(a), a, now), a.strangers and reserved(a, now) or 0)
+      less_reserved(a.rule.free(a), a, now), a.strangers and reserved(a, now) or 0)
   end
   return table.concat(parts)
 end
@@ -118,17 +138,28 @@ if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) t
   made.learn(granted_before)
 end
 
--- What comes back.
+-- What comes back, what was used without a permit, and what the upstream says is left.
 local needs_at = at
 at = at + need_count * 8
-if left_count > 0 then
-  (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7I7I4', ARG, at + return_count * 21))
-end
 for _ = 1, return_count do
   local slot, stamp, units
   slot, stamp, units, at = struct.unpack('<I7I7I7', ARG, at)
   if known == incarnation then
     (S.seldom or seldom()).take_back(slot, stamp, units)
+  end
+end
+for _ = 1, charge_count do
+  local age, units
+  age, units, at = struct.unpack('<I7I7', ARG, at)
+  local made = S.seldom or seldom()
+  made.charge(age, units)
+end
+if left_count > 0 then
+  (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7BI7I4I7B', ARG, at))
+end
+if operation == RELEASE then
+  for i = 1, #S do
+    (S.seldom or seldom()).forget_others(S[i])
   end
 end
 
@@ -140,12 +171,16 @@ if S.learning > now then
   if need_count > 0 then status, wait = LEARNING, S.learning - now end
   need_count, ahead = 0, 0
 end
-local last = now + latest
+local last, permits = now + latest, 0
 at = needs_at
 while need_count > 0 do
   need_count = need_count - 1
   local cost, count
   cost, count, at = struct.unpack('<I4I4', ARG, at)
+  permits = permits + count
+  if permits > MOST_PERMITS then
+    return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
+  end
   for i = 1, #S do
     if cost == 0 or cost > largest_cost(S[i]) then
       status, wait, limit, count, need_count = REFUSED, NEVER, nil, 0, 0
@@ -197,6 +232,16 @@ if status == GRANTED and ahead > 0 then
   ahead_count, ahead_span = (S.seldom or seldom()).prefetch(ahead, ahead_life)
 end
 
+-- How many units could still go now.
+local free = 0
+if status == GRANTED and S.from <= now then
+  free = NEVER
+  for i = 1, #S do
+    local units = less_reserved(S[i].rule.free(S[i]), S[i], now)
+    if units < free then free = units end
+  end
+end
+
 -- When everything will be forgotten.
 local fresh = S.learning > S.from and S.learning or S.from
 for i = 1, #S do
@@ -223,8 +268,8 @@ if S.changed then
   else
     local strangers, shared = '', 0
     if S.seldom then strangers, shared = S.seldom.strangers_records() end
-    s = struct.pack(HEAD, VERSION, #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, now,
-      expires, held, releases)
+    s = struct.pack(HEAD, format_of_state(), #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning + S.cut,
+      offset, now, expires, held, releases)
     for i = 1, #S do
       local a = S[i]
       s = s .. a.rule.record(a)
@@ -246,7 +291,8 @@ end
 
 if operation == HOLD or operation == RELEASE then
   -- Where that is forbidden, they know when they ask.
-  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', VERSION, S.from - now, releases) .. ARGV[3])
+  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', cut == 1 and CUT_MESSAGE or HOLD_MESSAGE, S.from - now,
+    releases) .. ARGV[3])
 end
 
 local foreign, shared = nil, 0
@@ -259,7 +305,7 @@ for i = 1, #S do
   if S[i].strangers then shared = SHARED end
 end
 local l, f = status == REFUSED and limit or NONE, foreign or NONE
-s = struct.pack(REPLY, VERSION, status + shared, incarnation, writes, now, fresh - now, wait,
+s = struct.pack(REPLY, VERSION, status + shared + cut * CUT, incarnation, writes, now, fresh - now, wait, free,
   S.from - now, releases, l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
 if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
 return s

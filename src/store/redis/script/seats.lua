@@ -6,8 +6,10 @@
 --
 -- Times are whole microseconds; spans too. All numbers stay below 2^53.
 
-local VERSION = 1
+-- The formats of calls, states and messages.
+local VERSION, STATE, MESSAGE = 2, 1, 1
 local CLAIM, PEEK = 1, 2
+local UNSURE = 3
 local HEAD, HEAD_SIZE = '<BI2I2I7I7I7dI7I7', 48
 local HOLDER, HOLDER_SIZE = '<I7I7I7I4I4I7BI7', 44
 local BATCH, BATCH_SIZE, MOST_BATCHES = '<I2I4', 6, 250
@@ -20,8 +22,8 @@ local LATE = 1000000
 local raw = redis.call('TIME')
 raw = raw[1] * 1000000 + raw[2]
 
-local version, operation, dice, known, known_changes, seen, since, on_way, instance, id, number, most, sits, wants, heard,
-  life = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I4I4I4I7I7', ARGV[1])
+local version, operation, dice, known, known_changes, seen, since, on_way, server_seen, server_since, instance, id, number,
+  most, sits, wants, heard, life = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7', ARGV[1])
 if version ~= VERSION then
   return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. VERSION)
 end
@@ -33,9 +35,9 @@ local holders, queue = {}, {}
 local incarnation, changes, made, offset, last, learning = dice, 0, raw, 0, raw, 0
 if s then
   local format, holder_count, batch_count = string.byte(s), nil, nil
-  if format ~= VERSION or #s < HEAD_SIZE then
+  if format ~= STATE or #s < HEAD_SIZE then
     return redis.error_reply('TOLLGATE the seats of this key have format ' .. format .. ', this release understands '
-      .. VERSION)
+      .. STATE)
   end
   format, holder_count, batch_count, incarnation, changes, made, offset, last, learning = struct.unpack(HEAD, s)
   local at = HEAD_SIZE + 1
@@ -51,11 +53,19 @@ if s then
   end
 end
 
--- Logical time: the server's and an offset. It never goes back; a caller who knows better says where it must be.
+-- Logical time: the server's and an offset. It never goes back, and one call alone never turns it back: see main.lua.
 local now = raw + offset
 if known == incarnation and seen > 0 then
   local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
-  if now > expected + tolerance + on_way or now < expected - tolerance then now = expected end
+  if now < expected - tolerance then
+    now = expected
+  elseif now > expected + tolerance + on_way and expected + tolerance >= last then
+    local steady = raw - server_seen - server_since
+    if server_seen == 0 or steady > tolerance + on_way or steady < -tolerance then
+      return struct.pack('<BBI7I7I7I7I7BI7I7', VERSION, UNSURE, incarnation, changes, raw, 0, 0, 0, 0, 0)
+    end
+    now = expected
+  end
 end
 if now < last then now = last end
 offset = now - raw
@@ -179,7 +189,7 @@ for i = 1, #holders do
     others_wait, h.told = others, others
   elseif h.news or (others == 1 and h.told == 0 and h.taken > 0) then
     h.told = others
-    local told = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', h.instance), struct.pack('<BI7I7I7I7I7B', VERSION,
+    local told = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', h.instance), struct.pack('<BI7I7I7I7I7B', MESSAGE,
       incarnation, changes, h.id, h.number, h.given, others))
     -- Where that is forbidden, they ask.
     pushed = type(told) == 'table' and 2 or pushed
@@ -200,7 +210,7 @@ local left = learning > now + life and learning - now or life
 for i = 1, #holders do
   if holders[i].till - now > left then left = holders[i].till - now end
 end
-redis.call('SET', KEYS[1], struct.pack(HEAD, VERSION, count, #queue, incarnation, changes, made, offset, now, learning)
+redis.call('SET', KEYS[1], struct.pack(HEAD, STATE, count, #queue, incarnation, changes, made, offset, now, learning)
   .. table.concat(records) .. table.concat(batches), 'PX', math.floor((left + left / 1000) / 1000) + 1000)
 
 return struct.pack('<BBI7I7I7I7I7BI7I7', VERSION, pushed, incarnation, changes, now, me.number, me.given, others_wait,

@@ -5,20 +5,21 @@
 -- follows and decides everything: whatever is unusual leaves for it (break), before anything is written.
 
 repeat
-  if operation ~= LEASE or need_count ~= 1 or return_count + left_count > 0 or ahead > 0 or hold_left > 0
+  if operation ~= LEASE or need_count ~= 1 or return_count + charge_count + left_count > 0 or ahead > 0 or hold_left > 0
     or #s ~= HEAD_SIZE + RECORD_SIZE * limit_count then break end
   local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires, held,
     releases = struct.unpack(HEAD, s)
   local now = raw + offset
-  if format ~= VERSION or account_count ~= limit_count or pooled > 0 or now < last or now < learning or now < held
+  if format ~= PLAIN or account_count ~= limit_count or pooled > 0 or now < last or now < learning or now < held
     or hold_releases > releases then break end
   local off = now - seen - since
   if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes or off > CLOCK_TOLERANCE + on_way
     or off < -CLOCK_TOLERANCE) then break end
 
   local cost, permits = struct.unpack('<I4I4', ARG, at + 16 * limit_count)
+  if permits > MOST_PERMITS then break end
   local units, stamp, base, unusual = cost * permits, now + life + slack, #s, cost == 0
-  local wait, limit, fresh, kept, records, pushed, asserts = 0, NONE, now, now, '', nil, false
+  local wait, limit, fresh, kept, records, pushed, asserts, left_over = 0, NONE, now, now, '', nil, false, NEVER
   for i = 1, limit_count do
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
@@ -72,6 +73,7 @@ repeat
       if n == 1 then
         oldest, oldest_count = stamp, newest_count
       end
+      if free - units < left_over then left_over = free - units end
       records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, guard, asserted, n, room, total + units,
         fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
       if stamp + window > fresh then fresh = stamp + window end
@@ -84,8 +86,8 @@ repeat
 
   if wait > 0 then
     -- A refusal leaves no trace.
-    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, 0, releases, limit.kind, limit.count,
-      limit.window, limit.capacity, 0, 0, 0, 0, 0, 0, 0)
+    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, 0, 0, releases, limit.kind,
+      limit.count, limit.window, limit.capacity, 0, 0, 0, 0, 0, 0, 0)
   end
   local left = fresh - now
   if pushed then
@@ -98,8 +100,8 @@ repeat
     expires = needed + LIVES_ON
     redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
   end
-  redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, VERSION, limit_count, 0, pool_room, incarnation, writes + 1, born,
+  redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, PLAIN, limit_count, 0, pool_room, incarnation, writes + 1, born,
     learning, offset, now, expires, held, releases) .. records)
-  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, 0, releases, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1,
-    cost, permits, 0, stamp - now)
+  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, left_over, 0, releases,
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
 until true

@@ -5,7 +5,7 @@
 -- be written (changed), and all of it (relaid).
 local S = {
   false, false,
-  now = 0, from = 0, slack = 0, there = false, changed = false, relaid = false, born = 0, learning = 0,
+  now = 0, from = 0, slack = 0, there = false, changed = false, relaid = false, born = 0, learning = 0, cut = 0,
   pooled = 0, pool_room = 0, pool_base = 0, pool = false, lists = false, seldom = false,
 }
 S[1], S[2] = nil, nil

@@ -172,11 +172,6 @@ local function window_rule()
       end
     end
 
-    function more.free(w)
-      if w.floor > 0 and w.floor + w.window > S.now then return 0 end
-      return w.count > w.total and w.count - w.total or 0
-    end
-
     function more.used(w)
       return w.total
     end
@@ -314,6 +309,11 @@ local function window_rule()
     return room > 0 and room or 0
   end
 
+  local function free(w)
+    if w.floor > 0 and w.floor + w.window > S.now then return 0 end
+    return w.count > w.total and w.count - w.total or 0
+  end
+
   local function insert(w, _, stamp, units)
     local size, n = math.floor((w.count + 99) / 100), w.n
     local i = n
@@ -350,6 +350,13 @@ local function window_rule()
     end
   end
 
+  -- Counts units that were used without a permit. More than the limit count as the limit.
+  local function charge(w, _, stamp, units)
+    if stamp + w.window > S.now then
+      insert(w, stamp, stamp, units < w.count and units or w.count)
+    end
+  end
+
   local function fresh_from(w)
     local newest = w.n > 0 and stamp_of(w, w.n - 1) or 0
     if w.floor > newest then newest = w.floor end
@@ -358,6 +365,6 @@ local function window_rule()
 
   return {
     size = 11, more = seldom, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
-    room = room_at, insert = insert, fresh_from = fresh_from,
+    room = room_at, insert = insert, charge = charge, free = free, fresh_from = fresh_from,
   }
 end

@@ -26,6 +26,10 @@ const FAREWELL: Duration = Duration::from_secs(3);
 fn main() -> anyhow::Result<()> {
     let options = Options::from_words(std::env::args().skip(1))?;
     warnings::collect();
+    // tollgate leaves the choice to the program.
+    if rustls::crypto::ring::default_provider().install_default().is_err() {
+        anyhow::bail!("another TLS provider is installed");
+    }
     // One thread, as the machine has few and the processes are many.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let events = runtime.block_on(work(&options))?;

@@ -1,6 +1,7 @@
 //! Calls in flight: never more at the upstream than may be, whatever happens, and all seats are used.
 
 use fleet::{Options, Outcome, percentile, store_calls};
+use upstream::Arrival;
 
 use super::*;
 
@@ -163,16 +164,16 @@ fn the_seats_of_a_killed_process_come_back() {
     assert!(back.is_some(), "all seats are used again");
 }
 
-/// Three processes; the first is stopped at 3 s, for `span`.
-fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
+/// Three processes; the first is stopped at 2 s, for `span`.
+fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
     let site = site(RedisServer::start().unwrap(), CALL);
-    let options = options(8, ms(9000));
+    let options = Options { life, ..options(8, ms(4700) + span) };
     let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
-    wait_until(start, ms(3000));
+    wait_until(start, ms(2000));
     fleet.pause(0);
-    wait_until(start, ms(3000) + span);
+    wait_until(start, ms(2000) + span);
     // It may be at work again before the next line is.
     let resumed = Instant::now();
     fleet.resume(0);
@@ -181,21 +182,21 @@ fn stopped(span: Duration) -> (Log, Vec<Report>, Instant) {
     let log = seen(&site, start, options.span);
     let after = part(&log, resumed + ms(1000), resumed + ms(2500));
     println!(
-        "one stopped for {span:?}: at most {} at once; {:?} calls in each second; {:.1} % of the seats used a second after; \
+        "one stopped for {span:?}, its claims are good for {life:?}: at most {} at once; {:?} calls in each second; {:.1} % of the seats used a second after; \
          {} gave up their seats",
         log.most_at_once(),
         per_second(&log),
         100.0 * used(&after),
         lost(&reports),
     );
-    assert!(after.len() >= 60, "{} calls in a second and a half", after.len());
+    assert!(after.len() >= 30, "{} calls in a second and a half", after.len());
     (log, reports, resumed)
 }
 
 #[test]
 fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
     let _turn = turn_beside_others();
-    let (log, reports, _) = stopped(ms(800));
+    let (log, reports, _) = stopped(ms(800), LIFE);
     assert_at_once(&log, "stopped");
     assert_eq!(lost(&reports), 0);
 }
@@ -203,13 +204,22 @@ fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
 #[test]
 fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_others() {
     let _turn = turn_beside_others();
-    let (log, _, resumed) = stopped(ms(3000));
-    let start = log[0].at;
-    // What it sends before it hears that its seats were lost is a published exception.
-    assert_at_once(&part(&log, start, resumed), "before it goes on");
-    let again = part(&log, resumed + ms(1000), resumed + ms(10_000));
-    assert_at_once(&again, "a second after it goes on");
-    assert!(again.by_who().contains_key("0"), "it is served again");
+    let rounds = std::env::var("TOLLGATE_STOP_ROUNDS").map_or(1, |rounds| rounds.parse().unwrap());
+    let life = ms(600);
+    for _ in 0..rounds {
+        for span in [life * 6 / 5, life * 2, life * 10].into_iter().take(if rounds > 1 { 3 } else { 2 }) {
+            let (log, _, resumed) = stopped(span, life);
+            // A call that was about to be written when the process was stopped is a published exception.
+            let late = |call: &Arrival| {
+                let of_stopped = call.who.as_deref() == Some("0") && call.at >= resumed;
+                of_stopped && call.sent.is_some_and(|sent| sent < resumed)
+            };
+            let all = log.iter().filter(|call| !late(call)).cloned();
+            assert_at_once(&Log::from(all.collect::<Vec<_>>()), "all the time");
+            let again = part(&log, resumed + ms(1000), resumed + ms(10_000));
+            assert!(again.by_who().contains_key("0"), "it is served again");
+        }
+    }
 }
 
 #[test]

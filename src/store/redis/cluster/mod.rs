@@ -1,0 +1,432 @@
+//! The servers of a cluster. Each has a link of its own, so one that hangs or is away concerns its own keys only.
+//!
+//! A call goes to the primary of its slot, by a map that any server can tell. The map is asked for again when it may be out of
+//! date: when a link breaks, while one is down, and after a server has answered `MOVED`. A call is sent a second time only if
+//! the first server has said that it did not execute it and which server would (`MOVED`, `ASK`), and not a third time.
+//!
+//! ```text
+//!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379
+//!  call ──>  │ key ─> slot│ ──────>├─> link to 10.0.0.2:6379   (each with its keeper, up or down for itself)
+//!            └─────▲──────┘        └─> link to 10.0.0.3:6379
+//!                  └── CLUSTER SLOTS <── any server that answers
+//! ```
+
+mod slots;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ServerErrorKind, Value};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{timeout, timeout_at};
+
+use super::link::{self, LONGEST_CONNECTING, Link, Links, RedisFailure, Request};
+use super::place::{Ears, Listening};
+use super::worker::again_after_panics;
+use crate::clock;
+use crate::error::StoreError;
+use crate::events;
+use crate::jitter::{Backoff, dice, jittered};
+pub(super) use slots::Address;
+use slots::{SlotMap, slot_of};
+
+/// A server that has not answered a question that any server can answer after this time is not waited for alone: the next one
+/// is asked, too.
+const STAGGER: Duration = Duration::from_millis(50);
+
+/// At most this many servers are asked for the map at a time.
+const MOST_ASKED: usize = 8;
+
+/// The longest pause between two maps while all servers are well. In a cluster that is being resharded `MOVED` is an answer to
+/// many calls, each of which corrects the map by itself.
+const SPACING: Duration = Duration::from_secs(1);
+
+/// The longest pause between two maps while a server is away: so long after a failover, at most, calls go to the new primary.
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// The servers that were named, of which at least one has to answer.
+pub(super) struct Seeds {
+    pub(super) servers: Vec<Address>,
+    /// How to connect to any server of the cluster: everything but its address.
+    pub(super) settings: ConnectionInfo,
+}
+
+pub(super) struct Cluster {
+    seeds: Arc<Seeds>,
+    links: Links,
+    state: watch::Sender<State>,
+    table: RwLock<Table>,
+    /// Whether a server was silent since the others were last asked whether they are there.
+    silent: AtomicBool,
+}
+
+/// Whether there is a map.
+enum State {
+    /// The first try is under way.
+    Unknown,
+    Known,
+    /// There is none, and the last try has failed.
+    Failed(StoreError),
+}
+
+struct Table {
+    map: SlotMap,
+    nodes: HashMap<Address, Node>,
+}
+
+/// A server that calls go to.
+struct Node {
+    link: Arc<Link>,
+    /// Keeps the link. It ends when this is dropped.
+    _keeper: JoinSet<()>,
+}
+
+impl Cluster {
+    pub(super) fn new(seeds: Arc<Seeds>, links: Links) -> Self {
+        Cluster {
+            seeds,
+            links,
+            state: watch::Sender::new(State::Unknown),
+            table: RwLock::new(Table { map: SlotMap::empty(), nodes: HashMap::new() }),
+            silent: AtomicBool::new(false),
+        }
+    }
+
+    // ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    /// Why a call about `key` would fail now, if that is known without asking.
+    pub(super) fn down(&self, key: &str) -> Option<StoreError> {
+        if let State::Failed(error) = &*self.state.borrow() {
+            return Some(error.clone());
+        }
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        table.nodes.get(table.map.primary(slot_of(key))?)?.link.down()
+    }
+
+    /// The database of all connections.
+    pub(super) fn database(&self) -> i64 {
+        self.seeds.settings.redis_settings().db()
+    }
+
+    /// Sends a command about `key` to the primary of its slot. If that says that another server has the key, it has not
+    /// executed the command: then the other is asked, once.
+    pub(super) async fn ask(
+        &self,
+        key: &str,
+        request: Request,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
+        self.known(deadline).await?;
+        let slot = slot_of(key);
+        let primary = {
+            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            table.map.primary(slot).cloned()
+        };
+        let Some(primary) = primary else {
+            self.links.broke.notify_one();
+            let error = StoreError::away(format!("no server of the cluster has slot {slot}"));
+            return Err(RedisFailure::down(error));
+        };
+        let failure = match self.ask_server(&primary, request.clone(), deadline).await {
+            Ok(answer) => return Ok(answer),
+            Err(failure) => failure,
+        };
+        match redirection(&failure, &primary) {
+            Some(Redirection { to, asking }) => {
+                if !asking {
+                    self.moved(slot, &to);
+                }
+                self.ask_server(&to, Request { asking, ..request }, deadline).await
+            }
+            None => Err(failure),
+        }
+    }
+
+    /// Sends a command that any server can execute to one that answers.
+    pub(super) async fn ask_any(
+        self: &Arc<Self>,
+        request: Request,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
+        let (server, _) = self.responsive(deadline).await?;
+        self.ask_server(&server, request, deadline).await
+    }
+
+    async fn ask_server(
+        &self,
+        server: &Address,
+        request: Request,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
+        let answer = self.link(server).ask(request, deadline).await;
+        if answer.as_ref().is_err_and(RedisFailure::is_silent) {
+            self.silent.store(true, Ordering::Relaxed);
+            self.links.broke.notify_one();
+        }
+        answer
+    }
+
+    /// Waits until there is a map.
+    async fn known(&self, deadline: Instant) -> Result<(), RedisFailure> {
+        let mut states = self.state.subscribe();
+        loop {
+            match &*states.borrow_and_update() {
+                State::Known => return Ok(()),
+                State::Failed(error) => return Err(RedisFailure::down(error.clone())),
+                State::Unknown => {}
+            }
+            if timeout_at(deadline.into(), states.changed()).await.is_err() {
+                return Err(RedisFailure::silent(self.links.store_timeout));
+            }
+        }
+    }
+
+    /// The link to `server`, which is made where there is none.
+    fn link(&self, server: &Address) -> Arc<Link> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(node) = table.nodes.get(server) {
+            return node.link.clone();
+        }
+        drop(table);
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let node = table.nodes.entry(server.clone()).or_insert_with(|| {
+            let (seeds, address) = (self.seeds.clone(), server.clone());
+            let factory = Arc::new(move || {
+                let client = seeds.client(&address);
+                Box::pin(async move { link::connect(&client?).await }) as _
+            });
+            let link = Arc::new(Link::new(Some(server.to_string()), factory, self.links.clone()));
+            let (mut keeper, kept) = (JoinSet::new(), link.clone());
+            keeper.spawn(again_after_panics(move || kept.clone().keep()));
+            Node { link, _keeper: keeper }
+        });
+        node.link.clone()
+    }
+
+    /// Finds a server that answers, without waiting long for one that does not.
+    async fn responsive(self: &Arc<Self>, deadline: Instant) -> Result<(Address, Arc<Link>), RedisFailure> {
+        self.known(deadline).await?;
+        let (mut servers, mut failure) = (Vec::new(), RedisFailure::silent(self.links.store_timeout));
+        {
+            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            for server in table.map.primaries() {
+                let link = table.nodes.get(server).map(|node| &node.link);
+                match link.and_then(|link| link.down()) {
+                    Some(error) => failure = RedisFailure::down(error),
+                    None => servers.push((link.is_none_or(|link| !link.is_up()), dice(), server.clone())),
+                }
+            }
+        }
+        // Those with a connection come first.
+        servers.sort_by_key(|(without, dice, _)| (*without, *dice));
+        let asks = servers.into_iter().take(MOST_ASKED).map(|(_, _, server)| {
+            let cluster = self.clone();
+            async move {
+                cluster.ask_server(&server, redis::cmd("PING").into(), deadline).await?;
+                let link = cluster.link(&server);
+                Ok((server, link))
+            }
+        });
+        first(asks, failure).await
+    }
+
+    /// Finds servers to listen to: what one server of a cluster is told, all are.
+    pub(super) fn ears(self: Arc<Self>) -> Ears {
+        Arc::new(move || {
+            let cluster = self.clone();
+            Box::pin(async move {
+                let deadline = clock::after(clock::now(), LONGEST_CONNECTING);
+                let found = cluster.responsive(deadline).await;
+                let (server, link) = found.map_err(|failure| failure.to_error())?;
+                let client = cluster.seeds.client(&server).map_err(StoreError::away)?;
+                Ok(Listening { client, away: Box::pin(async move { link.is_down().await }) })
+            })
+        })
+    }
+
+    // ── the map ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    /// Keeps the map up to date, for as long as it is polled.
+    pub(super) async fn keep(self: Arc<Self>) {
+        let mut backoff = Backoff::up_to(LONGEST_PAUSE);
+        loop {
+            if self.silent.swap(false, Ordering::Relaxed) {
+                self.check_others();
+            }
+            match self.learn().await {
+                Ok(map) => self.adopt(map),
+                Err(error) => self.fail(error),
+            }
+            if self.is_well() {
+                backoff = Backoff::up_to(LONGEST_PAUSE);
+                clock::sleep(jittered(SPACING)).await;
+                self.links.broke.notified().await;
+            } else {
+                clock::sleep(backoff.pause()).await;
+            }
+        }
+    }
+
+    /// Asks all servers that are connected whether they are there. Where one is silent, others may be, and each caller that
+    /// is the first to find that out waits for `store_timeout`.
+    fn check_others(&self) {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        for link in table.nodes.values().map(|node| node.link.clone()).filter(|link| link.is_up()) {
+            let deadline = clock::after(clock::now(), self.links.store_timeout);
+            tokio::spawn(async move { link.ask(redis::cmd("PING").into(), deadline).await.is_ok() });
+        }
+    }
+
+    /// Asks for the map: first servers that are connected, then all others that are known.
+    async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
+        let mut servers = Vec::new();
+        {
+            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            for (address, node) in table.nodes.iter().filter(|(_, node)| node.link.is_up()) {
+                servers.push((false, dice(), address.clone(), Some(node.link.clone())));
+            }
+            for address in table.map.servers().iter().chain(&self.seeds.servers) {
+                if !servers.iter().any(|(_, _, known, _)| known == address) {
+                    servers.push((true, dice(), address.clone(), None));
+                }
+            }
+        }
+        servers.sort_by_key(|(without, dice, ..)| (*without, *dice));
+        let asks = servers.into_iter().take(MOST_ASKED).map(|(_, _, address, link)| {
+            let cluster = self.clone();
+            async move { cluster.ask_for_map(&address, link).await }
+        });
+        let learning = first(asks, StoreError::away("no server of the cluster is known"));
+        let mut learning = std::pin::pin!(learning);
+        match timeout(self.links.store_timeout, &mut learning).await {
+            Ok(learned) => learned,
+            Err(_) => {
+                // From now on callers need not wait for the end of the first try.
+                let silent =
+                    format!("no server of the cluster has answered within {:?}", self.links.store_timeout);
+                self.fail(StoreError::away(silent));
+                learning.await
+            }
+        }
+    }
+
+    async fn ask_for_map(&self, server: &Address, link: Option<Arc<Link>>) -> Result<SlotMap, StoreError> {
+        let mut command = redis::cmd("CLUSTER");
+        command.arg("SLOTS");
+        let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
+        let answer = if let Some(link) = link {
+            let deadline = clock::after(clock::now(), self.links.store_timeout);
+            link.ask(command.into(), deadline).await.map_err(|failure| failure.to_error())?
+        } else {
+            let asking = async {
+                let connection = link::connect(&self.seeds.client(server)?).await?;
+                connection.ask(command.into()).await
+            };
+            match timeout(LONGEST_CONNECTING, asking).await {
+                Ok(answer) => answer.map_err(|error| StoreError::away(at(&error)))?,
+                Err(_) => {
+                    let silent = format!("no answer within {LONGEST_CONNECTING:?}");
+                    return Err(StoreError::away(at(&silent)));
+                }
+            }
+        };
+        let map = SlotMap::read(&answer, server);
+        if map.is_empty() {
+            return Err(StoreError::away(at(&"it knows of no server that has slots")));
+        }
+        Ok(map)
+    }
+
+    fn adopt(&self, map: SlotMap) {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.nodes.retain(|server, _| map.primaries().contains(server));
+        table.map = map;
+        drop(table);
+        self.state.send_replace(State::Known);
+    }
+
+    /// There is no new map. Where there is an old one, it is as good as it was.
+    fn fail(&self, error: StoreError) {
+        let failed = self.state.send_if_modified(|state| {
+            let unknown = !matches!(state, State::Known);
+            if unknown {
+                *state = State::Failed(error.clone());
+            }
+            unknown
+        });
+        if failed {
+            events::store_away(&error);
+        }
+    }
+
+    /// A server has said that another one has the slot.
+    fn moved(&self, slot: u16, to: &Address) {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.map.set_primary(slot, to);
+        self.links.broke.notify_one();
+    }
+
+    /// Whether there is a map, and no server in it is away.
+    fn is_well(&self) -> bool {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        !table.map.is_empty() && table.nodes.values().all(|node| node.link.down().is_none())
+    }
+}
+
+impl Seeds {
+    fn client(&self, server: &Address) -> redis::RedisResult<Client> {
+        let (host, port) = (server.host.to_string(), server.port);
+        let address = match *self.settings.addr() {
+            ConnectionAddr::TcpTls { insecure, ref tls_params, .. } => {
+                ConnectionAddr::TcpTls { host, port, insecure, tls_params: tls_params.clone() }
+            }
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        Client::open(self.settings.clone().set_addr(address))
+    }
+}
+
+/// Where a server says that a key is, which it therefore has not touched.
+struct Redirection {
+    to: Address,
+    /// The key is being moved there: only this call is to go there.
+    asking: bool,
+}
+
+fn redirection(failure: &RedisFailure, by: &Address) -> Option<Redirection> {
+    let error = failure.said()?;
+    let (address, _) = error.redirect_node()?;
+    let asking = error.kind() == ErrorKind::Server(ServerErrorKind::Ask);
+    Some(Redirection { to: Address::read(address, by)?, asking })
+}
+
+/// Runs `tries` until one succeeds. The next one begins when one has failed, or has taken longer than [`STAGGER`]. If all fail
+/// the error is that of the last, and `none` if there are none.
+async fn first<T, E, F>(tries: impl IntoIterator<Item = F>, none: E) -> Result<T, E>
+where
+    T: Send + 'static,
+    E: Send + 'static,
+    F: Future<Output = Result<T, E>> + Send + 'static,
+{
+    let (mut tries, mut running, mut error) = (tries.into_iter().peekable(), JoinSet::new(), none);
+    loop {
+        if let Some(next) = tries.next() {
+            running.spawn(next);
+        }
+        let ended = match tries.peek() {
+            Some(_) => timeout(STAGGER, running.join_next()).await.unwrap_or_default(),
+            None => running.join_next().await,
+        };
+        match ended {
+            Some(Ok(Ok(value))) => return Ok(value),
+            Some(Ok(Err(failed))) => error = failed,
+            Some(Err(_)) => {}
+            None if tries.peek().is_some() => {}
+            None => return Err(error),
+        }
+    }
+}

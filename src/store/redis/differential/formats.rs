@@ -1,0 +1,216 @@
+//! What an earlier release wrote is read by this one, and what this one writes is read by the earlier one where it holds
+//! nothing new. `tests/formats/1` has the scripts of format 1, and states that they wrote.
+
+use super::*;
+
+const RATES_1: &str = include_str!("../../../../tests/formats/1/rates.lua");
+const SEATS_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
+const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
+const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
+
+/// A call of format 1, made of one of format 2 without anything new: it has neither the server's time nor charges.
+fn call_1(call: &[u8]) -> Vec<u8> {
+    const BEFORE_SERVER: usize = 2 + 6 * 7;
+    const BEFORE_CUT: usize = BEFORE_SERVER + 2 * 7 + 5 * 7 + 4 + 7 + 7 + 4;
+    const BEFORE_CHARGES: usize = BEFORE_CUT + 1 + 1 + 2 + 2;
+    let is_new = [BEFORE_CUT, BEFORE_CHARGES, BEFORE_CHARGES + 1].map(|at| call[at]);
+    assert_eq!(is_new, [0; 3], "no hold that was cut, neither charges nor words");
+    let (head, rest) = (&call[1..BEFORE_SERVER], &call[BEFORE_SERVER + 14..BEFORE_CUT]);
+    [&[1], head, rest, &call[BEFORE_CUT + 1..BEFORE_CHARGES], &call[BEFORE_CHARGES + 1..]].concat()
+}
+
+/// An answer of format 2, made of one of format 1: nothing is free.
+fn answer_2(answer: &[u8]) -> Vec<u8> {
+    const BEFORE_FREE: usize = 2 + 5 * 7;
+    [&[2], &answer[1..BEFORE_FREE], &[0; 7], &answer[BEFORE_FREE..]].concat()
+}
+
+fn run_1(world: &mut World, call: &[u8]) -> Result<Vec<u8>, redis::RedisError> {
+    let script = under_the_time_of_the_test(RATES_1);
+    let raw = world.now.saturating_add_signed(world.clock);
+    let mut invocation = script.key(&world.key);
+    invocation.arg(call_1(call)).arg("told").arg("key").arg(raw).invoke(&mut world.redis)
+}
+
+/// The answer of the script of format 1 to a call, as one of today's.
+pub(super) fn lease_1(world: &mut World, call: &[u8]) -> Vec<u8> {
+    answer_2(&run_1(world, call).unwrap())
+}
+
+fn load(world: &mut World, key: &str, state: &[u8]) {
+    world.key = key.into();
+    redis::cmd("SET").arg(key).arg(state).exec(&mut world.redis).unwrap();
+}
+
+fn stored(world: &mut World) -> Vec<u8> {
+    redis::cmd("GET").arg(&world.key).query(&mut world.redis).unwrap()
+}
+
+fn granted(lease: &Lease) -> (Vec<Segment>, Option<Refusal>) {
+    (lease.segments.to_vec(), lease.refused)
+}
+
+fn lease_of(ask: &Ask<'_>, answer: &[u8]) -> (Vec<Segment>, Option<Refusal>) {
+    granted(&wire::read_lease(answer, ask.terms.transit_slack()).unwrap())
+}
+
+/// Fields of a line: name, quota, time, incarnation, writes, seen, state.
+fn states() -> impl Iterator<Item = (&'static str, Quota, Micros, Memory, Vec<u8>)> {
+    let quotas = [
+        ("empty pool, one window", Quota::per_second(10)),
+        ("two windows", Quota::new(25, millis(5000)).and(Quota::per_minute(300))),
+        ("a window of an hour", Quota::per_hour(5000)),
+        ("a long line", Quota::per_second(50)),
+        ("a line with coarse chunks", Quota::new(7, millis(100))),
+        ("a bucket", Quota::bucket(40).refill(2, millis(1000))),
+        ("a bucket with marks", Quota::per_second(50).burst(10)),
+        ("fixed windows", Quota::fixed(20, millis(1000))),
+        ("a spacing", Quota::every(millis(1000))),
+        (
+            "a window, a bucket and fixed windows",
+            Quota::per_minute(60).burst(9).and(Quota::fixed(30, millis(60_000))),
+        ),
+        ("others use it", Quota::new(60, millis(10_000))),
+    ];
+    STATES_1.lines().map(move |line| {
+        let mut fields = line.split('|');
+        let mut field = || fields.next().expect("seven fields");
+        let (name, text) = (field(), field());
+        let mut number = || field().parse().expect("a number");
+        let (now, incarnation, writes, seen) = (number(), number(), number(), number());
+        let (_, quota) = quotas.iter().find(|(other, _)| *other == name).expect("a known quota");
+        assert_eq!(quota.to_string(), text);
+        let hex = line.rsplit('|').next().expect("a state");
+        let state = (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap());
+        (name, *quota, now, Memory { incarnation, writes, seen, ..Memory::default() }, state.collect())
+    })
+}
+
+#[test]
+fn states_of_format_1_are_read_as_before() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let mut count = 0;
+    for (number, (name, quota, now, memory, state)) in states().enumerate() {
+        for wait in [0, 700, 40_000, 1_500_000] {
+            let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
+            let needs = [Need { cost: 1, count: 3 }, Need { cost: 2, count: 2 }];
+            let since = Duration::from_micros(wait);
+            let ask =
+                Ask { latest: millis(2000), memory: Memory { since, ..memory }, ..asks(&terms, &needs) };
+            let call = wire::lease(&ask, 7);
+            world.now = now + wait;
+            load(&mut world, &format!("old {number} {wait}"), &state);
+            let before = lease_1(&mut world, &call);
+            load(&mut world, &format!("new {number} {wait}"), &state);
+            let after = world.run(&call);
+            let (before, after) = (lease_of(&ask, &before), lease_of(&ask, &after));
+            if name == "others use it" {
+                // What is reserved for others ends sooner now.
+                assert!(!after.0.is_empty() || after.1.is_some());
+            } else {
+                assert_eq!(before, after, "{name}, {wait} us later");
+            }
+            // The earlier release goes on with what this one wrote.
+            let (written, again) =
+                (stored(&mut world), wire::lease(&Ask { memory: Memory::default(), ..ask }, 7));
+            world.now += 1000;
+            load(&mut world, &format!("back {number} {wait}"), &written);
+            let before = lease_1(&mut world, &again);
+            load(&mut world, &format!("on {number} {wait}"), &written);
+            let after = world.run(&again);
+            if name != "others use it" {
+                assert_eq!(
+                    lease_of(&ask, &before),
+                    lease_of(&ask, &after),
+                    "{name}, written by this release"
+                );
+            }
+            count += 1;
+        }
+    }
+    assert!(count > 100, "{count}");
+}
+
+#[test]
+fn states_of_format_2_are_a_clear_error_to_format_1() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let terms = Arc::new(Terms::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
+    let needs = [Need { cost: 1, count: 3 }];
+    world.begin();
+    let first = world.run(&wire::lease(&asks(&terms, &needs), 7));
+    let first = wire::read_lease(&first, millis(10)).unwrap();
+    // The server's clock is set: fixed windows follow it, which format 1 cannot say.
+    world.clock = 7_000_000;
+    let memory = Memory { incarnation: first.incarnation, writes: 1, seen: first.now, ..Memory::default() };
+    let call = wire::lease(&Ask { memory, ..asks(&terms, &needs) }, 7);
+    assert_eq!(lease_of(&asks(&terms, &needs), &world.run_by_memory(call.clone())).0.len(), 1);
+    assert_eq!(stored(&mut world)[0], 2);
+    let error = run_1(&mut world, &call).unwrap_err().to_string();
+    assert!(error.contains("format 2"), "{error}");
+    // And a later one is a clear error to this one.
+    let later = [&[3], &stored(&mut world)[1..]].concat();
+    load(&mut world, "later", &later);
+    let mut invocation = world.script.key("later");
+    let invocation = invocation.arg(call).arg("told").arg("key").arg(world.now);
+    let error = invocation.invoke::<Vec<u8>>(&mut world.redis).unwrap_err().to_string();
+    assert!(error.contains("format 3"), "{error}");
+}
+
+/// The first steps of a history are by the scripts of format 1, the others by those of today.
+fn same_grants_after_an_upgrade(
+    world: &mut World,
+    quotas: [Quota; 2],
+    steps: &[Step],
+    old: usize,
+) -> Result<(), TestCaseError> {
+    world.begin();
+    let terms = quotas.map(|quota| Arc::new(Terms::new(quota, millis(10), millis(2))));
+    for (number, step) in steps.iter().enumerate() {
+        world.now += step.wait;
+        world.release = if number < old { Release::Format1 } else { Release::Today };
+        let mut step = step.clone();
+        if number < old {
+            (step.left, step.clock) = (None, 0);
+            step.charges.clear();
+            step.held.cut = false;
+            step.hold = step.hold.map(|hold| hold.map(|held| Held { cut: false, ..held }));
+        }
+        let terms = &terms[usize::from(step.other_terms)];
+        let returns = world.take_returns(&step);
+        let (ours, theirs) = world.lease(terms, &step, &returns);
+        prop_assert_eq!(granted(&ours), granted(&theirs), "step {} of which {} are old", number, old);
+        world.keep(&ours);
+        world.forget_what_redis_does_not_keep();
+    }
+    Ok(())
+}
+
+#[test]
+fn histories_go_on_through_an_upgrade() {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let config = ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() };
+    let steps = prop::collection::vec(step(Mix::Any), 2..40);
+    TestRunner::new(config)
+        .run(&([quota(Mix::Any), quota(Mix::Any)], steps, 1usize..20), |(quotas, steps, old)| {
+            same_grants_after_an_upgrade(&mut world.borrow_mut(), quotas, &steps, old)
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// Calls in flight and registers: their states have not changed.
+#[test]
+fn states_of_seats_and_registers_are_as_before() {
+    let head = |text: &str, of: &str| {
+        let line = text.lines().find(|line| line.starts_with(of)).expect("a line of the format");
+        line.to_owned()
+    };
+    use super::super::script::{REGISTER, SEATS};
+    for of in ["local HOLDER", "local BATCH"] {
+        assert_eq!(head(SEATS_1, of), head(SEATS, of));
+    }
+    assert_eq!(head(SEATS_1, "local HEAD"), head(SEATS, "local HEAD"));
+    assert_eq!(REGISTER_1, REGISTER);
+}

@@ -1,0 +1,95 @@
+//! Calls that the server executes long after they were sent, clocks that are set, and processes that stood still: no window
+//! is over because of them.
+
+use super::*;
+
+fn terms() -> Arc<Terms> {
+    Arc::new(Terms::new(Quota::new(50, Duration::from_secs(2)), millis(10), millis(2)))
+}
+
+fn count(lease: &Lease) -> u32 {
+    lease.segments.iter().map(|segment| segment.count).sum()
+}
+
+/// A process that knows the time asks for `count` permits, `since` its last answer, which was `first`.
+fn ask(world: &mut World, terms: &Arc<Terms>, count: u32, memory: Memory) -> Lease {
+    let needs = [Need { cost: 1, count }];
+    let call = wire::lease(&Ask { memory, ..asks(terms, &needs) }, 7);
+    wire::read_lease(&world.run_by_memory(call), terms.transit_slack()).unwrap()
+}
+
+fn known(first: &Lease, since: Duration) -> Memory {
+    let &Lease { incarnation, writes, now: seen, .. } = first;
+    Memory { incarnation, writes, seen, since, trip: millis(1), ..Memory::default() }
+}
+
+#[test]
+fn late_calls_age_no_permit_of_others() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let terms = terms();
+    let first = ask(&mut world, &terms, 1, Memory::default());
+    // The server stands still: a call sent at 0.1 s is executed at 3 s. Nobody uses its answer, so nobody asks again.
+    world.now = START + 3_000_000;
+    let needs = [Need { cost: 1, count: 1 }];
+    let late = wire::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    assert_eq!(wire::read_unsure(&world.run(&late)), Some(START + 3_000_000));
+    // Then a process asks that never spoke of the key, and 40 ms later one that knows the time.
+    world.now = START + 3_010_000;
+    let newcomer = count(&ask(&mut world, &terms, 50, Memory::default()));
+    world.now = START + 3_050_000;
+    let old = count(&ask(&mut world, &terms, 50, known(&first, millis(3050))));
+    assert_eq!((newcomer, old), (50, 0), "granted within 40 ms");
+}
+
+/// The same call again, now with the server's time: it is late once more.
+#[test]
+fn late_calls_that_ask_again_age_no_permit() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let terms = terms();
+    let first = ask(&mut world, &terms, 50, Memory::default());
+    let needs = [Need { cost: 1, count: 1 }];
+    let mut call = wire::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    world.now = START + 1_500_000;
+    let server_seen = wire::read_unsure(&world.run(&call)).expect("it is late");
+    wire::Call::ask_again(&mut call, Duration::ZERO, server_seen);
+    world.now = START + 1_900_000;
+    assert!(wire::read_unsure(&world.run(&call)).is_some(), "0.4 s later than it says");
+}
+
+#[test]
+fn server_clocks_set_forward_grant_nothing_twice() {
+    let server = RedisServer::start().expect("a server of our own");
+    for step in [600_000, 3_000_000, 86_400_000_000] {
+        let mut world = World::new(&server);
+        world.calls = step;
+        world.begin();
+        let terms = terms();
+        let first = ask(&mut world, &terms, 50, Memory::default());
+        world.now = START + step as Micros + 100_000;
+        let lease = ask(&mut world, &terms, 50, known(&first, millis(100)));
+        assert_eq!(
+            (count(&lease), lease.now),
+            (0, START + 100_000),
+            "the clock was set forward by {step} us"
+        );
+    }
+}
+
+/// A process that slept remembers an old time. What others wrote since tells the script that the process is wrong.
+#[test]
+fn processes_that_slept_turn_no_time_back() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let terms = terms();
+    let first = ask(&mut world, &terms, 1, Memory::default());
+    world.now = START + 10_000_000;
+    assert_eq!(count(&ask(&mut world, &terms, 50, known(&first, millis(10_000)))), 50);
+    world.now = START + 11_000_000;
+    let slept = ask(&mut world, &terms, 50, known(&first, millis(200)));
+    assert_eq!((count(&slept), slept.now), (0, START + 11_000_000));
+}

@@ -1,0 +1,45 @@
+//! Whether rustls has a provider of cryptography.
+//!
+//! rustls uses the one that the process has installed, else the only one that its crate features name, and panics if they name
+//! none or two. The choice is the program's: tollgate neither installs a provider nor turns on a feature that names one, as
+//! both would change what other code in the program does. It only looks.
+
+use std::any::TypeId;
+
+use rustls::crypto::CryptoProvider;
+
+/// Returns whether a connection can be made with TLS.
+pub(super) fn has_provider() -> bool {
+    CryptoProvider::get_default().is_some() || named_by_features() == 1
+}
+
+/// The modules of rustls that there may be. They stand in for those that its features leave out.
+#[allow(dead_code, reason = "they are used where rustls does not have them")]
+mod left_out {
+    pub(super) mod ring {
+        pub(crate) fn default_provider() {}
+    }
+
+    pub(super) mod aws_lc_rs {
+        pub(crate) fn default_provider() {}
+    }
+}
+
+#[allow(unused_imports, reason = "they are used where rustls does not have them")]
+use left_out::{aws_lc_rs, ring};
+
+/// Returns how many providers the features of rustls name. A crate cannot ask for the features of another one, but names tell:
+/// those of an inner scope go before those of an outer one.
+fn named_by_features() -> usize {
+    #[allow(unused_imports, reason = "rustls may have neither")]
+    use rustls::crypto::*;
+
+    [is_provider(ring::default_provider), is_provider(aws_lc_rs::default_provider)]
+        .into_iter()
+        .filter(|named| *named)
+        .count()
+}
+
+fn is_provider<T: 'static>(_: fn() -> T) -> bool {
+    TypeId::of::<T>() == TypeId::of::<CryptoProvider>()
+}

@@ -1,0 +1,298 @@
+//! Upstreams whose words are too short, or come as a surprise: few requests find that out.
+
+mod support;
+
+use std::future::Future;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use http::{Request, Response, StatusCode};
+use support::{Upstream, get, ms, now, pass};
+use tokio::task::JoinSet;
+use tollgate::{Learn, Quota, RateLimitLayer};
+use tower::{BoxError, Layer, Service, ServiceExt};
+
+/// The limit of the servers here: so many in a window of the clock.
+const COUNT: usize = 5;
+const WINDOW: Duration = Duration::from_secs(10);
+
+const WINDOWS: u32 = 30;
+
+/// How long a request is on its way, and so long its response.
+const TRIP: Duration = Duration::from_millis(20);
+
+/// How a server says when its window ends.
+#[derive(Clone, Copy, Debug)]
+enum Words {
+    /// By its clock, which is behind; what that shows it does not say.
+    Behind(Duration),
+    /// In whole seconds, rounded down.
+    RoundedDown,
+}
+
+/// What came in one window of a server.
+#[derive(Clone, Debug, Default)]
+struct Window {
+    accepted: usize,
+    refused: Vec<Instant>,
+}
+
+impl Window {
+    /// How many refusals there were of requests that left when another refusal was known.
+    fn rounds(&self) -> usize {
+        let mut known = None;
+        let mut left_knowing = |arrived: &&Instant| {
+            let knew = known.is_none_or(|known| **arrived - TRIP > known);
+            if knew {
+                known = Some(**arrived + TRIP);
+            }
+            knew
+        };
+        self.refused.iter().filter(&mut left_knowing).count()
+    }
+}
+
+/// A server with windows of the clock.
+#[derive(Clone, Debug)]
+struct Server {
+    words: Words,
+    /// A moment, and what the client's clock showed.
+    clock: (Instant, SystemTime),
+    windows: Arc<Mutex<Vec<(u64, Window)>>>,
+}
+
+impl Server {
+    fn answer(&self) -> Response<String> {
+        let behind = if let Words::Behind(behind) = self.words { behind } else { Duration::ZERO };
+        let ours = self.clock.1 + (now() - self.clock.0);
+        let theirs = ours.duration_since(UNIX_EPOCH).unwrap() - behind;
+        let number = theirs.as_secs() / WINDOW.as_secs();
+        let ends = WINDOW.as_secs() * (number + 1);
+        let mut windows = self.windows.lock().unwrap();
+        if windows.last().is_none_or(|(last, _)| *last < number) {
+            windows.push((number, Window::default()));
+        }
+        let (_, window) = windows.last_mut().unwrap();
+        let is_full = window.accepted == COUNT;
+        if is_full {
+            window.refused.push(now());
+        } else {
+            window.accepted += 1;
+        }
+        let response = Response::builder();
+        let response = match self.words {
+            Words::Behind(_) => response
+                .header("X-RateLimit-Limit", COUNT)
+                .header("X-RateLimit-Remaining", COUNT - window.accepted)
+                .header("X-RateLimit-Reset", ends),
+            Words::RoundedDown if is_full => {
+                response.header("Retry-After", (Duration::from_secs(ends) - theirs).as_secs())
+            }
+            Words::RoundedDown => response,
+        };
+        let status = if is_full { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+        response.status(status).body(String::new()).unwrap()
+    }
+
+    fn service(
+        self,
+    ) -> impl Service<Request<String>, Response = Response<String>, Error = BoxError, Future: Future + Send>
+    + Clone
+    + Send
+    + 'static {
+        tower::service_fn(move |_: Request<String>| {
+            let server = self.clone();
+            async move {
+                pass(TRIP).await;
+                let answer = server.answer();
+                pass(TRIP).await;
+                Ok(answer)
+            }
+        })
+    }
+}
+
+/// What comes in the windows of a server from so many callers who send as fast as they may.
+async fn windows(server: Server, quota: Quota, callers: usize) -> Vec<Window> {
+    let limit = RateLimitLayer::builder(quota).max_wait(2 * WINDOW).build().unwrap();
+    let service = limit.layer(server.clone().service());
+    let end = now() + WINDOWS * WINDOW;
+    let mut tasks = JoinSet::new();
+    for _ in 0..callers {
+        let service = service.clone();
+        tasks.spawn(async move {
+            while now() < end {
+                if service.clone().oneshot(get("/")).await.is_err() {
+                    pass(ms(100)).await;
+                }
+            }
+        });
+    }
+    tasks.join_all().await;
+    let windows = server.windows.lock().unwrap().clone();
+    windows.into_iter().map(|(_, window)| window).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_whose_words_are_too_short_refuses_few() {
+    let clock = (now(), SystemTime::now());
+    for words in [Words::Behind(ms(300)), Words::RoundedDown] {
+        for quota in [Quota::per_second(100), Quota::fixed(5, WINDOW), Quota::new(5, WINDOW)] {
+            for callers in [1, 8] {
+                let server = Server { words, clock, windows: Arc::default() };
+                let windows = windows(server, quota, callers).await;
+                let rounds: Vec<_> = windows.iter().map(Window::rounds).collect();
+                let used = windows.iter().map(|window| window.accepted).sum::<usize>();
+                let what = format!("{words:?}, {quota}, {callers} callers: {rounds:?} refused, {used} used");
+                // One in each window finds out that it is full. Three others, when windows begin, teach when they do.
+                let early = rounds.iter().map(|rounds| rounds.saturating_sub(1)).sum::<usize>();
+                assert!(early <= 3, "{what}");
+                assert!(used >= WINDOWS as usize * COUNT * 97 / 100, "{what}");
+            }
+        }
+    }
+}
+
+/// The ways to say what is left.
+fn left(way: usize, quota: Quota, left: u32, reset: Duration) -> Response<String> {
+    let (window, reset) = (quota.limits()[0].window().as_secs(), reset.as_secs());
+    let count = quota.largest_cost();
+    let headers = match way {
+        0 => vec![
+            ("RateLimit-Policy", format!(r#""q";q={count};w={window}"#)),
+            ("RateLimit", format!(r#""q";r={left};t={reset}"#)),
+        ],
+        1 => vec![
+            ("X-RateLimit-Limit", count.to_string()),
+            ("X-RateLimit-Remaining", left.to_string()),
+            ("X-RateLimit-Reset", reset.to_string()),
+        ],
+        _ => vec![("X-RateLimit-Remaining", left.to_string()), ("X-RateLimit-Reset", reset.to_string())],
+    };
+    let response = headers.iter().fold(Response::builder(), |response, (name, value)| response.header(*name, value));
+    response.body(String::new()).unwrap()
+}
+
+/// After an idle time an upstream says that others have used nearly all: no call leaves that it would refuse.
+#[tokio::test(start_paused = true)]
+async fn what_is_left_counts_at_once() {
+    let quotas = [
+        Quota::new(10, Duration::from_secs(10)),
+        Quota::per_minute(10),
+        Quota::per_hour(10),
+        Quota::fixed(10, Duration::from_secs(60)),
+        Quota::fixed(10, Duration::from_secs(3600)),
+        Quota::per_minute(10).and(Quota::per_day(1000)),
+    ];
+    for learn in [Learn::Remaining, Learn::Stricter, Learn::Stated] {
+        for quota in quotas {
+            for way in 0..if quota.limits().len() > 1 { 2 } else { 3 } {
+                for remaining in 0..5 {
+                    let window = quota.limits()[0].window();
+                    let limit = RateLimitLayer::builder(quota).learn(learn).boundary_slack(Duration::ZERO).max_wait(Duration::ZERO).build().unwrap();
+                    let says = |units, reset| Ok(left(way, quota, units, reset));
+                    let upstream = Upstream::answering([says(9, window), says(remaining, window - ms(3000))]);
+                    let service = limit.layer(upstream.clone());
+                    service.clone().oneshot(get("/")).await.unwrap();
+                    pass(3 * window).await;
+                    service.clone().oneshot(get("/")).await.unwrap();
+                    let before = upstream.count();
+                    let calls = (0..5).map(|_| service.clone().oneshot(get("/")));
+                    futures::future::join_all(calls).await;
+                    let sent = upstream.count() - before;
+                    let what = format!("{learn:?}, {quota}, way {way}, {remaining} left");
+                    assert_eq!(sent, remaining as usize, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// The same with processes that share a limit: what one heard, the others know a trip later.
+#[cfg(feature = "redis")]
+mod shared {
+    use std::sync::Arc;
+
+    use redis_server::RedisServer;
+    use tollgate::store::RedisStore;
+
+    use super::*;
+
+    fn process(server: &RedisServer, quota: Quota, max_wait: Duration) -> RateLimitLayer {
+        let store = Arc::new(RedisStore::builder(&server.url()).build().unwrap());
+        RateLimitLayer::builder(quota).max_wait(max_wait).store(store).build().unwrap()
+    }
+
+    /// What one process heard, another knows a trip later, and gives up what it had at hand.
+    #[tokio::test]
+    async fn what_one_process_heard_counts_for_all() {
+        let server = RedisServer::start().unwrap();
+        let (mut soon, rounds) = (0, 10);
+        for round in 0..rounds {
+            let quota = Quota::per_minute(1000 + round);
+            let says = left(0, quota, 2, Duration::from_secs(40));
+            let hears = process(&server, quota, Duration::ZERO).layer(Upstream::answering([Ok(says)]));
+            let upstream = Upstream::new();
+            let other = process(&server, quota, Duration::ZERO).layer(upstream.clone());
+            let calls = tokio::spawn(async move {
+                loop {
+                    let _ = other.clone().oneshot(get("/")).await;
+                    pass(ms(1)).await;
+                }
+            });
+            while upstream.count() < 20 {
+                pass(ms(5)).await;
+            }
+            let made = upstream.arrivals().len();
+            let t0 = *upstream.arrivals().last().unwrap();
+            hears.clone().oneshot(get("/")).await.unwrap();
+            let heard = upstream.count();
+            pass(ms(20 + 5)).await;
+            let after_a_trip = upstream.count();
+            pass(ms(200)).await;
+            let later = upstream.count();
+            pass(ms(200)).await;
+            assert!(upstream.count() <= later + 2, "{} when all knew that 2 are left", upstream.count() - later);
+            println!("{after_a_trip} {later} heard {} {:?}", heard - made, upstream.arrivals()[made..].iter().map(|at| at - t0).collect::<Vec<_>>());
+            soon += usize::from(later <= after_a_trip + 2);
+            calls.abort();
+            let () = server.command(&["FLUSHALL"]);
+        }
+        // The machine may be busy.
+        assert!(soon >= 8, "in {soon} of {rounds} rounds a trip was enough");
+    }
+
+    /// And what it had booked for later.
+    #[tokio::test]
+    async fn what_was_booked_is_booked_anew() {
+        let server = RedisServer::start().unwrap();
+        let quota = Quota::new(10, ms(2000));
+        let mut answers: Vec<_> = (0..9).map(|_| support::ok()).collect();
+        answers.push(Ok(left(1, quota, 0, ms(2000))));
+        let answers = Upstream::answering(answers);
+        let slowly = tower::service_fn(move |request| {
+            let answer = answers.clone().oneshot(request);
+            async move {
+                let answer = answer.await;
+                pass(ms(100)).await;
+                answer
+            }
+        });
+        let hears = process(&server, quota, Duration::ZERO).layer(slowly);
+        let upstream = Upstream::new();
+        let other = process(&server, quota, ms(5000)).layer(upstream.clone());
+        for _ in 0..9 {
+            hears.clone().oneshot(get("/")).await.unwrap();
+        }
+        let last = tokio::spawn(hears.clone().oneshot(get("/")));
+        pass(ms(30)).await;
+        let sent = now();
+        let waiters = futures::future::join_all((0..5).map(|_| other.clone().oneshot(get("/"))));
+        let waiters = tokio::spawn(waiters);
+        last.await.unwrap().unwrap();
+        println!("{:?} {}", sent.elapsed(), upstream.count());
+        waiters.await.unwrap();
+        println!("{:?}", sent.elapsed());
+        println!("{:?}", upstream.arrivals());
+    }
+}
