@@ -79,7 +79,7 @@ async fn cancelling_the_last_in_line_brings_the_next_no_closer_than_the_interval
     let went = Instant::now();
     drop(next.await.unwrap());
     assert!(went.elapsed() >= Duration::from_secs(1), "{:?}", went.elapsed());
-    assert!(went.elapsed() <= millis(1025), "{:?}", went.elapsed());
+    assert!(went.elapsed() <= millis(1035), "{:?}", went.elapsed());
 }
 
 /// D15 (redisson#7329): what comes back after it has expired is not counted back twice.
@@ -111,11 +111,11 @@ async fn a_rush_of_refused_asks_costs_nothing() {
     for _ in 0..20 {
         let ended = join_all((0..60).map(|_| limiter.acquire(key()))).await;
         for refused in ended.iter().filter_map(|ended| ended.as_ref().err()) {
-            assert!(refused.retry_after().unwrap() <= millis(1020), "{refused}");
+            assert!(refused.retry_after().unwrap() <= millis(1030), "{refused}");
         }
         sleep(millis(100)).await;
     }
-    sleep(millis(1020)).await;
+    sleep(millis(1030)).await;
     assert_eq!(limiter.peek(key()).await.unwrap().free, 2);
 }
 

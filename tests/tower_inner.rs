@@ -188,11 +188,11 @@ async fn a_permit_that_dies_before_the_service_is_ready_is_given_back_and_the_ne
     let late = service.ready().await.unwrap().call(get("/2"));
     door.becomes(State::Closed);
     let late = tokio::spawn(late);
-    pass(ms(5000)).await; // its slot was at 1020, and long gone
+    pass(ms(5000)).await; // its slot was at 1030, and long gone
     assert_eq!(upstream.count(), 1);
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
-    assert_eq!(upstream.arrivals(), [0, 5000], "the slot of 1020 was given back: there is one at once");
+    assert_eq!(upstream.arrivals(), [0, 5000], "the slot of 1030 was given back: there is one at once");
     soon(service.oneshot(get("/3"))).await.unwrap();
     upstream.was_never_over(1, ms(1000));
     assert!(upstream.arrivals()[2] < 6100, "nothing was lost: {:?}", upstream.arrivals());
@@ -234,7 +234,7 @@ async fn one_who_missed_its_slot_goes_before_those_who_came_later() {
     settle().await;
     let others: Vec<_> =
         (0..4).map(|number| tokio::spawn(free.clone().oneshot(get(&format!("/{number}"))))).collect();
-    pass(ms(3500)).await; // /0 and /1 have gone at 2040 and 3060
+    pass(ms(3500)).await; // /0 and /1 have gone at 2060 and 3090
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
     for other in others {
@@ -273,12 +273,12 @@ async fn an_error_of_readiness_after_the_wait_gives_the_permit_back() {
     door.becomes(State::Closed);
     settle().await;
     let behind = tokio::spawn(works.oneshot(get("/3")));
-    pass(ms(1025)).await;
+    pass(ms(1035)).await;
     door.becomes(State::Broken);
     let error = soon(failing).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::Inner(_)), "{error}");
     soon(behind).await.unwrap().unwrap();
-    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1025)], "it went to the next in line");
+    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1035)], "it went to the next in line");
 }
 
 #[tokio::test(start_paused = true)]
@@ -290,7 +290,7 @@ async fn a_call_counts_from_when_it_was_sent_and_not_from_its_answer() {
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
-    assert_eq!(upstream.arrivals(), [0, 0, SECOND, SECOND, 2 * SECOND]);
+    assert_eq!(upstream.arrivals(), [0, 0, 1020, 1020, 2040]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -303,7 +303,7 @@ async fn a_call_that_failed_or_was_dropped_counts_as_sent() {
     drop(ready.ready().await.unwrap().call(get("/dropped")));
     assert_eq!(used(&limit).await, 2);
     soon(service.oneshot(get("/third"))).await.unwrap();
-    assert_eq!(upstream.arrivals(), [0, 0, SECOND]);
+    assert_eq!(upstream.arrivals(), [0, 0, 1020]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -168,7 +168,7 @@ impl Queue {
         now: Instant,
         held: Option<Duration>,
     ) {
-        let Patience { latest, by_deadline } = patience;
+        let Patience { latest, by_deadline, .. } = patience;
         let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));

@@ -37,14 +37,16 @@ impl Slot {
 pub(super) struct Patience {
     pub(super) latest: Instant,
     pub(super) by_deadline: bool,
+    /// Whether it cannot wait at all.
+    pub(super) is_none: bool,
 }
 
 impl Patience {
     pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
-        let latest = clock::after(now, max_wait);
+        let (latest, is_none) = (clock::after(now, max_wait), max_wait.is_zero());
         match deadline {
-            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true },
-            _ => Patience { latest, by_deadline: false },
+            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true, is_none },
+            _ => Patience { latest, by_deadline: false, is_none },
         }
     }
 

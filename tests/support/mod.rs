@@ -16,7 +16,7 @@ pub(crate) use store::{Distant, Failing};
 
 /// How far apart two calls are under `Quota::per_second(1)`, in milliseconds: a second, the life of a permit, and the
 /// default `transit_slack`.
-pub(crate) const SECOND: u64 = 1020;
+pub(crate) const SECOND: u64 = 1030;
 
 pub(crate) fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)

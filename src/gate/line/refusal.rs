@@ -2,8 +2,10 @@
 //!
 //! The upstream's word counts, if it says for how long. Some say too little: their clock is behind and they name the moment
 //! of a reset, or they round down. A call that leaves when the told time is over and is refused again proves it; then the
-//! key is held for at least [`FIRST_EXTRA`], and twice as long with each further proof. When a call passes, the time from
-//! the first told end to the last is kept for the key, and added to what the upstream says from then on.
+//! key is held for at least [`FIRST_EXTRA`], and twice as long with each further proof. If the upstream then says "now" and
+//! refuses, its words are always too short: when a call passes, the time from the first told end to the last is kept for
+//! the key, and added to what the upstream says from then on. If it names another wait, others may have used what came
+//! free: nothing is kept of that.
 
 use std::time::{Duration, Instant};
 
@@ -31,6 +33,8 @@ struct Told {
     proves_until: Instant,
     /// The wait that was added, if the word was proved too short.
     extra: Duration,
+    /// Whether it said "now" when it was proved.
+    said_now: bool,
 }
 
 /// How long a key is to be held.
@@ -79,6 +83,7 @@ impl Refusals {
         let before = self.told.filter(|before| sent <= before.proves_until);
         let proves = before.is_some_and(|before| sent >= before.end);
         let said = told.saturating_add(self.late).min(max_hold);
+        let said_now = before.is_some_and(|before| before.said_now) || (proves && told <= SAME);
         let (wait, extra) = match before {
             Some(before) if proves => {
                 let extra = (before.extra * 2).max(FIRST_EXTRA);
@@ -92,14 +97,14 @@ impl Refusals {
         let end = clock::after(now, if follows { wait } else { held.unwrap_or_default() });
         let first_end = before.map_or(end, |before| before.first_end);
         let proves_until = clock::after(end, PROOF + extra);
-        self.told = Some(Told { first_end, end, proves_until, extra });
-        follows.then_some(Wait { left: wait, cut: told > max_hold || proves })
+        self.told = Some(Told { first_end, end, proves_until, extra, said_now });
+        follows.then_some(Wait { left: wait, cut: told > max_hold || said_now })
     }
 
     /// A call that was sent at `sent` has passed.
     pub(super) fn passed(&mut self, sent: Instant) {
         if let Some(told) = self.told.filter(|told| sent >= told.end) {
-            if !told.extra.is_zero() {
+            if told.said_now {
                 self.late = (self.late + (told.end - told.first_end)).min(MOST_LATE);
             }
             self.told = None;
@@ -158,6 +163,17 @@ mod tests {
                 assert_eq!(refusals(&mut known, &mut at, ms(8000), ms(late)), 1, "{late} ms late");
             }
         }
+    }
+
+    /// Others take what comes free, and the upstream names the next moment.
+    #[test]
+    fn waits_that_follow_each_other_teach_nothing() {
+        let (mut known, mut at) = (Refusals::default(), clock::now());
+        for _ in 0..3 {
+            at += known.refused(Some(ms(1000)), HOUR, None, at, at).unwrap().left;
+        }
+        known.passed(at);
+        assert_eq!(known.late, Duration::ZERO);
     }
 
     #[test]

@@ -48,7 +48,8 @@ impl Line {
                 return (Poll::Ready(Settled::Refused(Refusal::NEVER)), errand);
             };
             if queue.is_over(waiter.number, waiter.cost, desk.now) {
-                if let Some(waited) = queue.called_for(desk.now) {
+                let unanswered = queue.called_for(desk.now).filter(|_| !waiter.patience.by_deadline);
+                if let Some(waited) = unanswered {
                     // Its slot may be there, and nobody knows.
                     errand = errand.or(self.leave(desk, waiter, wakers));
                     return (Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited })), errand);
@@ -97,8 +98,8 @@ impl Line {
 
     fn wait_again(&mut self, desk: &Desk<'_>, waiter: &mut Place, died: Slot) {
         waiter.turns += 1;
-        if waiter.turns == 2 && !waiter.patience.by_deadline {
-            // It was late because its machine stood still: once more, it asks for what is free.
+        if waiter.turns == 2 && waiter.patience.is_none {
+            // It cannot wait at all, and was late because its machine stood still: once more, it asks for what is free.
             waiter.patience.latest = waiter.patience.latest.max(desk.now);
         }
         self.lengthen_life(desk);
