@@ -321,6 +321,22 @@ async fn a_user_with_few_rights_is_enough() {
     assert!(denied.iter().all(|entry| entry["object"] == info), "INFO is nice to have: {denied:?}");
 }
 
+/// Whatever is free: no number of units may look like a status.
+#[tokio::test]
+async fn a_peek_is_read_with_each_number_of_free_units() {
+    let server = RedisServer::start().unwrap();
+    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let limiter = limiter(&store, Quota::per_hour(8).and(Quota::in_flight(8)), Duration::ZERO);
+    let mut held = Vec::new();
+    for used in 0..=8 {
+        let peek = limiter.peek(Key::ALL).await.unwrap();
+        assert_eq!(peek.free, 8 - used);
+        if used < 8 {
+            held.push(limiter.acquire(Key::ALL).await.unwrap());
+        }
+    }
+}
+
 #[tokio::test]
 async fn settings_of_a_store_that_make_no_sense_are_errors_without_secrets() {
     let wrong = [

@@ -144,7 +144,7 @@ impl Waiter {
     fn poll_seat(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         let Stage::ForSeat { number, until, timer } = &mut self.stage else { return Poll::Pending };
         let number = *number;
-        let (key, patience) = (self.key, self.place.patience);
+        let key = self.key;
         let seated = match self.limiter.poll_seat(key, number, now, cx) {
             Poll::Ready(seated) => seated,
             Poll::Pending => {
@@ -154,6 +154,11 @@ impl Waiter {
             }
         };
         self.stage = Stage::Nowhere;
+        if self.place.patience.is_none {
+            // It waited for the store's answer alone, and asks for its slot as it asked for its seat.
+            self.place.patience.latest = self.place.patience.latest.max(now);
+        }
+        let patience = self.place.patience;
         let reached = match self.limiter.seated(key, patience, seated) {
             Sitting::Sits(seat) => {
                 self.seat = seat;

@@ -153,15 +153,17 @@ impl Limiter {
         }
     }
 
-    /// What others held or released may have been missed, and the store may have forgotten what is held.
+    /// What others held or released may have been missed, and the store may have forgotten what is held or booked.
     pub(super) fn holds_missed(&self, now: Instant) {
-        let mut held = Vec::new();
+        let mut keys = Vec::new();
         self.0.lines.for_each(|key, line| {
             line.doubt();
-            held.extend(line.held(now).map(|_| key));
+            if line.held(now).is_some() || line.is_booked() {
+                keys.push(key);
+            }
         });
-        for key in held {
-            self.at_line(key, now, |line, desk, wakers| ((), line.confirm_hold(desk, wakers)));
+        for key in keys {
+            self.at_line(key, now, |line, desk, wakers| ((), line.confirm(desk, wakers)));
         }
     }
 

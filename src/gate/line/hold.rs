@@ -287,10 +287,16 @@ impl Line {
         errand
     }
 
-    /// Asks the store whether it still holds, though nobody waits.
-    pub(in crate::gate) fn confirm_hold(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        self.held(desk.now)?;
-        if self.later { self.inquire(desk, wakers) } else { None }
+    /// Asks the store whether it still knows of the hold and of what is booked, though nobody may wait for its answer. A
+    /// store that came back with an older state grants what is booked to others, until it hears of it.
+    pub(in crate::gate) fn confirm(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        let is_at_stake = self.held(desk.now).is_some() || self.is_booked();
+        if self.later && is_at_stake { self.inquire(desk, wakers) } else { None }
+    }
+
+    /// Whether slots are booked ahead.
+    pub(in crate::gate) fn is_booked(&self) -> bool {
+        self.queue.as_ref().is_some_and(|queue| queue.last_booked().is_some())
     }
 
     /// The store could not be asked whether it still holds: it is asked again, though nobody may wait.
@@ -309,7 +315,7 @@ impl Line {
     /// Tells a store that has lost its state, before others ask it who know nothing.
     pub(super) fn retell_hold(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
-        if retell { self.confirm_hold(desk, wakers) } else { None }
+        if retell { self.confirm(desk, wakers) } else { None }
     }
 
     /// Gives up what lies at hand, and what is booked for before the end of the hold.

@@ -245,7 +245,7 @@ impl Line {
         }
         let doubted = self.asks_again(desk.now).is_some();
         let errand = self.pass_on(desk, wakers);
-        let errand = errand.or_else(|| if doubted { self.confirm_hold(desk, wakers) } else { None });
+        let errand = errand.or_else(|| if doubted { self.confirm(desk, wakers) } else { None });
         self.close(desk);
         errand
     }

@@ -384,6 +384,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
 pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
     let mut answer = Answer(answer);
     answer.version()?;
+    answer.begins_with(GRANTED)?;
     let (free, next_slot) = (answer.long()?, answer.span()?);
     let held = Held { left: answer.span()?, releases: answer.int()?, cut: answer.byte()? != 0 };
     let mut limits = Vec::new();
@@ -443,6 +444,7 @@ pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
 pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
     let mut answer = Answer(answer);
     answer.version()?;
+    answer.begins_with(0)?;
     Ok((answer.int()?, answer.int()?))
 }
 

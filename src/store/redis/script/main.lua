@@ -119,7 +119,7 @@ if operation == PEEK then
   if S.learning > now then
     free, next_slot = 0, S.learning > next_slot and S.learning or next_slot
   end
-  local parts = { struct.pack('<BI7I7I7I4BB', VERSION, free, next_slot - now, S.from - now, releases, cut, #S) }
+  local parts = { struct.pack('<BBI7I7I7I4BB', VERSION, GRANTED, free, next_slot - now, S.from - now, releases, cut, #S) }
   for i = 1, #S do
     local more = S[i].rule.more()
     local a = S[i]

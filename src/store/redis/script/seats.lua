@@ -93,7 +93,7 @@ end
 
 if operation == PEEK then
   local taken, free = usage(most)
-  return struct.pack('<BI4I4', VERSION, taken, learning > now and 0 or free)
+  return struct.pack('<BBI4I4', VERSION, 0, taken, learning > now and 0 or free)
 end
 
 -- ── the claim ────────────────────────────────────────────────────────────────────────────────────────────────────────
