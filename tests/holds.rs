@@ -361,3 +361,17 @@ async fn a_call_that_is_refused_takes_nobody_along() {
     let ended = join_all(calls).await;
     assert_eq!(ended, [(true, 500), (false, 500), (true, 500), (false, 500), (true, 500)]);
 }
+
+/// A program that makes a limiter for each tenant keeps none of them for the rest of a long hold.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_limiter_is_freed_before_its_hold_ends() {
+    let store = Arc::new(MemoryStore::new(10));
+    let limiter = builder().store(store.clone()).max_wait(100 * SECOND).build().unwrap().limiter();
+    limiter.hold_for(Key::ALL, 50 * SECOND).await.unwrap();
+    let mut waits = Box::pin(limiter.acquire(Key::ALL));
+    assert!(waits.as_mut().now_or_never().is_none());
+    let freed = Arc::downgrade(&store);
+    drop((store, waits, limiter));
+    sleep(ms(1)).await;
+    assert!(freed.upgrade().is_none(), "the end of the hold is waited for");
+}
