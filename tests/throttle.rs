@@ -4,6 +4,7 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
@@ -11,7 +12,7 @@ use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic, Unpaced};
 use tollgate::{
     AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal, by_host,
 };
-use tower::{Layer, ServiceBuilder, ServiceExt};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
 use support::{Upstream, get, limited, ms, now, ok, other_error, pass, settle, soon, who_said_no};
 
@@ -335,4 +336,43 @@ async fn a_hold_by_hand_holds_even_one_without_a_pace() {
     let start = now();
     throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
     assert!((2000..=2002).contains(&(now() - start).as_millis()));
+}
+
+/// A service that counts its clones.
+struct Cloned(Upstream, Arc<AtomicUsize>);
+
+impl Clone for Cloned {
+    fn clone(&self) -> Self {
+        self.1.fetch_add(1, Ordering::Relaxed);
+        Cloned(self.0.clone(), self.1.clone())
+    }
+}
+
+impl Service<http::Request<String>> for Cloned {
+    type Response = <Upstream as Service<http::Request<String>>>::Response;
+    type Error = <Upstream as Service<http::Request<String>>>::Error;
+    type Future = <Upstream as Service<http::Request<String>>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Service::<http::Request<String>>::poll_ready(&mut self.0, cx)
+    }
+
+    fn call(&mut self, request: http::Request<String>) -> Self::Future {
+        self.0.call(request)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_service_is_cloned_only_for_retries() {
+    let clones = Arc::new(AtomicUsize::new(0));
+    let inner = || Cloned(Upstream::new(), clones.clone());
+    let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
+    let mut service = layer.layer(inner());
+    for _ in 0..3 {
+        service.ready().await.unwrap().call(get("/")).await.unwrap();
+    }
+    assert_eq!(clones.load(Ordering::Relaxed), 0);
+    let mut service = layer.retrying().layer(inner());
+    service.ready().await.unwrap().call(get("/")).await.unwrap();
+    assert_eq!(clones.load(Ordering::Relaxed), 1, "for the next attempt");
 }

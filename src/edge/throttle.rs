@@ -154,8 +154,7 @@ impl<S: Clone> AdaptiveThrottle<S> {
         let begun = self.layer.enter(&RequestInfo::new(&request));
         let (state, permit, again) = match begun {
             Begun::Leaves(permit) => {
-                let inner = self.inner.clone();
-                let again = clones.and_then(|clones| Again::of(&request, inner, clones));
+                let again = clones.and_then(|clones| Again::of(&request, &self.inner, clones));
                 (State::Calling { call: self.inner.call(request) }, Some(permit), again)
             }
             Begun::Waits(wait) => {
@@ -183,10 +182,11 @@ struct Again<S, R> {
     clones: fn(&R) -> Option<R>,
 }
 
-impl<S, R> Again<S, R> {
-    fn of(request: &R, inner: S, clones: fn(&R) -> Option<R>) -> Option<Box<Self>> {
+impl<S: Clone, R> Again<S, R> {
+    /// Keeps a copy of `request` and of the service. Returns `None` if the request cannot be copied.
+    fn of(request: &R, inner: &S, clones: fn(&R) -> Option<R>) -> Option<Box<Self>> {
         let request = clones(request)?;
-        Some(Box::new(Again { inner, request, clones }))
+        Some(Box::new(Again { inner: inner.clone(), request, clones }))
     }
 }
 
@@ -308,7 +308,7 @@ where
                         }
                     };
                     let Errand { mut inner, request, clones, .. } = *waited;
-                    *this.again = clones.and_then(|clones| Again::of(&request, inner.clone(), clones));
+                    *this.again = clones.and_then(|clones| Again::of(&request, &inner, clones));
                     let call = inner.call(request);
                     *this.permit = Some(permit);
                     this.state.set(State::Calling { call });
