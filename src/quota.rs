@@ -4,6 +4,7 @@ mod limit;
 mod parse;
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
 use crate::error::ConfigError;
@@ -33,8 +34,9 @@ pub use limit::Limit;
 ///
 /// **A long window spends itself in its first seconds** under load, and then refuses for the rest: 5000 per hour
 /// may go in five seconds. Where the calls should be spread, add [`burst`](Quota::burst).
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 pub struct Quota {
+    /// The first `len` are limits of rate; those behind them mean nothing.
     limits: [Limit; Quota::MOST_LIMITS],
     len: usize,
     in_flight: Option<u32>,
@@ -312,6 +314,21 @@ impl Bucket {
     }
 }
 
+/// Two quotas are equal if they have the same limits in the same order.
+impl PartialEq for Quota {
+    fn eq(&self, other: &Self) -> bool {
+        (self.limits(), self.in_flight, self.misuse) == (other.limits(), other.in_flight, other.misuse)
+    }
+}
+
+impl Eq for Quota {}
+
+impl Hash for Quota {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.limits(), self.in_flight, self.misuse).hash(state);
+    }
+}
+
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let in_flight = self.in_flight.map(|count| Limit::InFlight { count });
@@ -331,6 +348,8 @@ impl fmt::Debug for Quota {
 
 #[cfg(test)]
 mod tests {
+    use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
+
     use super::*;
 
     const SLACKS: Slacks = Slacks {
@@ -452,6 +471,17 @@ mod tests {
         let both = Quota::in_flight(8).and(Quota::per_second(5)).burst(2);
         assert_eq!(both.to_string(), "5/1s, 2 at once, then 5/1s, 8 in flight");
         assert_eq!(both.limits().len(), 2);
+    }
+
+    #[test]
+    fn equal_quotas_may_be_built_in_any_way() {
+        let hash = |quota| BuildHasherDefault::<DefaultHasher>::default().hash_one(quota);
+        let (one, other) =
+            (Quota::in_flight(8).and(Quota::per_second(5)), Quota::per_second(5).and(Quota::in_flight(8)));
+        assert_eq!(one, other);
+        assert_eq!(hash(one), hash(other));
+        assert_ne!(one, Quota::per_second(5));
+        assert_ne!(one, one.and(Quota::per_minute(5)));
     }
 
     #[test]
