@@ -15,6 +15,10 @@ use crate::signal::Signal;
 /// other, waits there until the upstream said. What we refuse ourselves is not tried again: it waited as long as it may, or
 /// would have to wait for longer. Nor is what failed otherwise: that is another policy's.
 ///
+/// It does not look at the method: a POST is sent again after a 429 or after a 503 with `Retry-After`. A server may have
+/// begun to process what it answers with a 503, so give requests that must not be processed twice an idempotency key, or
+/// a layer without retries.
+///
 /// It is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is `Clone`, and for
 /// `reqwest::Request`; and a `reqwest_retry::RetryableStrategy` with its `RetryPolicy` (feature `reqwest-retry`). Put it
 /// outside of the layer:
