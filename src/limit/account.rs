@@ -23,6 +23,12 @@ impl Account {
         Account { limit, rule, asserted: now, strangers: None }
     }
 
+    /// Until when the limit holds, unless it is asserted again.
+    pub(super) fn holds_until(&self) -> Micros {
+        let window = micros_up(self.limit.window());
+        self.asserted.saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
+    }
+
     fn size(&self) -> Size {
         Size { count: self.limit.count(), window: micros_up(self.limit.window()) }
     }

@@ -656,3 +656,19 @@ fn a_clock_that_steps_back_gives_nothing_twice_and_stops_nothing() {
     let (_, booked) = world.book(1, 1, 0, 10_000);
     assert_eq!(booked.map_err(|late| late.slot), Err(START + 1_020_000));
 }
+
+/// Each caller asserts another limit. Those of earlier callers are forgotten, what they used is not.
+#[test]
+fn too_many_limits_are_bounded_and_forget_no_use() {
+    let mut ledger = None;
+    for number in 0..200 {
+        let (quota, now) = (Quota::new(300 + number, millis(1000)), START + u64::from(number));
+        let ledger = ledger.get_or_insert_with(|| Ledger::new(&terms(quota), now));
+        ledger.advance(&terms(quota), now);
+        ledger.book(now, 1, 1, 10_000, |_| ()).unwrap();
+        let usage: Vec<_> = ledger.usage().collect();
+        assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());
+        let own = usage.iter().find(|(limit, ..)| limit.count() == 300 + number).expect("it is asserted");
+        assert_eq!(own.1, u64::from(number) + 1, "what all have used");
+    }
+}

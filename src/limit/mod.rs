@@ -46,6 +46,9 @@ pub(crate) type Micros = u64;
 /// Permits live for at most so long, or a twentieth of the window: what was granted until then may have been used.
 const LONGEST_LIFE: Micros = 50_000;
 
+/// The most limits that are kept for one key: those of the callers that assert others than this one are foreign.
+const MOST_LIMITS: usize = 32;
+
 /// Limits whose open moments never meet, fixed windows with different guards for one, are not looked at for ever.
 const MOST_ROUNDS: usize = 1000;
 
@@ -84,7 +87,7 @@ pub(crate) struct TooLate {
 /// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
 ///
 /// Callers that assert different terms for one key all get the strictest of them: a limit holds until it was not
-/// asserted for two windows and a second.
+/// asserted for two windows and a second, or until there are too many.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     /// Most keys have one limit.
@@ -164,14 +167,23 @@ impl Ledger {
             }
         }
         if self.accounts.len() > terms.quota().limits().len() {
-            self.accounts.retain(|account| {
-                let window = micros_up(account.limit.window());
-                let stale = window.saturating_mul(5) / 2 + 1_000_000;
-                account.asserted.saturating_add(stale) >= now
-            });
+            self.accounts.retain(|account| account.holds_until() >= now);
         }
+        while self.accounts.len() > MOST_LIMITS && self.forget_foreign(terms) {}
         self.drain();
         now
+    }
+
+    /// Forgets the limit that would be forgotten next, of those that `terms` do not have. Returns whether there was one.
+    ///
+    /// Whoever asserts it adds it again, with what the others remember. In a large fleet, an upstream that states another
+    /// limit to each process so costs no process a call.
+    fn forget_foreign(&mut self, terms: &Terms) -> bool {
+        let ours = terms.quota().limits();
+        let accounts = self.accounts.iter().enumerate();
+        let foreign = accounts.filter(|(_, account)| !ours.contains(&account.limit));
+        let first = foreign.min_by_key(|(_, account)| account.holds_until()).map(|(index, _)| index);
+        first.map(|index| self.accounts.remove(index)).is_some()
     }
 
     /// Slots of the pool that nobody can use any more leave the logs.

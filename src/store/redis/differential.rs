@@ -501,3 +501,34 @@ fn giving_back_does_not_hold_up_the_clock() {
         world.now += 100_000;
     }
 }
+
+/// Each process of a large fleet may have learned another limit. Their calls go on, and each is kept within its own limit.
+#[test]
+fn memory_and_redis_forget_the_same_of_too_many_limits() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    for call in 0..120 {
+        let number = call * 7 % 40;
+        let quota = Quota::new(10 + number, millis(1000 + 100 * u64::from(number % 3)));
+        let quota = if number % 5 == 0 {
+            quota.and(Quota::bucket(10 + number).refill(3, millis(900)))
+        } else {
+            quota
+        };
+        let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
+        world.now += 17_000;
+        let needs = [Need { cost: 1, count: 1 }];
+        let ask = Ask { memory: world.memory(), ..asks(&terms, &needs) };
+        let theirs = wire::read_lease(&world.run_by_memory(wire::lease(&ask, 7)), millis(10)).unwrap();
+        (world.incarnation, world.writes, world.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        let now = world.now;
+        let ours = book(world.ledger(&terms), now, &ask);
+        assert_eq!(decided(&ours), decided(&theirs), "call {call}");
+        let (ours, theirs) = world.peek(&terms);
+        assert_eq!(ours, theirs, "peek after call {call}");
+        assert!(ours.limits.len() <= 32, "{} limits", ours.limits.len());
+        let own = quota.limits().iter().all(|own| ours.limits.iter().any(|usage| usage.limit == *own));
+        assert!(own, "the limits of the caller hold");
+    }
+}

@@ -370,17 +370,32 @@ local function seldom()
   end
 
   -- A limit holds until it was not asserted for two windows and a second; half a window may be unrecorded.
+  local function holds_until(a)
+    return a.asserted + math.floor(a.window * 5 / 2) + 1000000
+  end
+
+  -- Forgets the limits that hold no longer. If there are too many, those that this call does not assert go first, the one
+  -- that would be forgotten next before the others: whoever asserts it adds it again.
   function made.retain()
     local kept = 0
     for i = 1, #S do
       local a = S[i]
       S[i] = nil
-      if a.asserted + math.floor(a.window * 5 / 2) + 1000000 >= S.now then
+      if holds_until(a) >= S.now then
         kept = kept + 1
         S[kept] = a
       else
         S.relaid, S.changed = true, true
       end
+    end
+    while #S > MOST_LIMITS do
+      local first = nil
+      for i = 1, #S do
+        if not S[i].ours and (not first or holds_until(S[i]) < holds_until(S[first])) then first = i end
+      end
+      if not first then return end
+      table.remove(S, first)
+      S.relaid, S.changed = true, true
     end
   end
 

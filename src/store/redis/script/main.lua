@@ -108,7 +108,7 @@ for _ = 1, limit_count do
 end
 if #S > limit_count then (S.seldom or seldom()).retain() end
 if #S > MOST_LIMITS then
-  return redis.error_reply('TOLLGATE more than ' .. MOST_LIMITS .. ' different limits are asserted for this key')
+  return redis.error_reply('TOLLGATE a call asserts at most ' .. MOST_LIMITS .. ' limits')
 end
 if S.pooled > 0 then (S.seldom or seldom()).drain() end
 
