@@ -68,12 +68,12 @@ async fn call(limiter: Limiter, caller: Caller, uses: Uses) {
 
 fn over(quota: &Quota, uses: &[(Instant, u32)]) -> Option<String> {
     quota.limits().iter().find_map(|limit| match *limit {
-        Limit::Sliding { count, window } => uses.iter().enumerate().find_map(|(index, (from, _))| {
+        Limit::Sliding { count, window, .. } => uses.iter().enumerate().find_map(|(index, (from, _))| {
             let inside = uses[index..].iter().take_while(|(at, _)| *at - *from < window);
             let units: u32 = inside.map(|(_, units)| units).sum();
             (units > count).then(|| format!("{units} > {count} per {window:?}"))
         }),
-        Limit::Bucket { capacity, count, window } => {
+        Limit::Bucket { capacity, count, window, .. } => {
             let rate = f64::from(count) / window.as_secs_f64();
             let mut tokens = f64::from(capacity);
             let mut last = uses.first()?.0;

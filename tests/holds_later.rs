@@ -78,7 +78,7 @@ impl Wire {
 fn now<T>(answer: Answer<T>) -> Result<T, StoreError> {
     match answer {
         Answer::Now(answer) => answer,
-        Answer::Later(_) => unreachable!("memory answers now"),
+        _ => unreachable!("memory answers now"),
     }
 }
 

@@ -75,7 +75,7 @@ fn allowed(quota: &Quota, span: Duration) -> usize {
     let mut moments: Vec<Duration> = Vec::new();
     loop {
         let free = quota.limits().iter().filter_map(|limit| match *limit {
-            Limit::Sliding { count, window } => {
+            Limit::Sliding { count, window, .. } => {
                 let last = moments.len().checked_sub(count as usize)?;
                 Some(moments[last] + window + margin)
             }

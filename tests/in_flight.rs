@@ -103,7 +103,7 @@ async fn one_who_cannot_wait_is_told_at_once_and_names_the_limit() {
     let Limited::Local { reason: Reason::MaxWait(Duration::ZERO), report, .. } = &refused else {
         panic!("{refused:?}");
     };
-    assert_eq!(report.limit(), Some(Limit::InFlight { count: 3 }));
+    assert_eq!(report.limit(), Some(Limit::in_flight(3)));
     assert_eq!(report.retry_after(), None);
     assert!(refused.to_string().contains("3 in flight"), "{refused}");
     drop(held);

@@ -52,7 +52,7 @@ impl Store for Remote {
                 Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))))
             }
             Answer::Now(answer) => answer,
-            Answer::Later(_) => unreachable!("memory answers now"),
+            _ => unreachable!("memory answers now"),
         };
         let (trip, under_way) = (self.trip, self.under_way.clone());
         Answer::Later(Box::pin(async move {

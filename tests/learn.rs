@@ -12,7 +12,7 @@ use tollgate::{Key, Learn, Limit, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
 fn sliding(count: u32, seconds: u64) -> Limit {
-    Limit::Sliding { count, window: Duration::from_secs(seconds) }
+    Limit::sliding(count, Duration::from_secs(seconds))
 }
 
 fn stating(headers: &[(&str, &str)]) -> Response<String> {

@@ -44,7 +44,7 @@ impl Shared {
         let away = self.away.load(Ordering::Relaxed);
         let answer = (!away || self.deaf.load(Ordering::Relaxed)).then(|| match answer() {
             Answer::Now(answer) => answer,
-            Answer::Later(_) => unreachable!("memory answers now"),
+            _ => unreachable!("memory answers now"),
         });
         let gone = || Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))));
         let answer = answer.filter(|_| !away).unwrap_or_else(gone);

@@ -5,10 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate::Key;
 use tollgate::store::{
-    Answer, Ask, Claim, Lease, Listener, MemoryStore, Store, Terms, Unused, Usage, contract,
+    Answer, Ask, Claim, Held, Lease, LimitUsage, Listener, MemoryStore, Need, Refusal, Segment, Store, Terms,
+    Unused, Usage, contract,
 };
+use tollgate::{Key, Limit};
 
 #[tokio::test(start_paused = true)]
 async fn the_memory_store_keeps_the_contract() {
@@ -53,6 +54,27 @@ fn later<T: Send + 'static>(answer: Answer<T>) -> Answer<T> {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_answers_later_keeps_the_contract() {
     contract::check(Arc::new(Later(Arc::new(MemoryStore::default())))).await;
+}
+
+/// What a store of one's own answers is built by constructors, since the types may get more fields.
+#[test]
+fn stores_outside_the_crate_can_build_every_answer() {
+    let (now, second) = (Duration::ZERO, Duration::from_secs(1));
+    let mut segment = Segment::new(2, 3, now, second);
+    (segment.slot, segment.stamp) = (7, 8);
+    let mut lease = Lease::default();
+    lease.segments.push(segment);
+    lease.refused = Some(Refusal::new(Some(second), Some(Limit::bucket(5, 2, second))));
+    lease.held = Held::new(second, 1);
+    assert_eq!((lease.segments[0].count, lease.held.cut), (3, false));
+
+    let mut usage = Usage::default();
+    for limit in [Limit::sliding(9, second), Limit::fixed(9, second), Limit::in_flight(9)] {
+        usage.limits.push(LimitUsage::new(limit, 4, 5));
+    }
+    assert_eq!(usage.limits.iter().map(|usage| usage.limit.count()).sum::<u32>(), 27);
+    assert_eq!(Need::new(1, 2), Need::new(1, 2));
+    assert_eq!(Unused::new(7, 8, 6, 1).units, 6);
 }
 
 /// The suite bites: stores that break a law fail it.

@@ -461,6 +461,7 @@ impl Charge {
 }
 
 /// A permit that was surely not used, as it was granted: what a caller gives back.
+#[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unused {
     /// Its slot, in the store's time.
@@ -471,4 +472,11 @@ pub struct Unused {
     pub units: u64,
     /// Which life of the state granted it: in another it is not taken back.
     pub incarnation: u64,
+}
+
+impl Unused {
+    /// Makes `units` of a permit that was granted from `slot` with `stamp`, both in the store's time, in a life of the state.
+    pub const fn new(slot: u64, stamp: u64, units: u64, incarnation: u64) -> Self {
+        Unused { slot, stamp, units, incarnation }
+    }
 }

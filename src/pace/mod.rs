@@ -146,6 +146,9 @@ impl Traffic {
 }
 
 /// One call, from its arrival to the end of its last attempt.
+///
+/// Tests of a pace begin with `Call::default()`: one that was never sent.
+#[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Call {
     /// How often it was sent.

@@ -11,6 +11,7 @@ use crate::error::ConfigError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Limit {
     /// At most `count` in any interval of the length `window`, wherever it starts.
+    #[non_exhaustive]
     Sliding {
         /// How many units.
         count: u32,
@@ -18,6 +19,7 @@ pub enum Limit {
         window: Duration,
     },
     /// At most `capacity` back to back; `count` come back every `window`, evenly.
+    #[non_exhaustive]
     Bucket {
         /// How many units may go back to back.
         capacity: u32,
@@ -27,6 +29,7 @@ pub enum Limit {
         window: Duration,
     },
     /// At most `count` in each window, the windows aligned to the Unix epoch.
+    #[non_exhaustive]
     Fixed {
         /// How many units.
         count: u32,
@@ -34,6 +37,7 @@ pub enum Limit {
         window: Duration,
     },
     /// At most `count` at the same time.
+    #[non_exhaustive]
     InFlight {
         /// How many calls.
         count: u32,
@@ -41,6 +45,26 @@ pub enum Limit {
 }
 
 impl Limit {
+    /// Makes a limit of `count` units in any interval of the length `window`.
+    pub const fn sliding(count: u32, window: Duration) -> Self {
+        Limit::Sliding { count, window }
+    }
+
+    /// Makes a limit of `capacity` units back to back, of which `count` come back every `window`.
+    pub const fn bucket(capacity: u32, count: u32, window: Duration) -> Self {
+        Limit::Bucket { capacity, count, window }
+    }
+
+    /// Makes a limit of `count` units in each window that is aligned to the Unix epoch.
+    pub const fn fixed(count: u32, window: Duration) -> Self {
+        Limit::Fixed { count, window }
+    }
+
+    /// Makes a limit of `count` calls at the same time.
+    pub const fn in_flight(count: u32) -> Self {
+        Limit::InFlight { count }
+    }
+
     /// The most units one call can cost under this limit.
     pub fn largest_cost(&self) -> u32 {
         match *self {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// For how long a key may send nothing, because an upstream or an operator said so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Held {
     /// For how long, from now; zero when it is not held.
     pub left: Duration,
@@ -14,6 +15,11 @@ pub struct Held {
 }
 
 impl Held {
+    /// Makes a hold that lasts `left` from now, of a key whose holds were released `releases` times. It was not cut.
+    pub const fn new(left: Duration, releases: u32) -> Self {
+        Held { left, releases, cut: false }
+    }
+
     /// Whether there is nothing to tell of it.
     pub(crate) fn is_none(&self) -> bool {
         *self == Held::default()

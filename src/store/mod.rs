@@ -179,6 +179,7 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// What a store answers: at once, or when a server has answered.
+#[non_exhaustive]
 pub enum Answer<T> {
     /// At once.
     Now(Result<T, StoreError>),
@@ -228,11 +229,19 @@ pub struct Ask<'a> {
 
 /// Some who wait for permits of the same cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Need {
     /// The units each takes; at least 1.
     pub cost: u32,
     /// How many they are.
     pub count: u32,
+}
+
+impl Need {
+    /// Makes a need of `count` permits of `cost` units each.
+    pub const fn new(cost: u32, count: u32) -> Self {
+        Need { cost, count }
+    }
 }
 
 /// What a process remembers of the state of a key, by which a store that lost it can tell.
@@ -340,6 +349,7 @@ impl std::ops::DerefMut for Segments {
 
 /// Permits of the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Segment {
     /// The units each permit takes.
     pub cost: u32,
@@ -355,8 +365,19 @@ pub struct Segment {
     pub stamp: u64,
 }
 
+impl Segment {
+    /// Makes a segment of `count` permits of `cost` units each: their slot comes after `wait`, and they are usable for `life`
+    /// from then.
+    ///
+    /// Its slot and stamp are 0. A store that takes permits back sets both: it is told them in [`Unused`].
+    pub const fn new(cost: u32, count: u32, wait: Duration, life: Duration) -> Self {
+        Segment { cost, count, wait, life, slot: 0, stamp: 0 }
+    }
+}
+
 /// No slot up to the latest one asked for; nothing was booked for this need and those after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Refusal {
     /// Until the first slot there would have been; `None` when there will be none.
     pub wait: Option<Duration>,
@@ -365,6 +386,11 @@ pub struct Refusal {
 }
 
 impl Refusal {
+    /// Makes a refusal because of `limit`: the first slot would come after `wait`, or never if that is `None`.
+    pub const fn new(wait: Option<Duration>, limit: Option<Limit>) -> Self {
+        Refusal { wait, limit }
+    }
+
     /// One that no wait would end.
     pub(crate) const NEVER: Refusal = Refusal { wait: None, limit: None };
 }
@@ -408,4 +434,11 @@ pub struct LimitUsage {
     pub free: u64,
     /// The units that are left to others, who use the same limit by the word of the upstream.
     pub reserved: u64,
+}
+
+impl LimitUsage {
+    /// Makes the usage of `limit`, of which `used` units count and `free` more could go now. None are reserved.
+    pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
+        LimitUsage { limit, used, free, reserved: 0 }
+    }
 }

@@ -27,6 +27,7 @@ pub struct Change {
 
 /// Who is told of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Tell {
     /// Nobody.
     Nobody,

@@ -149,7 +149,7 @@ pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> 
     let mut moments: Vec<Duration> = Vec::new();
     std::iter::from_fn(move || {
         let free = quota.limits().iter().filter_map(|limit| match *limit {
-            Limit::Sliding { count, window } => {
+            Limit::Sliding { count, window, .. } => {
                 let last = moments.len().checked_sub(count as usize)?;
                 Some(moments[last] + window + margin)
             }

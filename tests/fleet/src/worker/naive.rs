@@ -24,18 +24,11 @@ impl Store for Incr {
             let mut lease = Lease::default();
             if granted > 0 {
                 let life = Duration::from_millis(50);
-                lease.segments.push(Segment {
-                    cost: 1,
-                    count: granted,
-                    wait: Duration::ZERO,
-                    life,
-                    slot: 0,
-                    stamp: 0,
-                });
+                lease.segments.push(Segment::new(1, granted, Duration::ZERO, life));
             }
             if granted < need.count {
                 let next = Duration::from_nanos(1_000_000_000 - u64::from(wall.subsec_nanos()));
-                lease.refused = Some(Refusal { wait: Some(next), limit: None });
+                lease.refused = Some(Refusal::new(Some(next), None));
             }
             Ok(lease)
         }))

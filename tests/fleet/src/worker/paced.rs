@@ -17,7 +17,7 @@ use upstream::WHO_HEADER;
 /// The layer that `options` tell of, which learns as its pace does; `fair-shared` with all others of its store.
 pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
     let quota: Quota = options.quota.parse()?;
-    let &[Limit::Sliding { count, window }] = quota.limits() else { bail!("a pace is told one limit") };
+    let &[Limit::Sliding { count, window, .. }] = quota.limits() else { bail!("a pace is told one limit") };
     let builder = AdaptiveThrottleLayer::builder().max_wait(options.max_wait);
     let builder = match options.pace.as_str() {
         "fair" => builder.pace(move || Fair::new().limit(count, window)),

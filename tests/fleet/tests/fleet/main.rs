@@ -119,7 +119,7 @@ impl Outsider {
 
 fn rules(quota: &Quota) -> Vec<Rule> {
     let rule = |limit: &Limit| match *limit {
-        Limit::Sliding { count, window } => Rule::new(count, window),
+        Limit::Sliding { count, window, .. } => Rule::new(count, window),
         _ => panic!("these tests know sliding windows only"),
     };
     quota.limits().iter().map(rule).collect()
