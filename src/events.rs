@@ -5,7 +5,6 @@ mod told {
     use std::time::Duration;
 
     use crate::error::{Limited, StoreError};
-    use crate::key::Key;
     use crate::quota::{Limit, Quota};
 
     /// A request waits for its slot.
@@ -29,37 +28,37 @@ mod told {
     }
 
     /// The store is away, and this process goes on with its share.
-    pub(crate) fn alone(key: Key, share: &Quota, error: &StoreError) {
-        tracing::warn!(target: "tollgate", %key, %share, %error, "the store is away: this process goes on with its share");
+    pub(crate) fn alone(key: &str, share: &Quota, error: &StoreError) {
+        tracing::warn!(target: "tollgate", key, %share, %error, "the store is away: this process goes on with its share");
     }
 
     /// The store is back, and has been told what was used without it.
-    pub(crate) fn together(key: Key) {
-        tracing::info!(target: "tollgate", %key, "the store is back: the limit is shared again");
+    pub(crate) fn together(key: &str) {
+        tracing::info!(target: "tollgate", key, "the store is back: the limit is shared again");
     }
 
     /// The store is away, and this process goes on at its part of the pace that was shared.
-    pub(crate) fn pace_alone(key: Key, error: &StoreError) {
-        tracing::warn!(target: "tollgate", %key, %error, "the store is away: this process goes on at its part of the pace");
+    pub(crate) fn pace_alone(key: &str, error: &StoreError) {
+        tracing::warn!(target: "tollgate", key, %error, "the store is away: this process goes on at its part of the pace");
     }
 
     /// The store is back.
-    pub(crate) fn pace_shared(key: Key) {
-        tracing::info!(target: "tollgate", %key, "the store is back: the pace is shared again");
+    pub(crate) fn pace_shared(key: &str) {
+        tracing::info!(target: "tollgate", key, "the store is back: the pace is shared again");
     }
 
     /// Another process asserts another limit for the same key.
-    pub(crate) fn foreign_limit(key: Key, limit: Limit, quota: &Quota) {
+    pub(crate) fn foreign_limit(key: &str, limit: Limit, quota: &Quota) {
         tracing::warn!(
             target: "tollgate",
-            %key, %limit, %quota,
+            key, %limit, %quota,
             "another process asserts another limit for this key, or has learned it: until it stops, all of them hold"
         );
     }
 
     /// The upstream states a limit, which holds from now on.
-    pub(crate) fn learned(key: Key, limit: Limit, quota: Option<&str>) {
-        tracing::info!(target: "tollgate", %key, %limit, quota, "the upstream states a limit");
+    pub(crate) fn learned(key: &str, limit: Limit, quota: Option<&str>) {
+        tracing::info!(target: "tollgate", key, %limit, quota, "the upstream states a limit");
     }
 
     /// There is a connection to the store, or to one of its servers.
@@ -86,8 +85,8 @@ mod told {
     }
 
     /// A key is held, because the upstream refused a call.
-    pub(crate) fn held(key: Key, left: Duration) {
-        tracing::warn!(target: "tollgate", %key, ?left, "held: the upstream said it is too much");
+    pub(crate) fn held(key: &str, left: Duration) {
+        tracing::warn!(target: "tollgate", key, ?left, "held: the upstream said it is too much");
     }
 
     /// Who waits in other processes cannot be told that it is their turn.
@@ -111,7 +110,6 @@ mod told {
     use std::time::Duration;
 
     use crate::error::{Limited, StoreError};
-    use crate::key::Key;
     use crate::quota::{Limit, Quota};
 
     pub(crate) fn waiting(_key: &str, _in_line: usize) {}
@@ -132,21 +130,21 @@ mod told {
     #[cfg(feature = "redis")]
     pub(crate) fn store_cannot_tell() {}
 
-    pub(crate) fn held(_key: Key, _left: Duration) {}
+    pub(crate) fn held(_key: &str, _left: Duration) {}
 
     pub(crate) fn passed(_key: &str, _error: &StoreError) {}
 
-    pub(crate) fn learned(_key: Key, _limit: Limit, _quota: Option<&str>) {}
+    pub(crate) fn learned(_key: &str, _limit: Limit, _quota: Option<&str>) {}
 
-    pub(crate) fn alone(_key: Key, _share: &Quota, _error: &StoreError) {}
+    pub(crate) fn alone(_key: &str, _share: &Quota, _error: &StoreError) {}
 
-    pub(crate) fn together(_key: Key) {}
+    pub(crate) fn together(_key: &str) {}
 
-    pub(crate) fn pace_alone(_key: Key, _error: &StoreError) {}
+    pub(crate) fn pace_alone(_key: &str, _error: &StoreError) {}
 
-    pub(crate) fn pace_shared(_key: Key) {}
+    pub(crate) fn pace_shared(_key: &str) {}
 
-    pub(crate) fn foreign_limit(_key: Key, _limit: Limit, _quota: &Quota) {}
+    pub(crate) fn foreign_limit(_key: &str, _limit: Limit, _quota: &Quota) {}
 
     pub(crate) fn upstream_limited(_key: &str, _status: http::StatusCode, _retry_after: Option<Duration>) {}
 }

@@ -1,6 +1,7 @@
 //! The only file that rolls dice.
 
 use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -12,6 +13,13 @@ pub(crate) fn dice() -> u64 {
         return roll;
     }
     RandomState::new().hash_one(ROLLS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Two numbers that this process alone knows, for as long as it runs.
+pub(crate) fn secret_of_process() -> [u64; 2] {
+    static SECRET: LazyLock<[u64; 2]> =
+        LazyLock::new(|| [0, 1].map(|half| RandomState::new().hash_one(half)));
+    *SECRET
 }
 
 /// In the laboratory the same seed is the same run, whatever rolls dice in it.

@@ -9,10 +9,25 @@ use std::time::Instant;
 use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
+use crate::jitter::secret_of_process;
+
 /// Names whose limit it is: requests with the same key share one count.
 ///
-/// Made from any bytes; only a 128-bit hash is kept, the same in every process. `Debug` and `Display` show
-/// eight hex digits of it.
+/// Made from any bytes; only a 128-bit hash is kept, the same in every process.
+///
+/// # What logs show of a key
+///
+/// Errors and events show a label: `all` for [`Key::ALL`], the host if that is the key, else eight hex digits. These are a
+/// digest under a secret, so that nobody who reads a log can find out whether a guessed name, such as an e-mail address, is
+/// in it. The secret is that of the [store](crate::store::Store::label), if it has one: then a key has the same label in
+/// all processes. Otherwise each process draws one when it starts. `Debug` and `Display` always show digits under the
+/// secret of the process.
+///
+/// # Names that others choose
+///
+/// No two names will ever share a key by accident. The hash itself has no secret, so it is not made to withstand a tenant
+/// who may choose any name and computes one that collides with another's. If that matters, name tenants by what you have
+/// given them, such as a number, or by a digest of their name that is made for it.
 ///
 /// ```
 /// use tollgate::Key;
@@ -60,7 +75,6 @@ impl Key {
     }
 
     /// The key under a secret: who does not know it cannot make it.
-    #[cfg(feature = "redis")]
     pub(crate) fn sealed(self, secret: Key) -> Key {
         secret.and(self.bytes())
     }
@@ -72,7 +86,6 @@ impl Key {
     }
 
     /// All of it, the high half first.
-    #[cfg(feature = "redis")]
     pub(crate) fn bytes(self) -> [u8; 16] {
         (u128::from(self.high) << 64 | u128::from(self.low)).to_be_bytes()
     }
@@ -91,19 +104,27 @@ impl Key {
         (product >> 64) as u64 ^ product as u64
     }
 
-    /// What errors and events call this key: the host of `request` when that is the key, else eight hex digits.
-    pub(crate) fn label(self, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    /// Returns what errors and events call this key if that needs no digest: `all`, or the host of `request` if that is
+    /// the key.
+    pub(crate) fn plain_label(self, request: Option<&RequestInfo<'_>>) -> Option<Box<str>> {
         match request.and_then(RequestInfo::host) {
-            _ if self == Key::ALL => "all".into(),
-            Some(host) if Key::host(host) == self => host.into(),
-            _ => self.to_string().into(),
+            _ if self == Key::ALL => Some("all".into()),
+            Some(host) if Key::host(host) == self => Some(host.into()),
+            _ => None,
         }
+    }
+
+    /// Returns eight hex digits of a digest under `secret`.
+    pub(crate) fn digits(self, secret: Key) -> Box<str> {
+        format!("{:08x}", self.sealed(secret).high >> 32).into()
     }
 }
 
+/// Eight hex digits of a digest, different in each process.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:08x}", self.high >> 32)
+        let [high, low] = secret_of_process();
+        f.write_str(&self.digits(Key { high, low }))
     }
 }
 
@@ -329,7 +350,7 @@ mod tests {
         // SipHash-1-3 with 128 bits and a key of zeros: other languages can make the same keys.
         assert_eq!(Key::new("search"), Key::new(b"search"));
         assert_eq!(Key::new("").high, SipHasher13::new().hash(b"").h1);
-        assert_eq!(Key::new("api.example.com").to_string(), "861ed09d");
+        assert_eq!(Key::new("api.example.com").high >> 32, 0x861e_d09d);
     }
 
     #[test]
@@ -365,10 +386,22 @@ mod tests {
         let request = get("http://api.example.com/");
         let info = RequestInfo::new(&request);
         let secret = Key::new("Bearer s3cr3t");
-        assert_eq!(&*by_host(&info).unwrap().label(Some(&info)), "api.example.com");
-        assert_eq!(&*secret.label(Some(&info)), secret.to_string());
-        assert_eq!(secret.to_string().len(), 8);
-        assert_eq!(&*Key::ALL.label(None), "all");
+        assert_eq!(by_host(&info).unwrap().plain_label(Some(&info)).as_deref(), Some("api.example.com"));
+        assert_eq!(secret.plain_label(Some(&info)), None);
+        assert_eq!(Key::ALL.plain_label(None).as_deref(), Some("all"));
         assert!(!format!("{secret:?} {info:?}").contains("s3cr3t"));
+    }
+
+    #[test]
+    fn what_is_shown_of_a_key_confirms_no_guess() {
+        let key = Key::new("ada@example.com");
+        let shown = format!("{key} {key:?}");
+        for part in [key.high >> 32, key.high & 0xffff_ffff, key.low >> 32, key.low & 0xffff_ffff] {
+            assert!(!shown.contains(&format!("{part:08x}")), "{shown} is a digest without a secret");
+        }
+        assert_eq!(key.to_string().len(), 8);
+        assert_eq!(key.to_string(), Key::new("ada@example.com").to_string());
+        assert_ne!(key.to_string(), Key::new("bob@example.com").to_string());
+        assert_ne!(key.digits(Key::new("one secret")), key.digits(Key::new("another")));
     }
 }

@@ -82,7 +82,7 @@ impl RateLimitLayer {
         let Some(entry) = self.reading.entry(request) else {
             return Entered::Limited(self.limiter.no_key());
         };
-        let label = || entry.key.label(Some(request));
+        let label = || self.limiter.label(entry.key, Some(request));
         let (started, now) = match self.limiter.send_at_once(&entry) {
             Ok(now) => return Entered::Sent(self.sent(&entry, now, None, label)),
             Err(now) => (self.limiter.start_slow(&entry, now, label), now),

@@ -25,7 +25,8 @@ impl Report {
         Report(Box::new(facts))
     }
 
-    /// The label of the key: the host for `by_host`, `all` without a key function, else eight hex digits.
+    /// The label of the key: the host for `by_host`, `all` without a key function, else eight hex digits: see
+    /// [`Key`](crate::Key#what-logs-show-of-a-key).
     pub fn key(&self) -> &str {
         &self.0.key
     }

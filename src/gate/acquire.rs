@@ -288,7 +288,7 @@ impl Future for Acquire {
         loop {
             match &mut self.0 {
                 Step::New(limiter, entry) => {
-                    let started = limiter.start(entry, || entry.key.label(None));
+                    let started = limiter.start(entry, || limiter.label(entry.key, None));
                     let Step::New(limiter, entry) = std::mem::replace(&mut self.0, Step::Done) else {
                         continue;
                     };

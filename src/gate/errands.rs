@@ -91,7 +91,11 @@ impl Called {
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
             && !self.limiter.0.warned.swap(true, Ordering::Relaxed)
         {
-            events::foreign_limit(self.key, *limit, self.limiter.0.settings.terms.quota());
+            events::foreign_limit(
+                &self.limiter.label(self.key, None),
+                *limit,
+                self.limiter.0.settings.terms.quota(),
+            );
         }
         let mut answer = Some(answer);
         let sweep_at = self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {

@@ -31,6 +31,18 @@ impl GateId {
         GateId(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
+    fn limiter(self) -> Option<Limiter> {
+        GATES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade).map(Limiter)
+    }
+
+    /// Returns what errors and events call `key` at this gate.
+    pub(super) fn label(self, key: Key) -> Box<str> {
+        match self.limiter() {
+            Some(limiter) => limiter.label(key, None),
+            None => key.plain_label(None).unwrap_or_else(|| key.to_string().into()),
+        }
+    }
+
     /// A call of `key` that came through this gate has been answered.
     #[inline]
     pub(super) fn answered(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
@@ -41,9 +53,8 @@ impl GateId {
 
     #[cold]
     fn tell(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
-        let gate = GATES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade);
-        if let Some(gate) = gate {
-            Limiter(gate).upstream_answered(key, cost, sent, signal);
+        if let Some(limiter) = self.limiter() {
+            limiter.upstream_answered(key, cost, sent, signal);
         }
     }
 }
@@ -239,7 +250,7 @@ impl Limiter {
             (held.map(|held| (held, left)), None)
         });
         if let Ok(Some(((held, tells), left))) = held {
-            events::held(held_key, held.left);
+            events::held(&self.label(held_key, None), held.left);
             if tells {
                 // Another key may have other limits: they are not told.
                 let terms = if held_key == key { self.terms(key) } else { Arc::new(Terms::none()) };

@@ -14,10 +14,10 @@ use super::slot::{Patience, Slot};
 use crate::clock;
 use crate::error::{Facts, Limited, Reason, Report, StoreError};
 use crate::events;
-use crate::key::Key;
+use crate::key::{Key, RequestInfo};
 use crate::keyed::{Full, Keyed};
 use crate::limit::Terms;
-use crate::store::Refusal;
+use crate::store::{self, Refusal};
 
 /// The gate, without HTTP: for job workers, gRPC, anything. Clones share one count.
 ///
@@ -332,6 +332,11 @@ impl Limiter {
         let (done, errand) = self.0.lines.enter(key, now, open, forgotten, at_line)?;
         self.finish(key, now, errand, wakers);
         Ok(done)
+    }
+
+    /// Returns what errors and events call `key`, which came with `request`.
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        store::label(&*self.0.settings.store, key, request)
     }
 
     #[inline]

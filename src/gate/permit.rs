@@ -185,7 +185,7 @@ impl Sent {
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
         let Wait { label, waited, turns } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => Wait { label: self.key.label(None), waited: Duration::ZERO, turns: 0 },
+            None => Wait { label: self.gate.label(self.key), waited: Duration::ZERO, turns: 0 },
         };
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);

@@ -182,7 +182,7 @@ impl Seat {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
-            let report = report(self.0.key.label(None), Refusal::NEVER, now, now, 0);
+            let report = report(self.0.limiter.label(self.0.key, None), Refusal::NEVER, now, now, 0);
             told(Limited::Store { source, report })
         })
     }

@@ -100,7 +100,7 @@ impl AdaptiveThrottleLayer {
         let Some(entry) = self.reading.entry(request) else {
             return Begun::Limited(self.throttle.no_key());
         };
-        let label = || entry.key.label(Some(request));
+        let label = || self.throttle.label(entry.key, Some(request));
         match self.throttle.begin(entry.key, entry.deadline, label) {
             Begun::Leaves(permit) if self.are_errors() => Begun::Leaves(permit.named(label())),
             begun => begun,

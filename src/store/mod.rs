@@ -50,7 +50,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 pub use crate::error::StoreError;
-use crate::key::Key;
+use crate::key::{Key, RequestInfo};
 pub use crate::limit::{Charge, Left, Terms, Unused};
 use crate::quota::Limit;
 pub(crate) use asked::Asked;
@@ -144,6 +144,15 @@ pub trait Store: Send + Sync + 'static {
     /// [`StoreError`] when the state could not be read.
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage>;
 
+    /// Returns what errors and events call `key`, unless it is [`Key::ALL`] or a host. By default eight hex digits, different
+    /// in each process.
+    ///
+    /// A store that knows a secret makes the label with it, so that it is the same in all processes. It must not let a
+    /// reader confirm a guessed name: no digest without a secret.
+    fn label(&self, key: Key) -> Box<str> {
+        key.to_string().into()
+    }
+
     /// Where tasks run that must go on whatever becomes of the runtime that caused them: on a thread of the store's own, if
     /// it has one. By default none: then a call runs in the runtime of the caller that made it.
     fn background(&self) -> Option<&dyn Background> {
@@ -173,6 +182,11 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
     } else if let Ok(runtime) = tokio::runtime::Handle::try_current() {
         drop(runtime.spawn(task));
     }
+}
+
+/// Returns what errors and events call `key`, which came with `request`.
+pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    key.plain_label(request).unwrap_or_else(|| store.label(key))
 }
 
 /// A task for [`Background::spawn`].

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 use super::memory::usage;
 use super::{
     Answer, Ask, Asked, Background, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments,
-    Store, StoreError, Terms, Unused, Usage, spawn,
+    Store, StoreError, Terms, Unused, Usage, label, spawn,
 };
 use crate::clock;
 use crate::events;
@@ -148,7 +148,7 @@ impl Inner {
             Err(error) if is_away(&error) => {
                 let part = |kept: &mut Kept| {
                     let alone = kept.part(asked, now, self.share)?;
-                    events::alone(asked.key, alone.terms.quota(), &error);
+                    events::alone(&label(&*self.store, asked.key, None), alone.terms.quota(), &error);
                     let plan = alone.book(&asked.ask(&asked.needs), now);
                     Some(plan.map(|plan| alone.grant(plan, now, None)))
                 };
@@ -186,7 +186,7 @@ impl Inner {
             Some(match stage {
                 Stage::Together => {
                     kept.join();
-                    events::together(asked.key);
+                    events::together(&label(&*self.store, asked.key, None));
                     (stage, Ok(Lease::default()))
                 }
                 stage => (stage, alone.book(&asked.ask(&asked.needs), now)),
@@ -275,7 +275,7 @@ impl Inner {
                 let joins = |alone: &mut Alone| alone.charged(answer.is_ok(), clock::now());
                 if kept.alone().is_some_and(joins) {
                     kept.join();
-                    events::together(asked.key);
+                    events::together(&label(&*self.store, asked.key, None));
                 }
             };
             self.kept.find(asked.key, charged);
@@ -345,6 +345,10 @@ impl Store for ShareStore {
             Answer::Now(usage) => Answer::Now(usage.or_else(own)),
             Answer::Later(usage) => Answer::Later(Box::pin(async move { usage.await.or_else(own) })),
         }
+    }
+
+    fn label(&self, key: Key) -> Box<str> {
+        self.0.store.label(key)
     }
 
     fn background(&self) -> Option<&dyn Background> {

@@ -14,6 +14,7 @@ use crate::events;
 use crate::limit::Terms;
 use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{Observed, Signal};
+use crate::store::label;
 
 /// What is made of what the upstream says about its quotas.
 ///
@@ -168,7 +169,7 @@ impl Line {
             return;
         }
         for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
-            events::learned(desk.key, new.limit, new.name.as_deref());
+            events::learned(&label(&**desk.store, desk.key, None), new.limit, new.name.as_deref());
         }
         self.set_learned(learn, configured, learned);
         if let Some(lesson) = &mut self.lesson {

@@ -14,10 +14,10 @@ use crate::error::{ConfigError, Facts, Limited, Reason, Report};
 use crate::events;
 use crate::gate::queue::Wakers;
 use crate::jitter::{Dice, dice};
-use crate::key::Key;
+use crate::key::{Key, RequestInfo};
 use crate::keyed::{Full, Keyed};
 use crate::pace::Pace;
-use crate::store::{Listener, Store};
+use crate::store::{self, Listener, Store};
 
 /// The gate behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for what is not HTTP. Clones share
 /// what they learn.
@@ -102,7 +102,7 @@ impl Throttle {
     ///
     /// May be dropped at any time: its place is given up, and a turn it had is the next one's.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
-        match self.begin(key, None, || key.label(None)) {
+        match self.begin(key, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
             Begun::Waits(wait) => wait.await,
             Begun::Limited(limited) => Err(limited),
@@ -115,6 +115,14 @@ impl Throttle {
         let now = clock::now();
         // With as many keys as may be, there is no room for one that nobody asked for.
         let _ = self.open(key, now, |station, wakers| station.hold_until(until, now, wakers));
+    }
+
+    /// Returns what errors and events call `key`, which came with `request`.
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        match &self.0.settings.store {
+            Some(store) => store::label(&**store, key, request),
+            None => key.plain_label(request).unwrap_or_else(|| key.to_string().into()),
+        }
     }
 
     /// How many wait for `key` here.

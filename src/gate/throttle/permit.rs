@@ -101,7 +101,12 @@ impl ThrottlePermit {
         let status = signal.limited()?;
         let Waited { label, start, span, turns } = match self.waited.take() {
             Some(waited) => *waited,
-            None => Waited { label: self.key.label(None), start: now, span: Duration::ZERO, turns: 0 },
+            None => Waited {
+                label: self.throttle.label(self.key, None),
+                start: now,
+                span: Duration::ZERO,
+                turns: 0,
+            },
         };
         events::upstream_limited(&label, status, signal.retry_after());
         if is_back {

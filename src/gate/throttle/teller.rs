@@ -70,8 +70,8 @@ impl Teller {
             .throttle
             .at(self.key, |station, wakers| station.exchanged(self.number, answer, asked, now, wakers));
         match exchanged.flatten() {
-            Some(Away::Since(error)) => events::pace_alone(self.key, &error),
-            Some(Away::Over) => events::pace_shared(self.key),
+            Some(Away::Since(error)) => events::pace_alone(&self.throttle.label(self.key, None), &error),
+            Some(Away::Over) => events::pace_shared(&self.throttle.label(self.key, None)),
             None => {}
         }
     }

@@ -45,6 +45,9 @@ impl RedisStoreBuilder {
     ///
     /// Redis only ever sees digests of keys. Whoever can read Redis and guess an id (a host, an e-mail address) can tell
     /// whether it is there; with a secret they cannot. All processes that share limits need the same.
+    ///
+    /// With a secret, a key has the same label in the errors and events of all processes: the first eight digits of its name
+    /// in Redis. Without one, each process has labels of its own.
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Key::new(secret));
         self

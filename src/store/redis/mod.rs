@@ -383,6 +383,11 @@ impl Store for RedisStore {
         }
     }
 
+    /// Returns the first eight digits of the key's name in Redis if there is a secret.
+    fn label(&self, key: Key) -> Box<str> {
+        self.secret.map_or_else(|| key.to_string().into(), |secret| key.digits(secret))
+    }
+
     fn background(&self) -> Option<&dyn Background> {
         Some(self)
     }

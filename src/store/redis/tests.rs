@@ -1,4 +1,4 @@
-//! The store's thread when something in it fails.
+//! The store's thread when something in it fails, and what it calls keys.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +11,8 @@ use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
 use crate::quota::Quota;
+use crate::store::Store;
+use crate::{Limited, OnStoreError};
 
 /// A claim is good for its life only: if the thread forgot it, another process would be given the place.
 #[tokio::test]
@@ -34,4 +36,29 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     panics.connect().await.unwrap();
     clock::sleep(Duration::from_millis(100)).await;
     assert!(other.acquire(Key::ALL).await.is_ok(), "the first call has ended");
+}
+
+#[tokio::test]
+async fn labels_need_the_secret_and_are_the_same_with_it() {
+    let store = || RedisStore::builder("redis://127.0.0.1:1/").secret("only we know").build().unwrap();
+    let (key, name) = (Key::new("ada@example.com"), store().name(Key::new("ada@example.com")));
+    let label = store().label(key);
+    assert_eq!(label.len(), 8);
+    assert!(name.contains(&format!("{{{label}")), "{name} begins with {label}");
+    assert!(!key.hex().contains(&*label), "a digest without the secret");
+    let open = RedisStore::new("redis://127.0.0.1:1/").unwrap();
+    assert!(!key.hex().contains(&*open.label(key)), "without a secret of the store, that of the process");
+
+    let refused = async |on_error| {
+        let layer =
+            RateLimitLayer::builder(Quota::per_hour(1)).store(Arc::new(store())).max_wait(Duration::ZERO);
+        let limiter = layer.on_store_error(on_error).build().unwrap().limiter();
+        let first: Result<_, Limited> = limiter.acquire(key).await;
+        match first {
+            Err(limited) => limited,
+            Ok(_) => limiter.acquire(key).await.err().unwrap(),
+        }
+    };
+    assert_eq!(refused(OnStoreError::FailClosed).await.key(), &*label);
+    assert_eq!(refused(OnStoreError::FallbackShare).await.key(), &*label);
 }
