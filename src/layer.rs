@@ -50,6 +50,12 @@ pub use throttle::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RetryingThrot
 ///
 /// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own deadline. An outer timeout
 /// should be longer than both: when it fires first, its error is all that is left.
+///
+/// # Two layers
+///
+/// One `RateLimitLayer` around another does not keep its limit: its permit is spent while the request waits in the inner
+/// one. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different keys, take both permits
+/// [by hand](Limiter#two-limits-with-different-keys).
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
     limiter: Limiter,

@@ -44,8 +44,9 @@
 //! # Choosing a layer
 //!
 //! [`RateLimitLayer`] is for limits that are known, and keeps them exactly. [`AdaptiveThrottleLayer`] is for those that
-//! are unknown or move: it learns its [`pace`] from what answers say. Where both are wanted, stack them, the throttle
-//! outside. One value of a layer fits every socket, and its clones share one count:
+//! are unknown or move: it learns its [`pace`] from what answers say. If you want both, put the throttle outside: then a
+//! permit of the exact layer is used as soon as it is there. Two exact layers around each other
+//! [do not work](#pitfalls). One value of a layer fits every socket, and its clones share one count:
 //!
 //! | you call through | write | feature |
 //! |---|---|---|
@@ -126,6 +127,11 @@
 //!
 //! **Two layers, two counts.** Make the layer once and clone it. A layer that is made anew for each client, or for
 //! each request, counts from zero each time.
+//!
+//! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another: the permit of the outer one is valid
+//! for some milliseconds, and is spent while the request waits in the inner one, so the outer limit is exceeded. Limits of the
+//! same key go into one quota, with [`and`](Quota::and). For those of different keys, take both permits
+//! [by hand](Limiter#two-limits-with-different-keys).
 //!
 //! **An outer timeout that is shorter than the wait.** When it fires first, its "elapsed" is all that is left,
 //! without reason and [`retry_after`](Limited::retry_after). Make it longer than

@@ -19,8 +19,10 @@ pub type BoxError = Box<dyn StdError + Send + Sync>;
 
 /// Why a call did not succeed: it was limited, or the service inside failed.
 ///
-/// Layers may be stacked: the error of an inner tollgate layer arrives as it is, never wrapped in another. Through
-/// other people's layers and clients, [`Limited::find`] finds the reason.
+/// If a service has several tollgate layers, the error of an inner one arrives as it is, never wrapped in another. Two
+/// [`RateLimitLayer`](crate::RateLimitLayer)s around each other do not keep the outer limit:
+/// [take both permits by hand](crate::Limiter#two-limits-with-different-keys). Through other people's layers and clients,
+/// [`Limited::find`] finds the reason.
 ///
 /// ```
 /// use tollgate::{Error, Limited};

@@ -38,6 +38,65 @@ use crate::store::{self, Refusal};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Two limits with different keys
+///
+/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is valid for some
+/// milliseconds only, so the wait for the second permit can outlast the first one. Then give the first one back and ask for
+/// it again, until both are valid:
+///
+/// ```
+/// use std::{mem::swap, time::{Duration, Instant}};
+/// use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+///
+/// async fn both(
+///     mut first: (&Limiter, Key),
+///     mut second: (&Limiter, Key),
+///     deadline: Instant,
+/// ) -> Result<[Permit; 2], Limited> {
+///     let mut held = first.0.acquire(first.1).deadline(deadline).await?;
+///     loop {
+///         let next = match second.0.acquire(second.1).deadline(deadline).await {
+///             Ok(next) => next,
+///             Err(limited) => {
+///                 held.give_back();
+///                 return Err(limited);
+///             }
+///         };
+///         if held.is_alive() {
+///             return Ok([held, next]);
+///         }
+///         held.give_back();
+///         held = next;
+///         swap(&mut first, &mut second);
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
+/// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
+///
+/// # let start = tokio::time::Instant::now();
+/// # for _ in 0..2 {
+/// let deadline = Instant::now() + Duration::from_secs(10);
+/// # let deadline = tokio::time::Instant::now().into_std() + Duration::from_secs(10);
+/// let permits = both((&channels, Key::new("general")), (&all, Key::ALL), deadline).await?;
+/// // ... send the request ...
+/// drop(permits);
+/// # }
+/// # assert!(start.elapsed() > Duration::from_secs(1));
+/// # assert_eq!(all.peek(Key::ALL).await?.limits[0].used, 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The limiter that usually makes requests wait longer comes first. Two [layers](crate::RateLimitLayer#two-layers) around
+/// each other do not do this.
+///
+/// # Cancel safety
+///
+/// If that future is dropped while it waits, the permit it holds counts as spent, and its place in the line is given up.
 #[derive(Clone)]
 pub struct Limiter(pub(super) Arc<Gate>);
 

@@ -239,7 +239,9 @@ impl RateLimitBuilder {
     /// The key that a refusal holds, where the upstream names the limiter that refused ([`Signal::scope`]); `None` for none.
     /// Default: the key of the call.
     ///
-    /// Where one layer counts each route and another the whole account, on one store, a refusal is of one of them:
+    /// If one limiter counts each route and another the whole account, on one store, a refusal is of one of them. Their permits
+    /// are taken [by hand](crate::Limiter#two-limits-with-different-keys), and both are told the
+    /// [answer](crate::Permit::answered); a layer around the other would not keep its limit.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -251,12 +253,14 @@ impl RateLimitBuilder {
     ///     .key(|request| Key::new(request.path()))
     ///     .on_scope(global)
     ///     .store(store.clone())
-    ///     .build()?;
+    ///     .build()?
+    ///     .limiter();
     /// let all = RateLimitLayer::builder(Quota::per_second(50))
     ///     .key(move |_| account)
     ///     .on_scope(move |key, scope| (scope == "global").then_some(key))
     ///     .store(store)
-    ///     .build()?;
+    ///     .build()?
+    ///     .limiter();
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn on_scope<F>(mut self, on_scope: F) -> Self

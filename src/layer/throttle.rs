@@ -22,7 +22,7 @@ use crate::store::Store;
 ///
 /// It learns from what answers say: refusals, what is left, when to come back. How it does so is its
 /// [pace](crate::pace): by default [`Fair`], with next to no refusals and even shares for all. Where the limit is known,
-/// [`RateLimitLayer`](super::RateLimitLayer) is exact; the two go together in one stack.
+/// [`RateLimitLayer`](super::RateLimitLayer) is exact. If you want both, put the throttle outside.
 ///
 /// It is a `tower_layer::Layer` over the same services as [`RateLimitLayer`](super::RateLimitLayer), and a
 /// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). Without HTTP, take its
