@@ -91,6 +91,11 @@
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time: how a [`pace`] does before it is used |
 //! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
 //!
+//! # Where it runs
+//!
+//! tollgate needs 64-bit atomics and a working `std::time::Instant`. It does not compile for targets without the former, such
+//! as 32-bit MIPS, 32-bit PowerPC and ARMv5. `wasm32-unknown-unknown` lacks the latter: the first request panics there.
+//!
 //! # Testing with a paused clock
 //!
 //! tollgate asks Tokio for the time, so a test that pauses Tokio's clock waits for nothing. In a test, write
