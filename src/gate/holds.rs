@@ -164,6 +164,11 @@ impl Limiter {
         }
     }
 
+    /// Another process has heard that less is left.
+    pub(super) fn less_heard(&self, key: Key, writes: u64) {
+        self.at_line(key, clock::now(), |line, desk, wakers| ((), line.less_heard(desk, writes, wakers)));
+    }
+
     /// What others held or released may have been missed, and the store may have forgotten what is held or booked.
     pub(super) fn holds_missed(&self, now: Instant) {
         let mut keys = Vec::new();

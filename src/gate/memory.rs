@@ -130,6 +130,10 @@ impl Remembered {
         }
     }
 
+    pub(super) fn writes(&self) -> u64 {
+        self.writes
+    }
+
     pub(super) fn incarnation(&self) -> u64 {
         self.incarnation
     }

@@ -144,6 +144,7 @@ impl Listener for Gate {
         let now = clock::now();
         match news {
             News::Held(held) => return Limiter(self).hold_heard(key, held),
+            News::Less { writes } => return Limiter(self).less_heard(key, writes),
             News::Missed => return Limiter(self).holds_missed(now),
             _ => {}
         }

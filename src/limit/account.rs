@@ -2,7 +2,7 @@
 
 use super::rule::{Open, Rule};
 use super::strangers::{Ours, Size, Strangers, Word};
-use super::{Left, Micros, micros_up};
+use super::{Left, Micros, Unused, micros_up};
 use crate::quota::Limit;
 
 /// One limit of a key, and when it was last asserted.
@@ -69,6 +69,14 @@ impl Account {
         reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
+    /// A permit came back unused.
+    pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
+        self.rule.subtract(now, unused);
+        if let Some(strangers) = &mut self.strangers {
+            strangers.returned(now, unused.stamp, unused.units);
+        }
+    }
+
     /// Forgets what was reserved for others.
     pub(super) fn forget_others(&mut self) {
         self.strangers = None;
@@ -92,7 +100,7 @@ impl Account {
         let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
         let resets = left.reset_in.filter(|_| bounds).map(|reset_in| now.saturating_add(micros_up(reset_in)));
         let others = resets.is_some() && u64::from(count.saturating_sub(units)) > most;
-        if self.strangers.is_none() && !others && left.refused == 0 {
+        if self.strangers.is_none() && !others && left.refused == 0 && !left.urgent {
             return false;
         }
         let (steady, refused) = (left.steady && resets.is_some(), left.refused);
@@ -107,7 +115,7 @@ impl Account {
         let valid_until = now.saturating_add(micros_up(left.valid_for));
         let said = now.saturating_sub(ago);
         let word = Word { now, left: units, said, resets, steady, refused, valid_until };
-        strangers.see(size, word, Ours { least, most })
+        strangers.see(size, word, Ours { least, most, until: sent })
     }
 
     /// Forgets what no longer matters at `now`.

@@ -342,7 +342,7 @@ impl Ledger {
 
     fn subtract(&mut self, unused: Unused) {
         for account in &mut self.accounts {
-            account.rule.subtract(self.now, unused);
+            account.subtract(self.now, unused);
         }
     }
 
@@ -426,13 +426,26 @@ pub struct Left {
     pub valid_for: Duration,
     /// Whether the responses before were about another limit: what was reserved because of them is forgotten.
     pub forget: bool,
+    /// Whether other processes are to be told at once if less is left than the store knew: they have permits at hand or
+    /// booked that the upstream would refuse. A store without other processes ignores it.
+    pub urgent: bool,
 }
 
 impl Left {
     /// `units` of `limit` are left, as the upstream says just now; it does not say until when.
     pub fn new(limit: Limit, units: u64) -> Self {
         let (ago, valid_for) = (Duration::ZERO, Duration::from_secs(60));
-        Left { limit, units, reset_in: None, steady: false, ago, refused: 0, valid_for, forget: false }
+        Left {
+            limit,
+            units,
+            reset_in: None,
+            steady: false,
+            ago,
+            refused: 0,
+            valid_for,
+            forget: false,
+            urgent: false,
+        }
     }
 }
 

@@ -41,9 +41,12 @@ pub(super) struct Strangers {
     said_until: Micros,
     /// Until when `seen` and `before` are reserved in full.
     confirmed_until: Micros,
-    /// Units by which less was left than the log knew of, by the newest response; and until when they are reserved.
-    short: u32,
+    /// Units by which less was left than the log knew of, by the newest response; and until when they are reserved. Less
+    /// than none if the log knew of more: permits that were not used yet.
+    short: i64,
     short_until: Micros,
+    /// Up to which stamp the log was counted for that.
+    counted_until: Micros,
 }
 
 /// The size of a limit.
@@ -72,11 +75,12 @@ pub(super) struct Word {
     pub(super) valid_until: Micros,
 }
 
-/// The units that this fleet was granted and may have used: at least and at most.
+/// The units that this fleet was granted and may have used: at least and at most, counted up to a stamp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
     pub(super) least: u64,
     pub(super) most: u64,
+    pub(super) until: Micros,
 }
 
 impl Strangers {
@@ -95,14 +99,22 @@ impl Strangers {
             confirmed_until: 0,
             short: 0,
             short_until: 0,
+            counted_until: 0,
         }
     }
 
     /// If no use of others is known yet, their window ends at `ends`; `whole` says whether the log knows all of it.
     pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
         if (self.seen, self.before, self.refused) == (0, 0, 0) {
-            let &mut Strangers { said, said_until, short, short_until, .. } = self;
-            *self = Strangers { said, said_until, short, short_until, ..Strangers::new(ends, whole) };
+            let &mut Strangers { said, said_until, short, short_until, counted_until, .. } = self;
+            *self = Strangers {
+                said,
+                said_until,
+                short,
+                short_until,
+                counted_until,
+                ..Strangers::new(ends, whole)
+            };
         }
     }
 
@@ -154,12 +166,20 @@ impl Strangers {
             self.confirmed_until = self.confirmed_until.max(valid_until);
         }
         if is_newest {
-            (self.short, self.short_until) = match resets {
-                Some(resets) if resets > now => (beyond(ours.most), resets.min(valid_until)),
-                _ => (0, 0),
+            let most = i64::try_from(ours.most).unwrap_or(i64::MAX);
+            (self.short, self.short_until, self.counted_until) = match resets {
+                Some(resets) if resets > now => (i64::from(gone) - most, resets.min(valid_until), ours.until),
+                _ => (0, 0, 0),
             };
         }
         self.reserved_from(now, size).0 > reserved
+    }
+
+    /// Permits came back unused. Units that were counted as used when the newest response was read were others'.
+    pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
+        if now < self.short_until && stamp <= self.counted_until {
+            self.short = self.short.saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
+        }
     }
 
     /// The units reserved at a moment, and when that changes next if no response comes.
@@ -173,11 +193,10 @@ impl Strangers {
         } else {
             0
         };
-        // What is confirmed of others is in `known`.
-        let short = if at < self.short_until && !is_confirmed { self.short } else { 0 };
+        let short = if at < self.short_until { self.short } else { 0 };
         let changes = [self.short_until, self.confirmed_until, self.ends];
         let until = changes.into_iter().filter(|moment| *moment > at).min().unwrap_or(Micros::MAX);
-        (known.max(short), until)
+        (known.max(u32::try_from(short.max(0)).unwrap_or(u32::MAX)), until)
     }
 
     /// The moment from which nothing is known of others, if no response comes.

@@ -238,7 +238,7 @@ impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for 
             let missed = self.depot.away_until(at);
             clock::sleep_until(missed.map_or(at, |until| until + way)).await;
             let news = match news {
-                News::Held(_) | News::Register(_) if missed.is_some() => News::Missed,
+                News::Held(_) | News::Less { .. } | News::Register(_) if missed.is_some() => News::Missed,
                 news => news,
             };
             if let Some(listener) = (self.listener)() {

@@ -72,6 +72,14 @@ pub enum News {
     Failed(StoreError),
     /// What holds the key has changed.
     Held(Held),
+    /// An upstream said that less is left of a limit than the store knew: permits that lie at hand or are booked may be too
+    /// many.
+    #[non_exhaustive]
+    Less {
+        /// [`Lease::writes`](crate::store::Lease::writes) of the state that knows it: who has been answered so or later
+        /// knows it too.
+        writes: u64,
+    },
     /// Another process has changed a register.
     Register(Register),
     /// From now on what others do is not heard, until [`Missed`](News::Missed) is.

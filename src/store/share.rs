@@ -177,7 +177,7 @@ impl Inner {
         let now = clock::now();
         let stage = self.kept.find(asked.key, |kept| {
             let alone = kept.alone()?;
-            if !is_back && !word.as_ref().is_some_and(|word| word.learning.is_none()) {
+            if !is_back && word.as_ref().is_none_or(|word| word.learning.is_some()) {
                 let plan = alone.book(&asked.ask(&asked.needs), now);
                 return Some((Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref()))));
             }

@@ -141,16 +141,13 @@ impl Line {
         let held = self.held(desk.now).is_some();
         let queue = self.queue.as_mut()?;
         queue.leave(waiter.number, waiter.cost);
-        match queue.collect(waiter.number) {
-            Some(Settled::Granted(slot)) => {
-                if held {
-                    queue.returns.push(slot.unused());
-                } else {
-                    queue.add(slot);
-                }
-                self.probe_comes_back();
+        if let Some(Settled::Granted(slot)) = queue.collect(waiter.number) {
+            if held {
+                queue.returns.push(slot.unused());
+            } else {
+                queue.add(slot);
             }
-            _ => {}
+            self.probe_comes_back();
         }
         let errand = self.step(desk, None, wakers);
         self.close(desk);

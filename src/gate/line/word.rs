@@ -34,6 +34,12 @@ struct Word {
     refused: u32,
     /// When the store was last told.
     told: Option<Instant>,
+    /// Whether it says that less is left than could still go, and the store was not told since: it is with the next call.
+    is_less: bool,
+    /// Whether the other processes are to be told as well.
+    urgent: bool,
+    /// When they were last told, and of how many units.
+    told_others: Option<(Instant, u64)>,
     /// Whether responses that name no limit turned out to mean another one.
     is_other: bool,
     /// Whether the store is to forget what followed from earlier responses: they meant another limit.
@@ -116,19 +122,41 @@ impl Word {
         due.saturating_duration_since(now)
     }
 
+    /// It says that less is left than could still go. Returns whether the other processes are to be told at once: once a
+    /// second, and whenever half of what they know of is left.
+    fn is_urgent(&mut self, units: u64, now: Instant) -> bool {
+        self.is_less = true;
+        let rests = |(told, of): (Instant, u64)| now < clock::after(told, LONGEST_REST) && units > of / 2;
+        self.urgent |= self.told_others.is_none_or(|told| !rests(told));
+        if self.urgent {
+            self.told_others = Some((now, units));
+        }
+        self.urgent
+    }
+
     /// What the store is to know now.
     fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
         if std::mem::take(&mut self.forget) {
             return Some(Left { forget: true, ..Left::new(limit, 0) });
         }
-        let (units, resets, said) = self.latest.filter(|_| self.rests(limit, now).is_zero())?;
+        let is_due = std::mem::take(&mut self.is_less) || self.rests(limit, now).is_zero();
+        let (units, resets, said) = self.latest.filter(|_| is_due)?;
         (self.latest, self.told) = (None, Some(now));
+        let urgent = std::mem::take(&mut self.urgent);
         let reset_in = resets.saturating_duration_since(now);
         let reset_in = (reset_in > LAST).then_some(reset_in);
         let ago = now.saturating_duration_since(said);
         let refused = std::mem::take(&mut self.refused);
         let valid_for = max_hold.min(LONGEST_VALID);
-        Some(Left { reset_in, steady: self.stays, ago, refused, valid_for, ..Left::new(limit, units) })
+        Some(Left {
+            reset_in,
+            steady: self.stays,
+            ago,
+            refused,
+            valid_for,
+            urgent,
+            ..Left::new(limit, units)
+        })
     }
 }
 
@@ -168,7 +196,7 @@ fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
 
 impl Line {
     /// The response to a call that was sent at `sent` has come, which refused so many units, if any. Returns whether it says
-    /// that less is left than could still go from here.
+    /// that less is left than could still go, and here or elsewhere would go before the next call.
     pub(in crate::gate) fn upstream_said(
         &mut self,
         terms: &Terms,
@@ -178,7 +206,7 @@ impl Line {
         now: Instant,
     ) -> bool {
         let at_hand = u64::from(self.stock.units(now));
-        let (could_go, mut is_less) = (self.free.saturating_add(at_hand), false);
+        let mut is_less = false;
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
             // Of several, the one of which the most is gone.
@@ -190,9 +218,10 @@ impl Line {
             }
             let word = &mut words.of[index];
             word.hear(*limit, quota, refused, sent);
-            if word.bounds(*limit, now).is_some_and(|left| left < could_go) {
-                // The store is to know at once.
-                (word.told, is_less) = (None, true);
+            if let Some(left) =
+                word.bounds(*limit, now).filter(|left| *left < at_hand.saturating_add(self.free))
+            {
+                is_less |= word.is_urgent(left, now) || left < at_hand;
             }
         }
         is_less
@@ -209,14 +238,27 @@ impl Line {
         if self.tightens {
             return None;
         }
-        let errand = if queue.waiting() > 0 {
+        let is_waiting = queue.waiting() > 0;
+        if is_waiting {
             queue.gathering = Gathering::Done;
-            self.step(desk, None, wakers)
-        } else {
-            self.inquire(desk, wakers)
-        };
+        }
+        // What was heard from another process, the store knows.
+        let tells = self.words.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
+        let errand =
+            if tells && !is_waiting { self.inquire(desk, wakers) } else { self.step(desk, None, wakers) };
         self.close(desk);
         errand
+    }
+
+    /// Another process has told the store that less is left; the state that knows it was written so often.
+    pub(in crate::gate) fn less_heard(
+        &mut self,
+        desk: &Desk<'_>,
+        writes: u64,
+        wakers: &mut Wakers,
+    ) -> Option<Errand> {
+        let is_news = self.memory.as_ref().is_some_and(|memory| memory.writes() < writes);
+        if is_news { self.tighten(desk, wakers) } else { None }
     }
 
     /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the

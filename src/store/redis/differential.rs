@@ -91,12 +91,13 @@ struct Said {
     ago: Duration,
     refused: u32,
     forget: bool,
+    urgent: bool,
 }
 
 impl Said {
     fn of(self, terms: &Terms) -> Left {
         let limits = terms.quota().limits();
-        let Said { which, units, reset_in, steady, ago, refused, forget } = self;
+        let Said { which, units, reset_in, steady, ago, refused, forget, urgent } = self;
         let valid_for = millis([0, 300, 60_000][which % 3]);
         Left {
             reset_in,
@@ -105,6 +106,7 @@ impl Said {
             refused,
             valid_for,
             forget,
+            urgent,
             ..Left::new(limits[which % limits.len()], units)
         }
     }
@@ -191,10 +193,11 @@ fn said() -> impl Strategy<Value = Said> {
     let units = prop_oneof![3 => 0u64..40, 1 => 0u64..3000, 1 => any::<u64>()];
     let spans = (prop::option::of(select(vec![1u64, 500, 2000, 40_000])), select(vec![0u64, 3, 700, 90_000]));
     let refused = prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()];
-    (0usize..6, units, spans, any::<bool>(), refused, prop::bool::weighted(0.05)).prop_map(
-        |(which, units, (reset_in, ago), steady, refused, forget)| {
+    let flags = (any::<bool>(), any::<bool>(), prop::bool::weighted(0.05));
+    (0usize..6, units, spans, refused, flags).prop_map(
+        |(which, units, (reset_in, ago), refused, (steady, urgent, forget))| {
             let (reset_in, ago) = (reset_in.map(millis), millis(ago));
-            Said { which, units, reset_in, steady, ago, refused, forget }
+            Said { which, units, reset_in, steady, ago, refused, forget, urgent }
         },
     )
 }

@@ -47,6 +47,7 @@ use crate::clock;
 use crate::error::ConfigError;
 use crate::jitter::dice;
 use crate::key::Key;
+use backend::TO_ALL;
 pub use builder::RedisStoreBuilder;
 use link::RedisFailure;
 use place::Connecting;
@@ -327,12 +328,12 @@ impl Store for RedisStore {
             self.give_back(ask.key, ask.terms, others);
         }
         let slack = ask.terms.transit_slack();
-        let (key, call) = (self.name(ask.key), wire::lease(&ask, dice()));
-        Answer::Later(
-            self.call(About::Rates, key, vec![Argument::Is(call)], move |answer| {
-                wire::read_lease(answer, slack)
-            }),
-        )
+        let (key, mut call) = (self.name(ask.key), vec![Argument::Is(wire::lease(&ask, dice()))]);
+        if ask.left.is_some_and(|left| left.urgent) {
+            let token = token::of(ask.key, self.secret, dice());
+            call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
+        }
+        Answer::Later(self.call(About::Rates, key, call, move |answer| wire::read_lease(answer, slack)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {

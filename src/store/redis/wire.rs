@@ -6,7 +6,9 @@ use smallvec::SmallVec;
 
 use crate::limit::{Charge, Left, Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
-use crate::store::{Ask, Claim, Held, Lease, LimitUsage, Memory, Need, Refusal, Segment, Segments, Usage};
+use crate::store::{
+    Ask, Claim, Held, Lease, LimitUsage, Memory, Need, News, Refusal, Segment, Segments, Usage,
+};
 
 /// The format of calls and answers about rates and calls in flight. A script speaks one, as it travels with its client.
 const VERSION: u8 = 2;
@@ -14,6 +16,7 @@ const VERSION: u8 = 2;
 /// What messages begin with: of a hold or of a seat, and of a hold that was cut. A register's is 2.
 const MESSAGE: u8 = 1;
 const CUT_HOLD: u8 = 4;
+const LESS: u8 = 5;
 
 const CLAIM: u8 = 1;
 const LEASE: u8 = 1;
@@ -184,7 +187,7 @@ fn call(operation: u8, terms: &Terms, memory: Memory, dice: u64, spans: Spans, l
         call.limit(left.limit);
         call.long(left.units);
         call.long(left.reset_in.map_or(0, micros_up));
-        call.byte(u8::from(left.steady));
+        call.byte(u8::from(left.steady) | u8::from(left.urgent) << 1);
         call.long(micros_up(left.ago));
         call.int(left.refused);
         call.long(micros_up(left.valid_for));
@@ -448,14 +451,15 @@ pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
     Ok((answer.int()?, answer.int()?))
 }
 
-/// Reads what is told to all about a hold: whose key, as the caller wrote it, and what holds.
-pub(super) fn read_hold(message: &[u8]) -> Result<(Held, &[u8]), Garbled> {
+/// Reads what is told to all about a key: which, as the caller wrote it, and what.
+pub(super) fn read_news(message: &[u8]) -> Result<(News, &[u8]), Garbled> {
     let mut message = Answer(message);
     let cut = match message.byte()? {
         MESSAGE => false,
         CUT_HOLD => true,
+        LESS => return Ok((News::Less { writes: message.long()? }, message.0)),
         _ => return Err(Garbled),
     };
     let held = Held { left: message.span()?, releases: message.int()?, cut };
-    Ok((held, message.0))
+    Ok((News::Held(held), message.0))
 }

@@ -336,10 +336,10 @@ impl Worker {
             }
             Heard::Message(message) if !self.hear_of_register(&message) => self.claims.hear(&message),
             Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
-                if let Ok((held, token)) = wire::read_hold(&message)
+                if let Ok((news, token)) = wire::read_news(&message)
                     && let Some(key) = token::read(token, self.secret)
                 {
-                    self.listeners.tell(key, &News::Held(held));
+                    self.listeners.tell(key, &news);
                 }
             }
             Heard::Message(_) | Heard::MessageToAll(_) => {}

@@ -19,7 +19,7 @@ local WINDOW, BUCKET, FIXED, STRANGERS = 1, 2, 3, 4
 
 local HEAD, HEAD_SIZE, RECORD_SIZE = '<BBBBI7I7I7I7dI7I7I7I4', 65, 90
 
-local STRANGERS_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7I4I7'
+local STRANGERS_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 
 -- ── the call ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -29,7 +29,7 @@ local GRANTED, REFUSED, LEARNING, UNSURE = 0, 1, 2, 3
 -- Besides: others use a limit too; the hold was cut, as the upstream said that it lasts longer.
 local SHARED, CUT = 4, 8
 -- What a message of a hold begins with, and of one that was cut.
-local HOLD_MESSAGE, CUT_MESSAGE = 1, 4
+local HOLD_MESSAGE, CUT_MESSAGE, LESS_MESSAGE = 1, 4, 5
 -- More permits in one call would keep the server from others for too long.
 local MOST_PERMITS = 5000
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and

@@ -30,7 +30,7 @@ local function reserved_from(a, at)
     known = t.seen > t.before and t.seen or t.before
     if not confirmed and known > quarter then known = quarter end
   end
-  if at < t.short_until and not confirmed and t.short > known then known = t.short end
+  if at < t.short_until and t.short > known then known = t.short end
   local till = NEVER
   if t.short_until > at and t.short_until < till then till = t.short_until end
   if t.confirmed_until > at and t.confirmed_until < till then till = t.confirmed_until end
@@ -120,6 +120,9 @@ local function seldom()
     S.changed = true
     for i = 1, #S do
       S[i].rule.more().subtract(S[i], slot, stamp, units)
+      -- Units that were counted as used when the newest response was read were others'.
+      local t = S[i].strangers
+      if t and S.now < t.short_until and stamp <= t.counted_until then t.short = t.short + units end
     end
   end
 
@@ -147,6 +150,7 @@ local function seldom()
     return {
       ends = ends, seen = 0, before = before, refused = 0, least = 4294967295, ours = 0, whole = whole, said = 0,
       said_till = 0, confirmed_until = 0, short = 0, short_until = 0,
+      counted_until = 0,
     }
   end
 
@@ -172,13 +176,14 @@ local function seldom()
   end
 
   -- Takes in what the upstream says is left of a limit. Answers whether that allows less than before.
-  local function see_at(a, units, reset_in, steady, ago, refused, valid_for)
+  local function see_at(a, units, reset_in, steady, urgent, ago, refused, valid_for)
     if a.kind == BUCKET then return a.rule.see(a, ago, units) end
     local least, most
+    local longest_life = math.floor(a.window / 20)
+    if longest_life < 50000 then longest_life = 50000 end
+    local sent = S.now + longest_life + S.slack
     if a.kind == WINDOW then
-      local longest_life = math.floor(a.window / 20)
-      if longest_life < 50000 then longest_life = 50000 end
-      least, most = a.rule.more().used_until(a, S.now + longest_life + S.slack)
+      least, most = a.rule.more().used_until(a, sent)
     else
       least = a.rule.used(a)
       most = least
@@ -189,7 +194,7 @@ local function seldom()
     if steady == 0 and ago > oldest then reset_in = 0 end
     local gone, t = a.count > units and a.count - units or 0, a.strangers
     local resets = reset_in > 0 and S.now + reset_in or nil
-    if not t and not (resets and gone > most) and refused == 0 then return false end
+    if not t and not (resets and gone > most) and refused == 0 and not urgent then return false end
     local is_steady = steady == 1 and resets
     local ends = is_steady and resets or S.now + a.window
     local whole = S.born + a.window - math.floor(a.window / 10) <= (is_steady and ends or S.now)
@@ -198,7 +203,8 @@ local function seldom()
       a.strangers, S.relaid = t, true
     elseif (is_steady or refused > 0) and t.seen == 0 and t.before == 0 and t.refused == 0 then
       local known = made.strangers(ends, 0, whole and 1 or 0)
-      known.said, known.said_till, known.short, known.short_until = t.said, t.said_till, t.short, t.short_until
+      known.said, known.said_till = t.said, t.said_till
+      known.short, known.short_until, known.counted_until = t.short, t.short_until, t.counted_until
       a.strangers, t = known, known
     end
     local was = reserved(a, S.now)
@@ -228,30 +234,34 @@ local function seldom()
       t.confirmed_until = S.now + valid_for
     end
     if newest then
-      t.short, t.short_until = 0, 0
+      t.short, t.short_until, t.counted_until = 0, 0, 0
       if resets and resets > S.now then
-        t.short, t.short_until = gone > most and gone - most or 0, resets < S.now + valid_for and resets or S.now + valid_for
+        t.short, t.counted_until = gone - most, sent
+        t.short_until = resets < S.now + valid_for and resets or S.now + valid_for
       end
     end
     S.changed = true
     return reserved(a, S.now) > was
   end
 
-  function made.see(kind, count, window, capacity, units, reset_in, steady, ago, refused, valid_for, forget)
+  -- Answers whether less is left than was known, and other processes are to be told at once.
+  function made.see(kind, count, window, capacity, units, reset_in, said, ago, refused, valid_for, forget)
+    local steady, urgent = said % 2, said >= 2
     for i = 1, #S do
       local a = S[i]
       if a.count == count and a.window == window and a.kind == kind and a.capacity == capacity then
         if forget == 1 then
           made.forget_others(a)
-        elseif see_at(a, units, reset_in, steady, ago, refused, valid_for) then
+        elseif see_at(a, units, reset_in, steady, urgent, ago, refused, valid_for) then
           local list = pool()
           while #list > 0 do
             local last = table.remove(list)
             S.pooled = #list
             subtract(last.slot, last.stamp, last.units)
           end
+          return urgent
         end
-        return
+        return false
       end
     end
   end
@@ -276,7 +286,7 @@ local function seldom()
   function made.read_strangers(s, from)
     local t, kind, count, window, capacity, of = {}, nil, nil, nil, nil, nil
     kind, count, window, capacity, of, t.ends, t.seen, t.before, t.refused, t.least, t.ours, t.whole, t.said,
-      t.said_till, t.confirmed_until, t.short, t.short_until = struct.unpack(STRANGERS_RECORD, s, from)
+      t.said_till, t.confirmed_until, t.short, t.short_until, t.counted_until = struct.unpack(STRANGERS_RECORD, s, from)
     for i = 1, #S do
       local a = S[i]
       if a.count == count and a.window == window and a.kind == of and a.capacity == capacity then a.strangers = t end
@@ -289,7 +299,8 @@ local function seldom()
       local a, t = S[i], S[i].strangers
       if t then
         local record = struct.pack(STRANGERS_RECORD, STRANGERS, a.count, a.window, a.capacity, a.kind, t.ends, t.seen,
-          t.before, t.refused, t.least, t.ours, t.whole, t.said, t.said_till, t.confirmed_until, t.short, t.short_until)
+          t.before, t.refused, t.least, t.ours, t.whole, t.said, t.said_till, t.confirmed_until, t.short, t.short_until,
+          t.counted_until)
         records, n = records .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
       end
     end

@@ -154,8 +154,9 @@ for _ = 1, charge_count do
   local made = S.seldom or seldom()
   made.charge(age, units)
 end
+local less = false
 if left_count > 0 then
-  (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7BI7I4I7B', ARG, at))
+  less = (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7BI7I4I7B', ARG, at))
 end
 if operation == RELEASE then
   for i = 1, #S do
@@ -293,6 +294,8 @@ if operation == HOLD or operation == RELEASE then
   -- Where that is forbidden, they know when they ask.
   redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', cut == 1 and CUT_MESSAGE or HOLD_MESSAGE, S.from - now,
     releases) .. ARGV[3])
+elseif less and #ARGV == 3 then
+  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7', LESS_MESSAGE, writes) .. ARGV[3])
 end
 
 local foreign, shared = nil, 0
