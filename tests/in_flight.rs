@@ -302,3 +302,24 @@ fn a_runtime_that_is_dropped_leaves_no_call_in_flight() {
     drop(runtime);
     assert_eq!(free(&layer).now_or_never(), Some(60));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_that_is_sent_again_holds_no_seat() {
+    for seats in [1, 3] {
+        let upstream = Upstream::answering((0..seats).map(|_| support::limited("1")));
+        let limit = layer(Quota::in_flight(seats)).hold_until_body_end();
+        let throttle = tollgate::AdaptiveThrottleLayer::builder()
+            // As many are out as there are seats.
+            .pace(|| tollgate::pace::Unpaced)
+            .max_wait(Duration::from_secs(60))
+            .build()
+            .unwrap();
+        let service = ServiceBuilder::new().layer(throttle.retrying()).layer(limit).service(upstream);
+        let start = Instant::now();
+        let answers = join_all((0..seats).map(|_| service.clone().oneshot(get("/")))).await;
+        for answer in answers {
+            assert_eq!(answer.unwrap().status(), http::StatusCode::OK);
+        }
+        assert!(start.elapsed() < Duration::from_secs(14), "{:?}", start.elapsed());
+    }
+}

@@ -13,7 +13,8 @@ use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Middleware, Next};
 use reqwest_retry::RetryTransientMiddleware;
 use reqwest_retry::policies::ExponentialBackoff;
 use tollgate::{
-    Cost, Deadline, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, by_host,
+    AdaptiveThrottleLayer, Cost, Deadline, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer,
+    Reason, by_host,
 };
 use tower::retry::Policy;
 use tower::{Layer, ServiceBuilder, ServiceExt};
@@ -338,6 +339,34 @@ async fn a_call_in_flight_ends_with_the_head_or_with_the_body() {
     assert_eq!(of_middleware.url().as_str(), server.url());
     drop(of_middleware);
     assert_eq!(free().await, 1, "nobody will read it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_middleware_that_sends_again_holds_no_place_meanwhile() {
+    let upstream = Upstream::answering([limited("2"), limited("2")]);
+    let limit = RateLimitLayer::builder(Quota::in_flight(1)).max_hold(ms(0)).build().unwrap();
+    let client = ClientBuilder::new(client())
+        .with(AdaptiveThrottleLayer::new().retrying())
+        .with(limit.clone().hold_until_body_end())
+        .with(Canned(upstream.clone()))
+        .build();
+    let call = tokio::spawn(client.get("http://a/").send());
+    settle().await;
+    assert_eq!((upstream.count(), support::peek(&limit, Key::ALL).await.free), (1, 1));
+    assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_middleware_s_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
+    let upstream = Upstream::answering([limited("2")]);
+    let layer = AdaptiveThrottleLayer::new();
+    let throttle = layer.throttle();
+    let client = ClientBuilder::new(client()).with(layer.retrying()).with(Canned(upstream.clone())).build();
+    let call = tokio::spawn(client.get("http://a/").send());
+    pass(ms(1000)).await;
+    throttle.hold_until(Key::ALL, now() + ms(30_000));
+    let error = soon(call).await.unwrap().unwrap_err();
+    assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1));
 }
 
 /// One that waits behind a call in flight goes when that ends, with reqwest-middleware too.

@@ -11,7 +11,7 @@ use reqwest::Client;
 use reqwest_middleware::ClientBuilder;
 use reqwest_retry::RetryTransientMiddleware;
 use support::{limited, ms, ok, used, who_said_no};
-use tollgate::{Limited, Quota, RateLimitBuilder, RateLimitLayer, RetryLimited};
+use tollgate::{Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, RetryLimited};
 use tower::{ServiceBuilder, ServiceExt};
 use upstream::Upstream;
 
@@ -59,6 +59,28 @@ async fn a_tower_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
     println!("three attempts after {:?}; the upstream asked for 2 s", start.elapsed());
     assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
     assert_eq!((server.tally().all(), used(&limit).await), (3, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tower_retry_holds_no_place_in_flight_while_it_waits() {
+    let upstream = support::Upstream::answering([limited("2")]);
+    let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
+    let held = limit.clone().hold_until_body_end();
+    let service = ServiceBuilder::new().retry(RetryLimited::new()).layer(held).service(upstream.clone());
+    assert_eq!(service.oneshot(support::get("/")).await.unwrap().status().as_u16(), 200);
+    assert_eq!((upstream.count(), support::peek(&limit, Key::ALL).await.free), (2, 1));
+}
+
+#[tokio::test]
+async fn reqwest_retry_holds_no_place_in_flight_while_it_waits() {
+    let server = server(1);
+    let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
+    let retry = RetryLimited::new();
+    let client = ClientBuilder::new(client())
+        .with(RetryTransientMiddleware::new_with_policy_and_strategy(retry.clone(), retry))
+        .with(limit.hold_until_body_end())
+        .build();
+    assert_eq!(client.get(server.url()).send().await.unwrap().status(), 200);
 }
 
 #[tokio::test(start_paused = true)]

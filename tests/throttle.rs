@@ -107,6 +107,62 @@ async fn a_request_that_cannot_wait_for_its_retry_ends_with_the_refusal() {
     assert_eq!(upstream.count(), 1);
 }
 
+/// A body that says when it is dropped.
+#[derive(Debug)]
+struct Body(Arc<AtomicUsize>);
+
+impl Drop for Body {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Refuses the first calls, for as many seconds as the script says; `bodies` counts the responses that are not dropped.
+fn refusing(script: &'static [u64], bodies: &Arc<AtomicUsize>) -> BodyService {
+    let (bodies, calls) = (Arc::clone(bodies), AtomicUsize::new(0));
+    let calls = Arc::new(calls);
+    tower::util::BoxCloneService::new(tower::service_fn(move |_: http::Request<String>| {
+        let open = bodies.fetch_add(1, Ordering::SeqCst);
+        assert_eq!(open, 0, "the response before is still there");
+        let mut response = http::Response::new(Body(Arc::clone(&bodies)));
+        if let Some(seconds) = script.get(calls.fetch_add(1, Ordering::SeqCst)) {
+            *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+            response.headers_mut().insert("retry-after", (*seconds).into());
+        }
+        async move { Ok(response) }
+    }))
+}
+
+type BodyService = tower::util::BoxCloneService<http::Request<String>, http::Response<Body>, tower::BoxError>;
+
+#[tokio::test(start_paused = true)]
+async fn refusals_are_dropped_before_the_wait_for_the_next_attempt() {
+    let bodies = Arc::default();
+    let service = AdaptiveThrottleLayer::new().retrying().layer(refusing(&[2, 2], &bodies));
+    let call = tokio::spawn(service.oneshot(get("/")));
+    for _ in 0..2 {
+        settle().await;
+        assert_eq!(bodies.load(Ordering::SeqCst), 0, "it waits without the refusal");
+        pass(ms(1500)).await;
+    }
+    let response = soon(call).await.unwrap().unwrap();
+    assert_eq!((response.status(), bodies.load(Ordering::SeqCst)), (StatusCode::OK, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
+    let upstream = Upstream::answering([limited("2"), ok()]);
+    let layer = AdaptiveThrottleLayer::new();
+    let throttle = layer.throttle();
+    let call = tokio::spawn(layer.retrying().layer(upstream.clone()).oneshot(get("/")));
+    pass(ms(1000)).await;
+    throttle.hold_until(Key::ALL, now() + ms(30_000));
+    let error = soon(call).await.unwrap().unwrap_err();
+    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else { panic!("{error}") };
+    assert_eq!((status.as_u16(), report.retry_after()), (429, Some(ms(30_000))));
+    assert_eq!((upstream.count(), throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (1, 0, 0));
+}
+
 #[tokio::test(start_paused = true)]
 async fn those_in_line_are_told_at_once_when_a_hold_is_longer_than_they_can_wait() {
     let mut script: Vec<_> = vec![ok()];

@@ -171,12 +171,9 @@ mod middleware {
                 Some(Back::Ended(limited)) if layer.are_errors() => return Err(Error::from(limited).into()),
                 _ => return Ok(response),
             };
-            permit = match wait.await {
-                Ok(permit) => permit,
-                // The wait was in vain: the refusal is the answer.
-                Err(limited) if layer.are_errors() => return Err(Error::from(limited).into()),
-                Err(_) => return Ok(response),
-            };
+            // Its body may hold a connection and a place in flight, which the next attempt needs.
+            drop(response);
+            permit = wait.await.map_err(Error::from)?;
             request = repeated;
         }
     }

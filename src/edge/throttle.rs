@@ -171,7 +171,7 @@ impl<S: Clone> AdaptiveThrottle<S> {
                 (State::Refused { limited: Some(limited) }, None, None)
             }
         };
-        ThrottledFuture { state, permit, again, refusal: None, layer: self.layer.clone() }
+        ThrottledFuture { state, permit, again, layer: self.layer.clone() }
     }
 }
 
@@ -200,15 +200,13 @@ pin_project! {
         state: State<S, R>,
         permit: Option<ThrottlePermit>,
         again: Option<Box<Again<S, R>>>,
-        // The refusal after which the request waits: it passes if the wait is in vain.
-        refusal: Option<S::Response>,
         layer: AdaptiveThrottleLayer,
     }
 }
 
 pin_project! {
-    // Waiting => Calling | done(Limited) | done(the refusal before) | done(Inner)
-    // Calling => done | Waiting                 refused, and it may go again
+    // Waiting => Calling | done(Limited) | done(Inner)
+    // Calling => done | Waiting                 refused, and it may go again: the refusal is dropped
     // Refused => done(Limited)
     #[project = StateProj]
     enum State<S, R>
@@ -281,10 +279,11 @@ where
                     };
                     match permit.answered_or_back(&signal) {
                         Some(Back::Waits(wait)) => {
+                            // Its body may hold a connection and a place in flight, which the next attempt needs.
+                            drop(response);
                             let Again { inner, request, clones } = *again;
                             let errand =
                                 Errand { wait, permit: Unsent(None), inner, request, clones: Some(clones) };
-                            *this.refusal = Some(response);
                             this.state.set(State::Waiting { errand: Some(Box::new(errand)) });
                         }
                         Some(Back::Ended(limited)) if this.layer.are_errors() => {
@@ -299,13 +298,7 @@ where
                     let waited = errand.take().expect("it was just polled");
                     let permit = match done {
                         Ok(permit) => permit,
-                        Err(error) => {
-                            let refusal = this.refusal.take().filter(|_| !this.layer.are_errors());
-                            return Poll::Ready(match (refusal, error) {
-                                (Some(response), Error::Limited(_)) => Ok(response),
-                                (_, error) => Err(error),
-                            });
-                        }
+                        Err(error) => return Poll::Ready(Err(error)),
                     };
                     let Errand { mut inner, request, clones, .. } = *waited;
                     *this.again = clones.and_then(|clones| Again::of(&request, &inner, clones));

@@ -95,7 +95,9 @@ pub enum Limited {
     },
     /// Refused there: the request was sent, and the upstream answered that it is too much.
     ///
-    /// Only with `error_on_upstream_limit`; by default such a response passes as a response.
+    /// Only with `error_on_upstream_limit`, and if a request that was to be sent again
+    /// ([`retrying`](crate::AdaptiveThrottleLayer::retrying)) got no turn in time. By default such a response passes as a
+    /// response.
     #[non_exhaustive]
     Upstream {
         /// The status of the response.

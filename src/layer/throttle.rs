@@ -129,7 +129,10 @@ impl AdaptiveThrottleLayer {
 /// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the line, for as long as
 /// `max_wait` from its arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
 ///
-/// What is still refused then passes as a response. A request has to be one that can be sent twice
+/// A refusal that says that the request would have to wait for longer passes as a response. Any other is dropped before
+/// the wait, so that it holds neither its connection nor, with
+/// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its place in flight. If the request then gets no
+/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal. A request has to be one that can be sent twice
 /// ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as one with a streaming body, is sent once. So mind requests
 /// that do something each time they arrive: a server that refuses a request has, as a rule, not acted on it.
 ///

@@ -6,6 +6,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use http::StatusCode;
+
 use super::gate::{Since, Throttle, refused, report};
 use super::line::{Flight, Number};
 use crate::clock;
@@ -112,6 +114,7 @@ impl ThrottlePermit {
         if is_back {
             let mut wait = Wait::new(self.throttle.clone(), self.key, number, label, start, self.latest);
             wait.turns = turns + 1;
+            wait.refused = Some(status);
             return Some(Back::Waits(Box::new(wait)));
         }
         let since = Since { start: now.checked_sub(span).unwrap_or(now), now, turns };
@@ -155,6 +158,8 @@ pub(crate) struct Wait {
     start: Instant,
     latest: Instant,
     turns: u32,
+    /// With what the upstream refused the attempt before, if there was one: the error of a wait that ends without a turn.
+    refused: Option<StatusCode>,
 }
 
 impl Wait {
@@ -166,7 +171,7 @@ impl Wait {
         start: Instant,
         latest: Instant,
     ) -> Self {
-        Wait { throttle, key, number: Some(number), label, start, latest, turns: 1 }
+        Wait { throttle, key, number: Some(number), label, start, latest, turns: 1, refused: None }
     }
 }
 
@@ -195,7 +200,16 @@ impl Future for Wait {
                 let by_deadline = self.latest < clock::after(self.start, self.throttle.max_wait());
                 let reason = self.throttle.why(over, by_deadline);
                 let since = Since { start: self.start, now, turns };
-                Err(refused(reason, label, over.retry_at, since))
+                Err(match self.refused {
+                    None => refused(reason, label, over.retry_at, since),
+                    Some(status) => {
+                        let retry_after = over.retry_at.map(|at| at.saturating_duration_since(now));
+                        let report = report(label, retry_after, &since);
+                        let limited = Limited::Upstream { status, report };
+                        events::limited(&limited);
+                        limited
+                    }
+                })
             }
         })
     }
