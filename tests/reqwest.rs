@@ -364,7 +364,7 @@ async fn a_middleware_s_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_r
     let client = ClientBuilder::new(client()).with(layer.retrying()).with(Canned(upstream.clone())).build();
     let call = tokio::spawn(client.get("http://a/").send());
     pass(ms(1000)).await;
-    throttle.hold_until(Key::ALL, now() + ms(30_000));
+    throttle.hold_until(Key::ALL, now() + ms(30_000)).await.unwrap();
     let error = soon(call).await.unwrap().unwrap_err();
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1));
 }

@@ -249,6 +249,71 @@ async fn a_refusal_of_one_holds_all() {
     permit.answered(&plenty);
 }
 
+fn refusal_for(seconds: u64) -> Signal {
+    let refusal = Signal::default().with_limited(StatusCode::TOO_MANY_REQUESTS);
+    refusal.with_retry_after(Duration::from_secs(seconds))
+}
+
+#[tokio::test(start_paused = true)]
+async fn release_in_a_new_process_ends_the_hold_of_all() {
+    let remote = Remote::new(ms(20));
+    let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
+    one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
+    let start = now();
+    let calls = [&one, &other].map(|throttle| {
+        let throttle = throttle.clone();
+        tokio::spawn(async move {
+            throttle.acquire(Key::ALL).await.map(|permit| permit.answered(&Signal::default()))
+        })
+    });
+    pass(ms(5000)).await;
+    assert!(calls.iter().all(|call| !call.is_finished()), "they are held");
+    // It was started after the refusal, to mend things.
+    layer(&remote).throttle().release(Key::ALL).await.unwrap();
+    for call in calls {
+        soon(call).await.unwrap().unwrap();
+    }
+    assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
+    // Nor is it there for those who come later.
+    soon(layer(&remote).throttle().acquire(Key::ALL)).await.unwrap().give_back();
+    assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_by_hand_is_shared_when_it_returns() {
+    let remote = Remote::new(ms(20));
+    let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
+    let start = now();
+    one.hold_for(Key::ALL, Duration::from_secs(30)).await.unwrap();
+    soon(other.acquire(Key::ALL)).await.unwrap().give_back();
+    assert!(now() - start >= Duration::from_secs(30), "{:?}", now() - start);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_while_the_store_is_away_is_shared_when_it_is_back() {
+    let remote = Remote::new(ms(20));
+    let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
+    one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
+    let start = now();
+    pass(ms(1000)).await;
+    remote.away.store(true, Ordering::Relaxed);
+    assert!(matches!(one.release(Key::ALL).await, Err(StoreError::Lost)));
+    soon(one.acquire(Key::ALL)).await.unwrap().answered(&Signal::default());
+    pass(ms(5000)).await;
+    remote.away.store(false, Ordering::Relaxed);
+    pass(ms(30_000)).await;
+    soon(other.acquire(Key::ALL)).await.unwrap().answered(&Signal::default());
+    assert!(now() - start < Duration::from_secs(120), "{:?}", now() - start);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_a_store_never_answers_ends_with_an_error() {
+    let remote = Remote::new(ms(1));
+    remote.mute.store(true, Ordering::Relaxed);
+    let throttle = layer(&remote).throttle();
+    assert!(soon(throttle.release(Key::ALL)).await.is_err());
+}
+
 #[tokio::test(start_paused = true)]
 async fn one_that_waits_and_is_dropped_keeps_nobody_from_going() {
     let remote = Remote::new(ms(1));

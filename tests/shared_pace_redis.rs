@@ -135,6 +135,27 @@ async fn what_one_hears_of_a_hold_holds_the_others() {
 }
 
 #[tokio::test]
+async fn release_ends_a_hold_that_is_kept_in_redis() {
+    let server = RedisServer::start().unwrap();
+    process(&server, None)
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&refusal().with_retry_after(millis(3_600_000)));
+    // What that process has written: the next ones are new.
+    while server.command::<Vec<String>>(&["KEYS", "*"]).is_empty() {
+        sleep(millis(10)).await;
+    }
+    sleep(millis(300)).await;
+    let held = process(&server, None);
+    assert!(held.acquire(Key::ALL).await.is_err(), "for longer than it can wait");
+    process(&server, None).release(Key::ALL).await.unwrap();
+    for throttle in [held, process(&server, None)] {
+        throttle.acquire(Key::ALL).await.unwrap().answered(&left(1000));
+    }
+}
+
+#[tokio::test]
 async fn redis_sees_no_key_and_keeps_nothing_for_ever() {
     let server = RedisServer::start().unwrap();
     let throttle = process(&server, None);

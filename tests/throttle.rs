@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic, Unpaced};
+use tollgate::store::StoreError;
 use tollgate::{
     AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal, by_host,
 };
@@ -156,7 +157,7 @@ async fn a_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
     let throttle = layer.throttle();
     let call = tokio::spawn(layer.retrying().layer(upstream.clone()).oneshot(get("/")));
     pass(ms(1000)).await;
-    throttle.hold_until(Key::ALL, now() + ms(30_000));
+    throttle.hold_until(Key::ALL, now() + ms(30_000)).await.unwrap();
     let error = soon(call).await.unwrap().unwrap_err();
     let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else { panic!("{error}") };
     assert_eq!((status.as_u16(), report.retry_after()), (429, Some(ms(30_000))));
@@ -384,11 +385,44 @@ async fn one_wake_up_for_each_turn() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn release_ends_a_hold_by_the_upstream_for_those_who_wait() {
+    let upstream = Upstream::answering([limited("3600")]);
+    let layer = AdaptiveThrottleLayer::builder().max_wait(ms(7_200_000)).build().unwrap();
+    let (service, throttle) = (layer.layer(upstream.clone()), layer.throttle());
+    assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), 429);
+    let start = now();
+    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    pass(ms(1000)).await;
+    assert_eq!((throttle.waiting(Key::ALL), upstream.count()), (3, 1));
+    throttle.release(Key::ALL).await.unwrap();
+    for call in calls {
+        assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+    }
+    assert!(now() - start < ms(60_000), "{:?}", now() - start);
+    // A hold after it is a hold.
+    let held = now();
+    throttle.hold_for(Key::ALL, ms(30_000)).await.unwrap();
+    soon(service.clone().oneshot(get("/"))).await.unwrap();
+    assert!(now() - held >= ms(30_000), "{:?}", now() - held);
+}
+
+#[tokio::test(start_paused = true)]
+async fn holds_by_hand_of_one_key_too_many_are_errors() {
+    let layer = AdaptiveThrottleLayer::builder().max_keys(1).build().unwrap();
+    let throttle = layer.throttle();
+    let _used = throttle.acquire(Key::new("a")).await.unwrap();
+    let error = throttle.hold_for(Key::new("b"), ms(1000)).await.unwrap_err();
+    assert!(matches!(error, StoreError::Full { max_keys: 1 }), "{error}");
+    throttle.hold_until(Key::new("b"), support::long_ago()).await.unwrap();
+    throttle.release(Key::new("b")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_hold_by_hand_holds_even_one_without_a_pace() {
     let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
     let throttle = layer.throttle();
-    throttle.hold_until(Key::ALL, now() + ms(2000));
-    throttle.hold_until(Key::ALL, now() + ms(1000));
+    throttle.hold_until(Key::ALL, now() + ms(2000)).await.unwrap();
+    throttle.hold_until(Key::ALL, now() + ms(1000)).await.unwrap();
     let start = now();
     throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
     assert!((2000..=2002).contains(&(now() - start).as_millis()));

@@ -261,6 +261,9 @@ impl AdaptiveThrottleBuilder {
     }
 
     /// The longest that the word of the server holds a key. Default: an hour; at most a day; `Duration::ZERO` for never.
+    ///
+    /// A hold outlives a restart if the processes share a [store](AdaptiveThrottleBuilder::store).
+    /// [`Throttle::release`] ends it.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = max_hold;
         self

@@ -9,8 +9,8 @@ use crate::signal::Signal;
 /// How long a probe that hangs keeps others from going.
 const PROBE: Duration = Duration::from_secs(1);
 
-/// No hold of others is longer.
-const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
+/// No hold is longer.
+pub(super) const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug)]
 pub(super) struct Course {
@@ -22,6 +22,8 @@ pub(super) struct Course {
     refused: bool,
     /// Until when nothing may leave.
     pub(super) held_until: Option<Instant>,
+    /// How many times a hold was released. A hold that was seen before the last release no longer counts.
+    pub(super) releases: u32,
     /// When something happened last.
     last_change: Instant,
     /// The longest that the word of the server holds anything.
@@ -43,6 +45,7 @@ impl Course {
             answered: false,
             refused: false,
             held_until: None,
+            releases: 0,
             last_change: now,
             max_hold,
         }
@@ -144,12 +147,19 @@ impl Course {
         self.held_until = self.held_until.max(Some(until));
     }
 
+    /// Ends the hold.
+    pub(super) fn release(&mut self) {
+        self.held_until = None;
+        self.releases = self.releases.saturating_add(1);
+    }
+
     /// All of it, to be written or read. Answers whether the pace can be shared.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) -> bool {
         notes.near(&mut self.last_sent, Duration::ZERO);
         notes.flag(&mut self.answered);
         notes.flag(&mut self.refused);
         notes.near(&mut self.held_until, LONGEST_HOLD);
+        notes.small(&mut self.releases);
         self.pace.share(notes)
     }
 

@@ -27,6 +27,8 @@ pub(super) struct Fleet {
     pub(super) known_at: Instant,
     /// What happened here and is not in the register.
     pub(super) events: Vec<Event>,
+    /// How many events there have been.
+    pub(super) pushed: u64,
     /// Since when anything is not in the register.
     pub(super) untold_since: Option<Instant>,
     pub(super) attempt: Option<Attempt>,
@@ -34,6 +36,9 @@ pub(super) struct Fleet {
     pub(super) granted: usize,
     pub(super) conflicts: u32,
     pub(super) failures: u32,
+    /// Why the store went away, and how many times it did.
+    pub(super) last_error: Option<StoreError>,
+    pub(super) outages: u64,
     /// The course when the store went away, and when that was, while it is away.
     pub(super) together: Option<(Vec<u8>, Instant)>,
     /// No exchange before.
@@ -48,19 +53,41 @@ pub(super) struct Fleet {
 #[derive(Debug)]
 pub(super) enum Event {
     Sent(Instant),
-    Answered { signal: Signal, sent: Instant, at: Instant },
-    Held(Instant),
+    Answered {
+        signal: Signal,
+        sent: Instant,
+        at: Instant,
+        /// How many releases this process knew of; `None` if it had not read the register.
+        releases: Option<u32>,
+    },
+    Held {
+        until: Instant,
+        /// How many releases this process knew of; `None` if it had not read the register.
+        releases: Option<u32>,
+    },
+    Released,
 }
 
 impl Event {
-    /// Whether it may hold all.
+    /// Whether it may hold all, or let all leave.
     pub(super) fn holds(&self) -> bool {
         match self {
-            Event::Held(_) => true,
+            Event::Held { .. } | Event::Released => true,
             Event::Answered { signal, .. } => signal.limited().is_some(),
             Event::Sent(_) => false,
         }
     }
+
+    pub(super) fn is_release(&self) -> bool {
+        matches!(self, Event::Released)
+    }
+}
+
+/// What was pushed up to now, to be asked whether it is in the register.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mark {
+    pushed: u64,
+    outages: u64,
 }
 
 /// A change that is on its way.
@@ -102,11 +129,14 @@ impl Fleet {
             version: None,
             known_at: now,
             events: Vec::new(),
+            pushed: 0,
             untold_since: None,
             attempt: None,
             granted: 0,
             conflicts: 0,
             failures: 0,
+            last_error: None,
+            outages: 0,
             together: None,
             rests_until: None,
             trip: Duration::ZERO,
@@ -151,6 +181,23 @@ impl Fleet {
         // Another register, or a clock that was stepped or drifts.
         let known = self.origin.filter(|known| apart(*known) < APART);
         *self.origin.insert(known.unwrap_or(seen))
+    }
+
+    pub(super) fn push(&mut self, event: Event) {
+        self.events.push(event);
+        self.pushed += 1;
+    }
+
+    pub(super) fn mark(&self) -> Mark {
+        Mark { pushed: self.pushed, outages: self.outages }
+    }
+
+    /// Whether all that was pushed before `mark` is in the register; an error if the store has been away since.
+    pub(super) fn is_shared(&self, mark: Mark) -> Result<bool, StoreError> {
+        if self.is_away() || self.outages != mark.outages {
+            return Err(self.last_error.clone().unwrap_or(StoreError::Lost));
+        }
+        Ok(self.pushed - self.events.len() as u64 >= mark.pushed)
     }
 
     pub(super) fn touch(&mut self, now: Instant) {

@@ -453,3 +453,44 @@ fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
     assert!(kind(Box::new(EachSecond)).is_some());
     assert_eq!(kind(Box::new(Forgetful(false))), None);
 }
+
+fn is_held(line: &Line, now: Instant) -> bool {
+    line.held_until().is_some_and(|until| until > now)
+}
+
+#[test]
+fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
+    let start = clock::now() + Duration::from_secs(3600);
+    let at = |seconds: u64| start + Duration::from_secs(seconds);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, start), line_of(2, start));
+    for line in [&mut one, &mut other] {
+        line.join(start);
+        exchange(line, &mut register, start);
+    }
+    one.hold_until(at(3000), start);
+    for line in [&mut one, &mut other] {
+        line.join(at(1));
+        exchange(line, &mut register, at(1));
+        assert!(is_held(line, at(1)));
+    }
+    // The other cannot reach the store while the one releases.
+    other.hold_until(at(3100), at(2));
+    assert!(other.exchange(at(2)).is_some());
+    other.exchanged(Err(StoreError::Lost), at(2), at(2));
+    one.release(at(2));
+    exchange(&mut one, &mut register, at(2));
+    assert!(!is_held(&one, at(2)) && is_held(&other, at(2)));
+    // It is back, and says what it knows.
+    for _ in 0..3 {
+        exchange(&mut other, &mut register, at(60));
+        exchange(&mut one, &mut register, at(60));
+    }
+    assert!(!is_held(&one, at(60)) && !is_held(&other, at(60)));
+    // What is held from then on is held.
+    other.hold_until(at(3100), at(61));
+    exchange(&mut other, &mut register, at(61));
+    one.join(at(61));
+    exchange(&mut one, &mut register, at(61));
+    assert!(is_held(&one, at(61)) && is_held(&other, at(61)));
+}

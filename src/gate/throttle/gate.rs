@@ -109,14 +109,6 @@ impl Throttle {
         }
     }
 
-    /// Nothing leaves for `key` before `until`, whatever its pace says, here and wherever its line is shared. It never
-    /// shortens another hold.
-    pub fn hold_until(&self, key: Key, until: Instant) {
-        let now = clock::now();
-        // With as many keys as may be, there is no room for one that nobody asked for.
-        let _ = self.open(key, now, |station, wakers| station.hold_until(until, now, wakers));
-    }
-
     /// Returns what errors and events call `key`, which came with `request`.
     pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
         match &self.0.settings.store {
@@ -175,7 +167,12 @@ impl Throttle {
         self.0.settings.max_wait
     }
 
-    fn open<R>(
+    pub(super) fn max_keys(&self) -> usize {
+        self.0.settings.max_keys
+    }
+
+    /// Does something at the station of `key`, which is made first if there is none.
+    pub(super) fn open<R>(
         &self,
         key: Key,
         now: Instant,

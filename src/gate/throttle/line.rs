@@ -97,7 +97,7 @@ impl Line {
                 return None;
             }
             self.course.sent(self.crowd(), now);
-            self.happened(now, || Event::Sent(now));
+            self.happened(now, |_| Event::Sent(now));
         }
         let (number, mut place) = self.waiting.pop_first()?;
         place.call.attempts = place.call.attempts.saturating_add(1);
@@ -126,7 +126,7 @@ impl Line {
         self.in_flight -= 1;
         let (crowd, reply) = (self.crowd(), Reply::new(signal, sent, &mut place.call));
         let pause = self.course.answered(crowd, reply, &mut self.dice, now);
-        self.happened(now, || Event::Answered { signal: signal.clone(), sent, at: now });
+        self.happened(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
         pause.map(|pause| Refused { number, place, pause })
     }
 
@@ -163,7 +163,17 @@ impl Line {
     /// Nothing leaves before `until`. It only ever moves to a later moment.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
         self.course.hold_until(until);
-        self.happened(now, || Event::Held(until));
+        self.happened(now, |releases| Event::Held { until, releases });
+    }
+
+    /// Ends the hold.
+    pub(crate) fn release(&mut self, now: Instant) {
+        self.course.release();
+        if let Some(fleet) = &mut self.fleet {
+            // Also if the store is away: the others are told when it is back.
+            fleet.push(Event::Released);
+            fleet.touch(now);
+        }
     }
 
     /// Until when nothing may leave.

@@ -15,6 +15,7 @@ mod fleet;
 #[cfg(test)]
 mod fleet_laws;
 mod gate;
+mod hold;
 #[cfg(test)]
 mod laws;
 mod line;

@@ -11,7 +11,7 @@
 use std::time::{Duration, Instant};
 
 use super::course::Crowd;
-use super::fleet::{Attempt, Away, Event, Exchange, Fleet};
+use super::fleet::{Attempt, Away, Event, Exchange, Fleet, Mark};
 use super::line::Line;
 use super::member::{Member, Members};
 use crate::clock;
@@ -81,11 +81,11 @@ impl Line {
         }
     }
 
-    /// Something happened that the others are to know.
-    pub(super) fn happened(&mut self, now: Instant, event: impl FnOnce() -> Event) {
+    /// Something happened that the others are to know. `event` is told how many releases this process knows of.
+    pub(super) fn happened(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
         if let Some(fleet) = &mut self.fleet {
             if !fleet.is_away() {
-                fleet.events.push(event());
+                fleet.push(event(fleet.version.map(|_| self.course.releases)));
             }
             fleet.touch(now);
         }
@@ -96,6 +96,16 @@ impl Line {
         if let Some(fleet) = &mut self.fleet {
             fleet.touch(now);
         }
+    }
+
+    /// What happened here up to now; `None` if the line is not shared.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        self.fleet.as_ref().map(|fleet| fleet.mark())
+    }
+
+    /// Whether all that happened before `mark` is in the register; an error if the store has been away since.
+    pub(super) fn is_shared(&self, mark: Mark) -> Result<bool, StoreError> {
+        self.fleet.as_ref().map_or(Ok(true), |fleet| fleet.is_shared(mark))
     }
 
     /// When the exchange under way began.
@@ -237,8 +247,10 @@ impl Line {
                 if fleet.failures > 1 {
                     return None;
                 }
-                // By the time it is back this will be of no interest to anybody.
-                fleet.events.clear();
+                fleet.outages += 1;
+                fleet.last_error = Some(error.clone());
+                // By the time it is back the others will be of no interest to anybody.
+                fleet.events.retain(Event::is_release);
                 let processes = fleet.company();
                 fleet.together = Some((Notes::write(now, |notes| _ = self.course.share(notes)), now));
                 self.course.divide(processes, &mut self.dice, now);
@@ -250,8 +262,15 @@ impl Line {
         if let Some((together, left_at)) = &together {
             // What was shared before, if there is nothing later. But what holds holds all.
             let held = self.course.held_until.filter(|until| *until > now);
+            let releases = fleet.version.map(|_| self.course.releases);
             Notes::read(together, *left_at, |notes| _ = self.course.share(notes));
-            fleet.events.extend(held.map(Event::Held));
+            if fleet.events.iter().any(Event::is_release) {
+                self.course.release();
+            }
+            if let Some(until) = held {
+                self.course.hold_until(until);
+                fleet.push(Event::Held { until, releases });
+            }
         }
         fleet.rests_until = None;
         let trip = now.saturating_duration_since(asked);
@@ -337,6 +356,8 @@ impl Line {
         }
         let events = std::mem::take(&mut fleet.events);
         let crowd = self.crowd();
+        // A hold that was seen here before another process released it does not come back.
+        let (known, mut released) = (self.course.releases, false);
         for event in &events {
             match event {
                 Event::Sent(at) => {
@@ -344,11 +365,22 @@ impl Line {
                     self.course.sent(crowd, *at);
                     self.course.last_sent = last.max(Some(*at));
                 }
-                Event::Answered { signal, sent, at } => {
-                    let mut call = Call::default();
+                Event::Answered { signal, sent, at, releases } => {
+                    let (mut call, held) = (Call::default(), self.course.held_until);
                     self.course.answered(crowd, Reply::new(signal, *sent, &mut call), &mut self.dice, *at);
+                    if !released && releases.is_some_and(|releases| releases < known) {
+                        self.course.held_until = held;
+                    }
                 }
-                Event::Held(until) => self.course.hold_until(*until),
+                Event::Held { until, releases } => {
+                    if released || releases.is_none_or(|releases| releases >= known) {
+                        self.course.hold_until(*until);
+                    }
+                }
+                Event::Released => {
+                    self.course.release();
+                    released = true;
+                }
             }
         }
         if let Some(fleet) = &mut self.fleet {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::fleet::{Away, Exchange};
+use super::fleet::{Away, Exchange, Mark};
 use super::line::{Flight, Line, Number};
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
@@ -33,6 +33,8 @@ pub(super) struct Station {
     last_used: Instant,
     /// Who tells the others, where the line is shared.
     teller: Telling,
+    /// The tasks that wait until something is in the register.
+    sharing: Vec<Waker>,
 }
 
 /// Whether somebody tells the others of what happens here.
@@ -87,7 +89,13 @@ pub(super) enum Joined {
 
 impl Station {
     pub(super) fn new(line: Line, now: Instant) -> Self {
-        Station { line, waiters: BTreeMap::new(), last_used: now, teller: Telling::Nobody }
+        Station {
+            line,
+            waiters: BTreeMap::new(),
+            last_used: now,
+            teller: Telling::Nobody,
+            sharing: Vec::new(),
+        }
     }
 
     /// One arrives, who can wait until `latest`.
@@ -224,7 +232,42 @@ impl Station {
         self.tend(now, None, wakers);
     }
 
+    /// Ends the hold.
+    pub(super) fn release(&mut self, now: Instant, wakers: &mut Wakers) {
+        self.last_used = now;
+        self.line.release(now);
+        self.tend(now, None, wakers);
+    }
+
     // ── with others ──
+
+    /// What happened here up to now, for [`poll_shared`](Self::poll_shared); `None` if the line is not shared.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        self.line.mark()
+    }
+
+    /// Waits until the register has all that happened before `mark`. If nothing wakes the task, it polls again at the moment
+    /// that is returned.
+    pub(super) fn poll_shared(
+        &mut self,
+        mark: Mark,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Result<Result<(), StoreError>, Instant> {
+        match self.line.is_shared(mark) {
+            Ok(false) => {}
+            Ok(true) => return Ok(Ok(())),
+            Err(error) => return Ok(Err(error)),
+        }
+        if !self.sharing.iter().any(|waker| waker.will_wake(cx.waker())) {
+            self.sharing.push(cx.waker().clone());
+        }
+        Err(self.teller_comes_by().unwrap_or_else(|| clock::after(now, COMES)))
+    }
+
+    fn wake_sharing(&mut self, wakers: &mut Wakers) {
+        self.sharing.drain(..).for_each(|waker| wakers.add(Some(waker)));
+    }
 
     /// The number of one who is to be found to tell the others, if nobody does or who does never comes: from now on it does.
     pub(super) fn needs_teller(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
@@ -232,6 +275,7 @@ impl Station {
             // Its runtime is there and does nothing; or the store does not answer.
             self.line.exchanged(Err(StoreError::Lost), now, now);
             self.teller = Telling::Nobody;
+            self.wake_sharing(wakers);
             self.tend(now, None, wakers);
         }
         let due = self.line.exchange_at()?;
@@ -301,6 +345,7 @@ impl Station {
         }
         let held = self.line.held_until();
         let away = self.line.exchanged(answer, asked, now);
+        self.wake_sharing(wakers);
         self.others_did(held, now, wakers);
         away
     }
@@ -317,6 +362,7 @@ impl Station {
             return;
         }
         self.teller = Telling::Nobody;
+        self.wake_sharing(wakers);
         if let Some(asked) = asked {
             self.line.exchanged(Err(StoreError::Lost), asked, now);
         }
