@@ -208,6 +208,12 @@ pub trait AsRequestInfo {
     fn extensions(&self) -> Option<&Extensions> {
         None
     }
+
+    /// Whether the client inside may follow redirects by itself, so that a response may come from another
+    /// [host](crate::AsResponseInfo::host). Default: no; for `reqwest::Request`: yes.
+    fn follows_redirects(&self) -> bool {
+        false
+    }
 }
 
 impl<B> AsRequestInfo for http::Request<B> {
@@ -282,6 +288,11 @@ impl<'a> RequestInfo<'a> {
         Some(self.request.headers()?.get(name)?.as_bytes())
     }
 
+    /// The key of its host, if a response may come from another.
+    pub(crate) fn host_if_redirected(&self) -> Option<Key> {
+        self.host().filter(|_| self.request.follows_redirects()).map(Key::host)
+    }
+
     /// Its extension of type `T`.
     pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
         self.extensions?.get::<T>()
@@ -298,7 +309,8 @@ impl fmt::Debug for RequestInfo<'_> {
 /// A key function: one limit for each host. A request without a host is refused, by name, rather than counted
 /// under a key it does not share ([`Reason::NoKey`](crate::Reason::NoKey)).
 ///
-/// Hosts are compared without regard to case; the port does not count.
+/// Hosts are compared without regard to case; the port does not count. If reqwest follows a redirect to another host, the
+/// request still counts for the host that it was sent to, and what the other host says about limits is ignored.
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {

@@ -147,6 +147,11 @@
 //! redirects or repeats a request by itself makes more. With reqwest: `redirect(redirect::Policy::none())` and
 //! `retry(reqwest::retry::never())`, and a retry outside of tollgate instead.
 //!
+//! **Redirects to another host.** If reqwest follows a redirect from `api.example.com` to `files.example.net`, the response is
+//! of the second host. What it says is of no use for the key of the request: a 429 or 503 of the second host holds nothing, is
+//! not learned and passes as a response. Call the host that answers, or follow redirects outside of tollgate. A middleware
+//! inside of tollgate that rewrites the host of a request looks like a redirect: put it outside.
+//!
 //! **A way that varies.** Between the permit and the server lie the layers inside, the wait for a connection and
 //! its handshakes. A request that opens a connection may take 100 ms longer than the next, which finds it open, and
 //! the server may see them closer together than they left. Put tollgate next to the client, and make

@@ -369,6 +369,76 @@ async fn a_middleware_s_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_r
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1));
 }
 
+/// Two hosts: each request to `http://api.test/` is redirected to `http://files.test/`, which answers with `status`, and says
+/// that it has no room for an hour.
+struct Redirected {
+    api: Server,
+    files: Server,
+}
+
+impl Redirected {
+    fn answering(status: u16) -> Self {
+        let files = Server::open().script(move |_| {
+            let response = http::Response::builder().status(status).header("retry-after", 3600);
+            let response = response.header("ratelimit-limit", 40).header("ratelimit-remaining", 0);
+            Some(response.header("ratelimit-reset", 3000).body(String::new()).unwrap())
+        });
+        let location = format!("http://files.test:{}/", files.address().port());
+        let api = Server::open().script(move |_| {
+            let response = http::Response::builder().status(302).header("location", &location);
+            Some(response.body(String::new()).unwrap())
+        });
+        Redirected { api, files }
+    }
+
+    fn client(&self) -> Client {
+        let builder = Client::builder().no_proxy().resolve("api.test", self.api.address());
+        builder.resolve("files.test", self.files.address()).build().unwrap()
+    }
+
+    fn request(&self) -> Request {
+        let url = format!("http://api.test:{}/", self.api.address().port());
+        self.client().get(url).header("authorization", "of tenant 7").build().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn what_another_host_says_after_a_redirect_holds_nothing_and_is_not_learned() {
+    use http::header::AUTHORIZATION;
+    let keys = [("api.test", Key::host("api.test")), ("token", Key::new("of tenant 7"))];
+    for (status, (by, key)) in [503, 429, 200].into_iter().flat_map(|status| keys.map(|key| (status, key))) {
+        let hosts = Redirected::answering(status);
+        let builder = RateLimitLayer::builder(Quota::per_hour(40)).max_wait(ms(0)).error_on_upstream_limit();
+        let limit = match by {
+            "token" => builder.key(tollgate::by_header(AUTHORIZATION)).build().unwrap(),
+            _ => builder.key(by_host).build().unwrap(),
+        };
+        let service = ServiceBuilder::new().layer(limit.clone()).service(hosts.client());
+        let of_middleware = ClientBuilder::new(hosts.client()).with(limit.clone()).build();
+        for _ in 0..2 {
+            assert_eq!(service.clone().oneshot(hosts.request()).await.unwrap().status(), status);
+            assert_eq!(of_middleware.execute(hosts.request()).await.unwrap().status(), status);
+        }
+        let state = support::peek(&limit, key).await;
+        assert_eq!((state.held, state.limits[0].used), (None, 4), "{status} by {by}");
+        assert_eq!((hosts.api.tally().all(), hosts.files.tally().all()), (4, 4));
+    }
+}
+
+#[tokio::test]
+async fn what_another_host_says_after_a_redirect_does_not_slow_a_throttle() {
+    let hosts = Redirected::answering(429);
+    let layer = AdaptiveThrottleLayer::builder().key(by_host).max_wait(ms(0)).build().unwrap();
+    let retrying = layer.clone().retrying();
+    let service = ServiceBuilder::new().layer(retrying.clone()).service(hosts.client());
+    let of_middleware = ClientBuilder::new(hosts.client()).with(retrying).build();
+    for _ in 0..2 {
+        assert_eq!(service.clone().oneshot(hosts.request()).await.unwrap().status(), 429);
+        assert_eq!(of_middleware.execute(hosts.request()).await.unwrap().status(), 429);
+    }
+    assert_eq!(hosts.files.tally().all(), 4);
+}
+
 /// One that waits behind a call in flight goes when that ends, with reqwest-middleware too.
 #[tokio::test]
 async fn a_middleware_waits_for_a_call_in_flight_to_end() {

@@ -23,7 +23,14 @@ impl AsRequestInfo for reqwest::Request {
     fn headers(&self) -> Option<&HeaderMap> {
         Some(reqwest::Request::headers(self))
     }
+
+    fn follows_redirects(&self) -> bool {
+        true
+    }
 }
+
+/// What reqwest takes for the host of a response that was made of an `http::Response` without a URL.
+const NO_HOST: &str = "no.url.provided.local";
 
 impl AsResponseInfo for reqwest::Response {
     fn status(&self) -> Option<StatusCode> {
@@ -32,6 +39,10 @@ impl AsResponseInfo for reqwest::Response {
 
     fn headers(&self) -> Option<&HeaderMap> {
         Some(reqwest::Response::headers(self))
+    }
+
+    fn host(&self) -> Option<&str> {
+        self.url().host_str().filter(|host| *host != NO_HOST)
     }
 }
 
@@ -152,6 +163,7 @@ mod middleware {
         next: Next<'_>,
         clones: fn(&Request) -> Option<Request>,
     ) -> Result<Response> {
+        let host = RequestInfo::new(&request).host_if_redirected();
         let begun = layer.enter(&RequestInfo::new(&request).with_extensions(extensions));
         let mut permit = match begun {
             Begun::Leaves(permit) => permit,
@@ -161,7 +173,7 @@ mod middleware {
         loop {
             let again = clones(&request);
             let response = next.clone().run(request, extensions).await?;
-            let signal = layer.signal(permit.key(), &response);
+            let signal = layer.signal(permit.key(), host, &response);
             let Some(repeated) = again.filter(|_| signal.limited().is_some()) else {
                 layer.leave(permit, &signal).map_err(Error::from)?;
                 return Ok(response);

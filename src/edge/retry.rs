@@ -20,8 +20,11 @@ use crate::signal::Signal;
 /// a layer without retries.
 ///
 /// It is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is `Clone`, and for
-/// `reqwest::Request`; and a `reqwest_retry::RetryableStrategy` with its `RetryPolicy` (feature `reqwest-retry`). Put it
-/// outside of the layer:
+/// `reqwest::Request`; and a `reqwest_retry::RetryableStrategy` with its `RetryPolicy` (feature `reqwest-retry`).
+///
+/// A refusal by another host, to which a redirect led, holds nothing: its call is tried again at once.
+///
+/// Put it outside of the layer:
 ///
 #[cfg_attr(feature = "retry", doc = "```")]
 #[cfg_attr(not(feature = "retry"), doc = "```ignore")]

@@ -11,7 +11,7 @@ use tower_service::Service;
 
 use crate::error::{BoxError, Error, Limited};
 use crate::gate::{Back, ThrottlePermit, Wait};
-use crate::key::{AsRequestInfo, RequestInfo};
+use crate::key::{AsRequestInfo, Key, RequestInfo};
 use crate::layer::{AdaptiveThrottleLayer, Begun, RetryingThrottleLayer};
 use crate::signal::AsResponseInfo;
 
@@ -151,7 +151,8 @@ impl<S: Clone> AdaptiveThrottle<S> {
         R: AsRequestInfo,
         S: Service<R>,
     {
-        let begun = self.layer.enter(&RequestInfo::new(&request));
+        let info = RequestInfo::new(&request);
+        let (begun, host) = (self.layer.enter(&info), info.host_if_redirected());
         let (state, permit, again) = match begun {
             Begun::Leaves(permit) => {
                 let again = clones.and_then(|clones| Again::of(&request, &self.inner, clones));
@@ -171,7 +172,7 @@ impl<S: Clone> AdaptiveThrottle<S> {
                 (State::Refused { limited: Some(limited) }, None, None)
             }
         };
-        ThrottledFuture { state, permit, again, layer: self.layer.clone() }
+        ThrottledFuture { state, permit, again, host, layer: self.layer.clone() }
     }
 }
 
@@ -200,6 +201,7 @@ pin_project! {
         state: State<S, R>,
         permit: Option<ThrottlePermit>,
         again: Option<Box<Again<S, R>>>,
+        host: Option<Key>,
         layer: AdaptiveThrottleLayer,
     }
 }
@@ -271,7 +273,7 @@ where
                     let answer = ready!(call.poll(cx));
                     let permit = this.permit.take().expect("a future is not polled after it was ready");
                     let response = answer.map_err(Error::inner)?;
-                    let signal = this.layer.signal(permit.key(), &response);
+                    let signal = this.layer.signal(permit.key(), *this.host, &response);
                     let refused = signal.limited().is_some();
                     let Some(again) = this.again.take().filter(|_| refused) else {
                         this.layer.leave(permit, &signal)?;

@@ -23,6 +23,7 @@ use crate::store::Refusal;
 pub(crate) struct Waiter {
     limiter: Limiter,
     key: Key,
+    host: Option<Key>,
     place: Place,
     stage: Stage,
     seat: Option<Seat>,
@@ -52,13 +53,13 @@ enum Stage {
 impl Waiter {
     pub(super) fn new(
         limiter: Limiter,
-        &Entry { key, cost, .. }: &Entry,
+        &Entry { key, cost, host, .. }: &Entry,
         patience: Patience,
         since: Instant,
         label: Box<str>,
     ) -> Self {
         let place = Place { number: 0, cost, patience, turns: 1 };
-        Waiter { limiter, key, place, stage: Stage::Nowhere, seat: None, since, label }
+        Waiter { limiter, key, host, place, stage: Stage::Nowhere, seat: None, since, label }
     }
 
     /// It waits for a seat.
@@ -105,7 +106,7 @@ impl Waiter {
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
         let permit = Permit::new(self.limiter.clone(), self.key, slot, self.seat.take());
-        permit.after(Wait { label, waited, turns })
+        permit.after(Wait { label, waited, turns, host: self.host })
     }
 
     fn report(&self, refusal: Refusal, now: Instant) -> Report {
@@ -162,7 +163,7 @@ impl Waiter {
         let reached = match self.limiter.seated(key, patience, seated) {
             Sitting::Sits(seat) => {
                 self.seat = seat;
-                let entry = Entry { key, cost: self.place.cost, deadline: None };
+                let entry = Entry { key, cost: self.place.cost, deadline: None, host: self.host };
                 self.limiter.line_up(&entry, patience, now)
             }
             Sitting::Ended(reached) => reached,

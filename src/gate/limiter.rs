@@ -116,6 +116,8 @@ pub(crate) struct Entry {
     pub(crate) key: Key,
     pub(crate) cost: u32,
     pub(crate) deadline: Option<Instant>,
+    /// The key of its host, if it matters which host answers.
+    pub(crate) host: Option<Key>,
 }
 
 /// What came of entering.
@@ -168,7 +170,7 @@ impl Limiter {
     ///
     /// When it has to wait and is polled outside of a Tokio runtime with timers.
     pub fn acquire(&self, key: Key) -> Acquire {
-        Acquire::new(self.clone(), Entry { key, cost: 1, deadline: None })
+        Acquire::new(self.clone(), Entry { key, cost: 1, deadline: None, host: None })
     }
 
     /// Gives back what this process has at hand, and answers when the store has all that was given back.

@@ -42,6 +42,8 @@ pub(super) struct Wait {
     pub(super) label: Box<str>,
     pub(super) waited: Duration,
     pub(super) turns: u32,
+    /// The key of its host, if it matters which host answers.
+    pub(super) host: Option<Key>,
 }
 
 impl Permit {
@@ -102,8 +104,9 @@ impl Permit {
     pub(crate) fn sent(self) -> Sent {
         let Permit { limiter, key, slot, seat, wait } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
+        let host = wait.as_ref().and_then(|wait| wait.host);
         let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
-        Sent { gate: limiter.id(), cost, key, at, more }
+        Sent { gate: limiter.id(), cost, key, host, at, more }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -123,6 +126,7 @@ pub(crate) struct Sent {
     gate: GateId,
     cost: u32,
     key: Key,
+    host: Option<Key>,
     /// When it left, or a little before.
     at: Instant,
     more: Option<Box<More>>,
@@ -139,19 +143,25 @@ impl Sent {
     /// One that got its permit at once.
     #[inline]
     pub(crate) fn at_once(gate: GateId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
-        let &Entry { key, cost, .. } = entry;
-        Sent { gate, cost, key, at, more: seat.map(|seat| Box::new(More { seat: Some(seat), wait: None })) }
+        let &Entry { key, cost, host, .. } = entry;
+        let more = seat.map(|seat| Box::new(More { seat: Some(seat), wait: None }));
+        Sent { gate, cost, key, host, at, more }
     }
 
     /// The same, and it keeps the name of its key.
     pub(crate) fn named(mut self, label: Box<str>) -> Self {
-        let wait = Wait { label, waited: Duration::ZERO, turns: 0 };
+        let wait = Wait { label, waited: Duration::ZERO, turns: 0, host: None };
         self.more.get_or_insert_default().wait = Some(Box::new(wait));
         self
     }
 
     pub(crate) fn key(&self) -> Key {
         self.key
+    }
+
+    /// The key of the host it was sent to, if it matters which host answers.
+    pub(crate) fn host(&self) -> Option<Key> {
+        self.host
     }
 
     /// Whether it matters that its answer is none in which anything is said of limits.
@@ -183,9 +193,9 @@ impl Sent {
 
     #[cold]
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
-        let Wait { label, waited, turns } = match self.more.as_mut().and_then(|more| more.wait.take()) {
+        let Wait { label, waited, turns, .. } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => Wait { label: self.gate.label(self.key), waited: Duration::ZERO, turns: 0 },
+            None => Wait { label: self.gate.label(self.key), waited: Duration::ZERO, turns: 0, host: None },
         };
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);

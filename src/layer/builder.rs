@@ -223,6 +223,8 @@ impl RateLimitBuilder {
     ///
     /// Where the upstream says for how long, its word counts, cut to this. Where it does not, the key is held for about a
     /// second, and twice as long each time it is refused again.
+    ///
+    /// A refusal by another host, to which reqwest followed a redirect, holds nothing.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = max_hold;
         self

@@ -46,8 +46,13 @@ impl Answers {
         self.0.as_ref()?.dialect.as_ref()
     }
 
-    /// What `response` to a request under `key` says.
-    pub(super) fn signal(&self, key: Key, response: &impl AsResponseInfo) -> Signal {
+    /// What `response` says to a request to `host` under `key`: nothing, if a redirect led to another host.
+    pub(super) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
+        if let (Some(asked), Some(answered)) = (host, response.host())
+            && Key::host(answered) != asked
+        {
+            return Signal::default();
+        }
         let signal = Signal::read(response);
         match (self.dialect(), response.headers()) {
             (Some(dialect), Some(headers)) => dialect(key, headers, signal),
@@ -79,7 +84,7 @@ pub(crate) fn leave(
 }
 
 fn read(sent: Sent, response: &impl AsResponseInfo, answers: &Answers) -> Result<Option<Seat>, Limited> {
-    let signal = answers.signal(sent.key(), response);
+    let signal = answers.signal(sent.key(), sent.host(), response);
     match sent.answered(&signal) {
         (_, Some(limited)) if answers.are_errors() => Err(limited),
         (seat, _) => Ok(seat),
@@ -104,7 +109,7 @@ impl Reading {
             (None, Some(deadline_of)) => deadline_of(request),
             (None, None) => None,
         };
-        Some(Entry { key, cost, deadline })
+        Some(Entry { key, cost, deadline, host: request.host_if_redirected() })
     }
 }
 

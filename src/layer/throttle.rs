@@ -107,9 +107,9 @@ impl AdaptiveThrottleLayer {
         }
     }
 
-    /// What `response` to a request under `key` says.
-    pub(crate) fn signal(&self, key: Key, response: &impl AsResponseInfo) -> Signal {
-        self.reading.answers.signal(key, response)
+    /// What `response` says to a request to `host` under `key`.
+    pub(crate) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
+        self.reading.answers.signal(key, host, response)
     }
 
     /// Whether a refusal by the upstream is an error.
@@ -132,9 +132,11 @@ impl AdaptiveThrottleLayer {
 /// A refusal that says that the request would have to wait for longer passes as a response. Any other is dropped before
 /// the wait, so that it holds neither its connection nor, with
 /// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its place in flight. If the request then gets no
-/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal. A request has to be one that can be sent twice
-/// ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as one with a streaming body, is sent once. So mind requests
-/// that do something each time they arrive: a server that refuses a request has, as a rule, not acted on it.
+/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal.
+///
+/// A request has to be one that can be sent twice ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as
+/// one with a streaming body, is sent once. So mind requests that do something each time they arrive: a server that refuses a
+/// request has, as a rule, not acted on it.
 ///
 /// ```
 /// use http::{Request, Response};
@@ -262,8 +264,10 @@ impl AdaptiveThrottleBuilder {
 
     /// The longest that the word of the server holds a key. Default: an hour; at most a day; `Duration::ZERO` for never.
     ///
-    /// A hold outlives a restart if the processes share a [store](AdaptiveThrottleBuilder::store).
-    /// [`Throttle::release`] ends it.
+    /// A refusal by another host, to which reqwest followed a redirect, holds nothing.
+    ///
+    /// A hold outlives a restart if the processes share a [store](AdaptiveThrottleBuilder::store). [`Throttle::release`] ends
+    /// it.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = max_hold;
         self

@@ -79,6 +79,15 @@ pub trait AsResponseInfo {
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
+
+    /// The host that sent it, if the client inside [follows redirects](crate::AsRequestInfo::follows_redirects). Default:
+    /// `None`, the host of the request.
+    ///
+    /// If it is another host than that of the request, what it says holds nothing and is not learned: it is of another
+    /// host's limits. For `reqwest::Response` it is the host of its URL.
+    fn host(&self) -> Option<&str> {
+        None
+    }
 }
 
 impl<B> AsResponseInfo for http::Response<B> {
