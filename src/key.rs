@@ -46,6 +46,9 @@ pub struct Key {
 
 impl Key {
     /// One key for everything: what a layer uses that was given no key function.
+    ///
+    /// All requests share one count then. [Holds](crate::RateLimitBuilder::max_hold) go by host: see
+    /// [`host_hold`](Key::host_hold).
     pub const ALL: Key = Key { high: 0x746f_6c6c_6761_7465, low: 0x0061_6c6c };
 
     /// The key of `name`.
@@ -72,6 +75,32 @@ impl Key {
             return Key::new(host.to_ascii_lowercase());
         }
         Key::new(host)
+    }
+
+    /// The key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function holds after a refusal by `host`, for
+    /// [`peek`](crate::Limiter::peek), [`hold_for`](crate::Limiter::hold_for) and [`release`](crate::Limiter::release).
+    ///
+    /// It holds the requests to that host and no others. A hold of [`Key::ALL`] holds the requests to all hosts.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limit = RateLimitLayer::new(Quota::per_second(50))?;
+    /// // No request to this host for a minute.
+    /// limit.limiter().hold_for(Key::host_hold("api.example.com"), Duration::from_secs(60)).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn host_hold(host: &str) -> Self {
+        Key::host(host).within_all()
+    }
+
+    /// What is held under [`Key::ALL`] by what the host says whose key this is. No counter has this key.
+    pub(crate) fn within_all(self) -> Self {
+        Key { high: self.high ^ Key::ALL.high, low: self.low ^ Key::ALL.low }
     }
 
     /// The key under a secret: who does not know it cannot make it.
@@ -290,7 +319,12 @@ impl<'a> RequestInfo<'a> {
 
     /// The key of its host, if a response may come from another.
     pub(crate) fn host_if_redirected(&self) -> Option<Key> {
-        self.host().filter(|_| self.request.follows_redirects()).map(Key::host)
+        if self.request.follows_redirects() { self.host_key() } else { None }
+    }
+
+    /// The key of its host.
+    pub(crate) fn host_key(&self) -> Option<Key> {
+        self.host().map(Key::host)
     }
 
     /// Its extension of type `T`.
@@ -310,7 +344,9 @@ impl fmt::Debug for RequestInfo<'_> {
 /// under a key it does not share ([`Reason::NoKey`](crate::Reason::NoKey)).
 ///
 /// Hosts are compared without regard to case; the port does not count. If reqwest follows a redirect to another host, the
-/// request still counts for the host that it was sent to, and what the other host says about limits is ignored.
+/// request still counts for the host that it was sent to, and what the other host says about limits is ignored. A 429 holds
+/// the key of its host; without any key function too, a 429 holds only the requests to its host, but the count is one for all
+/// ([`Key::ALL`]).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {

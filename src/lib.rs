@@ -128,7 +128,10 @@
 //!
 //! **One count for everything, unless there is a key.** A layer without a [key function](RateLimitBuilder::key)
 //! counts all that passes it together. Give it [`by_host`], [`by_header`] or a closure where each host, token or
-//! tenant has a limit of its own.
+//! tenant has a limit of its own. Only the count is one: a 429 of one host holds the requests to that host
+//! ([`Key::host_hold`]) and no others. If several hosts are one account, so that a 429 of one is meant for all, give the
+//! layer one key of your own: `.key(|_| Key::new("our account"))`. An [`AdaptiveThrottleLayer`] without a key function
+//! learns one pace from all hosts, and a refusal by one holds them all.
 //!
 //! **Two layers, two counts.** Make the layer once and clone it. A layer that is made anew for each client, or for
 //! each request, counts from zero each time.

@@ -2,14 +2,18 @@
 
 #![cfg(feature = "redis")]
 
+mod support;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
 use redis_server::RedisServer;
+use support::{Upstream, get, limited, ok};
 use tokio::time::{Instant, sleep};
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimit, RateLimitLayer, Reason};
+use tower::{Layer, ServiceExt};
 
 fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
@@ -133,4 +137,49 @@ async fn a_redis_that_forgot_a_hold_is_told_again_by_the_next_who_asks() {
     let refused = waits.await.unwrap().unwrap_err();
     assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
     drop(theirs);
+}
+
+/// Calls `url` until the process holds its host.
+async fn until_host_is_held(service: &RateLimit<Upstream>, url: &str) {
+    let give_up = Instant::now() + Duration::from_secs(10);
+    loop {
+        match service.clone().oneshot(get(url)).await {
+            Err(error) => {
+                let reason = Limited::find(&error).and_then(Limited::reason);
+                return assert_eq!(reason, Some(Reason::Held), "{error}");
+            }
+            Ok(_) => assert!(Instant::now() < give_up, "it never heard of the hold"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn processes_without_a_key_function_hold_a_host_together_and_no_other() {
+    let server = RedisServer::start().unwrap();
+    let upstream = Upstream::answering([ok(), limited("60")]);
+    let process = || {
+        let store = RedisStore::builder(&server.url()).build().unwrap();
+        let builder = RateLimitLayer::builder(Quota::per_second(500)).store(Arc::new(store));
+        builder.max_wait(Duration::from_secs(10)).build().unwrap()
+    };
+    let (ours, theirs) = (process(), process());
+    let [our_service, their_service] = [&ours, &theirs].map(|layer| layer.layer(upstream.clone()));
+    let (one, two) = ("http://one.test/", "http://two.test/");
+    their_service.clone().oneshot(get(two)).await.unwrap();
+    our_service.clone().oneshot(get(one)).await.unwrap();
+    let late = process();
+    let late_service = late.layer(upstream.clone());
+    for service in [&our_service, &their_service, &late_service] {
+        until_host_is_held(service, one).await;
+        service.clone().oneshot(get(two)).await.unwrap();
+    }
+    // Released by one, it ends for all.
+    theirs.limiter().release(Key::host_hold("one.test")).await.unwrap();
+    for service in [&our_service, &their_service, &late_service] {
+        let give_up = Instant::now() + Duration::from_secs(10);
+        while service.clone().oneshot(get(one)).await.is_err() {
+            assert!(Instant::now() < give_up, "it never heard of the release");
+            sleep(millis(1)).await;
+        }
+    }
 }

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use super::flight::Unseated;
+use super::hosts::apart;
 use super::limiter::{Entry, Limiter, Reached, Started, refused, report, told};
 use super::line::{Place, next_number};
 use super::permit::{Permit, Wait};
@@ -13,7 +14,7 @@ use super::queue::{ANSWER, Number};
 use super::seat::{Seat, Sitting};
 use super::slot::{Patience, Settled, Slot};
 use crate::clock::{self, Timer};
-use crate::error::{Limited, Report, StoreError};
+use crate::error::{Limited, Reason, Report, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::store::Refusal;
@@ -31,11 +32,17 @@ pub(crate) struct Waiter {
     label: Box<str>,
 }
 
+// Apart => ForSeat | InLine | Held | Nowhere
 // ForSeat => InLine | Held | Nowhere
-// InLine, Held => Nowhere
+// InLine, Held => Nowhere | Apart, if its host was held meanwhile
 // Nowhere => InLine, when the permit died before it could be used
 #[derive(Debug)]
 enum Stage {
+    /// The requests to its host are held, and not those to others.
+    Apart {
+        until: Instant,
+        timer: Option<Timer>,
+    },
     ForSeat {
         number: Number,
         until: Instant,
@@ -58,7 +65,9 @@ impl Waiter {
         since: Instant,
         label: Box<str>,
     ) -> Self {
-        let place = Place { number: 0, cost, patience, turns: 1 };
+        // It watches the hold of its host under this number, wherever it waits.
+        let number = if apart(key, host).is_some() { next_number() } else { 0 };
+        let place = Place { number, cost, patience, turns: 1 };
         Waiter { limiter, key, host, place, stage: Stage::Nowhere, seat: None, since, label }
     }
 
@@ -68,6 +77,12 @@ impl Waiter {
         // One who cannot wait still waits for what the store answers.
         let until = if latest <= self.since { clock::after(self.since, ANSWER) } else { latest };
         self.stage = Stage::ForSeat { number, until, timer: None };
+        self
+    }
+
+    /// It waits for the end of the hold of its host.
+    pub(super) fn held_apart(mut self, until: Instant) -> Self {
+        self.stage = Stage::Apart { until, timer: None };
         self
     }
 
@@ -159,31 +174,96 @@ impl Waiter {
             // It waited for the store's answer alone, and asks for its slot as it asked for its seat.
             self.place.patience.latest = self.place.patience.latest.max(now);
         }
-        let patience = self.place.patience;
-        let reached = match self.limiter.seated(key, patience, seated) {
+        let sitting = self.limiter.seated(key, self.place.patience, seated);
+        self.sits(sitting, now).map_or(Poll::Pending, Poll::Ready)
+    }
+
+    /// It lines up for a slot, unless it waits for a seat. Returns how its wait has ended, if it has.
+    fn sits(&mut self, sitting: Sitting, now: Instant) -> Option<Result<Permit, Limited>> {
+        let (key, patience) = (self.key, self.place.patience);
+        let reached = match sitting {
             Sitting::Sits(seat) => {
                 self.seat = seat;
                 let entry = Entry { key, cost: self.place.cost, deadline: None, host: self.host };
-                self.limiter.line_up(&entry, patience, now)
+                // One that waited for the end of a hold has a number, and so its place before those that came later.
+                let number = (self.place.number > 0).then_some(self.place.number);
+                self.limiter.line_up(&entry, number, patience, now)
             }
             Sitting::Ended(reached) => reached,
-            Sitting::Waits(_) => unreachable!("its wait has ended"),
+            Sitting::Waits(number) => {
+                let latest = patience.latest;
+                let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
+                self.stage = Stage::ForSeat { number, until, timer: None };
+                return None;
+            }
         };
-        Poll::Ready(match reached {
-            Reached::Slot(slot) => Ok(self.permit(slot, now)),
+        match reached {
+            Reached::Slot(slot) => Some(Ok(self.permit(slot, now))),
             Reached::Place(number) => {
                 self.place.number = number;
                 self.stage = Stage::InLine;
-                return Poll::Pending;
+                None
             }
             Reached::Later(until) => {
-                self.place.number = next_number();
+                if self.place.number == 0 {
+                    self.place.number = next_number();
+                }
                 self.stage = Stage::Held { until, timer: None };
-                return Poll::Pending;
+                None
             }
-            Reached::Refused(reason, refusal) => Err(refused(reason, self.report(refusal, now))),
-            Reached::Failed(source) => self.failed(source, now),
-        })
+            Reached::Refused(reason, refusal) => Some(Err(refused(reason, self.report(refusal, now)))),
+            Reached::Failed(source) => Some(self.failed(source, now)),
+        }
+    }
+
+    /// It waits for the end of the hold of its host, and then comes for a seat and a slot. Returns how its wait has ended, if
+    /// it has.
+    fn poll_apart(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Option<Result<Permit, Limited>>> {
+        let Some(hold) = apart(self.key, self.host) else { return Poll::Ready(None) };
+        let Place { number, patience, .. } = self.place;
+        if let Some(left) = self.limiter.poll_apart(hold, number, now, cx) {
+            // What it has would keep others waiting.
+            self.leave_place();
+            let end = clock::after(now, left);
+            if end > patience.latest {
+                let report = self.report(Refusal { wait: Some(left), limit: None }, now);
+                return Poll::Ready(Some(Err(refused(Reason::Held, report))));
+            }
+            let mut timer = match std::mem::replace(&mut self.stage, Stage::Nowhere) {
+                Stage::Apart { until, timer } if until == end => timer,
+                _ => None,
+            };
+            let is_over = timer.get_or_insert_with(|| Timer::at(end)).poll(cx).is_ready();
+            self.stage = Stage::Apart { until: end, timer };
+            if is_over {
+                // It was due between asking the time and asking the timer.
+                cx.waker().wake_by_ref();
+            }
+            return Poll::Pending;
+        }
+        if !matches!(self.stage, Stage::Apart { .. }) {
+            return Poll::Ready(None);
+        }
+        self.stage = Stage::Nowhere;
+        let sitting = match &self.limiter.0.flights {
+            Some(flights) => self.limiter.sit(flights, self.key, patience, now),
+            None => Sitting::Sits(None),
+        };
+        Poll::Ready(self.sits(sitting, now))
+    }
+
+    /// Its turn has come: whether it may leave, or its host was held meanwhile. Then it gives up what it has and waits again.
+    fn leaves(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
+        let hold = apart(self.key, self.host);
+        let Some(left) = hold.and_then(|hold| self.limiter.leaves_apart(hold, now)) else {
+            return Some(permit);
+        };
+        if let (Some(slot), _) = permit.into_parts() {
+            self.limiter.give_back(self.key, slot);
+        }
+        self.place.turns += 1;
+        self.stage = Stage::Apart { until: clock::after(now, left), timer: None };
+        None
     }
 }
 
@@ -191,8 +271,27 @@ impl Future for Waiter {
     type Output = Result<Permit, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let now = clock::now();
-        let waiter = &mut *self;
+        loop {
+            let now = clock::now();
+            let done = match ready!(self.poll_apart(now, cx)) {
+                Some(done) => done,
+                None => ready!(self.poll_permit(now, cx)),
+            };
+            match done {
+                Ok(permit) => {
+                    if let Some(permit) = self.leaves(permit, now) {
+                        return Poll::Ready(Ok(permit));
+                    }
+                }
+                Err(limited) => return Poll::Ready(Err(limited)),
+            }
+        }
+    }
+}
+
+impl Waiter {
+    fn poll_permit(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let waiter = self;
         if let Poll::Ready(done) = waiter.poll_seat(now, cx) {
             return Poll::Ready(done);
         }
@@ -218,7 +317,7 @@ impl Future for Waiter {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
-            Stage::ForSeat { .. } | Stage::Nowhere => return Poll::Pending,
+            Stage::Apart { .. } | Stage::ForSeat { .. } | Stage::Nowhere => return Poll::Pending,
         }
         let place = &mut waiter.place;
         let polled =
@@ -228,9 +327,12 @@ impl Future for Waiter {
     }
 }
 
-impl Drop for Waiter {
-    fn drop(&mut self) {
+impl Waiter {
+    /// Gives up its place, and its seat if it has one. A wait for the hold of its host goes on.
+    fn leave_place(&mut self) {
+        self.seat = None;
         match self.stage {
+            Stage::Apart { .. } => return,
             Stage::ForSeat { number, .. } => self.limiter.leave_seats(self.key, number),
             Stage::InLine => {
                 let place = &self.place;
@@ -240,6 +342,16 @@ impl Drop for Waiter {
             }
             Stage::Held { .. } => self.limiter.leave_hold(self.key, self.place.number),
             Stage::Nowhere => {}
+        }
+        self.stage = Stage::Nowhere;
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        self.leave_place();
+        if let Some(hold) = apart(self.key, self.host) {
+            self.limiter.leave_hold(hold, self.place.number);
         }
     }
 }

@@ -43,18 +43,18 @@ impl GateId {
         }
     }
 
-    /// A call of `key` that came through this gate has been answered.
+    /// A call of `key` that came through this gate has been answered. A refusal holds the key `hold`.
     #[inline]
-    pub(super) fn answered(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
+    pub(super) fn answered(self, key: Key, hold: Key, cost: u32, sent: Instant, signal: &Signal) {
         if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
-            self.tell(key, cost, sent, signal);
+            self.tell(key, hold, cost, sent, signal);
         }
     }
 
     #[cold]
-    fn tell(self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
+    fn tell(self, key: Key, hold: Key, cost: u32, sent: Instant, signal: &Signal) {
         if let Some(limiter) = self.limiter() {
-            limiter.upstream_answered(key, cost, sent, signal);
+            limiter.upstream_answered(key, hold, cost, sent, signal);
         }
     }
 }
@@ -157,7 +157,8 @@ impl Limiter {
         let hear = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
             ((), line.hold(desk, held, false, wakers))
         };
-        if self.0.settings.terms.quota().limits().is_empty() && !held.left.is_zero() {
+        let asks_nobody = self.0.settings.terms.quota().limits().is_empty() || self.0.hosts.are_any();
+        if asks_nobody && !held.left.is_zero() {
             let _ = self.open_line(key, now, hear);
         } else {
             self.at_line(key, now, hear);
@@ -200,15 +201,21 @@ impl Limiter {
         self.0.lines.find(key, |line| line.leave_hold(number));
     }
 
-    fn upstream_answered(&self, key: Key, cost: u32, sent: Instant, signal: &Signal) {
+    fn upstream_answered(&self, key: Key, hold: Key, cost: u32, sent: Instant, signal: &Signal) {
         let (now, Settings { terms, learn, .. }) = (clock::now(), &self.0.settings);
         let limited = signal.limited().is_some();
         let refused = if limited { cost } else { 0 };
-        let passed = self.at_line(key, now, |line, desk, wakers| {
+        let accepts = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
             let passed = !limited && line.accepted_upstream(sent, now);
-            let errand = if passed { line.hold_changed(desk, wakers) } else { None };
+            (passed, if passed { line.hold_changed(desk, wakers) } else { None })
+        };
+        // Of several hosts under one key, each has quotas of its own.
+        let learns = *learn != Learn::Nothing && !(hold != key && self.0.hosts.are_several());
+        let held_apart = (hold != key).then(|| self.at_line(hold, now, accepts)).flatten();
+        let passed = self.at_line(key, now, |line, desk, wakers| {
+            let (passed, errand) = if hold == key { accepts(line, desk, wakers) } else { (false, None) };
             let mut is_less = false;
-            if *learn != Learn::Nothing {
+            if learns {
                 line.learn(*learn, terms, signal, desk);
                 // It is said of the limits that hold from now on.
                 let learned = self.learned(line, now);
@@ -216,13 +223,13 @@ impl Limiter {
                 is_less = line.upstream_said(terms, signal, refused, sent, now);
             }
             // A refusal holds the key, and is told with the hold.
-            let tightens = is_less && !limited;
+            let tightens = is_less && (!limited || hold != key);
             let errand = if tightens { errand.or_else(|| line.tighten(desk, wakers)) } else { errand };
             (passed, errand)
         });
-        if passed == Some(true) {
+        if held_apart.or(passed) == Some(true) {
             // The probe has passed: the others may leave, in all processes. Nobody waits for the answer.
-            drop(self.0.settings.store.release(key, &self.terms(key)));
+            drop(self.0.settings.store.release(hold, &self.terms(hold)));
         }
         let retry_after = if limited {
             signal.retry_after()
@@ -232,15 +239,16 @@ impl Limiter {
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
         if limited || retry_after.is_some() {
-            self.hold_by_signal(key, signal, retry_after, sent, now);
+            self.hold_by_signal(key, hold, signal, retry_after, sent, now);
         }
         self.at_line(key, now, |line, desk, wakers| ((), line.pass_on(desk, wakers)));
     }
 
-    /// The upstream has refused a call of `key`, or will refuse the next.
+    /// The upstream has refused a call of `key`, or will refuse the next. It holds `hold`, if it names no other scope.
     fn hold_by_signal(
         &self,
         key: Key,
+        hold: Key,
         signal: &Signal,
         retry_after: Option<Duration>,
         sent: Instant,
@@ -248,7 +256,7 @@ impl Limiter {
     ) {
         let Settings { max_hold, store, on_scope, .. } = &self.0.settings;
         let scoped = signal.scope().zip(on_scope.as_ref()).map(|(scope, on_scope)| on_scope(key, scope));
-        let Some(held_key) = scoped.unwrap_or(Some(key)).filter(|_| !max_hold.is_zero()) else { return };
+        let Some(held_key) = scoped.unwrap_or(Some(hold)).filter(|_| !max_hold.is_zero()) else { return };
         let held = self.open_line(held_key, now, |line, desk, _| {
             let held = line.refused_upstream(retry_after, *max_hold, sent, now);
             let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(desk.terms, *max_hold, now));

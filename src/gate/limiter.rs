@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::acquire::{Acquire, Waiter};
 use super::holds::GateId;
-use super::line::{Desk, Entered, Errand, Line};
+use super::hosts::Hosts;
+use super::line::{Desk, Entered, Errand, Line, next_number};
 use super::queue::{Number, Wakers};
 use super::seat::{Flights, Seat, Sitting};
 use super::settings::{OnStoreError, Settings};
@@ -108,6 +109,8 @@ pub(super) struct Gate {
     pub(super) settings: Settings,
     /// Whether it was told that other processes assert other limits.
     pub(super) warned: AtomicBool,
+    /// The hosts of requests under [`Key::ALL`].
+    pub(super) hosts: Hosts,
 }
 
 /// One who enters.
@@ -148,6 +151,7 @@ impl Limiter {
             flights: Flights::new(&settings),
             settings,
             warned: AtomicBool::new(false),
+            hosts: Hosts::default(),
         });
         gate.listen();
         Limiter(gate)
@@ -210,6 +214,9 @@ impl Limiter {
         if self.0.flights.is_some() {
             return Err(now);
         }
+        if !self.is_clear(entry, now) {
+            return Err(now);
+        }
         if entry.deadline.is_some_and(|deadline| deadline < now) {
             return Err(now);
         }
@@ -250,12 +257,22 @@ impl Limiter {
         if let Some(reason) = reason {
             return Started::Limited(refused(reason, report(label(), Refusal::NEVER, now, now, 0)));
         }
+        match self.held_apart(entry, patience, now) {
+            None => {}
+            Some(Reached::Later(until)) => {
+                let label = label();
+                events::waiting(&label, 1);
+                let waiter = Waiter::new(self.clone(), entry, patience, now, label);
+                return Started::Waiting(Box::new(waiter.held_apart(until)));
+            }
+            Some(reached) => return self.started(reached, None, entry, patience, now, label),
+        }
         let sitting = match &self.0.flights {
             Some(flights) => self.sit(flights, entry.key, patience, now),
             None => Sitting::Sits(None),
         };
         let (reached, seat) = match sitting {
-            Sitting::Sits(seat) => (self.line_up(entry, patience, now), seat),
+            Sitting::Sits(seat) => (self.line_up(entry, None, patience, now), seat),
             Sitting::Waits(number) => {
                 let label = label();
                 events::waiting(&label, self.waiting_for_seats(entry.key));
@@ -264,8 +281,28 @@ impl Limiter {
             }
             Sitting::Ended(reached) => (reached, None),
         };
+        self.started(reached, seat, entry, patience, now, label)
+    }
+
+    fn started(
+        &self,
+        reached: Reached,
+        seat: Option<Seat>,
+        entry: &Entry,
+        patience: Patience,
+        now: Instant,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Started {
         match reached {
-            Reached::Slot(slot) => Started::Granted(slot, seat),
+            Reached::Slot(slot) => match entry.apart().and_then(|hold| self.leaves_apart(hold, now)) {
+                None => Started::Granted(slot, seat),
+                Some(left) => {
+                    // Another request has become the probe of its host meanwhile.
+                    slot.into_iter().for_each(|slot| self.give_back(entry.key, slot));
+                    let waiter = Waiter::new(self.clone(), entry, patience, now, label());
+                    Started::Waiting(Box::new(waiter.held_apart(clock::after(now, left))))
+                }
+            },
             Reached::Place(number) => {
                 let label = label();
                 events::waiting(&label, self.0.lines.find(entry.key, |line| line.waiting()).unwrap_or(1));
@@ -292,8 +329,14 @@ impl Limiter {
         }
     }
 
-    /// One enters the line of its key, if rates are limited.
-    pub(super) fn line_up(&self, entry: &Entry, patience: Patience, now: Instant) -> Reached {
+    /// One enters the line of its key, if rates are limited; with a number, in the place of that.
+    pub(super) fn line_up(
+        &self,
+        entry: &Entry,
+        number: Option<Number>,
+        patience: Patience,
+        now: Instant,
+    ) -> Reached {
         let settings = &self.0.settings;
         if settings.terms.quota().limits().is_empty() {
             // Only a hold can be in its way: whether there is one is asked once, since nothing else is.
@@ -315,8 +358,10 @@ impl Limiter {
             };
         }
 
-        let entered = self
-            .open_line(entry.key, now, |line, desk, wakers| line.enter(desk, entry.cost, patience, wakers));
+        let number = number.unwrap_or_else(next_number);
+        let entered = self.open_line(entry.key, now, |line, desk, wakers| {
+            line.enter(desk, entry.cost, patience, number, wakers)
+        });
         match entered {
             Ok(Entered::Granted(slot)) => Reached::Slot(Some(slot)),
             Ok(Entered::Waiting(number)) => Reached::Place(number),

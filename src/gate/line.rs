@@ -172,12 +172,13 @@ impl Line {
         self.waiting() == 0 && self.stock.spend(cost, now)
     }
 
-    /// One enters: it gets a permit, a place in the line, or a refusal.
+    /// One enters, whose number in the line is `number`: it gets a permit, a place, or a refusal.
     pub(super) fn enter(
         &mut self,
         desk: &Desk<'_>,
         cost: u32,
         patience: Patience,
+        number: Number,
         wakers: &mut Wakers,
     ) -> (Entered, Option<Errand>) {
         if let Some(slot) = self.take(cost, desk.now) {
@@ -195,7 +196,7 @@ impl Line {
         }
         let is_open = held.is_none() && self.passage(desk.max_hold, desk.now) == Passage::Open;
         if self.queue.is_none() && !self.later && is_open {
-            return self.enter_empty(desk, cost, patience);
+            return self.enter_empty(desk, cost, patience, number);
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= desk.max_waiting {
@@ -204,7 +205,6 @@ impl Line {
         if let Some(wait) = queue.paused_beyond(patience, desk.now) {
             return (Entered::Refused(Refusal { wait: Some(wait), limit: None }), None);
         }
-        let number = next_number();
         queue.wait(number, cost, patience, desk.now, held);
         let asked = if too_long.is_some() { self.inquire(desk, wakers) } else { None };
         let errand = asked.or_else(|| self.step(desk, Some(number), wakers));
@@ -219,7 +219,13 @@ impl Line {
     }
 
     /// Nobody waits: a store that answers at once is asked for this one alone, and for what may be fetched ahead.
-    fn enter_empty(&mut self, desk: &Desk<'_>, cost: u32, patience: Patience) -> (Entered, Option<Errand>) {
+    fn enter_empty(
+        &mut self,
+        desk: &Desk<'_>,
+        cost: u32,
+        patience: Patience,
+        number: Number,
+    ) -> (Entered, Option<Errand>) {
         let prefetch = self.stock.order(desk.terms, self.stock_life(desk), desk.now);
         let left = self.stock.clear();
         let need = Need { cost, count: 1 };
@@ -240,14 +246,12 @@ impl Line {
                     return (Entered::Granted(slot), None);
                 }
                 let queue = self.queue.get_or_insert_default();
-                let number = next_number();
                 queue.wait(number, cost, patience, desk.now, None);
                 queue.answered([slot], None, desk.now, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {
                 let queue = self.queue.get_or_insert_default();
-                let number = next_number();
                 queue.wait(number, cost, patience, desk.now, None);
                 let called = queue.asking(&[need], desk.now, desk.is_watched());
                 self.later = true;

@@ -10,6 +10,7 @@ mod acquire;
 mod errands;
 mod flight;
 mod holds;
+mod hosts;
 mod limiter;
 mod line;
 mod memory;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::holds::GateId;
+use super::hosts::apart;
 use super::limiter::{Entry, Limiter};
 use super::line::is_any_uncertain;
 use super::seat::Seat;
@@ -179,7 +180,8 @@ impl Sent {
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
-        self.gate.answered(self.key, self.cost, self.at, signal);
+        let hold = apart(self.key, self.host).unwrap_or(self.key);
+        self.gate.answered(self.key, hold, self.cost, self.at, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }

@@ -76,7 +76,8 @@ impl RateLimitBuilder {
     }
 
     /// The key of a request: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure that returns a
-    /// [`Key`] or an `Option<Key>`. Default: one key for everything ([`Key::ALL`]).
+    /// [`Key`] or an `Option<Key>`. Default: one key for everything ([`Key::ALL`]): one count, and
+    /// [holds](Self::max_hold) by host.
     ///
     /// A request for which it returns `None` is refused ([`Reason::NoKey`](crate::Reason::NoKey)). A [`Key`] in the
     /// request's extensions goes first.
@@ -122,7 +123,8 @@ impl RateLimitBuilder {
 
     /// How many keys may be in use at once in this process, and in the default store. Default: 100,000; at least 1.
     ///
-    /// Keys that are not in use cost nothing and do not count. Beyond, a request with a new key is refused.
+    /// Keys that are not in use cost nothing and do not count. Beyond, a request with a new key is refused. Without a
+    /// [key function](Self::key), each host that is held counts as a key, and is not held if there is no room.
     pub fn max_keys(mut self, max_keys: usize) -> Self {
         self.max_keys = max_keys;
         self
@@ -224,13 +226,17 @@ impl RateLimitBuilder {
     /// Where the upstream says for how long, its word counts, cut to this. Where it does not, the key is held for about a
     /// second, and twice as long each time it is refused again.
     ///
-    /// A refusal by another host, to which reqwest followed a redirect, holds nothing.
+    /// Without a [key function](Self::key), a refusal holds the requests to its host
+    /// ([`Key::host_hold`]) and no others; a request without a host is held with all. With one, it holds the key of the
+    /// request, whatever its host. A refusal by another host, to which reqwest followed a redirect, holds nothing.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = max_hold;
         self
     }
 
     /// What is made of what the upstream says about its quotas. Default: [`Learn::Remaining`].
+    ///
+    /// Nothing is learned of requests to several hosts without a [key function](Self::key): each host has quotas of its own.
     ///
     /// [`Limiter::peek`](crate::Limiter::peek) tells what was learned.
     pub fn learn(mut self, learn: Learn) -> Self {
@@ -239,7 +245,7 @@ impl RateLimitBuilder {
     }
 
     /// The key that a refusal holds, where the upstream names the limiter that refused ([`Signal::scope`]); `None` for none.
-    /// Default: the key of the call.
+    /// Default: the key of the call, or of its host: see [`max_hold`](Self::max_hold).
     ///
     /// If one limiter counts each route and another the whole account, on one store, a refusal is of one of them. Their permits
     /// are taken [by hand](crate::Limiter#two-limits-with-different-keys), and both are told the

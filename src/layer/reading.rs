@@ -109,7 +109,8 @@ impl Reading {
             (None, Some(deadline_of)) => deadline_of(request),
             (None, None) => None,
         };
-        Some(Entry { key, cost, deadline, host: request.host_if_redirected() })
+        let host = if key == Key::ALL { request.host_key() } else { request.host_if_redirected() };
+        Some(Entry { key, cost, deadline, host })
     }
 }
 

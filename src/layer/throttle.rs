@@ -195,7 +195,7 @@ impl AdaptiveThrottleBuilder {
     const LONGEST: Duration = Duration::from_secs(86_400);
 
     /// The key of a request, as in [`RateLimitBuilder::key`](super::RateLimitBuilder::key). Default: one key for everything.
-    /// What is learned is learned for a key.
+    /// What is learned is learned for a key, and a refusal holds its key: without a key function, the requests to all hosts.
     pub fn key<F, K>(mut self, key: F) -> Self
     where
         F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,

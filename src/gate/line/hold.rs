@@ -175,6 +175,24 @@ impl Line {
         }
     }
 
+    /// For how long no request may leave, because of a hold or a probe. The next request may be the probe.
+    pub(in crate::gate) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
+        self.held(now).or_else(|| match self.passage(max_hold, now) {
+            Passage::Open | Passage::Probe => None,
+            Passage::Probing(left) => Some(left),
+        })
+    }
+
+    /// Whether all requests may leave, and none is the probe.
+    pub(in crate::gate) fn is_clear(&self, max_hold: Duration, now: Instant) -> bool {
+        self.hold.is_none() || self.held(now).is_none() && self.passage(max_hold, now) == Passage::Open
+    }
+
+    /// How many tasks wait for the end of the hold alone.
+    pub(in crate::gate) fn waiting_for_hold(&self) -> usize {
+        self.hold.as_ref().map_or(0, |hold| hold.waiting.len())
+    }
+
     /// What the store is told of the hold: all there is where it may not know.
     pub(super) fn held_for_store(&self, now: Instant) -> Held {
         let Some(hold) = &self.hold else { return Held::default() };
@@ -371,7 +389,7 @@ impl Line {
     }
 
     /// Whether the store is to be asked by one who is held: a release may have been missed. One asks for all.
-    pub(super) fn asks_for_release(&mut self, now: Instant) -> bool {
+    pub(in crate::gate) fn asks_for_release(&mut self, now: Instant) -> bool {
         let Some(hold) = &mut self.hold else { return false };
         let asks = hold.heard.is_none_or(|heard| clock::after(heard, ASK_AGAIN) <= now);
         if asks {
@@ -391,6 +409,20 @@ impl Line {
         let left = self.blocked(max_hold, now)?;
         self.hold.as_mut()?.waiting.insert(number, cx.waker().clone());
         Some(left)
+    }
+
+    /// For how long no request may leave, for one that waits for other things too and is the probe only when it leaves. The
+    /// task is woken when the key is held or released.
+    pub(in crate::gate) fn watch_hold(
+        &mut self,
+        number: Number,
+        max_hold: Duration,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Option<Duration> {
+        let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
+        hold.waiting.insert(number, cx.waker().clone());
+        self.waits(max_hold, now)
     }
 
     /// One waits for the end of the hold no more.

@@ -241,7 +241,9 @@ impl World {
         let now = clock::now();
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
         let patience = Patience::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
-        let entered = self.act(|line, desk, wakers, _| line.enter(desk, cost, patience, wakers));
+        let entered = self.act(|line, desk, wakers, _| {
+            line.enter(desk, cost, patience, crate::gate::line::next_number(), wakers)
+        });
         let (number, stage) = match entered {
             Entered::Granted(slot) => {
                 self.assert_usable(&slot);

@@ -1,0 +1,224 @@
+//! Holds without a key function: all requests share one count, and each host is held by itself. Under a paused clock.
+
+#[path = "support/mod.rs"]
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::join_all;
+use http::StatusCode;
+use support::{Upstream, get, limited, ms, ok, peek, settle, soon};
+use tokio::time::{Instant, sleep};
+use tollgate::store::MemoryStore;
+use tollgate::{Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason};
+use tower::{ServiceBuilder, ServiceExt};
+
+const SECOND: Duration = Duration::from_secs(1);
+const ONE: &str = "http://one.test/";
+const TWO: &str = "http://two.test/";
+
+fn builder(quota: Quota) -> RateLimitBuilder {
+    RateLimitLayer::builder(quota).max_wait(60 * SECOND)
+}
+
+async fn held(layer: &RateLimitLayer, host: &str) -> Option<Duration> {
+    peek(layer, Key::host_hold(host)).await.held
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_429_of_one_host_holds_its_requests_and_no_others() {
+    // Few enough that nothing is fetched ahead.
+    let layer = builder(Quota::per_hour(40)).build().unwrap();
+    let upstream = Upstream::answering([limited("9")]);
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let start = Instant::now();
+    assert_eq!(service.clone().oneshot(get(ONE)).await.unwrap().status(), 429);
+    assert_eq!((held(&layer, "one.test").await, held(&layer, "two.test").await), (Some(9 * SECOND), None));
+    for _ in 0..3 {
+        service.clone().oneshot(get(TWO)).await.unwrap();
+    }
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    let waits = join_all(
+        ["http://one.test/a", "http://ONE.test:8080/b"].map(|url| service.clone().oneshot(get(url))),
+    );
+    assert!(waits.await.iter().all(Result::is_ok));
+    assert_eq!(start.elapsed(), 9 * SECOND);
+    assert_eq!(upstream.paths(), ["/", "/", "/", "/", "/a", "/b"]);
+    assert_eq!(peek(&layer, Key::ALL).await.limits[0].used, 6, "the count is one for all");
+    assert_eq!(peek(&layer, Key::ALL).await.held, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_cannot_wait_for_their_host_are_refused_at_once() {
+    let layer = builder(Quota::per_second(2)).max_wait(5 * SECOND).build().unwrap();
+    let upstream = Upstream::taking(ms(100));
+    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    for _ in 0..2 {
+        service.clone().oneshot(get(TWO)).await.unwrap();
+    }
+    // They are in line when their host is held.
+    let start = Instant::now();
+    let mut in_line: Vec<_> =
+        [ONE, TWO, ONE, TWO].map(|url| Box::pin(service.clone().oneshot(get(url)))).into();
+    assert!(in_line.iter_mut().all(|call| call.as_mut().now_or_never().is_none()));
+    layer.limiter().hold_for(Key::host_hold("one.test"), 30 * SECOND).await.unwrap();
+    let ended = join_all(in_line).await;
+    for index in [0, 2] {
+        let error = ended[index].as_ref().unwrap_err();
+        let limited = Limited::find(error).unwrap();
+        assert_eq!((limited.reason(), limited.retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
+    }
+    assert!(ended[1].is_ok() && ended[3].is_ok());
+    // The others have their slots: both in the next second.
+    assert!(start.elapsed() < 2 * SECOND, "{:?}", start.elapsed());
+    let error = service.clone().oneshot(get(ONE)).await.unwrap_err();
+    assert_eq!(Limited::find(&error).unwrap().reason(), Some(Reason::Held));
+    assert_eq!(upstream.count(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn release_ends_the_hold_of_a_host() {
+    let layer = builder(Quota::per_second(50)).build().unwrap();
+    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([limited("50")]));
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    let start = Instant::now();
+    let waits = tokio::spawn(service.clone().oneshot(get(ONE)));
+    sleep(SECOND).await;
+    layer.limiter().release(Key::host_hold("One.test.")).await.unwrap();
+    assert_eq!(soon(waits).await.unwrap().unwrap().status(), StatusCode::OK);
+    assert_eq!(start.elapsed(), SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_of_all_holds_all_hosts() {
+    let layer = builder(Quota::per_second(50)).build().unwrap();
+    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::new());
+    let start = Instant::now();
+    layer.limiter().hold_for(Key::ALL, 3 * SECOND).await.unwrap();
+    assert!(
+        join_all([ONE, TWO].map(|url| service.clone().oneshot(get(url)))).await.iter().all(Result::is_ok)
+    );
+    assert_eq!(start.elapsed(), 3 * SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_to_a_held_host_keep_no_place_in_flight() {
+    for quota in [Quota::in_flight(1), Quota::in_flight(1).and(Quota::per_second(50))] {
+        let layer = builder(quota).build().unwrap();
+        let upstream = Upstream::answering([limited("9")]);
+        let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+        service.clone().oneshot(get(ONE)).await.unwrap();
+        let start = Instant::now();
+        let held: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get(ONE)))).collect();
+        settle().await;
+        service.clone().oneshot(get(TWO)).await.unwrap();
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        for call in held {
+            assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
+        }
+        assert_eq!((start.elapsed(), peek(&layer, Key::ALL).await.free), (9 * SECOND, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_leave_a_hold_of_their_host_in_order() {
+    let layer = builder(Quota::per_second(1)).build().unwrap();
+    let upstream = Upstream::answering([limited("5")]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    let calls: Vec<_> =
+        (0..6).map(|index| tokio::spawn(service.clone().oneshot(get(&format!("{ONE}{index}"))))).collect();
+    for call in calls {
+        soon(call).await.unwrap().unwrap();
+    }
+    assert_eq!(upstream.paths()[1..], ["/0", "/1", "/2", "/3", "/4", "/5"]);
+    upstream.was_never_over(1, SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_was_cut_ends_with_one_probe_for_its_host() {
+    let layer = builder(Quota::per_second(50)).max_hold(5 * SECOND).build().unwrap();
+    let upstream = Upstream::answering([limited("7000"), limited("7000")]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get(ONE)))).collect();
+    let mut refused = 0;
+    for call in calls {
+        refused += usize::from(soon(call).await.unwrap().unwrap().status() == 429);
+    }
+    // The first probe was refused too: the others waited for the second one.
+    assert_eq!((refused, upstream.count()), (1, 6));
+    let arrivals = upstream.arrivals();
+    assert_eq!((arrivals[0], arrivals[1] / 1000), (0, 5), "{arrivals:?}");
+    assert!(arrivals[2..].iter().all(|at| *at >= 10_000), "{arrivals:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_that_share_a_store_share_the_holds_of_hosts() {
+    let store = Arc::new(MemoryStore::default());
+    let layers = [0, 1].map(|_| builder(Quota::per_second(50)).store(store.clone()).build().unwrap());
+    let upstream = Upstream::answering([ok(), limited("9")]);
+    let [ours, theirs] = layers.map(|layer| ServiceBuilder::new().layer(layer).service(upstream.clone()));
+    theirs.clone().oneshot(get(TWO)).await.unwrap();
+    ours.clone().oneshot(get(ONE)).await.unwrap();
+    let start = Instant::now();
+    theirs.clone().oneshot(get(TWO)).await.unwrap();
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    theirs.clone().oneshot(get(ONE)).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * SECOND);
+    ours.clone().oneshot(get(ONE)).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_made_later_asks_the_store_for_holds_of_hosts() {
+    let store = Arc::new(MemoryStore::default());
+    let layer = || builder(Quota::per_second(50)).store(store.clone()).build().unwrap();
+    let upstream = Upstream::answering([limited("9")]);
+    let service = |layer| ServiceBuilder::new().layer(layer).service(upstream.clone());
+    let first = layer();
+    service(first.clone()).oneshot(get(ONE)).await.unwrap();
+    let start = Instant::now();
+    service(layer()).oneshot(get(ONE)).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn quotas_of_one_host_do_not_stop_the_others() {
+    let layer = builder(Quota::per_minute(100)).build().unwrap();
+    let mut refusal = limited("30").unwrap();
+    for (name, value) in [("limit", 100), ("remaining", 0), ("reset", 30)] {
+        let name = format!("x-ratelimit-{name}").parse::<http::HeaderName>().unwrap();
+        refusal.headers_mut().insert(name, value.into());
+    }
+    let upstream = Upstream::answering([ok(), Ok(refusal)]);
+    let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
+    let start = Instant::now();
+    for url in [TWO, ONE, TWO, TWO] {
+        service.clone().oneshot(get(url)).await.unwrap();
+    }
+    assert_eq!((start.elapsed(), upstream.count()), (Duration::ZERO, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_room_for_their_keys_hosts_are_not_held_and_nobody_is_refused() {
+    let layer = builder(Quota::per_second(50)).max_keys(2).build().unwrap();
+    let service = ServiceBuilder::new().layer(layer).service(Upstream::answering([limited("2")]));
+    for url in [ONE, TWO, ONE, TWO, "http://three.test/"] {
+        let answer = service.clone().oneshot(get(url)).await;
+        assert!(answer.is_ok(), "{url}: {answer:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_key_for_all_hosts_holds_all_of_them() {
+    let account = Key::new("our account");
+    let layer = builder(Quota::per_second(50)).key(move |_| account).build().unwrap();
+    let service = ServiceBuilder::new().layer(layer).service(Upstream::answering([limited("9")]));
+    service.clone().oneshot(get(ONE)).await.unwrap();
+    let start = Instant::now();
+    service.clone().oneshot(get(TWO)).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * SECOND);
+}
