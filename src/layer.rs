@@ -72,7 +72,7 @@ impl RateLimitLayer {
         RateLimitLayer::builder(quota).build()
     }
 
-    /// A builder, for the second day.
+    /// A builder, to change the defaults.
     pub fn builder(quota: Quota) -> RateLimitBuilder {
         RateLimitBuilder::new(quota)
     }

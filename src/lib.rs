@@ -164,18 +164,22 @@
 //! go at once under load; for the rest of the hour everything is refused. Add [`burst`](Quota::burst) to spread
 //! them.
 //!
-//! **Short windows pay for the margin.** A permit lives for 10 ms and the way may vary by 10 ms, so every window is
-//! 20 ms longer than the quota says: 2 % of a second, but a sixth of 100 ms. Prefer 50 per second to 5 per 100 ms.
-//! For bursts and spacings too fine to work, [`build`](RateLimitBuilder::build) says so.
+//! **Short windows pay for the margin.** A permit lives for 10 ms, up to 50 ms where slots are far apart, and the way may
+//! vary by 10 ms. So a window is 20 ms longer than the quota says: 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the
+//! former. For bursts and spacings too fine to work, [`build`](RateLimitBuilder::build) says so, and
+//! [`max_rate_loss`](RateLimitBuilder::max_rate_loss) accepts the loss.
 //!
 //! **A permit that is dropped is spent.** Nobody knows whether its request had left, so neither a [`Permit`] that
 //! is dropped nor a call that is cancelled on its way comes back. What is cancelled while it waits costs nothing.
 //! If surely nothing was sent, say so with [`Permit::give_back`].
 //!
-//! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed windows are reckoned
-//! from the wall clock as it was when tollgate first asked; later steps of it, and the sleep of a laptop, are not
-//! seen. [`boundary_slack`](RateLimitBuilder::boundary_slack) covers small ones. A sliding window needs no wall
-//! clock.
+//! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed windows follow the wall clock,
+//! which is asked once a second; with Redis, they follow its clock. After a step, or the sleep of a laptop, what was used in a
+//! window counts in each new window that overlaps it: less than the limit may go for one window. In the second before a step is
+//! seen, [`boundary_slack`](RateLimitBuilder::boundary_slack) covers small ones. A sliding window needs no wall clock.
+//!
+//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is held, and what is reserved for others who use the
+//! same limit, by what the upstream says. [`Limiter::release`] ends the one and forgets the other.
 //!
 //! **Many processes.** Each counts, or learns, for itself, unless they share a [store](store) in Redis: feature `redis`, and
 //! the page `guide::many_processes`.

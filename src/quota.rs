@@ -96,9 +96,10 @@ impl Quota {
 
     /// At least `spacing` between two calls.
     ///
-    /// Only sensible when `spacing` is long against the margin (life of a permit and `transit_slack`, 20 ms by
-    /// default): the margin is lost with every call. Where more than a tenth would be lost, `build` says so and
-    /// names the burst that would work.
+    /// Only sensible when `spacing` is long against the margin (life of a permit and `transit_slack`, 20 to 60 ms by
+    /// default): the margin is lost with every call. If more than a tenth would be lost, permits live shorter, down to
+    /// 2 ms. If that is not enough, `build` says so and names the burst that would work, or how much
+    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) would have to accept.
     pub const fn every(spacing: Duration) -> Self {
         Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
     }
@@ -107,7 +108,7 @@ impl Quota {
     /// [`refill`](Bucket::refill)s.
     ///
     /// A full bucket gives a little less than `capacity` at once, one by one: what comes back within the margin of a
-    /// permit (20 ms by default), and at least one, is kept, because the upstream may see the first permit late.
+    /// permit (20 to 60 ms by default), and at least one, is kept, because the upstream may see the first permit late.
     pub const fn bucket(capacity: u32) -> Bucket {
         Bucket { capacity }
     }

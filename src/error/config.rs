@@ -32,11 +32,13 @@ pub enum ConfigError {
         /// How long it takes.
         full_after: Duration,
     },
-    /// A burst or spacing so fine that the margin of each permit would eat more than a tenth of the rate.
+    /// A burst or spacing so fine that the margin of each permit would cost more of the rate than
+    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) allows, 10 % by default. Lower `transit_slack`, allow a burst,
+    /// or accept the loss.
     TooFine {
         /// The limit.
         limit: Limit,
-        /// How much of the rate would be lost.
+        /// How much of the rate would be lost, in per cent, with permits that live for 2 ms.
         lost_percent: u32,
         /// The transit slack, which is a part of the margin.
         transit_slack: Duration,

@@ -28,9 +28,11 @@ pub enum StoreError {
         /// The longest that a permit of this quota may live.
         longest: Duration,
     },
-    /// It has not answered yet, and the request can wait no longer: what it may have granted counts as spent.
+    /// It has not answered yet, and the request can wait no longer: it has waited for `max_wait`, and for a second at least.
+    /// What the store grants to it later goes to another request, or back. A request that ends at a
+    /// [`Deadline`](crate::Deadline) is refused instead.
     NoAnswer {
-        /// How long ago it was asked.
+        /// How long ago the store was asked.
         waited: Duration,
     },
     /// It was asked, and the answer was lost: what it may have granted counts as spent.

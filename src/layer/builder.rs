@@ -167,14 +167,16 @@ impl RateLimitBuilder {
         self
     }
 
-    /// By how much the time that a request takes to the upstream may vary. Default: 10 ms; at most 60 s.
+    /// By how much the time that a request takes to the upstream may vary. Default: 10 ms; at most 60 s, else
+    /// [`build`](Self::build) fails.
     ///
     /// Opening a connection is part of that time: where the first request on a connection takes 150 ms longer than the
     /// next, 10 ms of slack let the upstream see up to twice the limit at the start.
     ///
-    /// Together with the life of a permit, 10 ms, it is the margin by which every window is longer than the quota says:
-    /// at 50 per second it costs 2 % of the rate. Permits that a key in heavy use fetches ahead live for up to a
-    /// two-hundredth of the window: at 100 per minute, at most 0.5 % besides.
+    /// Together with the life of a permit it is the margin by which every window is longer than the quota says. A permit lives
+    /// for a fiftieth of the window divided by the count, at least 10 ms and at most 50 ms: the margin costs 2 % of the rate at 50
+    /// per second, and 3 % at one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth of
+    /// the window: at 100 per minute, at most 0.5 % besides.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
         self.transit_slack = transit_slack;
         self
@@ -182,10 +184,18 @@ impl RateLimitBuilder {
 
     /// The most of the rate, in per cent, that the margin of permits may cost under a fine spacing. Default: 10; at most 50.
     ///
-    /// Two requests of [`Quota::every`] leave at least its spacing and the margin apart: the life of a permit and
-    /// `transit_slack`. If that costs too much, permits live shorter than 10 ms, down to 2 ms; if it still does, `build` says
-    /// how much would be lost, and this accepts it. A permit that lives for 2 ms is often lost on a busy machine. Over a
-    /// store with a trip, permits live for at least twice the trip and 5 ms.
+    /// Requests of a burst or of [`Quota::every`] leave farther apart than the limit says if its spacing is short against the
+    /// margin: the life of a permit and [`transit_slack`](Self::transit_slack). If that costs too much, permits live shorter,
+    /// down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be lost; this accepts the loss.
+    /// Sliding and fixed windows do not need it.
+    ///
+    /// A permit that lives for 2 ms often ends before it is used on a busy machine. Over a store with a trip, permits live for
+    /// at least twice the trip and 5 ms.
+    ///
+    /// # Errors
+    ///
+    /// [`build`](Self::build) fails with [`ConfigError::TooFine`] if more would be lost, and with
+    /// [`ConfigError::OutOfRange`] above 50.
     ///
     /// ```
     /// use std::time::Duration;
@@ -221,10 +231,17 @@ impl RateLimitBuilder {
         self
     }
 
-    /// The longest that a refusal by the upstream holds a key. Default: 60 s; at most a day; `Duration::ZERO` for never.
+    /// The longest that a refusal by the upstream holds a key. Default: 60 s, so that one wrong response costs about a minute;
+    /// at most a day, else [`build`](Self::build) fails. `Duration::ZERO`: a refusal holds nothing.
     ///
-    /// Where the upstream says for how long, its word counts, cut to this. Where it does not, the key is held for about a
-    /// second, and twice as long each time it is refused again.
+    /// If the upstream says for how long, the key is held for that, cut to `max_hold`. If it does not, the key is held for about a
+    /// second, and twice as long each time it is refused again. If it refuses again when the time that it named is over, the key is
+    /// held for at least 0.4 s, and twice that each time.
+    ///
+    /// A hold that was cut ends with one request, the probe: the others leave when it has passed. If it has no response, another
+    /// one follows after 5 s, and all may leave a minute after the hold, or `max_hold` if that is shorter.
+    ///
+    /// What is [learned](Self::learn) of others from one response is reserved for a minute, or `max_hold` if that is shorter.
     ///
     /// Without a [key function](Self::key), a refusal holds the requests to its host
     /// ([`Key::host_hold`]) and no others; a request without a host is held with all. With one, it holds the key of the

@@ -72,7 +72,7 @@ impl AdaptiveThrottleLayer {
         AdaptiveThrottleLayer::builder().build().expect("the defaults make sense")
     }
 
-    /// A builder, for the second day.
+    /// A builder, to change the defaults.
     pub fn builder() -> AdaptiveThrottleBuilder {
         AdaptiveThrottleBuilder {
             reading: Reading::default(),
@@ -262,7 +262,10 @@ impl AdaptiveThrottleBuilder {
         self
     }
 
-    /// The longest that the word of the server holds a key. Default: an hour; at most a day; `Duration::ZERO` for never.
+    /// The longest that what the server says of waiting holds a key. Default: an hour; at most a day, else
+    /// [`build`](AdaptiveThrottleBuilder::build) fails. `Duration::ZERO`: what it says holds nothing.
+    ///
+    /// If the server says for longer, the hold is cut to `max_hold`. The pace may add a wait of its own, which is not cut.
     ///
     /// A refusal by another host, to which reqwest followed a redirect, holds nothing.
     ///

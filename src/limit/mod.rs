@@ -405,7 +405,10 @@ impl Ledger {
     }
 }
 
-/// What an upstream says is left of a limit.
+/// What an upstream says is left of a limit, for [`Ask::left`](crate::store::Ask::left).
+///
+/// Units that are gone and were not granted by the store, others have used. The store reserves them, and if less is left than
+/// it knew, the difference.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Left {
@@ -413,7 +416,7 @@ pub struct Left {
     pub limit: Limit,
     /// The units that are left.
     pub units: u64,
-    /// How long until the upstream starts its count anew, where it says so. Of no use for a bucket.
+    /// How long until the upstream starts its count anew, if it says so. A bucket ignores it.
     pub reset_in: Option<Duration>,
     /// Whether the moment of the reset stays where it is. If it moves along, what is gone may just have left the log, and
     /// only refusals tell of others.
@@ -422,7 +425,7 @@ pub struct Left {
     pub ago: Duration,
     /// Units that the upstream has refused since its last response, because nothing was left.
     pub refused: u32,
-    /// How long what follows from it is reserved for others, unless a later response confirms it.
+    /// How long what follows from it is reserved for others, unless a later response confirms it. [`Left::new`]: 60 s.
     pub valid_for: Duration,
     /// Whether the responses before were about another limit: what was reserved because of them is forgotten.
     pub forget: bool,
@@ -449,8 +452,10 @@ impl Left {
     }
 }
 
-/// Units that were used without a permit: they count in every limit of the key as if a permit for them had been used
-/// then, even beyond the limit.
+/// Units that were used without a permit, for [`Ask::charges`](crate::store::Ask::charges): they count in every limit of the key
+/// as if a permit for them had been used then, even beyond the limit.
+///
+/// With [`FallbackShare`](crate::OnStoreError::FallbackShare) a process so tells a store that is back what it used alone.
 ///
 /// Of a sliding window, units older than the window are ignored; of a fixed window, those of windows before; a bucket is
 /// left empty at most. More units than a limit allows count as the limit.

@@ -10,7 +10,8 @@ pub struct Held {
     pub left: Duration,
     /// How often holds of the key were released. A hold of before a release is over, whoever still speaks of it.
     pub releases: u32,
-    /// Whether the upstream said that it lasts longer. When it ends, one request finds out before the others leave.
+    /// Whether the upstream may refuse for longer: the hold was cut to `max_hold`, or what the upstream says is too short. When
+    /// it ends, one request of each process leaves before the others.
     pub cut: bool,
 }
 

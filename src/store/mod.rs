@@ -153,8 +153,10 @@ pub trait Store: Send + Sync + 'static {
         key.to_string().into()
     }
 
-    /// Where tasks run that must go on whatever becomes of the runtime that caused them: on a thread of the store's own, if
-    /// it has one. By default none: then a call runs in the runtime of the caller that made it.
+    /// Returns what runs the tasks of gates on a thread of the store's own: calls to the store, and the pauses before them.
+    ///
+    /// By default `None`: then a call runs in the runtime of the caller that made it, for all requests of the key that wait. If
+    /// that runtime is not driven, the call counts as lost after a second, and another one is made.
     fn background(&self) -> Option<&dyn Background> {
         None
     }
@@ -171,7 +173,10 @@ pub trait Store: Send + Sync + 'static {
 
 /// Runs tasks on a thread that no caller depends on.
 pub trait Background: Send + Sync {
-    /// Runs a task in a Tokio runtime with timers. A task that cannot be run is dropped.
+    /// Runs a task in a Tokio runtime with timers, to its end. Does not block.
+    ///
+    /// A task that cannot be run, or is still running when the store is dropped, is dropped: its call ends as
+    /// [`StoreError::Lost`].
     fn spawn(&self, task: Task);
 }
 
@@ -189,7 +194,7 @@ pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestInfo<'_
     key.plain_label(request).unwrap_or_else(|| store.label(key))
 }
 
-/// A task for [`Background::spawn`].
+/// A task for [`Background::spawn`]. It may be dropped at any `.await`: then its call ends as [`StoreError::Lost`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// What a store answers: at once, or when a server has answered.

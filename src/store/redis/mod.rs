@@ -102,7 +102,7 @@ impl RedisStore {
         RedisStore::builder(url).build()
     }
 
-    /// A builder of a store at `url`, for the second day.
+    /// A builder of a store at `url`, to change the defaults.
     ///
     /// ```
     /// use std::time::Duration;
