@@ -10,6 +10,7 @@ use std::task::Context;
 use std::time::{Duration, Instant};
 
 use super::limiter::{Entry, Limiter, Reached};
+use super::line::Line;
 use super::queue::Number;
 use super::settings::Settings;
 use super::slot::Patience;
@@ -21,15 +22,37 @@ use crate::store::Refusal;
 /// The hosts of requests under [`Key::ALL`].
 #[derive(Debug, Default)]
 pub(super) struct Hosts {
-    first: OnceLock<Key>,
+    first: OnceLock<First>,
     several: AtomicBool,
 }
 
+/// The first host: most programs call one, and look for its line only after something was done to that.
+#[derive(Debug)]
+struct First {
+    host: Key,
+    hold: Key,
+    /// Whether nothing is known that holds it. Written under the lock of the line of `hold`.
+    is_clear: AtomicBool,
+}
+
 impl Hosts {
+    /// Notices a request to `host`. Returns the first host, if it is that.
     #[inline]
-    fn notice(&self, host: Key) {
-        if *self.first.get_or_init(|| host) != host && !self.several.load(Ordering::Relaxed) {
+    fn notice(&self, host: Key) -> Option<&First> {
+        let new = || First { host, hold: host.within_all(), is_clear: AtomicBool::new(false) };
+        let first = self.first.get_or_init(new);
+        if first.host != host {
             self.several.store(true, Ordering::Relaxed);
+            return None;
+        }
+        Some(first)
+    }
+
+    /// Something is done to the line of `key`, which is locked.
+    #[inline]
+    pub(super) fn touch(&self, key: Key) {
+        if let Some(first) = self.first.get().filter(|first| first.hold == key) {
+            first.is_clear.store(false, Ordering::Relaxed);
         }
     }
 
@@ -62,16 +85,26 @@ impl Limiter {
     /// Whether nothing is known that may hold the requests to the host of `entry` alone.
     #[inline]
     pub(super) fn is_clear(&self, entry: &Entry, now: Instant) -> bool {
-        let Some(hold) = entry.apart() else { return true };
-        entry.host.into_iter().for_each(|host| self.0.hosts.notice(host));
+        let Some((hold, host)) = entry.apart().zip(entry.host) else { return true };
+        let first = self.0.hosts.notice(host);
+        if first.is_some_and(|first| first.is_clear.load(Ordering::Relaxed)) {
+            return true;
+        }
         let max_hold = self.0.settings.max_hold;
-        self.0.lines.find(hold, |line| line.is_clear(max_hold, now)).unwrap_or(false)
+        let look = |line: &mut Line| {
+            let is_clear = line.is_clear(max_hold, now);
+            if let Some(first) = first {
+                first.is_clear.store(is_clear, Ordering::Relaxed);
+            }
+            is_clear
+        };
+        self.0.lines.find(hold, look).unwrap_or(false)
     }
 
     /// What keeps a request from the line of all, if its host is held: it comes later or is refused.
     pub(super) fn held_apart(&self, entry: &Entry, patience: Patience, now: Instant) -> Option<Reached> {
         let hold = entry.apart()?;
-        entry.host.into_iter().for_each(|host| self.0.hosts.notice(host));
+        self.0.hosts.notice(entry.host?);
         let Settings { max_hold, max_waiting, .. } = self.0.settings;
         let look = || self.0.lines.find(hold, |line| (line.waits(max_hold, now), line.waiting_for_hold()));
         let (left, waiting) = look().or_else(|| {

@@ -411,6 +411,7 @@ impl Limiter {
     ) -> Option<R> {
         let mut wakers = Wakers::default();
         let (done, errand) = self.0.lines.find(key, |line| {
+            self.0.hosts.touch(key);
             let learned = self.learned(line, now);
             act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
         })?;
@@ -432,6 +433,7 @@ impl Limiter {
             line.forgotten(&self.desk(key, now, learned.as_ref()));
         };
         let at_line = |line: &mut Line| {
+            self.0.hosts.touch(key);
             let learned = self.learned(line, now);
             act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
         };

@@ -85,7 +85,7 @@ pub(super) struct Line {
     /// Whether a call is under way that may bring more than the upstream says is left.
     tightens: bool,
     /// What the store refused last, if it takes a trip to answer.
-    refused: Option<Refused>,
+    refused: Option<Box<Refused>>,
 }
 
 /// What is to be done for a line without its lock.
@@ -191,7 +191,8 @@ impl Line {
         {
             return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
         }
-        if let Some(refusal) = self.refused.and_then(|refused| refused.of(cost, patience, desk.now)) {
+        let refused = self.refused.as_ref();
+        if let Some(refusal) = refused.and_then(|refused| refused.of(cost, patience, desk.now)) {
             return (Entered::Refused(refusal), None);
         }
         let is_open = held.is_none() && self.passage(desk.max_hold, desk.now) == Passage::Open;

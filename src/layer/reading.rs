@@ -1,7 +1,7 @@
 //! How requests and their answers are read.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use http::HeaderMap;
@@ -18,6 +18,8 @@ pub(super) struct Reading {
     pub(super) cost: Option<Of<u32>>,
     pub(super) deadline: Option<Of<Option<Instant>>>,
     pub(super) answers: Answers,
+    /// The first host that requests without a key function went to, and its key: most programs call one.
+    pub(super) first_host: OnceLock<(Box<str>, Key)>,
 }
 
 /// What a closure finds in a request.
@@ -109,8 +111,24 @@ impl Reading {
             (None, Some(deadline_of)) => deadline_of(request),
             (None, None) => None,
         };
-        let host = if key == Key::ALL { request.host_key() } else { request.host_if_redirected() };
+        let host = if key == Key::ALL { self.host_key(request) } else { request.host_if_redirected() };
         Some(Entry { key, cost, deadline, host })
+    }
+
+    #[inline]
+    fn host_key(&self, request: &RequestInfo<'_>) -> Option<Key> {
+        let host = request.host()?;
+        match self.first_host.get() {
+            Some((first, key)) if **first == *host => Some(*key),
+            _ => Some(self.other_host_key(host)),
+        }
+    }
+
+    #[cold]
+    fn other_host_key(&self, host: &str) -> Key {
+        let key = Key::host(host);
+        self.first_host.get_or_init(|| (host.into(), key));
+        key
     }
 }
 

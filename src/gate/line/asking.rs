@@ -258,7 +258,8 @@ impl Line {
                 let Answered { died, refused } = queue.answered(slots, Some(&end), now, wakers);
                 // A request that would pass uncounted while the store is away has to ask.
                 if self.later && lease.own.is_none() && !desk.fails_open {
-                    self.refused = Refused::after(self.refused, refused, lease.refused, now);
+                    let before = self.refused.as_deref().copied();
+                    self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
                 }
                 let uncertain = bounds.1.saturating_duration_since(bounds.0);
                 let life = desk.terms.life();
