@@ -365,7 +365,8 @@ impl Listener for Panics {
 #[tokio::test]
 async fn a_listener_that_panics_stops_no_store() {
     let server = RedisServer::start().unwrap();
-    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build();
+    let store = Arc::new(store.unwrap());
     let panics: Arc<dyn Listener> = Arc::new(Panics);
     store.listen(Arc::downgrade(&panics));
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store.clone());

@@ -269,7 +269,7 @@ mod shared {
     /// And what it had booked for later: nothing of that leaves before the upstream starts anew.
     #[tokio::test]
     async fn what_was_booked_is_booked_anew() {
-        const TOOK: Duration = Duration::from_millis(100);
+        const TOOK: Duration = Duration::from_millis(500);
         let server = RedisServer::start().unwrap();
         // By the first limit they are booked a second apart; by the second, nothing is left.
         let quota = Quota::per_second(2).and(Quota::per_minute(100));
@@ -278,6 +278,7 @@ mod shared {
             .header("RateLimit-Policy", r#""minute";q=100;w=60"#)
             .header("RateLimit", format!(r#""minute";r=0;t={}"#, reset.as_secs()));
         let answers = Upstream::answering([Ok(says.body(String::new()).unwrap())]);
+        let asked = answers.clone();
         let slowly = tower::service_fn(move |request| {
             let answer = answers.clone().oneshot(request);
             async move {
@@ -291,7 +292,9 @@ mod shared {
         let other = process(&server, quota, ms(10_000)).layer(upstream.clone());
         let sent = now();
         let first = tokio::spawn(hears.clone().oneshot(get("/")));
-        pass(TOOK / 3).await;
+        while asked.count() == 0 {
+            pass(ms(5)).await;
+        }
         let waiters = (0..6).map(move |_| other.clone().oneshot(get("/")));
         let waiters = tokio::spawn(futures::future::join_all(waiters));
         first.await.unwrap().unwrap();

@@ -144,9 +144,10 @@ fn many_processes_that_share_a_pace_are_refused_next_to_never() {
     let _turn = turn();
     let scenario = &Scenarios::read(MANY).unwrap().0[0];
     let redis = RedisServer::start().unwrap();
-    let [alone, shared] = ["fair", "fair-shared"].map(|pace| {
-        let mut fellows = Fellows::start(pace, [32, 1], redis.url());
-        fellows.fleet.go();
+    let mut fellows = ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
+    fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
+    let [alone, shared] = fellows.map(|fellows| {
+        let pace = fellows.pace;
         let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
         row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
         row(pace, "over HTTP", &real, &Metrics::default());
