@@ -268,7 +268,8 @@ impl Flight {
                 (self.asking, self.failed) = (false, true);
                 self.settle(|_| true, &Unseated::Failed(error), wakers);
             }
-            News::Held(_) | News::Less { .. } | News::Register(_) | News::Missed | News::Deaf => {}
+            News::Held(_) | News::Less { .. } | News::Register(_) => {}
+            News::Missed | News::Reconnected | News::Deaf => {}
             News::Good(until) => self.good_until = Some(until),
             News::Lost => {
                 self.lost_before = next_number();

@@ -170,12 +170,13 @@ impl Limiter {
         self.at_line(key, clock::now(), |line, desk, wakers| ((), line.less_heard(desk, writes, wakers)));
     }
 
-    /// What others held or released may have been missed, and the store may have forgotten what is held or booked.
-    pub(super) fn holds_missed(&self, now: Instant) {
+    /// What others held or released may have been missed, and the store may have forgotten what is held; or booked, if it is
+    /// `reconnected`.
+    pub(super) fn news_missed(&self, reconnected: bool, now: Instant) {
         let mut keys = Vec::new();
         self.0.lines.for_each(|key, line| {
             line.doubt();
-            if line.held(now).is_some() || line.is_booked() {
+            if line.held(now).is_some() || (reconnected && line.is_booked()) {
                 keys.push(key);
             }
         });

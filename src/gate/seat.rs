@@ -145,7 +145,8 @@ impl Listener for Gate {
         match news {
             News::Held(held) => return Limiter(self).hold_heard(key, held),
             News::Less { writes } => return Limiter(self).less_heard(key, writes),
-            News::Missed => return Limiter(self).holds_missed(now),
+            News::Missed => return Limiter(self).news_missed(false, now),
+            News::Reconnected => return Limiter(self).news_missed(true, now),
             _ => {}
         }
         self.at_flight(key, |flight, wakers| {

@@ -86,6 +86,9 @@ pub enum News {
     Deaf,
     /// What others did may have been missed: what is known of holds and registers is to be asked again.
     Missed,
+    /// There is another connection to the server, which may have lost its state meanwhile: what is booked there is to be
+    /// asked again as well, before others are granted the same.
+    Reconnected,
     /// The store has confirmed the last claim: its seats are the gate's until then, and no longer unless it is confirmed
     /// again. A store that does not say so keeps them for ever.
     Good(Instant),

@@ -133,7 +133,7 @@ impl Listener for Inner {
                 throttle.at(key, |station, wakers| station.hear(register, now, wakers));
             }
             // Where the store is away, those who wait find out.
-            News::Missed | News::Deaf => {
+            News::Missed | News::Reconnected | News::Deaf => {
                 let mut keys = Vec::new();
                 throttle.0.stations.for_each(|key, station| {
                     if station.missed(now) {

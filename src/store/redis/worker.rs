@@ -248,7 +248,7 @@ impl Worker {
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
                 Some(heard) = self.heard.recv() => self.hear(heard),
                 // Who was asked before may have been another server, or have lost its state.
-                () = self.connections.next() => self.listeners.tell(Key::ALL, &News::Missed),
+                () = self.connections.next() => self.listeners.tell(Key::ALL, &News::Reconnected),
                 Some(_) = calls.join_next() => {}
                 Some(_) = self.tasks.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),

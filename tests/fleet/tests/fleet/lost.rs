@@ -50,7 +50,8 @@ fn redis_is_killed_and_started_again() {
     let _turn = turn_beside_others();
     let reports = after("killed and started", Site::new(), |redis| {
         redis.kill();
-        sleep(ms(400));
+        // Longer than a window: then somebody asks.
+        sleep(ms(1100));
         redis.restart().unwrap();
     });
     let failed = reports.iter().any(|report| report.of(Outcome::StoreFailed).count() > 0);
