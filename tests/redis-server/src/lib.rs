@@ -6,15 +6,14 @@
 
 #![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
 
+mod clock;
 mod cluster;
 mod proxy;
 mod sentinel;
 
-use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{Error, ErrorKind};
 use std::net::{Ipv4Addr, TcpListener};
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -22,6 +21,7 @@ use std::time::{Duration, Instant};
 use redis::{Connection, FromRedisValue};
 use tempfile::TempDir;
 
+pub use clock::SteppingClock;
 pub use cluster::RedisCluster;
 pub use proxy::Proxy;
 pub use sentinel::Watched;
@@ -36,11 +36,11 @@ pub struct RedisServer {
     clock: Option<Clock>,
 }
 
-/// What steps the wall clock of a server.
+/// The wall clock of a server.
 #[derive(Debug)]
 struct Clock {
-    library: PathBuf,
-    /// By how many seconds the server's wall clock is ahead.
+    clock: SteppingClock,
+    /// By how many seconds it is ahead.
     ahead: i64,
 }
 
@@ -69,7 +69,7 @@ impl RedisServer {
     ///
     /// When `redis-server` or libfaketime is not there, or the server does not answer within ten seconds.
     pub fn with_stepping_clock() -> Result<Self, Error> {
-        RedisServer::with(&["--save", ""], Some(Clock { library: libfaketime()?, ahead: 0 }))
+        RedisServer::with(&["--save", ""], Some(Clock { clock: SteppingClock::new()?, ahead: 0 }))
     }
 
     /// Starts a cluster of one, which has all slots.
@@ -93,7 +93,6 @@ impl RedisServer {
     fn with(options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
         let mut server = RedisServer { port: 0, options, directory: TempDir::new()?, child: None, clock };
-        server.write_clock()?;
         for _ in 0..9 {
             server.port = free_port();
             match server.restart() {
@@ -147,11 +146,7 @@ impl RedisServer {
         if let Some(clock) = &self.clock {
             // libfaketime and jemalloc, which Redis comes with, ask each other before either is ready: the allocator of
             // libc goes before jemalloc.
-            let preloaded = format!("{}:libc.so.6", clock.library.display());
-            command.env_remove("FAKETIME").env("LD_PRELOAD", preloaded);
-            command.env("FAKETIME_TIMESTAMP_FILE", self.clock_file());
-            // Else it looks at the file every ten seconds, and steps the clock of timers too.
-            command.env("FAKETIME_NO_CACHE", "1").env("DONT_FAKE_MONOTONIC", "1");
+            clock.clock.give_to(&mut command, &["libc.so.6"]);
         }
         let child = command.spawn().map_err(|error| match error.kind() {
             ErrorKind::NotFound => Error::new(
@@ -209,20 +204,9 @@ impl RedisServer {
     ///
     /// When it was not started [with such a clock](RedisServer::with_stepping_clock).
     pub fn step_clock(&mut self, seconds: i64) -> Result<(), Error> {
-        self.clock.as_mut().expect("a server with a clock that steps").ahead += seconds;
-        self.write_clock()
-    }
-
-    fn clock_file(&self) -> PathBuf {
-        self.directory.path().join("clock")
-    }
-
-    /// Moved into place, so that the server never reads half of it.
-    fn write_clock(&self) -> Result<(), Error> {
-        let Some(clock) = &self.clock else { return Ok(()) };
-        let new = self.directory.path().join("clock.new");
-        fs::write(&new, format!("{:+}\n", clock.ahead))?;
-        fs::rename(new, self.clock_file())
+        let clock = self.clock.as_mut().expect("a server with a clock that steps");
+        clock.ahead += seconds;
+        clock.clock.set_ahead(clock.ahead as f64)
     }
 
     fn signal(&self, signal: &str) {
@@ -269,19 +253,6 @@ pub fn free_port() -> u16 {
             return port;
         }
     }
-}
-
-/// Where Debian and others put it.
-fn libfaketime() -> Result<PathBuf, Error> {
-    let by_architecture = fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
-    by_architecture
-        .chain(["/usr/lib".into(), "/usr/lib64".into(), "/usr/local/lib".into()])
-        .map(|directory| directory.join("faketime/libfaketime.so.1"))
-        .find(|library| library.exists())
-        .ok_or_else(|| {
-            let message = "libfaketime is missing: install it (Debian: apt-get install faketime)";
-            Error::new(ErrorKind::NotFound, message)
-        })
 }
 
 #[cfg(test)]
