@@ -60,6 +60,8 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// The call under way.
     call: Option<Calling>,
+    /// Since when the store has not answered: when the first call was sent that it owes an answer, given up or not.
+    unanswered: Option<Instant>,
     /// What it asks for.
     asked: SmallVec<[Need; 2]>,
     pub(super) gathering: Gathering,
@@ -126,9 +128,9 @@ impl Queue {
         self.call.is_some_and(|call| now < clock::after(call.sent, ANSWER))
     }
 
-    /// For how long a call has been under way.
-    pub(super) fn called_for(&self, now: Instant) -> Option<Duration> {
-        self.call.map(|call| now.saturating_duration_since(call.sent))
+    /// For how long the store has not answered, if it was asked.
+    pub(super) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
+        self.unanswered.map(|since| now.saturating_duration_since(since))
     }
 
     /// Whether this call is the one under way.
@@ -372,7 +374,7 @@ impl Queue {
     /// The store decides nothing for so long. Those who cannot wait until then are told.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
-        self.call = None;
+        (self.call, self.unanswered) = (None, None);
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
         self.asked.clear();

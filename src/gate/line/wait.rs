@@ -48,7 +48,7 @@ impl Line {
                 return (Poll::Ready(Settled::Refused(Refusal::NEVER)), errand);
             };
             if queue.is_over(waiter.number, waiter.cost, desk.now) {
-                let unanswered = queue.called_for(desk.now).filter(|_| !waiter.patience.by_deadline);
+                let unanswered = queue.unanswered_for(desk.now).filter(|_| !waiter.patience.by_deadline);
                 if let Some(waited) = unanswered {
                     // Its slot may be there, and nobody knows.
                     errand = errand.or(self.leave(desk, waiter, wakers));

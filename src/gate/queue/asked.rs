@@ -49,6 +49,7 @@ impl Queue {
         let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
         let number = next_number();
         self.call = Some(Calling { number, sent: now, last: last.copied(), watched });
+        self.unanswered.get_or_insert(now);
         if !needs.is_empty() {
             self.gathering = Gathering::NotYet;
         }
@@ -92,6 +93,7 @@ impl Queue {
         wakers: &mut Wakers,
     ) -> Answered {
         let call = self.call.take();
+        self.unanswered = None;
         let mut died = false;
         // For each cost, the permits that were granted, and those of them that are of use.
         let mut granted: SmallVec<[(u32, usize, usize); 2]> = SmallVec::new();
