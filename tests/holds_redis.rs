@@ -4,7 +4,11 @@
 
 mod support;
 
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -12,8 +16,8 @@ use redis_server::RedisServer;
 use support::{Upstream, get, limited, ok};
 use tokio::time::{Instant, sleep};
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limited, Limiter, Quota, RateLimit, RateLimitLayer, Reason};
-use tower::{Layer, ServiceExt};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimit, RateLimitLayer, Reason, RequestInfo};
+use tower::{Layer, ServiceExt, service_fn};
 
 fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
@@ -181,5 +185,106 @@ async fn processes_without_a_key_function_hold_a_host_together_and_no_other() {
             assert!(Instant::now() < give_up, "it never heard of the release");
             sleep(millis(1)).await;
         }
+    }
+}
+
+/// How many messages the server was asked to publish.
+fn published(server: &RedisServer) -> u64 {
+    let stats: String = server.command(&["INFO", "commandstats"]);
+    let line = stats.lines().find(|line| line.starts_with("cmdstat_publish:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+type Refusal = Pin<Box<dyn Future<Output = Result<http::Response<()>, Infallible>> + Send>>;
+
+/// An upstream that refuses requests one after the other, `every` so often, with the `Retry-After` of their turn.
+fn refusing(
+    every: Duration,
+    retry_after: fn(u32) -> u64,
+) -> impl Fn(http::Request<String>) -> Refusal + Clone {
+    let turns = Arc::new(AtomicU32::new(0));
+    move |_| {
+        let turn = turns.fetch_add(1, Ordering::Relaxed);
+        Box::pin(async move {
+            // All have left before the first is refused.
+            sleep(millis(700) + every * turn).await;
+            let refusal = http::Response::builder().status(429).header("Retry-After", retry_after(turn));
+            Ok(refusal.body(()).unwrap())
+        })
+    }
+}
+
+/// What a process did whose requests were refused one after the other.
+#[derive(Debug)]
+struct Storm {
+    refused: u32,
+    took: Duration,
+    published: u64,
+}
+
+/// Sends `count` requests for `keys` keys at once through a process of its own.
+async fn storm(
+    server: &RedisServer,
+    (count, keys): (u32, u32),
+    every: Duration,
+    retry_after: fn(u32) -> u64,
+) -> Storm {
+    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap();
+    let builder = RateLimitLayer::builder(Quota::per_second(2000)).store(Arc::new(store));
+    let by_path = |request: &RequestInfo<'_>| Some(Key::new(request.path()));
+    // Who has not left when the first is refused need not.
+    let builder = builder.key(by_path).max_wait(millis(600)).max_hold(Duration::from_secs(3600));
+    let service = builder.build().unwrap().layer(service_fn(refusing(every, retry_after)));
+    let (before, start) = (published(server), Instant::now());
+    let calls = (0..count).map(|number| {
+        let url = format!("http://one.test/{}", number % keys);
+        service.clone().oneshot(get(&url))
+    });
+    let refused = join_all(calls).await.iter().filter(|answer| answer.is_ok()).count() as u32;
+    Storm { refused, took: start.elapsed(), published: published(server) - before }
+}
+
+/// Each refusal would hold its key for a little longer than the one before.
+#[tokio::test]
+async fn storms_of_refusals_publish_once_a_second_and_key() {
+    let server = RedisServer::start().unwrap();
+    const KEYS: u32 = 2;
+    for round in 0.. {
+        let storm = storm(&server, (600, KEYS), millis(5), |_| 6).await;
+        println!("{storm:?}");
+        // After half a second without a refusal, the next one holds for longer by a tenth: then the machine stood still, and
+        // another round has to show it.
+        let bounds = u64::from(KEYS)..=u64::from(KEYS) * (storm.took.as_secs() + 1);
+        if storm.refused > 500 && bounds.contains(&storm.published) {
+            break;
+        }
+        assert!(round < 4, "published {bounds:?}: {storm:?}");
+        sleep(millis(6500)).await;
+    }
+}
+
+/// A hold that is longer by a tenth or more is told at once.
+#[tokio::test]
+async fn refusals_that_hold_for_longer_are_published_at_once() {
+    let server = RedisServer::start().unwrap();
+    for round in 0.. {
+        let _: () = server.command(&["FLUSHALL"]);
+        let before = published(&server);
+        if storm(&server, (8, 1), millis(20), |turn| 2 << turn).await.refused < 8 {
+            assert!(round < 4, "the machine stands still");
+            continue;
+        }
+        // The process does not wait until the store knows.
+        let (other, give_up) =
+            (process(&server, Quota::per_second(2000), None), Instant::now() + Duration::from_secs(10));
+        while other.peek(Key::new("/0")).await.ok().and_then(|peek| peek.held)
+            < Some(Duration::from_secs(200))
+        {
+            assert!(Instant::now() < give_up, "the store does not know of the longest hold");
+            sleep(millis(10)).await;
+        }
+        let published = published(&server) - before;
+        assert!(published >= 4, "{published} of 8 in less than a second");
+        break;
     }
 }
