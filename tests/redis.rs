@@ -188,6 +188,71 @@ async fn a_state_is_small_and_runs_out_by_itself() {
     }
 }
 
+/// How many scripts the server has run.
+fn scripts_run(server: &RedisServer) -> u64 {
+    let stats: String = server.command(&["INFO", "commandstats"]);
+    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+/// What it took to get one slot.
+#[derive(Clone, Copy, Debug)]
+struct SlotTaken {
+    calls: u64,
+    /// How long after the slot was free.
+    late: Duration,
+    /// The longest time from one try to the next.
+    pause: Duration,
+}
+
+/// Tries again and again, and cannot wait. Returns what it took to get each of `count` slots after the first.
+async fn hammer(server: &RedisServer, limiter: &Limiter, window: Duration, count: usize) -> Vec<SlotTaken> {
+    let (mut taken, mut last) = (Vec::new(), None);
+    let (mut tried, mut pause, mut calls) = (Instant::now(), Duration::ZERO, scripts_run(server));
+    while taken.len() < count {
+        let granted = limiter.acquire(Key::ALL).await.is_ok();
+        let now = Instant::now();
+        (tried, pause) = (now, pause.max(now - tried));
+        if granted {
+            let before = std::mem::replace(&mut calls, scripts_run(server));
+            // A permit counts from the end of its life, and `transit_slack` later.
+            let free = last.map(|last: Instant| last + window + millis(30));
+            taken.extend(free.map(|free| SlotTaken {
+                calls: calls - before,
+                late: now.saturating_duration_since(free),
+                pause,
+            }));
+            (last, tried, pause) = (Some(now), Instant::now(), Duration::ZERO);
+        }
+        sleep(millis(1)).await;
+    }
+    taken
+}
+
+#[tokio::test]
+async fn zero_max_wait_takes_each_slot_with_five_calls() {
+    let server = RedisServer::start().unwrap();
+    let window = millis(400);
+    let limiter = limiter(&patient_store(&server), Quota::new(1, window), Duration::ZERO);
+    for round in 0.. {
+        let slots = hammer(&server, &limiter, window, 11).await;
+        println!("{slots:?}");
+        // If the machine stood still, a permit may have died before it was used, and was asked for again.
+        let steady = slots.iter().filter(|slot| slot.pause < millis(8));
+        steady.for_each(|slot| assert!(slot.calls <= 5, "{slot:?} of {slots:?}"));
+        let median = |of: fn(&SlotTaken) -> u128| {
+            let mut values: Vec<u128> = slots.iter().map(of).collect();
+            values.sort();
+            values[values.len() / 2]
+        };
+        let (late, calls) = (median(|slot| slot.late.as_millis()), median(|slot| slot.calls.into()));
+        if late <= 50 && calls <= 5 {
+            break;
+        }
+        assert!(round < 4, "medians: {calls} calls, {late} ms late; {slots:?}");
+    }
+}
+
 /// Until those who wait have their slots.
 async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
     let start = Instant::now();
