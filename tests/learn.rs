@@ -198,6 +198,38 @@ async fn what_is_left_after_a_restart_is_all_that_is_used() {
     assert_eq!(granted(&layer).await, 4987, "it started anew");
 }
 
+/// An operator knows better than the upstream: whoever of the fleet is told, all may use what was left to others.
+#[tokio::test(start_paused = true)]
+async fn release_forgets_what_was_reserved_for_others() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let layers = [(); 2].map(|()| layer(Quota::per_hour(5000), Learn::Remaining, &store));
+    let says = |left: u32, reset: u32| {
+        Ok(stating(&[
+            ("X-RateLimit-Limit", "5000"),
+            ("X-RateLimit-Remaining", &left.to_string()),
+            ("X-RateLimit-Reset", &reset.to_string()),
+        ]))
+    };
+    for (releases, other) in [(0, 1), (1, 0)] {
+        // Three responses of one process, then a request of another that asks the store.
+        let upstream = Upstream::answering([says(12, 1200), says(11, 1195), says(10, 1194)]);
+        for pause in [0, 5, 1] {
+            pass(Duration::from_secs(pause)).await;
+            layers[0].layer(upstream.clone()).oneshot(get("/")).await.unwrap();
+        }
+        drop(layers[other].limiter().acquire(Key::ALL).await.unwrap());
+        let usage = layers[other].limiter().peek(Key::ALL).await.unwrap().limits[0];
+        assert!(usage.reserved > 4900, "{usage:?}");
+        layers[releases].limiter().release(Key::ALL).await.unwrap();
+        for layer in &layers {
+            let peek = layer.limiter().peek(Key::ALL).await.unwrap();
+            assert!(peek.limits[0].reserved == 0 && peek.free >= 4990, "{peek:?}");
+        }
+        assert!(granted(&layers[other]).await >= 4990, "all that is not used is free");
+        pass(Duration::from_secs(3 * 3600)).await;
+    }
+}
+
 /// Of two quotas with the window of the limit, the one that counts the same is meant.
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
