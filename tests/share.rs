@@ -13,8 +13,10 @@ use std::time::Duration;
 use counted::largest_count;
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
-use tollgate::{ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
+use tollgate::store::{Answer, Ask, Charge, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
+use tollgate::{
+    ConfigError, Key, Limit, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer,
+};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -32,6 +34,8 @@ struct Shared {
     lose_charges: AtomicBool,
     /// Units charged by calls that arrived.
     charged: AtomicUsize,
+    /// The most charges in one call.
+    most_charges: AtomicUsize,
 }
 
 impl Shared {
@@ -58,6 +62,7 @@ impl Shared {
 impl Store for Shared {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let charged: u64 = ask.charges.iter().map(|charge| charge.units).sum();
+        self.most_charges.fetch_max(ask.charges.len(), Ordering::Relaxed);
         let lost = charged > 0 && self.lose_charges.load(Ordering::Relaxed);
         let answer = self.answer(|| {
             self.charged.fetch_add(charged as usize, Ordering::Relaxed);
@@ -392,5 +397,49 @@ async fn charges_whose_answers_are_lost_are_not_repeated() {
         let after: Vec<_> = sent.iter().copied().filter(|at| *at >= start + ms(240_000)).collect();
         let most = largest_count(&after, ms(60_000));
         assert!(most <= 600, "{quota}: {most} in a minute");
+    }
+}
+
+/// However much was used alone: a call has few charges, and each unit of the last window is charged once.
+#[tokio::test(start_paused = true)]
+async fn charges_after_an_outage_are_few_and_made_once() {
+    let hour = ms(3_600_000);
+    for (quota, window, pause) in [
+        (Quota::per_minute(600), ms(60_000), ms(0)),
+        (Quota::per_minute(600).burst(20), ms(60_000), ms(0)),
+        (Quota::per_hour(5000), hour, ms(4500)),
+        (Quota::per_hour(5000).burst(100), hour, ms(4500)),
+    ] {
+        let (store, sent) = (Arc::<Shared>::default(), Sent::default());
+        let limiter = builder(quota, &store).fallback_share(1.0).build().unwrap().limiter();
+        let start = Instant::now();
+        store.set_away(true);
+        calls(&limiter, 4, pause, 3 * window, &sent);
+        sleep(window * 3 / 2).await;
+        let back = Instant::now();
+        store.set_away(false);
+        // It is together with the others again, and charges nothing more.
+        sleep(ms(15_000)).await;
+        let [charged, most] =
+            [&store.charged, &store.most_charges].map(|counter| counter.load(Ordering::Relaxed));
+        let (last_window, alone) =
+            (within(&sent, back - window, back), within(&sent, start, back + ms(15_000)));
+        println!(
+            "{quota}: {alone} used alone, {last_window} in the last window, {charged} charged, {most} at once"
+        );
+        assert!(most > 0 && most <= Charge::MOST, "{quota}: {most} charges in a call");
+        // They are charged in parts; the first part may have begun before the window.
+        let part = last_window / 20 + 10;
+        assert!(charged >= last_window - part && charged <= last_window + part, "{quota}: {charged}");
+        sleep(ms(1000)).await;
+        assert_eq!(store.charged.load(Ordering::Relaxed), charged, "{quota}: it charges on");
+        let usage = limiter.peek(Key::ALL).await.unwrap().limits[0];
+        if matches!(usage.limit, Limit::Sliding { .. }) {
+            let (now, used) = (Instant::now(), usage.used as usize);
+            let really = within(&sent, now - window, now);
+            // Both the charges and the log of a long window are kept in parts, and some permits are at hand.
+            let most = really + really * 3 / 20 + 50;
+            assert!(used >= really && used <= most, "{quota}: {used} instead of {really}");
+        }
     }
 }
