@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use redis_server::RedisServer;
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limiter, Quota, RateLimitLayer};
+use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 /// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. Not exact: up to twice the limit.
 const GCRA: &str = r#"
@@ -121,7 +121,9 @@ fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender
     let prefix = name.replace(|other: char| !other.is_ascii_alphanumeric(), "-");
     let store =
         RedisStore::builder(&server.url()).prefix(prefix).store_timeout(Duration::from_secs(5)).build();
-    let layer = RateLimitLayer::builder(quota).store(Arc::new(store.expect("a good URL")));
+    // A process that would let requests pass while the store is away asks for each of them; others keep a refusal for a while.
+    let layer = RateLimitLayer::builder(quota).on_store_error(OnStoreError::FailOpen);
+    let layer = layer.store(Arc::new(store.expect("a good URL")));
     let limiter: Limiter = layer.max_wait(Duration::ZERO).build().expect("a good quota").limiter();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     let decide = move |calls| {
