@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use redis_server::RedisServer;
-use tollgate::store::RedisStore;
+use tollgate::store::{
+    Answer, Ask, Charge, Lease, Need, RedisStore, Store, StoreError, Terms, Unused, Usage,
+};
 use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 /// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. Not exact: up to twice the limit.
@@ -76,6 +78,104 @@ pub(crate) fn report() {
     for (contender, median) in contenders.iter().zip(&medians) {
         println!("| {} | {median:.1} | {:.2} |", contender.name, median / medians[0]);
     }
+    largest(&server);
+}
+
+// ── the largest calls ───────────────────────────────────────────────────────────────────────────────────────────────
+
+/// For so long may one call keep a server busy: all others who ask it wait meanwhile.
+const LONGEST_CALL: Duration = Duration::from_millis(10);
+
+/// The most permits that a gate asks for in one call, and that the script grants.
+const MOST_ASKED: u32 = 500;
+const MOST_PERMITS: u32 = 5000;
+
+/// What a store is asked for in place of what its gate asks for.
+#[derive(Clone, Copy)]
+enum Instead {
+    /// The most charges that a call may have.
+    Charges,
+    /// So many permits, each of which may go after the one before.
+    Permits(u32),
+}
+
+/// A store that makes a large call of each, and answers that the answer was lost.
+struct Large {
+    store: RedisStore,
+    instead: Instead,
+}
+
+impl Store for Large {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        let longest = ask.terms.quota().limits()[0].window();
+        // One in each part of the window, the oldest first, and of more units than a permit.
+        let age =
+            |part: usize| longest * u32::try_from(Charge::MOST - part).unwrap_or(1) / Charge::MOST as u32;
+        let charges: Vec<Charge> = (0..Charge::MOST).map(|part| Charge::new(age(part), 1000)).collect();
+        let permits;
+        let mut ask = ask;
+        (ask.needs, ask.prefetch) = (&[], 0);
+        match self.instead {
+            Instead::Charges => ask.charges = &charges,
+            Instead::Permits(count) => {
+                permits = [Need::new(1, count)];
+                (ask.needs, ask.latest) = (&permits, 1000 * longest);
+            }
+        }
+        let Answer::Later(answer) = self.store.lease(ask) else { return Answer::Now(Err(StoreError::Lost)) };
+        Answer::Later(Box::pin(async move {
+            answer.await?;
+            Err(StoreError::Lost)
+        }))
+    }
+
+    fn give_back(&self, _: Key, _: &Arc<Terms>, _: &[Unused]) {}
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.store.peek(key, terms)
+    }
+}
+
+/// Prints how long the largest calls keep the server busy.
+fn largest(server: &RedisServer) {
+    println!(
+        "\nThe largest calls, milliseconds of the server by its own count, the longest of {ROUNDS} (to be below \
+         {LONGEST_CALL:?}):\n"
+    );
+    println!(
+        "| quota | {} charges | {MOST_ASKED} permits | {MOST_PERMITS} permits |\n|---|--:|--:|--:|",
+        Charge::MOST
+    );
+    let (second, minute, hour) = (Duration::from_secs(1), Duration::from_secs(60), Duration::from_secs(3600));
+    for quota in [
+        Quota::new(10, second),
+        Quota::new(1000, second),
+        Quota::new(5000, hour),
+        Quota::per_minute(600).burst(20),
+        Quota::per_day(1_000_000).burst(1000),
+        Quota::fixed(600, minute),
+        Quota::new(10, second).and(Quota::new(300, minute)).and(Quota::new(5000, hour)),
+    ] {
+        let calls = [Instead::Charges, Instead::Permits(MOST_ASKED), Instead::Permits(MOST_PERMITS)];
+        let [charges, asked, most] = calls.map(|instead| longest_of(server, quota, instead));
+        println!("| {quota} | {charges:.2} | {asked:.2} | {most:.2} |");
+    }
+}
+
+/// The longest of some calls of new keys, in milliseconds.
+fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
+    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(30)).build();
+    let store = Large { store: store.expect("a good URL"), instead };
+    let layer = RateLimitLayer::builder(quota).store(Arc::new(store)).max_wait(Duration::ZERO);
+    let limiter = layer.build().expect("a good quota").limiter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let longest = (0..ROUNDS).map(|round| {
+        let () = server.command(&["CONFIG", "RESETSTAT"]);
+        let lost = runtime.block_on(limiter.acquire(Key::new(format!("{quota} {round}"))));
+        assert!(lost.is_err_and(|lost| lost.to_string().contains("lost")), "the server answers");
+        micros_a_call(server) / 1000.0
+    });
+    longest.fold(0.0, f64::max)
 }
 
 fn contenders(server: &RedisServer) -> Vec<Contender> {
