@@ -1,9 +1,11 @@
 //! What a line leaves to be done without its lock: calls to run to their end, and permits at hand to be looked after.
 
 use std::future::Future;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
 
 use super::limiter::{Gate, Limiter};
 use super::line::{CallNumber, Errand};
@@ -31,7 +33,19 @@ impl Limiter {
                 });
             }
             Some(Errand::Gather(delay)) => {
-                let gathering = Gathering { gate: Arc::downgrade(&self.0), key, joined: false };
+                let gathering = Gathering::new(&self.0, key);
+                // Tasks that are about to ask are those of the caller's runtime. It may not be driven any more.
+                let delay = match Handle::try_current() {
+                    Ok(runtime) if delay.is_zero() && self.0.settings.store.background().is_some() => {
+                        let gathering = gathering.clone();
+                        drop(runtime.spawn(async move {
+                            tokio::task::yield_now().await;
+                            gathering.joined();
+                        }));
+                        LONGEST_TURN
+                    }
+                    _ => delay,
+                };
                 self.spawn(async move {
                     wait_for(now, delay).await;
                     gathering.joined();
@@ -122,15 +136,26 @@ impl Drop for Called {
     }
 }
 
+/// How long the tasks of a runtime that are about to run take at most to have their turn; a runtime that takes longer is not
+/// waited for.
+const LONGEST_TURN: Duration = Duration::from_millis(5);
+
 /// A delay in which others may join the next call of a line. It keeps no gate alive: a hold may last for long.
+#[derive(Clone)]
 struct Gathering {
     gate: Weak<Gate>,
     key: Key,
     /// Whether the others had the time to join.
     joined: bool,
+    /// Whether it is over: it may end in two places.
+    over: Arc<AtomicBool>,
 }
 
 impl Gathering {
+    fn new(gate: &Arc<Gate>, key: Key) -> Self {
+        Gathering { gate: Arc::downgrade(gate), key, joined: false, over: Arc::default() }
+    }
+
     fn joined(mut self) {
         self.joined = true;
     }
@@ -139,6 +164,9 @@ impl Gathering {
 impl Drop for Gathering {
     fn drop(&mut self) {
         let Some(limiter) = self.gate.upgrade().map(Limiter) else { return };
+        if self.over.swap(true, Ordering::Relaxed) {
+            return;
+        }
         let (now, joined) = (clock::now(), self.joined);
         limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, joined, wakers)));
     }

@@ -31,7 +31,7 @@ local SHARED, CUT = 4, 8
 -- What a message of a hold begins with, and of one that was cut.
 local HOLD_MESSAGE, CUT_MESSAGE, LESS_MESSAGE = 1, 4, 5
 -- More permits in one call would keep the server from others for too long.
-local MOST_PERMITS = 5000
+local MOST_PERMITS = 2000
 -- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and
 -- ahead of it besides the time that call and answer may have been on their way.
 local CLOCK_TOLERANCE = 250000

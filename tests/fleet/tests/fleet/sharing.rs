@@ -115,7 +115,8 @@ fn a_hundred_callers_in_a_closed_loop_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
         let (reports, per_grant) = share(10, Options { span: ms(7000), ..Options::default() });
-        ensure!(per_grant <= 0.5, "{per_grant} calls of the store for each grant");
+        // One call of each process a window for two grants, and one or two more when it begins.
+        ensure!(per_grant <= 0.6, "{per_grant} calls of the store for each grant");
         in_order(&reports)
     });
 }
