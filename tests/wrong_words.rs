@@ -269,7 +269,7 @@ mod shared {
     /// And what it had booked for later: nothing of that leaves before the upstream starts anew.
     #[tokio::test]
     async fn what_was_booked_is_booked_anew() {
-        const TOOK: Duration = Duration::from_millis(500);
+        const TOOK: Duration = Duration::from_millis(150);
         let server = RedisServer::start().unwrap();
         // By the first limit they are booked a second apart; by the second, nothing is left.
         let quota = Quota::per_second(2).and(Quota::per_minute(100));

@@ -126,7 +126,7 @@ enum Mix {
 fn step(mix: Mix) -> impl Strategy<Value = Step> {
     let count = match mix {
         Mix::Any => prop_oneof![6 => 1u32..8, 1 => 20u32..200].boxed(),
-        Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..2000].boxed(),
+        Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..900].boxed(),
         Mix::Plain => (1u32..4).boxed(),
     };
     let need = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
