@@ -248,7 +248,7 @@ impl Line {
                 }
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, patience, desk.now, None);
-                queue.answered([slot], None, desk.now, &mut Wakers::default());
+                queue.answered([slot], None, Duration::ZERO, desk.now, &mut Wakers::default());
                 (Entered::Waiting(number), None)
             }
             Answer::Later(call) => {

@@ -204,7 +204,7 @@ impl RateLimitBuilder {
     /// // A server that refuses whatever comes within 20 ms of the request before, on the same network.
     /// let limit = RateLimitLayer::builder(Quota::every(Duration::from_millis(20)))
     ///     .transit_slack(Duration::from_millis(1))
-    ///     .max_rate_loss(15)
+    ///     .max_rate_loss(14)
     ///     .build()?;
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```

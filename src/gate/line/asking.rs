@@ -11,6 +11,7 @@ use crate::gate::memory::Remembered;
 use crate::gate::queue::{Answered, Gathering, HandedOut, Number, Wakers};
 use crate::gate::slot::{Settled, Slot};
 use crate::limit::{Terms, Unused};
+use crate::quota::LIFE;
 use crate::store::{Answer, Ask, Lease, Need, Refusal, Segment, trust};
 
 /// The longest life, for windows that are not longer than twenty times that.
@@ -249,13 +250,17 @@ impl Line {
             self.hold_answered(lease.held, sent, bounds);
         }
         let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
+        // After a slow trip little is left of a permit's life: who wakes a little late would lose its slot. The next ones
+        // live longer.
+        let least =
+            if self.life < self.longest_life(desk.terms) { desk.terms.life() / 2 } else { Duration::ZERO };
         let Some(queue) = &mut self.queue else { return };
         match answer {
             Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
             Ok(lease) => {
                 let slots = lease.segments.iter().map(|segment| slot(&lease, segment, bounds));
                 let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                let Answered { died, refused } = queue.answered(slots, Some(&end), now, wakers);
+                let Answered { died, refused } = queue.answered(slots, Some(&end), least, now, wakers);
                 // A request that would pass uncounted while the store is away has to ask.
                 if self.later && lease.own.is_none() && !desk.fails_open {
                     let before = self.refused.as_deref().copied();
@@ -266,7 +271,7 @@ impl Line {
                 let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
                 let life = if self.later { life.max(trips) } else { life };
                 let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
-                self.life = life.max(lately).min(longest_life(desk.terms));
+                self.life = life.max(lately).min(self.longest_life(desk.terms));
             }
             Err(error) => match held.filter(|_| desk.fails_open) {
                 // Nobody passes uncounted while the key is held.
@@ -276,11 +281,20 @@ impl Line {
                         // Nobody knows whether the store still knows of them.
                         queue.void();
                     }
-                    queue.answered([], Some(&Settled::Failed(error)), now, wakers);
+                    queue.answered([], Some(&Settled::Failed(error)), least, now, wakers);
                 }
             },
         }
         self.obey(now, wakers);
+    }
+
+    /// The longest that a permit lives, if those before died before they were used.
+    pub(super) fn longest_life(&self, terms: &Terms) -> Duration {
+        if !self.later && terms.life() < LIFE {
+            // It is as short as the rate that may be lost allows.
+            return terms.life();
+        }
+        LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
     }
 
     fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
@@ -306,7 +320,7 @@ impl Line {
         }
         // A permit's life counts from when the call was sent: of one that took longer, what was due at once is dead.
         let took = desk.now.saturating_duration_since(sent);
-        let longest = longest_life(desk.terms);
+        let longest = self.longest_life(desk.terms);
         let dead = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
         let too_slow = took >= self.life
             && self.life >= longest
@@ -405,8 +419,4 @@ pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instan
         stamp: segment.stamp,
         incarnation: lease.granted_in(),
     }
-}
-
-pub(super) fn longest_life(terms: &Terms) -> Duration {
-    LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
 }

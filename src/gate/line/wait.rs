@@ -3,7 +3,6 @@
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::asking::longest_life;
 use super::{Desk, Errand, Line};
 use crate::clock;
 use crate::error::StoreError;
@@ -124,7 +123,7 @@ impl Line {
 
     /// A permit died before its holder woke: the next ones live longer.
     pub(super) fn lengthen_life(&mut self, desk: &Desk<'_>) {
-        self.life = (self.life * 2).min(longest_life(desk.terms));
+        self.life = (self.life * 2).min(self.longest_life(desk.terms));
     }
 
     pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {

@@ -1,6 +1,6 @@
 //! What a call to the store asks for those who wait, and what its answer means for them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -84,11 +84,13 @@ impl Queue {
         })
     }
 
-    /// The call has been answered with `slots`, and `end` for those of its needs that got none.
+    /// The call has been answered with `slots`, and `end` for those of its needs that got none. A slot that lies ahead is of
+    /// no use if it can be used for less than `least`.
     pub(in crate::gate) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Slot>,
         end: Option<&Settled>,
+        least: Duration,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Answered {
@@ -98,7 +100,8 @@ impl Queue {
         // For each cost, the permits that were granted, and those of them that are of use.
         let mut granted: SmallVec<[(u32, usize, usize); 2]> = SmallVec::new();
         for slot in slots {
-            let alive = slot.until > slot.at.max(now);
+            let usable = slot.until.saturating_duration_since(slot.at.max(now));
+            let alive = !usable.is_zero() && (slot.at <= now || usable >= least);
             let (all, good) = (slot.count as usize, if alive { slot.count as usize } else { 0 });
             match granted.iter_mut().find(|(cost, ..)| *cost == slot.cost) {
                 Some(granted) => (granted.1, granted.2) = (granted.1 + all, granted.2 + good),

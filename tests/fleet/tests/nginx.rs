@@ -1,0 +1,135 @@
+//! A limiter that people run, which insists on each slot.
+//!
+//! Permits live for 2 ms here: nothing else runs beside it.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use redis_server::free_port;
+use tollgate::{Quota, RateLimitLayer};
+use tower::{Layer, Service, ServiceExt};
+
+/// nginx with `limit_req rate=50r/s` and no `burst`: it refuses what comes within 20 ms of the request before.
+struct Nginx {
+    child: Child,
+    port: u16,
+    place: tempfile::TempDir,
+}
+
+impl Nginx {
+    fn start() -> Nginx {
+        let (place, port) = (tempfile::tempdir().unwrap(), free_port());
+        let path = |name: &str| place.path().join(name).display().to_string();
+        let kept: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|of| format!("{of}_temp_path {};\n", path(of)))
+            .concat();
+        let settings = format!(
+            "daemon off;
+            worker_processes 1;
+            pid {};
+            error_log {} error;
+            events {{}}
+            http {{
+                {kept}
+                log_format status '$status $msec';
+                access_log {} status;
+                limit_req_zone $server_name zone=all:1m rate=50r/s;
+                limit_req_status 429;
+                keepalive_requests 100000;
+                server {{
+                    listen 127.0.0.1:{port};
+                    root {};
+                    location / {{ limit_req zone=all; }}
+                }}
+            }}",
+            path("pid"),
+            path("errors"),
+            path("log"),
+            path("")
+        );
+        fs::write(path("nginx.conf"), settings).unwrap();
+        fs::write(path("index.html"), "here").unwrap();
+        // Where an unprivileged worker may read it.
+        let readable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(place.path(), readable).unwrap();
+        let child = Command::new("nginx")
+            .args(["-c", &path("nginx.conf"), "-e", &path("errors")])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("nginx is installed: ./tests/run does it");
+        let nginx = Nginx { child, port, place };
+        let start = Instant::now();
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(10), "nginx answers");
+            thread::sleep(Duration::from_millis(10));
+        }
+        nginx
+    }
+
+    /// When it accepted requests, in seconds, and how many it refused: by its own log.
+    fn counted(&self) -> (Vec<f64>, usize) {
+        let log = fs::read_to_string(Path::join(self.place.path(), "log")).unwrap_or_default();
+        let of = |status: &'static str| {
+            log.lines().filter_map(move |line| line.strip_prefix(status)?.strip_prefix(' '))
+        };
+        (of("200").map(|at| at.parse().unwrap()).collect(), of("429").count())
+    }
+}
+
+impl Drop for Nginx {
+    fn drop(&mut self) {
+        let _ = Command::new("nginx")
+            .args(["-s", "stop", "-c"])
+            .arg(self.place.path().join("nginx.conf"))
+            .status();
+        let _ = self.child.wait();
+    }
+}
+
+/// So many callers, each in a closed loop for so long.
+async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: Duration) {
+    let service = limit.layer(reqwest::Client::builder().no_proxy().build().unwrap());
+    let end = tokio::time::Instant::now() + span;
+    let callers: Vec<_> = (0..callers)
+        .map(|_| {
+            let (mut service, url) = (service.clone(), url.clone());
+            tokio::spawn(tokio::time::timeout_at(end, async move {
+                loop {
+                    let request = reqwest::Request::new(reqwest::Method::GET, url.clone());
+                    let response = service.ready().await.unwrap().call(request).await.unwrap();
+                    response.bytes().await.unwrap();
+                }
+            }))
+        })
+        .collect();
+    for caller in callers {
+        let _: Result<(), _> = caller.await.unwrap();
+    }
+}
+
+#[test]
+fn a_server_that_insists_on_20_ms_refuses_nothing() {
+    const SPAN: Duration = Duration::from_secs(8);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    // A machine that stalls adds to the way, and lets permits of 2 ms die: it is looked at up to three times.
+    let look = || {
+        let nginx = Nginx::start();
+        let url = format!("http://127.0.0.1:{}/", nginx.port).parse().unwrap();
+        let limit = RateLimitLayer::builder(Quota::every(Duration::from_millis(20)))
+            .transit_slack(Duration::from_millis(1))
+            .max_rate_loss(14)
+            .max_wait(Duration::from_secs(60))
+            .build()
+            .unwrap();
+        runtime.block_on(call(&limit, url, 8, SPAN));
+        let (accepted, refused) = nginx.counted();
+        let took = accepted.last().unwrap_or(&0.0) - accepted.first().unwrap_or(&0.0);
+        let used = 100.0 * (accepted.len() as f64 - 1.0) / (50.0 * took);
+        println!("{} accepted in {took:.1} s, {refused} refused: {used:.1} % of 50 a second", accepted.len());
+        refused == 0 && used >= 85.0 && took > 0.9 * SPAN.as_secs_f64()
+    };
+    assert!((0..3).any(|_| look()), "three times in a row");
+}
