@@ -33,7 +33,6 @@ pub(super) const TEXT: &str = concat!(
 );
 
 /// An argument of a script.
-#[derive(Clone)]
 pub(super) enum Argument {
     Is(Vec<u8>),
     /// The name of a channel, which has the database in it.
@@ -69,13 +68,13 @@ impl Script {
         mut call: Vec<Argument>,
         packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        let answer = self.run(backend, key, call.clone()).await?;
+        let answer = self.run(backend, key, &call).await?;
         let Some(server_seen) = wire::read_unsure(&answer) else { return Ok(answer) };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
             Call::ask_again(call, later, server_seen);
         }
-        let answer = self.run(backend, key, call).await?;
+        let answer = self.run(backend, key, &call).await?;
         match wire::read_unsure(&answer) {
             None => Ok(answer),
             Some(_) => Err(StoreError::failed("its clock does not go on evenly")),
@@ -87,7 +86,7 @@ impl Script {
         &self,
         backend: &Backend,
         key: &str,
-        call: Vec<Argument>,
+        call: &[Argument],
     ) -> Result<Vec<u8>, StoreError> {
         let deadline = backend.deadline();
         let names_channel = call.iter().any(|argument| matches!(argument, Argument::Channel(_)));
@@ -95,14 +94,15 @@ impl Script {
             true => backend.database(deadline).await.map_err(|failure| failure.to_error())?,
             false => 0,
         };
-        let bytes = |argument| match argument {
-            Argument::Is(bytes) => bytes,
-            Argument::Channel(channel) => backend.channel(database, &channel).into_bytes(),
-        };
-        let call: Vec<Vec<u8>> = call.into_iter().map(bytes).collect();
         let command = |name: &str, script: &str| {
             let mut command = redis::cmd(name);
-            command.arg(script).arg(1).arg(key).arg(&call);
+            command.arg(script).arg(1).arg(key);
+            for argument in call {
+                match argument {
+                    Argument::Is(bytes) => command.arg(bytes),
+                    Argument::Channel(channel) => command.arg(backend.channel(database, channel)),
+                };
+            }
             command
         };
         let late = || StoreError::away("the script was not loaded in time");

@@ -275,7 +275,7 @@ impl Worker {
                         About::Rates | About::Seats => {
                             script.run_by_memory(&backend, &key, call, packed).await
                         }
-                        About::Registers => script.run(&backend, &key, call).await,
+                        About::Registers => script.run(&backend, &key, &call).await,
                     };
                     // Whoever asked may have gone meanwhile: what was granted runs out by itself.
                     let _ = answer.send(ran);
@@ -293,7 +293,7 @@ impl Worker {
                 calls.spawn(async move {
                     let to_all = Argument::Channel(TO_ALL.into());
                     let call = vec![Argument::Is(call), to_all, Argument::Is(token)];
-                    let held = script.run(&backend, &name, call).await;
+                    let held = script.run(&backend, &name, &call).await;
                     let _ = answer.send(held);
                 });
             }
@@ -363,9 +363,9 @@ impl Worker {
             for unused in unused.chunks(MOST_RETURNS) {
                 let call = wire::give_back(&terms, unused, dice());
                 let (script, backend, key) = (self.script.clone(), self.backend.clone(), key.clone());
-                releases.spawn(async move {
-                    script.run(&backend, &key, vec![Argument::Is(call)]).await.map(|_| ())
-                });
+                releases.spawn(
+                    async move { script.run(&backend, &key, &[Argument::Is(call)]).await.map(|_| ()) },
+                );
             }
         }
     }
