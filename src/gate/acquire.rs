@@ -73,11 +73,15 @@ impl Waiter {
 
     /// It waits for a seat.
     pub(super) fn for_seat(mut self, number: Number) -> Self {
+        self.wait_for_seat(number, self.since);
+        self
+    }
+
+    fn wait_for_seat(&mut self, number: Number, now: Instant) {
         let latest = self.place.patience.latest;
         // One who cannot wait still waits for what the store answers.
-        let until = if latest <= self.since { clock::after(self.since, ANSWER) } else { latest };
+        let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
         self.stage = Stage::ForSeat { number, until, timer: None };
-        self
     }
 
     /// It waits for the end of the hold of its host.
@@ -191,9 +195,7 @@ impl Waiter {
             }
             Sitting::Ended(reached) => reached,
             Sitting::Waits(number) => {
-                let latest = patience.latest;
-                let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
-                self.stage = Stage::ForSeat { number, until, timer: None };
+                self.wait_for_seat(number, now);
                 return None;
             }
         };
