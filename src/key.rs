@@ -143,6 +143,11 @@ impl Key {
         }
     }
 
+    /// Returns what errors and events call this key if there is no store that has a label for it.
+    pub(crate) fn own_label(self, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        self.plain_label(request).unwrap_or_else(|| self.to_string().into())
+    }
+
     /// Returns eight hex digits of a digest under `secret`.
     pub(crate) fn digits(self, secret: Key) -> Box<str> {
         format!("{:08x}", self.sealed(secret).high >> 32).into()

@@ -39,7 +39,7 @@ impl GateId {
     pub(super) fn label(self, key: Key) -> Box<str> {
         match self.limiter() {
             Some(limiter) => limiter.label(key, None),
-            None => key.plain_label(None).unwrap_or_else(|| key.to_string().into()),
+            None => key.own_label(None),
         }
     }
 

@@ -113,7 +113,7 @@ impl Throttle {
     pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
         match &self.0.settings.store {
             Some(store) => store::label(&**store, key, request),
-            None => key.plain_label(request).unwrap_or_else(|| key.to_string().into()),
+            None => key.own_label(request),
         }
     }
 
