@@ -30,8 +30,7 @@ pub(super) struct Hosts {
 #[derive(Debug)]
 struct First {
     host: Key,
-    hold: Key,
-    /// Whether nothing is known that holds it. Written under the lock of the line of `hold`.
+    /// Whether nothing is known that holds it. Written under the lock of the line of its hold.
     is_clear: AtomicBool,
 }
 
@@ -39,10 +38,13 @@ impl Hosts {
     /// Notices a request to `host`. Returns the first host, if it is that.
     #[inline]
     fn notice(&self, host: Key) -> Option<&First> {
-        let new = || First { host, hold: host.within_all(), is_clear: AtomicBool::new(false) };
+        let new = || First { host, is_clear: AtomicBool::new(false) };
         let first = self.first.get_or_init(new);
         if first.host != host {
-            self.several.store(true, Ordering::Relaxed);
+            // Read first: with many hosts, each request of each thread comes here.
+            if !self.are_several() {
+                self.several.store(true, Ordering::Relaxed);
+            }
             return None;
         }
         Some(first)
@@ -51,7 +53,7 @@ impl Hosts {
     /// Something is done to the line of `key`, which is locked.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
-        if let Some(first) = self.first.get().filter(|first| first.hold == key) {
+        if let Some(first) = self.first.get().filter(|first| first.host.within_all() == key) {
             first.is_clear.store(false, Ordering::Relaxed);
         }
     }
