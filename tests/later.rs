@@ -71,6 +71,47 @@ impl Store for Remote {
     }
 }
 
+/// A store that may lose its state, and has not: what it granted a while ago is confirmed before it is used.
+struct Lossy(Arc<Remote>);
+
+impl Store for Lossy {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        match self.0.lease(ask) {
+            Answer::Later(answer) => Answer::Later(Box::pin(async move {
+                let mut lease = answer.await?;
+                lease.incarnation = 1;
+                Ok(lease)
+            })),
+            answer => answer,
+        }
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.0.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.0.peek(key, terms)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slot_is_confirmed_before_it_is_due() {
+    // A permit lives for 50 ms, which is shorter than the trip.
+    let store = Arc::new(Lossy(Remote::new(millis(100))));
+    let quota = Quota::new(1, Duration::from_secs(5));
+    let layer = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(60));
+    let limiter = layer.build().unwrap().limiter();
+    let start = Instant::now();
+    let waits =
+        (0..3).map(|_| limiter.acquire(key()).map(|permit| (permit.unwrap().is_alive(), start.elapsed())));
+    let left = join_all(waits).await;
+    let at_most = |slots: u32| slots * millis(5300) + millis(200);
+    assert!((0..).zip(&left).all(|(slots, (alive, left))| *alive && *left <= at_most(slots)), "{left:?}");
+    // One that books all, and one before each slot that lies ahead.
+    assert!(store.0.calls() <= 4, "{}", store.0.calls());
+}
+
 fn limiter(quota: Quota, store: &Arc<Remote>) -> Limiter {
     let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(60));
     builder.build().unwrap().limiter()

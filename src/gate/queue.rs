@@ -67,6 +67,8 @@ pub(super) struct Queue {
     pub(super) gathering: Gathering,
     /// Until when that takes.
     gathers_until: Option<Instant>,
+    /// The slot ahead of which the store was last asked whether it still knows of it.
+    pub(super) confirmed: Option<Instant>,
     /// Until when the store decides nothing.
     paused_until: Option<Instant>,
     /// Permits that nobody here can use; the store gets them with the next call.
@@ -323,6 +325,22 @@ impl Queue {
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let due = |class: &Class| class.slots.front().is_some_and(|slot| slot.at <= now);
         self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
+    }
+
+    /// Returns the next slot that a waiter takes.
+    pub(super) fn next_slot(&self) -> Option<Instant> {
+        let waited_for = self.classes.values().filter(|class| !class.waiting.is_empty());
+        waited_for.filter_map(|class| class.slots.front()).map(|slot| slot.at).min()
+    }
+
+    /// Wakes the waiter of the slot `slot` at `at`, before its slot.
+    pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
+        let has_slot = |class: &&mut Class| class.slots.front().is_some_and(|first| first.at == slot);
+        if let Some(class) = self.classes.values_mut().find(has_slot)
+            && let Some(mut first) = class.waiting.first_entry()
+        {
+            first.get_mut().wake_at(at);
+        }
     }
 
     /// No slot is good any more. Who waited for one keeps its place.

@@ -147,6 +147,9 @@ impl Line {
                 break;
             }
             queue.give_up_call();
+            let is_open = held.is_none() && passage == Passage::Open;
+            let doubtful = doubtful || (is_open && self.confirms_next_slot(desk, now));
+            let queue = self.queue.as_mut()?;
             let needs = queue.needs(match passage {
                 Passage::Open if !self.later => usize::MAX,
                 Passage::Open => MOST_ASKED,
@@ -295,6 +298,26 @@ impl Line {
             return terms.life();
         }
         LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
+    }
+
+    /// Returns whether the store is to be asked now whether it still knows of the next slot, so that the answer is here when
+    /// the slot is due. If that is later, the waiter of the slot wakes then.
+    fn confirms_next_slot(&mut self, desk: &Desk<'_>, now: Instant) -> bool {
+        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
+        if self.is_trusted(desk, slot) {
+            return false;
+        }
+        let lead = trust(desk.terms.quota().longest_memory()) / 4;
+        let at = slot.checked_sub(lead).unwrap_or(now);
+        let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
+            return false;
+        };
+        if at > now {
+            queue.wake_before(slot, at);
+            return false;
+        }
+        queue.confirmed = Some(slot);
+        true
     }
 
     fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
