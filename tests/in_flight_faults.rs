@@ -131,7 +131,7 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
 #[tokio::test]
 async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others() {
     let server = RedisServer::start().unwrap();
-    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(1500)).max_wait(millis(100));
+    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(8000)).max_wait(millis(500));
     let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
     drop(theirs.acquire(Key::ALL).await.unwrap());
     until_free(&ours, 4).await;

@@ -11,6 +11,7 @@ mod events;
 mod fleet;
 mod options;
 mod redis;
+mod stalls;
 
 pub use events::{
     Event, Outcome, Report, by_grant, ideal, lateness, log, longest_wait, overtaken, percentile, refusal,
@@ -18,6 +19,7 @@ pub use events::{
 pub use fleet::Fleet;
 pub use options::{Arrivals, INCR, MEMORY, Options};
 pub use redis::{keys_for_ever, store_calls};
+pub use stalls::Stalls;
 
 /// Now, in nanoseconds since the Unix epoch, by a clock that no step of the system's moves.
 pub fn now() -> u64 {

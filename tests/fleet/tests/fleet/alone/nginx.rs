@@ -1,16 +1,13 @@
 //! A limiter that people run, which insists on each slot.
-//!
-//! Permits live for 2 ms here: nothing else runs beside it.
 
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use redis_server::free_port;
-use tollgate::{Quota, RateLimitLayer};
 use tower::{Layer, Service, ServiceExt};
+
+use super::*;
 
 /// nginx with `limit_req rate=50r/s` and no `burst`: it refuses what comes within 20 ms of the request before.
 struct Nginx {
@@ -64,7 +61,7 @@ impl Nginx {
         let start = Instant::now();
         while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
             assert!(start.elapsed() < Duration::from_secs(10), "nginx answers");
-            thread::sleep(Duration::from_millis(10));
+            sleep(Duration::from_millis(10));
         }
         nginx
     }
@@ -113,7 +110,7 @@ async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: D
 #[test]
 fn a_server_that_insists_on_20_ms_refuses_nothing() {
     const SPAN: Duration = Duration::from_secs(8);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let look = || {
         let nginx = Nginx::start();
         let url = format!("http://127.0.0.1:{}/", nginx.port).parse().unwrap();

@@ -64,6 +64,6 @@ fn look() -> anyhow::Result<()> {
         count(false, false)
     );
     ensure!(ours + theirs >= allowed * 85 / 100, "{ours} and {theirs} of {allowed} are used");
-    ensure!(refused * 20 <= ours, "{refused} refused beside {ours}");
+    ensure!(refused * 10 <= ours, "{refused} refused beside {ours}");
     Ok(())
 }
