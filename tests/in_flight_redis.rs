@@ -83,7 +83,7 @@ async fn those_who_came_first_go_first_whichever_process_they_are_in() {
             drop(permit);
         }));
         // Each is heard of before the next comes.
-        sleep(millis(30)).await;
+        sleep(millis(100)).await;
     }
     drop(held);
     join_all(tasks).await;

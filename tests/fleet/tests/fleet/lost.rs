@@ -40,8 +40,8 @@ fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<
     assert_never_over(&log, &options.quota.parse().unwrap());
     let before = between(&log, start, start + ms(2000));
     let again = between(&log, done + ms(4000), done + ms(6000));
-    assert!(before >= 50, "{before} calls in the two seconds before");
-    assert!(again >= 100, "{again} calls in two seconds, four seconds later");
+    assert!(before >= 25, "{before} calls in the two seconds before");
+    assert!(again >= 50, "{again} calls in two seconds, four seconds later");
     reports
 }
 

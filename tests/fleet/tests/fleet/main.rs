@@ -39,7 +39,7 @@ const fn ms(ms: u64) -> Duration {
 }
 
 /// What the tests that run may ask of the machine together: so many units of about a tenth of a core.
-const ROOM: u32 = 8;
+const ROOM: u32 = 5;
 
 static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
