@@ -9,7 +9,7 @@ use std::time::Instant;
 use http::{Extensions, HeaderMap, HeaderName, Method};
 use siphasher::sip128::SipHasher13;
 
-use crate::jitter::secret_of_process;
+use crate::rng::secret_of_process;
 
 /// Names whose limit it is: requests with the same key share one count.
 ///
@@ -297,7 +297,7 @@ impl<'a> RequestInfo<'a> {
     }
 
     /// The same request, with extensions that travel beside it (reqwest-middleware's do).
-    #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "edge/reqwest.rs is off"))]
+    #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "layer/reqwest.rs is off"))]
     pub(crate) fn with_extensions(self, extensions: &'a Extensions) -> Self {
         RequestInfo { extensions: Some(extensions), ..self }
     }

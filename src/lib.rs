@@ -192,38 +192,42 @@
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
 
 mod clock;
-mod edge;
+mod config_error;
 mod error;
 mod events;
-mod gate;
 pub mod guide;
-mod jitter;
 mod key;
-mod keyed;
+mod key_map;
 mod layer;
 mod limit;
+mod limiter;
 pub mod pace;
 mod quota;
+mod rng;
 mod signal;
 #[cfg(feature = "sim")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sim")))]
 pub mod sim;
 pub mod store;
+mod throttle;
+mod wakers;
 
-pub use edge::held::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};
+pub use config_error::ConfigError;
+pub use error::{BoxError, Error, Limited, Reason, Report};
+pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
+pub use layer::body::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
-pub use edge::retry::{AsError, RetryLimited};
-pub use edge::throttle::{AdaptiveThrottle, CloneRequest, RetryingThrottle, ThrottledFuture};
-pub use edge::tower::{RateLimit, ResponseFuture};
-pub use error::{BoxError, ConfigError, Error, Limited, Reason, Report};
-pub use gate::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit, Throttle, ThrottlePermit};
-pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
+pub use layer::retry::{AsError, RetryLimited};
+pub use layer::service::{RateLimit, ResponseFuture};
+pub use layer::throttle_service::{AdaptiveThrottle, CloneRequest, RetryingThrottle, ThrottledFuture};
 pub use layer::{
     AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer, RetryingThrottleLayer,
 };
+pub use limiter::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
 pub use quota::{Bucket, Limit, Quota};
 pub use signal::{AsResponseInfo, Observed, Signal};
+pub use throttle::{Throttle, ThrottlePermit};
 
 /// The programs in the README, compiled and run as tests.
 #[cfg(all(doctest, feature = "redis", feature = "reqwest-middleware"))]

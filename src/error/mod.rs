@@ -1,7 +1,6 @@
 //! Everything that can go wrong: while building ([`ConfigError`]), in a store ([`StoreError`]), and with a call
 //! ([`Error`], with [`Limited`] in it when somebody said no).
 
-mod config;
 mod report;
 mod store;
 
@@ -9,7 +8,6 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
-pub use config::ConfigError;
 pub(crate) use report::Facts;
 pub use report::Report;
 pub use store::StoreError;

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use http::HeaderMap;
 
 use super::RateLimitLayer;
-use super::reading::Reading;
-use crate::error::ConfigError;
-use crate::gate::{Learn, Limiter, OnScope, OnStoreError, Settings};
+use super::extractors::Reading;
+use crate::config_error::ConfigError;
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
+use crate::limiter::{Learn, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
 use crate::store::{MemoryStore, Share, ShareStore, Store};

@@ -6,16 +6,17 @@ use std::time::{Duration, Instant};
 
 use http::HeaderMap;
 
-use super::at_most;
-use super::reading::Reading;
-use crate::error::{ConfigError, Limited};
-pub(crate) use crate::gate::Begun;
-use crate::gate::{Throttle, ThrottlePermit, ThrottleSettings};
-use crate::jitter::{Dice, dice};
+use super::builder::at_most;
+use super::extractors::Reading;
+use crate::config_error::ConfigError;
+use crate::error::Limited;
 use crate::key::{Key, RequestInfo};
 use crate::pace::{Fair, Pace};
+use crate::rng::{Dice, dice};
 use crate::signal::{AsResponseInfo, Signal};
 use crate::store::Store;
+pub(crate) use crate::throttle::Begun;
+use crate::throttle::{Throttle, ThrottlePermit, ThrottleSettings};
 
 /// Finds the pace that a server allows, where its limit is unknown or moves, and is fair to every other client without
 /// talking to them. Clones share what they learn.

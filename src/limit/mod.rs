@@ -16,15 +16,15 @@
 //!
 //! What this does not do: wait, lock, or know what a request is.
 
-mod account;
+mod algorithm;
 mod bucket;
+mod external;
 mod fixed;
+mod in_flight;
+mod limit_state;
 #[cfg(test)]
-mod laws;
-mod pool;
-mod rule;
-mod seats;
-mod strangers;
+mod properties;
+mod returned;
 mod terms;
 mod window;
 
@@ -34,10 +34,10 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::quota::Limit;
-use account::Account;
-use pool::Pool;
-use rule::{Open, Rule};
-pub(crate) use seats::{Claimed, Seats, Told};
+use algorithm::{Open, Rule};
+pub(crate) use in_flight::{Claimed, Seats, Told};
+use limit_state::Account;
+use returned::Pool;
 pub use terms::Terms;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.

@@ -61,7 +61,7 @@ mod unpaced;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-pub use crate::jitter::Dice;
+pub use crate::rng::Dice;
 use crate::signal::Signal;
 
 pub use aimd::Aimd;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{LIFE, Quota, Slacks};
-use crate::error::ConfigError;
+use crate::config_error::ConfigError;
 
 /// One limit of a [`Quota`].
 #[non_exhaustive]

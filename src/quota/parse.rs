@@ -4,7 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::{Quota, Slacks};
-use crate::error::ConfigError;
+use crate::config_error::ConfigError;
 
 /// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`; and calls in flight:
 /// `50/s, 8 in flight`.

@@ -40,7 +40,7 @@ mod vendor;
 mod words;
 
 #[cfg(test)]
-mod laws;
+mod properties;
 #[cfg(test)]
 mod vectors;
 

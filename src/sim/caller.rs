@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::gates::Reply;
 use super::headers::Said;
-use crate::gate::throttle::Flight;
+use crate::throttle::Flight;
 
 /// One who calls, again and again.
 #[derive(Debug)]

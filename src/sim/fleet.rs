@@ -17,7 +17,7 @@ use super::server::Desk;
 use super::strategy::{Brief, Make, Strategy};
 use super::trace::Trace;
 use super::{RunError, exponential, span};
-use crate::jitter::Dice;
+use crate::rng::Dice;
 use crate::signal::Signal;
 
 /// What keeps the calls of a process from leaving.

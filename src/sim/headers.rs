@@ -6,7 +6,7 @@ use http::HeaderValue;
 
 use super::scenario::{Headers, Lie};
 use super::server::Verdict;
-use crate::jitter::Dice;
+use crate::rng::Dice;
 
 /// What the headers of a server remember.
 #[derive(Debug)]

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::gate::throttle::{Flight, Line, Number, Refused};
-use crate::jitter::Dice;
 use crate::pace::Pace;
+use crate::rng::Dice;
 use crate::signal::Signal;
+use crate::throttle::{Flight, Line, Number, Refused};
 
 /// A line, and whose call has which number in it.
 pub(super) struct Shared {

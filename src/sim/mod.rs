@@ -58,8 +58,8 @@ mod trace;
 use std::fmt;
 use std::time::Duration;
 
-use crate::error::ConfigError;
-use crate::jitter::Dice;
+use crate::config_error::ConfigError;
+use crate::rng::Dice;
 use fleet::Fleet;
 pub use gates::Wire;
 pub use metrics::Metrics;

@@ -10,9 +10,9 @@ use tokio::runtime::Handle;
 use super::scenario::StoreModel;
 use super::span;
 use crate::clock;
-use crate::jitter::{Dice, dice};
 use crate::key::Key;
 use crate::limit::{Left, Terms, Unused};
+use crate::rng::{Dice, dice};
 use crate::store::{
     Answer, Ask, Asked, Change, Claim, Held, Lease, Listener, MemoryStore, News, Register, Store, StoreError,
     Tell, Usage,

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::flight::Listeners;
+use super::in_flight::Listeners;
 use super::register::Registers;
 use super::{
     Answer, Ask, Change, Charge, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Register,
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::clock;
 use crate::key::Key;
-use crate::keyed::{Full, Idle, Keyed};
+use crate::key_map::{Full, Idle, Keyed};
 use crate::limit::{
     Claimed, Grant, Hold, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
 };

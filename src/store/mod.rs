@@ -33,14 +33,14 @@ mod asked;
 #[cfg(feature = "contract")]
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;
-mod flight;
+mod fallback;
 mod hold;
+mod in_flight;
 mod memory;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
 mod register;
-mod share;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -54,15 +54,15 @@ use crate::key::{Key, RequestInfo};
 pub use crate::limit::{Charge, Left, Terms, Unused};
 use crate::quota::Limit;
 pub(crate) use asked::Asked;
-pub use flight::{Claim, Listener, News};
+use fallback::Own;
+pub(crate) use fallback::{ALONE, Share, ShareStore};
 pub use hold::Held;
+pub use in_flight::{Claim, Listener, News};
 pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
 pub use register::{Change, Register, Tell};
-use share::Own;
-pub(crate) use share::{ALONE, Share, ShareStore};
 
 /// For how long after an answer permits may be used that were granted before: after that, the store is asked first
 /// whether it still knows of them. One that lost its state grants nothing for a window and so long.

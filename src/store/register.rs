@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::key::Key;
-use crate::keyed::{Full, Idle, Keyed};
+use crate::key_map::{Full, Idle, Keyed};
 use crate::limit::{Micros, micros_up};
 
 /// What is to become of a register: the word of [`Store::compare_and_set`](super::Store::compare_and_set).

@@ -1,7 +1,7 @@
 //! The recommended pace: how many compete for this limit?
 
 #[cfg(test)]
-mod laws;
+mod properties;
 mod scale;
 mod trust;
 

@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Passage, Wire};
-use crate::error::ConfigError;
-use crate::gate::{Back, OnStoreError};
+use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
+use crate::limiter::OnStoreError;
 use crate::pace::Pace;
 use crate::signal::Signal;
 use crate::sim::Brief;
 use crate::store::Store;
+use crate::throttle::Back;
 
 /// The gate that knows its quota.
 pub(in crate::sim) fn limiter(

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
 
 use super::Latency;
-use crate::gate::OnStoreError;
+use crate::limiter::OnStoreError;
 use crate::quota::Quota;
 
 /// The store that all processes of a run share: it counts in memory, and is as far away as it is said to be.

@@ -7,8 +7,8 @@ use redis::{Cmd, Value};
 
 #[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
-use super::link::{Connections, Link, Links, RedisFailure};
-use super::place::{Connecting, Ears};
+use super::connection::{Connections, Link, Links, RedisFailure};
+use super::endpoint::{Connecting, Ears};
 use crate::clock;
 use crate::error::StoreError;
 

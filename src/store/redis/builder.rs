@@ -4,10 +4,10 @@ use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
 use super::RedisStore;
-use super::place::Connecting;
-use crate::error::ConfigError;
-use crate::jitter::dice;
+use super::endpoint::Connecting;
+use crate::config_error::ConfigError;
 use crate::key::Key;
+use crate::rng::dice;
 
 /// Sets up a [`RedisStore`].
 #[must_use = "a builder does nothing until build"]

@@ -11,22 +11,22 @@
 
 mod backend;
 mod builder;
-mod claims;
 #[cfg(feature = "redis-cluster")]
 mod cluster;
+mod codec;
+mod connection;
 #[cfg(test)]
 mod differential;
-mod ears;
-mod link;
-mod place;
+mod endpoint;
+mod heartbeat;
+mod pubsub;
 mod registers;
 mod script;
+mod sealed_key;
 #[cfg(test)]
 mod tests;
 #[cfg(feature = "redis-tls-rustls")]
 mod tls;
-mod token;
-mod wire;
 mod worker;
 
 use std::future::Future;
@@ -38,21 +38,21 @@ use redis::RedisError;
 use redis::aio::ConnectionLike;
 use tokio::sync::oneshot;
 
-use super::flight::Listeners;
+use super::in_flight::Listeners;
 use super::{
     Answer, Ask, Background, Change, Claim, Held, Lease, Left, Listener, News, Register, Store, StoreError,
     Task, Terms, Unused, Usage,
 };
 use crate::clock;
-use crate::error::ConfigError;
-use crate::jitter::dice;
+use crate::config_error::ConfigError;
 use crate::key::Key;
+use crate::rng::dice;
 use backend::TO_ALL;
 pub use builder::RedisStoreBuilder;
-use link::RedisFailure;
-use place::Connecting;
+use codec::{Garbled, MOST_RETURNS};
+use connection::RedisFailure;
+use endpoint::Connecting;
 use script::Argument;
-use wire::{Garbled, MOST_RETURNS};
 use worker::{About, Job, Setup, Thread};
 
 /// Counts permits in Redis, for many processes.
@@ -116,7 +116,7 @@ impl RedisStore {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn builder(url: &str) -> RedisStoreBuilder {
-        RedisStoreBuilder::of(place::server(url))
+        RedisStoreBuilder::of(endpoint::server(url))
     }
 
     /// A builder of a store in a cluster that the servers at `urls` belong to: some of them, so that one may be away.
@@ -137,7 +137,7 @@ impl RedisStore {
     #[cfg(feature = "redis-cluster")]
     #[cfg_attr(docsrs, doc(cfg(feature = "redis-cluster")))]
     pub fn cluster<S: AsRef<str>>(urls: impl IntoIterator<Item = S>) -> RedisStoreBuilder {
-        RedisStoreBuilder::of(place::cluster(urls))
+        RedisStoreBuilder::of(endpoint::cluster(urls))
     }
 
     /// A builder of a store on a master that Sentinels watch. They are asked where it is for each new connection, so a
@@ -160,7 +160,7 @@ impl RedisStore {
         sentinels: impl IntoIterator<Item = S>,
         master: &str,
     ) -> RedisStoreBuilder {
-        RedisStoreBuilder::of(place::sentinel(sentinels, master))
+        RedisStoreBuilder::of(endpoint::sentinel(sentinels, master))
     }
 
     /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
@@ -175,7 +175,7 @@ impl RedisStore {
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        let connection = link::connection(connection);
+        let connection = connection::connection(connection);
         let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
         RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
@@ -205,7 +205,7 @@ impl RedisStore {
     {
         let factory = Arc::new(move || {
             let making = factory();
-            Box::pin(async move { Ok(link::connection(making.await?)) }) as _
+            Box::pin(async move { Ok(connection::connection(making.await?)) }) as _
         });
         RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
@@ -310,10 +310,10 @@ impl RedisStore {
 impl RedisStore {
     /// Changes what holds `key`, and tells all.
     fn set_hold(&self, key: Key, call: Vec<u8>) -> Answer<Held> {
-        let (name, token) = (self.name(key), token::of(key, self.secret, dice()));
+        let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
         let answer = self.ask(|answer| Job::Hold { name, call, token, answer });
         Answer::Later(Box::pin(async move {
-            let lease = wire::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
+            let lease = codec::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
             Ok(lease.held)
         }))
     }
@@ -328,12 +328,12 @@ impl Store for RedisStore {
             self.give_back(ask.key, ask.terms, others);
         }
         let slack = ask.terms.transit_slack();
-        let (key, mut call) = (self.name(ask.key), vec![Argument::Is(wire::lease(&ask, dice()))]);
+        let (key, mut call) = (self.name(ask.key), vec![Argument::Is(codec::lease(&ask, dice()))]);
         if ask.left.is_some_and(|left| left.urgent) {
-            let token = token::of(ask.key, self.secret, dice());
+            let token = sealed_key::of(ask.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        Answer::Later(self.call(About::Rates, key, call, move |answer| wire::read_lease(answer, slack)))
+        Answer::Later(self.call(About::Rates, key, call, move |answer| codec::read_lease(answer, slack)))
     }
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
@@ -343,11 +343,11 @@ impl Store for RedisStore {
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let call = vec![Argument::Is(wire::peek(terms, dice()))];
-        let rates = self.call(About::Rates, self.name(key), call, wire::read_peek);
+        let call = vec![Argument::Is(codec::peek(terms, dice()))];
+        let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
         let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
-        let call = vec![Argument::Is(wire::peek_seats(most, dice()))];
-        let seats = self.call(About::Seats, self.seats_name(key), call, wire::read_peek_seats);
+        let call = vec![Argument::Is(codec::peek_seats(most, dice()))];
+        let seats = self.call(About::Seats, self.seats_name(key), call, codec::read_peek_seats);
         Answer::Later(Box::pin(async move {
             let rates = rates.await?;
             let (taken, free) = seats.await?;
@@ -356,11 +356,11 @@ impl Store for RedisStore {
     }
 
     fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        self.set_hold(key, wire::hold(terms, held, left, dice()))
+        self.set_hold(key, codec::hold(terms, held, left, dice()))
     }
 
     fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        self.set_hold(key, wire::release(terms, dice()))
+        self.set_hold(key, codec::release(terms, dice()))
     }
 
     fn listen(&self, listener: Weak<dyn Listener>) {

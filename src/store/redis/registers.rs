@@ -2,12 +2,12 @@
 //! formats, for other languages.
 
 use super::backend::TO_ALL;
+use super::codec::{Answer, Call, Garbled};
 use super::script::Argument;
-use super::token;
-use super::wire::{Answer, Call, Garbled};
-use crate::jitter::dice;
+use super::sealed_key;
 use crate::key::Key;
 use crate::limit::micros_up;
+use crate::rng::dice;
 use crate::store::{Change, News, Register, Tell};
 
 /// The format of calls and answers about registers, and of their state.
@@ -31,7 +31,7 @@ pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
         Tell::One(address) => Argument::Channel(address.to_string()),
         Tell::All => Argument::Channel(TO_ALL.into()),
     };
-    let mut named = Call(token::of(change.key, secret, dice()));
+    let mut named = Call(sealed_key::of(change.key, secret, dice()));
     named.long(change.kind);
     let value = change.value.clone().unwrap_or_default();
     vec![Argument::Is(call.0), Argument::Is(value), channel, Argument::Is(named.0)]
@@ -54,5 +54,5 @@ pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, New
     message.0 = rest;
     let kind = message.long().ok()?;
     let register = Register { kind, version, value: message.0.to_vec(), ..Register::default() };
-    Some((token::read(token, secret)?, News::Register(register)))
+    Some((sealed_key::read(token, secret)?, News::Register(register)))
 }

@@ -9,27 +9,27 @@ use tokio::sync::Mutex;
 use tokio::time::timeout_at;
 
 use super::backend::Backend;
-use super::link::RedisFailure;
-use super::wire::{self, Call, Garbled};
+use super::codec::{self, Call, Garbled};
+use super::connection::RedisFailure;
 use crate::clock;
 use crate::error::StoreError;
 
 /// About calls in flight.
-pub(super) const SEATS: &str = include_str!("script/seats.lua");
+pub(super) const SEATS: &str = include_str!("lua/seats.lua");
 
 /// About registers.
-pub(super) const REGISTER: &str = include_str!("script/register.lua");
+pub(super) const REGISTER: &str = include_str!("lua/register.lua");
 
 /// About rates.
 pub(super) const TEXT: &str = concat!(
-    include_str!("script/call.lua"),
-    include_str!("script/short.lua"),
-    include_str!("script/state.lua"),
-    include_str!("script/window.lua"),
-    include_str!("script/bucket.lua"),
-    include_str!("script/fixed.lua"),
-    include_str!("script/ledger.lua"),
-    include_str!("script/main.lua"),
+    include_str!("lua/call.lua"),
+    include_str!("lua/short.lua"),
+    include_str!("lua/state.lua"),
+    include_str!("lua/window.lua"),
+    include_str!("lua/bucket.lua"),
+    include_str!("lua/fixed.lua"),
+    include_str!("lua/ledger.lua"),
+    include_str!("lua/main.lua"),
 );
 
 /// An argument of a script.
@@ -69,13 +69,13 @@ impl Script {
         packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
         let answer = self.run(backend, key, &call).await?;
-        let Some(server_seen) = wire::read_unsure(&answer) else { return Ok(answer) };
+        let Some(server_seen) = codec::read_unsure(&answer) else { return Ok(answer) };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
             Call::ask_again(call, later, server_seen);
         }
         let answer = self.run(backend, key, &call).await?;
-        match wire::read_unsure(&answer) {
+        match codec::read_unsure(&answer) {
             None => Ok(answer),
             Some(_) => Err(StoreError::failed("its clock does not go on evenly")),
         }

@@ -13,20 +13,20 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use super::backend::{Backend, TO_ALL};
-use super::claims::Claims;
-use super::ears::{self, Heard};
-use super::link::Connections;
-use super::place::Connecting;
+use super::codec::{self, MOST_RETURNS};
+use super::connection::Connections;
+use super::endpoint::Connecting;
+use super::heartbeat::Claims;
+use super::pubsub::{self, Heard};
 use super::registers;
 use super::script::{Argument, REGISTER, Script, TEXT};
-use super::token;
-use super::wire::{self, MOST_RETURNS};
+use super::sealed_key;
 use crate::clock;
 use crate::error::StoreError;
-use crate::jitter::{Backoff, dice};
 use crate::key::Key;
 use crate::limit::{Terms, Unused};
-use crate::store::flight::{Listeners, notify};
+use crate::rng::{Backoff, dice};
+use crate::store::in_flight::{Listeners, notify};
 use crate::store::{Claim, Listener, News, Task};
 
 /// How long what is given back waits for more.
@@ -156,7 +156,7 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
     if let Some(ears) = backend.ears() {
         let backend = backend.clone();
         runtime.spawn(again_after_panics(move || {
-            ears::listen(ears.clone(), instance, backend.clone(), told.clone())
+            pubsub::listen(ears.clone(), instance, backend.clone(), told.clone())
         }));
     }
     let kept = backend.clone();
@@ -336,8 +336,8 @@ impl Worker {
             }
             Heard::Message(message) if !self.hear_of_register(&message) => self.claims.hear(&message),
             Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
-                if let Ok((news, token)) = wire::read_news(&message)
-                    && let Some(key) = token::read(token, self.secret)
+                if let Ok((news, token)) = codec::read_news(&message)
+                    && let Some(key) = sealed_key::read(token, self.secret)
                 {
                     self.listeners.tell(key, &news);
                 }
@@ -361,7 +361,7 @@ impl Worker {
         self.release_at = None;
         for ((key, _), (terms, unused)) in self.returns.drain() {
             for unused in unused.chunks(MOST_RETURNS) {
-                let call = wire::give_back(&terms, unused, dice());
+                let call = codec::give_back(&terms, unused, dice());
                 let (script, backend, key) = (self.script.clone(), self.backend.clone(), key.clone());
                 releases.spawn(
                     async move { script.run(&backend, &key, &[Argument::Is(call)]).await.map(|_| ()) },

@@ -24,13 +24,13 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
-use super::link::{self, LONGEST_CONNECTING, Link, Links, RedisFailure, Request};
-use super::place::{Ears, Listening};
+use super::connection::{self, LONGEST_CONNECTING, Link, Links, RedisFailure, Request};
+use super::endpoint::{Ears, Listening};
 use super::worker::again_after_panics;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
-use crate::jitter::{Backoff, dice, jittered};
+use crate::rng::{Backoff, dice, jittered};
 pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
 
@@ -197,7 +197,7 @@ impl Cluster {
             let (seeds, address) = (self.seeds.clone(), server.clone());
             let factory = Arc::new(move || {
                 let client = seeds.client(&address);
-                Box::pin(async move { link::connect(&client?).await }) as _
+                Box::pin(async move { connection::connect(&client?).await }) as _
             });
             let link = Arc::new(Link::new(Some(server.to_string()), factory, self.links.clone()));
             let (mut keeper, kept) = (JoinSet::new(), link.clone());
@@ -323,7 +323,7 @@ impl Cluster {
             link.ask(command.into(), deadline).await.map_err(|failure| failure.to_error())?
         } else {
             let asking = async {
-                let connection = link::connect(&self.seeds.client(server)?).await?;
+                let connection = connection::connect(&self.seeds.client(server)?).await?;
                 connection.ask(command.into()).await
             };
             match timeout(LONGEST_CONNECTING, asking).await {

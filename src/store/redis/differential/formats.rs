@@ -51,7 +51,7 @@ fn granted(lease: &Lease) -> (Vec<Segment>, Option<Refusal>) {
 }
 
 fn lease_of(ask: &Ask<'_>, answer: &[u8]) -> (Vec<Segment>, Option<Refusal>) {
-    granted(&wire::read_lease(answer, ask.terms.transit_slack()).unwrap())
+    granted(&codec::read_lease(answer, ask.terms.transit_slack()).unwrap())
 }
 
 /// Fields of a line: name, quota, time, incarnation, writes, seen, state.
@@ -98,7 +98,7 @@ fn states_of_format_1_are_read_as_before() {
             let since = Duration::from_micros(wait);
             let ask =
                 Ask { latest: millis(2000), memory: Memory { since, ..memory }, ..asks(&terms, &needs) };
-            let call = wire::lease(&ask, 7);
+            let call = codec::lease(&ask, 7);
             world.now = now + wait;
             load(&mut world, &format!("old {number} {wait}"), &state);
             let before = lease_1(&mut world, &call);
@@ -113,7 +113,7 @@ fn states_of_format_1_are_read_as_before() {
             }
             // The earlier release goes on with what this one wrote.
             let (written, again) =
-                (stored(&mut world), wire::lease(&Ask { memory: Memory::default(), ..ask }, 7));
+                (stored(&mut world), codec::lease(&Ask { memory: Memory::default(), ..ask }, 7));
             world.now += 1000;
             load(&mut world, &format!("back {number} {wait}"), &written);
             let before = lease_1(&mut world, &again);
@@ -139,12 +139,12 @@ fn states_of_format_2_are_a_clear_error_to_format_1() {
     let terms = Arc::new(Terms::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
     let needs = [Need { cost: 1, count: 3 }];
     world.begin();
-    let first = world.run(&wire::lease(&asks(&terms, &needs), 7));
-    let first = wire::read_lease(&first, millis(10)).unwrap();
+    let first = world.run(&codec::lease(&asks(&terms, &needs), 7));
+    let first = codec::read_lease(&first, millis(10)).unwrap();
     // The server's clock is set: fixed windows follow it, which format 1 cannot say.
     world.clock = 7_000_000;
     let memory = Memory { incarnation: first.incarnation, writes: 1, seen: first.now, ..Memory::default() };
-    let call = wire::lease(&Ask { memory, ..asks(&terms, &needs) }, 7);
+    let call = codec::lease(&Ask { memory, ..asks(&terms, &needs) }, 7);
     assert_eq!(lease_of(&asks(&terms, &needs), &world.run_by_memory(call.clone())).0.len(), 1);
     assert_eq!(stored(&mut world)[0], 2);
     let error = run_1(&mut world, &call).unwrap_err().to_string();

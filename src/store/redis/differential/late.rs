@@ -14,8 +14,8 @@ fn count(lease: &Lease) -> u32 {
 /// A process that knows the time asks for `count` permits, `since` its last answer, which was `first`.
 fn ask(world: &mut World, terms: &Arc<Terms>, count: u32, memory: Memory) -> Lease {
     let needs = [Need { cost: 1, count }];
-    let call = wire::lease(&Ask { memory, ..asks(terms, &needs) }, 7);
-    wire::read_lease(&world.run_by_memory(call), terms.transit_slack()).unwrap()
+    let call = codec::lease(&Ask { memory, ..asks(terms, &needs) }, 7);
+    codec::read_lease(&world.run_by_memory(call), terms.transit_slack()).unwrap()
 }
 
 fn known(first: &Lease, since: Duration) -> Memory {
@@ -33,8 +33,8 @@ fn late_calls_age_no_permit_of_others() {
     // The server stands still: a call sent at 0.1 s is executed at 3 s. Nobody uses its answer, so nobody asks again.
     world.now = START + 3_000_000;
     let needs = [Need { cost: 1, count: 1 }];
-    let late = wire::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
-    assert_eq!(wire::read_unsure(&world.run(&late)), Some(START + 3_000_000));
+    let late = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    assert_eq!(codec::read_unsure(&world.run(&late)), Some(START + 3_000_000));
     // Then a process asks that never spoke of the key, and 40 ms later one that knows the time.
     world.now = START + 3_010_000;
     let newcomer = count(&ask(&mut world, &terms, 50, Memory::default()));
@@ -52,12 +52,12 @@ fn late_calls_that_ask_again_age_no_permit() {
     let terms = terms();
     let first = ask(&mut world, &terms, 50, Memory::default());
     let needs = [Need { cost: 1, count: 1 }];
-    let mut call = wire::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    let mut call = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
     world.now = START + 1_500_000;
-    let server_seen = wire::read_unsure(&world.run(&call)).expect("it is late");
-    wire::Call::ask_again(&mut call, Duration::ZERO, server_seen);
+    let server_seen = codec::read_unsure(&world.run(&call)).expect("it is late");
+    codec::Call::ask_again(&mut call, Duration::ZERO, server_seen);
     world.now = START + 1_900_000;
-    assert!(wire::read_unsure(&world.run(&call)).is_some(), "0.4 s later than it says");
+    assert!(codec::read_unsure(&world.run(&call)).is_some(), "0.4 s later than it says");
 }
 
 #[test]

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use redis_server::RedisServer;
 
+use super::super::codec::{self, ToldSeats};
 use super::super::script::SEATS;
-use super::super::wire::{self, ToldSeats};
 use super::{START, millis};
 use crate::limit::{Claimed, Micros, Seats};
 use crate::store::{Claim, Memory};
@@ -73,16 +73,16 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         let claimed = Claimed { id: holder, number, most, sits, wants, heard, life: 1_000_000 };
         seats.claim(now, claimed, |told| here.push((told.id, told.number, told.given, told.others_wait)));
 
-        let call = wire::claim(&claim, number, INSTANCE, Memory::default(), 1);
+        let call = codec::claim(&claim, number, INSTANCE, Memory::default(), 1);
         let answer: Vec<u8> =
             script.key("seats").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
-        let answer = wire::read_claimed(&answer).expect("an answer that can be read");
+        let answer = codec::read_claimed(&answer).expect("an answer that can be read");
         let messages: Vec<Vec<u8>> =
             redis::cmd("LRANGE").arg(&["told", "0", "-1"]).query(redis).expect("a list");
         let () = redis::cmd("DEL").arg("told").query(redis).expect("a list");
         let mut there = vec![of(answer.told, holder)];
         for message in messages {
-            let (id, told) = wire::read_told(&message).expect("a message that can be read");
+            let (id, told) = codec::read_told(&message).expect("a message that can be read");
             there.push(of(told, id));
         }
         here.sort_unstable();
@@ -91,10 +91,10 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         for (id, _, total, _) in here {
             given[id as usize] = total;
         }
-        let peek = wire::peek_seats(6, 1);
+        let peek = codec::peek_seats(6, 1);
         let peeked: Vec<u8> =
             script.key("seats").arg(peek).arg("").arg(now).invoke(redis).expect("an answer");
-        prop_assert_eq!(wire::read_peek_seats(&peeked).expect("two numbers"), seats.usage(6));
+        prop_assert_eq!(codec::read_peek_seats(&peeked).expect("two numbers"), seats.usage(6));
     }
     Ok(())
 }

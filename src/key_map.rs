@@ -1,0 +1,357 @@
+//! A bounded table from [`Key`] to state, in shards, so that keys seldom wait for one another.
+//!
+//! A key carries its hash, so looking one up hashes nothing. What is of no use any more is found by a hand that goes
+//! round: each new key moves it on by a few entries. So no call ever looks at many, whatever the number of keys.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+
+use crate::key::Key;
+use crate::rng::dice;
+
+/// State that can be forgotten at some time.
+pub(crate) trait Idle {
+    /// What tells the time of this state.
+    type Now: Copy + Ord;
+
+    /// The moment from which it can be forgotten where room is needed; `None` while it is in use.
+    fn idle_from(&self) -> Option<Self::Now>;
+
+    /// The moment from which nobody would notice: then it is forgotten in any case.
+    fn worthless_from(&self) -> Option<Self::Now> {
+        self.idle_from()
+    }
+}
+
+pub(crate) struct Keyed<T> {
+    shards: Box<[Mutex<Shard<T>>]>,
+    seed: u64,
+    max: usize,
+    /// How many keys all shards hold, those about to be made included.
+    len: AtomicUsize,
+    /// The shard in which room is looked for next.
+    next: AtomicUsize,
+}
+
+struct Shard<T> {
+    table: HashTable<(Key, T)>,
+    /// The bucket that is looked at next.
+    hand: usize,
+}
+
+/// As many keys as may be are in use, or all of those that were looked at.
+#[derive(Debug)]
+pub(crate) struct Full;
+
+/// So many keys fill a table of 1024 buckets nearly to where it would grow; to move them takes some tens of
+/// microseconds, the longest that one call takes for others.
+const KEYS_IN_A_SHARD: usize = 800;
+
+const FEWEST_SHARDS: usize = 64;
+const MOST_SHARDS: usize = 8192;
+
+/// Buckets that each new key looks at: with eight, those that wait to be found are a seventh of all.
+const LOOK: usize = 8;
+
+/// Buckets of one shard that are looked at for room, and keys in all.
+const LOOK_FOR_ROOM: usize = 32;
+const MOST_LOOKED_AT: usize = 64;
+
+/// A smaller table is not worth shrinking.
+const SMALL: usize = 64;
+
+impl<T: Idle> Keyed<T> {
+    /// A table for at most `max` keys.
+    pub(crate) fn new(max: usize) -> Self {
+        let shards = (max / KEYS_IN_A_SHARD).clamp(FEWEST_SHARDS, MOST_SHARDS);
+        let shard = || Mutex::new(Shard { table: HashTable::new(), hand: 0 });
+        Keyed {
+            shards: (0..shards).map(|_| shard()).collect(),
+            seed: dice(),
+            max,
+            len: AtomicUsize::new(0),
+            next: AtomicUsize::new(0),
+        }
+    }
+
+    #[inline]
+    fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<T>> {
+        // The table takes its tags from the top bits and its buckets from the low ones; these lie between.
+        let share = u64::from((hash >> 16) as u32) * self.shards.len() as u64;
+        lock(&self.shards[(share >> 32) as usize])
+    }
+
+    /// Calls `with` with the state of `key`, which is made first where there is none. What is forgotten meanwhile goes to
+    /// `forgotten`.
+    pub(crate) fn enter<R>(
+        &self,
+        key: Key,
+        now: T::Now,
+        make: impl FnOnce() -> T,
+        mut forgotten: impl FnMut(Key, T),
+        with: impl FnOnce(&mut T) -> R,
+    ) -> Result<R, Full> {
+        let hash = key.spread(self.seed);
+        let same = |(other, _): &(Key, T)| *other == key;
+        if let Some((_, state)) = self.shard(hash).table.find_mut(hash, same) {
+            return Ok(with(state));
+        }
+        self.reserve(now, &mut forgotten)?;
+        let mut shard = self.shard(hash);
+        let Looked { gone, .. } = shard.look(LOOK, now, &mut forgotten);
+        self.len.fetch_sub(gone, Ordering::Relaxed);
+        shard.shrink(self.seed);
+        let rehash = |(key, _): &(Key, T)| key.spread(self.seed);
+        let state = match shard.table.entry(hash, same, rehash) {
+            Entry::Occupied(theirs) => {
+                self.len.fetch_sub(1, Ordering::Relaxed);
+                &mut theirs.into_mut().1
+            }
+            Entry::Vacant(free) => &mut free.insert((key, make())).into_mut().1,
+        };
+        Ok(with(state))
+    }
+
+    /// Calls `with` with each key and its state, a shard at a time.
+    pub(crate) fn for_each(&self, mut with: impl FnMut(Key, &mut T)) {
+        for shard in &self.shards {
+            lock(shard).table.iter_mut().for_each(|(key, state)| with(*key, state));
+        }
+    }
+
+    /// Calls `with` with the state of `key`, if there is any.
+    #[inline]
+    pub(crate) fn find<R>(&self, key: Key, with: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let hash = key.spread(self.seed);
+        let mut shard = self.shard(hash);
+        shard.table.find_mut(hash, |(other, _)| *other == key).map(|(_, state)| with(state))
+    }
+
+    /// Makes sure of room for one more key: where there is none, the one of those looked at goes that is of the least use.
+    fn reserve(&self, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Result<(), Full> {
+        if self.len.fetch_add(1, Ordering::Relaxed) < self.max {
+            return Ok(());
+        }
+        let mut left = MOST_LOOKED_AT;
+        // Where keys are few, that is a look at all of them.
+        for _ in 0..FEWEST_SHARDS {
+            let number = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
+            let mut shard = lock(&self.shards[number]);
+            let Looked { keys, mut gone, least } = shard.look(LOOK_FOR_ROOM, now, forgotten);
+            if let (0, Some((_, bucket))) = (gone, least) {
+                gone = usize::from(shard.forget(bucket, forgotten));
+            }
+            if gone > 0 {
+                self.len.fetch_sub(gone, Ordering::Relaxed);
+                return Ok(());
+            }
+            left = left.saturating_sub(keys);
+            if left == 0 {
+                break;
+            }
+        }
+        self.len.fetch_sub(1, Ordering::Relaxed);
+        Err(Full)
+    }
+}
+
+/// What came of looking.
+struct Looked<Now> {
+    /// How many keys were there.
+    keys: usize,
+    /// How many of them are forgotten.
+    gone: usize,
+    /// Of the others that are idle, the one that will be worthless first, and its bucket.
+    least: Option<(Now, usize)>,
+}
+
+impl<T: Idle> Shard<T> {
+    /// Looks at the next `buckets`, and forgets what is worthless.
+    fn look(&mut self, buckets: usize, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Looked<T::Now> {
+        let mut looked = Looked { keys: 0, gone: 0, least: None };
+        let all = self.table.num_buckets();
+        for _ in 0..buckets.min(all) {
+            self.hand = if self.hand + 1 < all { self.hand + 1 } else { 0 };
+            let Some((_, state)) = self.table.get_bucket(self.hand) else { continue };
+            looked.keys += 1;
+            let Some(worthless) = state.worthless_from() else { continue };
+            if worthless <= now {
+                looked.gone += usize::from(self.forget(self.hand, forgotten));
+            } else if state.idle_from().is_some_and(|idle| idle <= now)
+                && looked.least.is_none_or(|(least, _)| worthless < least)
+            {
+                looked.least = Some((worthless, self.hand));
+            }
+        }
+        looked
+    }
+
+    fn forget(&mut self, bucket: usize, forgotten: &mut impl FnMut(Key, T)) -> bool {
+        let Ok(entry) = self.table.get_bucket_entry(bucket) else { return false };
+        let ((key, state), _) = entry.remove();
+        forgotten(key, state);
+        true
+    }
+
+    /// Gives memory back once a round, if most of it is empty.
+    fn shrink(&mut self, seed: u64) {
+        let all = self.table.num_buckets();
+        if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
+            self.table.shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Idle from one moment, in use where there is none, and worthless from another.
+    struct Until(Option<u32>, u32);
+
+    impl Idle for Until {
+        type Now = u32;
+
+        fn idle_from(&self) -> Option<u32> {
+            self.0
+        }
+
+        fn worthless_from(&self) -> Option<u32> {
+            self.0.map(|idle| idle.max(self.1))
+        }
+    }
+
+    fn key(number: u32) -> Key {
+        Key::new(number.to_le_bytes())
+    }
+
+    fn enter(keyed: &Keyed<Until>, number: u32, now: u32, state: Until) -> Result<Vec<Key>, Full> {
+        let mut gone = Vec::new();
+        keyed.enter(key(number), now, || state, |key, _| gone.push(key), |_| ()).map(|()| gone)
+    }
+
+    fn len(keyed: &Keyed<Until>) -> usize {
+        let len = keyed.shards.iter().map(|shard| lock(shard).table.len()).sum();
+        assert_eq!(keyed.len.load(Ordering::Relaxed), len, "the count is right");
+        len
+    }
+
+    fn room(keyed: &Keyed<Until>) -> usize {
+        keyed.shards.iter().map(|shard| lock(shard).table.capacity()).sum()
+    }
+
+    #[test]
+    fn worthless_keys_are_forgotten_and_keys_in_use_never() {
+        let keyed = Keyed::new(100_000);
+        let mut gone = 0;
+        for number in 0..100_000 {
+            let until = if number % 100 == 0 { None } else { Some(number + 1000) };
+            gone += enter(&keyed, number, number, Until(until, 0)).unwrap().len();
+        }
+        let left = len(&keyed);
+        assert_eq!(left + gone, 100_000);
+        assert!(left < 1000 + 1000 + 1000, "a thousand in use, a thousand alive, and {left} in all");
+        for number in (0..100_000).step_by(100) {
+            assert!(keyed.find(key(number), |_| ()).is_some(), "{number} is in use");
+        }
+    }
+
+    #[test]
+    fn a_full_table_refuses_a_new_key_until_an_old_one_is_idle() {
+        let keyed = Keyed::new(3);
+        for number in 0..3 {
+            enter(&keyed, number, 0, Until(Some(100 + number), 0)).unwrap();
+        }
+        assert!(enter(&keyed, 9, 0, Until(None, 0)).is_err());
+        assert!(enter(&keyed, 1, 0, Until(None, 0)).is_ok(), "a known key is not new");
+        assert!(enter(&keyed, 9, 99, Until(None, 0)).is_err());
+        assert!(enter(&keyed, 9, 100, Until(None, 0)).is_ok());
+        assert!(keyed.find(key(0), |_| ()).is_none());
+        assert_eq!(len(&keyed), 3);
+    }
+
+    #[test]
+    fn max_keys_fit_at_once_and_not_one_more() {
+        let keyed = Keyed::new(20_000);
+        for number in 0..20_000 {
+            assert!(enter(&keyed, number, 0, Until(None, 0)).is_ok(), "{number}");
+        }
+        assert!(enter(&keyed, 20_000, 0, Until(None, 0)).is_err());
+        assert_eq!(len(&keyed), 20_000);
+    }
+
+    /// Those that are idle and still of use stay while there is room; then the oldest go first, nearly.
+    #[test]
+    fn what_is_still_of_use_goes_only_where_room_is_needed_and_the_oldest_first() {
+        const MAX: u32 = 10_000;
+        let keyed = Keyed::new(MAX as usize);
+        let idle = |number| Until(Some(number), number + 1_000_000);
+        for number in 0..MAX {
+            assert_eq!(enter(&keyed, number, number, idle(number)).unwrap(), [], "there is room");
+        }
+        let mut gone = Vec::new();
+        for number in MAX..MAX + MAX / 4 {
+            let forgotten = enter(&keyed, number, number, idle(number)).unwrap();
+            assert_eq!(forgotten.len(), 1, "one makes room for one");
+            gone.extend(forgotten);
+        }
+        assert_eq!(len(&keyed), MAX as usize);
+        let old = (0..MAX / 2).filter(|number| gone.contains(&key(*number))).count();
+        assert!(old * 10 > gone.len() * 9, "{old} of {} were of the older half", gone.len());
+    }
+
+    #[test]
+    fn threads_that_come_together_keep_the_count() {
+        const MAX: usize = 1000;
+        let keyed = Keyed::new(MAX);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let keyed = &keyed;
+                scope.spawn(move || {
+                    for number in 0..20_000u32 {
+                        // Each key is new to two of them at about the same time.
+                        let key = number * 2 + thread % 2;
+                        let _ = enter(keyed, key, number, Until(Some(number + 100), number + 1000));
+                    }
+                });
+            }
+        });
+        assert!(len(&keyed) <= MAX, "{} keys", len(&keyed));
+    }
+
+    #[test]
+    fn memory_is_given_back_when_most_keys_are_gone() {
+        let keyed = Keyed::new(100_000);
+        for number in 0..100_000 {
+            enter(&keyed, number, 0, Until(Some(10), 0)).unwrap();
+        }
+        assert!(room(&keyed) >= 100_000);
+        for number in 0..200_000 {
+            enter(&keyed, number, 100 + number, Until(Some(100 + number), 0)).unwrap();
+        }
+        assert!(len(&keyed) < 2_000, "{} keys", len(&keyed));
+        assert!(room(&keyed) < 10_000, "room for {}", room(&keyed));
+    }
+
+    /// However long it goes on: the room for those in the fullest shard is the most that any shard keeps.
+    #[test]
+    fn keys_that_come_and_go_need_no_more_room_in_the_end() {
+        let keyed = Keyed::new(100_000);
+        let mut most = (0, 0);
+        for number in 0..400_000 {
+            enter(&keyed, number, number, Until(Some(number + 200), 0)).unwrap();
+            if number % 10_000 == 0 {
+                most = most.max((len(&keyed), room(&keyed)));
+            }
+        }
+        assert!(most.0 < 500, "{} keys, of which 200 are of use", most.0);
+        assert!(room(&keyed) <= 14 * keyed.shards.len(), "room for {}", room(&keyed));
+    }
+}

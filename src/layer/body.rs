@@ -1,0 +1,215 @@
+//! Calls that are in flight until the body of their response has been read.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::service::{RateLimit, ResponseFuture};
+use crate::error::{BoxError, Error};
+use crate::key::AsRequestInfo;
+use crate::layer::RateLimitLayer;
+use crate::limiter::Seat;
+use crate::signal::AsResponseInfo;
+
+impl RateLimitLayer {
+    /// The same layer, under which a call is [in flight](crate::Quota::in_flight) until the body of its response has been read or
+    /// dropped, not only until the head is there.
+    ///
+    /// Around a service of `http::Request` it makes the response an `http::Response<`[`HeldBody<B>`](crate::HeldBody)`>`;
+    /// around a `reqwest::Client` and in reqwest-middleware its type stays as it is.
+    ///
+    /// ```
+    /// use bytes::Bytes;
+    /// use http::{Request, Response};
+    /// use http_body_util::{BodyExt, Full};
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    /// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), BoxError> {
+    /// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new(Full::new(Bytes::from("hello")))) });
+    /// let limit = RateLimitLayer::new(Quota::in_flight(1))?;
+    /// let limiter = limit.limiter();
+    /// let mut service = ServiceBuilder::new().layer(limit.hold_until_body_end()).service(client);
+    ///
+    /// let request = Request::get("http://example.com/").body(String::new())?;
+    /// let response = service.ready().await?.call(request).await?;
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 0);
+    ///
+    /// let body = response.into_body().collect().await?;
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn hold_until_body_end(self) -> HoldUntilBodyEnd {
+        HoldUntilBodyEnd { layer: self }
+    }
+}
+
+/// A [`RateLimitLayer`] under which a call is in flight until the body of its response has been read or dropped; made by
+/// [`RateLimitLayer::hold_until_body_end`].
+///
+/// Like that, it is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`.
+#[derive(Clone, Debug)]
+pub struct HoldUntilBodyEnd {
+    pub(super) layer: RateLimitLayer,
+}
+
+impl<S> Layer<S> for HoldUntilBodyEnd {
+    type Service = Holding<S>;
+
+    fn layer(&self, inner: S) -> Holding<S> {
+        Holding { inner: self.layer.layer(inner) }
+    }
+}
+
+/// The service of a [`HoldUntilBodyEnd`].
+#[derive(Clone, Debug)]
+pub struct Holding<S> {
+    inner: RateLimit<S>,
+}
+
+impl<S, R> Service<R> for Holding<S>
+where
+    R: AsRequestInfo,
+    S: Service<R> + Clone,
+    S::Response: AsResponseInfo + HoldBody,
+    S::Error: Into<BoxError>,
+{
+    type Response = <S::Response as HoldBody>::Held;
+    type Error = Error;
+    type Future = HoldingFuture<S, R>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: R) -> HoldingFuture<S, R> {
+        HoldingFuture { inner: self.inner.call(request) }
+    }
+}
+
+pin_project! {
+    /// The future of a [`Holding`] service.
+    pub struct HoldingFuture<S, R>
+    where
+        S: Service<R>,
+    {
+        #[pin]
+        inner: ResponseFuture<S, R>,
+    }
+}
+
+impl<S, R> Future for HoldingFuture<S, R>
+where
+    R: AsRequestInfo,
+    S: Service<R>,
+    S::Response: AsResponseInfo + HoldBody,
+    S::Error: Into<BoxError>,
+{
+    type Output = Result<<S::Response as HoldBody>::Held, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.project().inner.poll_answer(cx, |response, seat| response.hold(InFlight(seat)))
+    }
+}
+
+impl<S, R> fmt::Debug for HoldingFuture<S, R>
+where
+    S: Service<R>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HoldingFuture").finish_non_exhaustive()
+    }
+}
+
+/// A call in flight. Dropping it ends the call.
+#[must_use = "dropping it ends the call"]
+#[derive(Debug)]
+pub struct InFlight(pub(super) Option<Seat>);
+
+impl InFlight {
+    /// Answers the error of a call that has to end, because its place may have been given to others; see
+    /// [`Permit::lost`](crate::Permit::lost).
+    pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
+        match &self.0 {
+            Some(seat) => seat.poll_limited(cx).map(Error::from),
+            None => Poll::Pending,
+        }
+    }
+}
+
+/// Responses that can keep their call in flight until their body ends.
+///
+/// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
+pub trait HoldBody {
+    /// The response that does.
+    type Held;
+
+    /// Keeps `call` until the body of this response ends or is dropped.
+    fn hold(self, call: InFlight) -> Self::Held;
+}
+
+impl<B: Body> HoldBody for http::Response<B> {
+    type Held = http::Response<HeldBody<B>>;
+
+    fn hold(self, call: InFlight) -> Self::Held {
+        self.map(|body| HeldBody::new(body, call))
+    }
+}
+
+pin_project! {
+    /// A body whose call is in flight until it ends or is dropped.
+    #[derive(Debug)]
+    pub struct HeldBody<B> {
+        #[pin]
+        body: B,
+        call: Option<InFlight>,
+    }
+}
+
+impl<B: Body> HeldBody<B> {
+    pub(super) fn new(body: B, call: InFlight) -> Self {
+        let call = (!body.is_end_stream()).then_some(call);
+        HeldBody { body, call }
+    }
+}
+
+impl<B> Body for HeldBody<B>
+where
+    B: Body,
+    B::Error: Into<BoxError>,
+{
+    type Data = B::Data;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, BoxError>>> {
+        let mut this = self.project();
+        if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_lost(cx)) {
+            *this.call = None;
+            return Poll::Ready(Some(Err(lost.into())));
+        }
+        let frame = ready!(this.body.as_mut().poll_frame(cx));
+        if !matches!(frame, Some(Ok(_))) || this.body.is_end_stream() {
+            *this.call = None;
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,136 @@
+//! One limit of a key: what was used of it, and what is reserved for others.
+
+use super::algorithm::{Open, Rule};
+use super::external::{Ours, Size, Strangers, Word};
+use super::{Left, Micros, Unused, micros_up};
+use crate::quota::Limit;
+
+/// One limit of a key, and when it was last asserted.
+#[derive(Debug)]
+pub(super) struct Account {
+    pub(super) limit: Limit,
+    pub(super) rule: Rule,
+    pub(super) asserted: Micros,
+    /// Few limits are shared with others, and fewer upstreams say so.
+    strangers: Option<Box<Strangers>>,
+}
+
+/// The oldest response that bounds what may go until the next one: units may have left the log since an older one.
+const OLDEST_WORD: Micros = 250_000;
+
+impl Account {
+    pub(super) fn new(limit: Limit, rule: Rule, now: Micros) -> Self {
+        Account { limit, rule, asserted: now, strangers: None }
+    }
+
+    /// Until when the limit holds, unless it is asserted again.
+    pub(super) fn holds_until(&self) -> Micros {
+        let window = micros_up(self.limit.window());
+        self.asserted.saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
+    }
+
+    fn size(&self) -> Size {
+        Size { count: self.limit.count(), window: micros_up(self.limit.window()) }
+    }
+
+    /// The first moment, not before `from`, at which `cost` units may go.
+    pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
+        let size = self.size();
+        let Some(strangers) = &self.strangers else { return self.rule.first_slot(from, cost, open, 0) };
+        loop {
+            let (reserved, until) = strangers.reserved_from(from, size);
+            let slot = self.rule.first_slot(from, cost, open, u64::from(reserved));
+            if slot < until || until == Micros::MAX {
+                return slot;
+            }
+            from = until;
+        }
+    }
+
+    /// How many units may go at `slot`, which is a first slot.
+    pub(super) fn room(&mut self, slot: Micros) -> u64 {
+        let reserved = self.reserved(slot);
+        self.rule.room(slot).saturating_sub(reserved)
+    }
+
+    pub(super) fn free(&mut self, now: Micros) -> u64 {
+        let reserved = self.reserved(now);
+        self.rule.free(now).saturating_sub(reserved)
+    }
+
+    /// Whether others are known to use it too.
+    pub(super) fn is_shared(&self) -> bool {
+        self.strangers.is_some()
+    }
+
+    /// The units reserved for others at a moment.
+    pub(super) fn reserved(&self, at: Micros) -> u64 {
+        let reserved = self.strangers.as_ref().map(|strangers| strangers.reserved_from(at, self.size()));
+        reserved.map_or(0, |(units, _)| u64::from(units))
+    }
+
+    /// A permit came back unused.
+    pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
+        self.rule.subtract(now, unused);
+        if let Some(strangers) = &mut self.strangers {
+            strangers.returned(now, unused.stamp, unused.units);
+        }
+    }
+
+    /// Forgets what was reserved for others.
+    pub(super) fn forget_others(&mut self) {
+        self.strangers = None;
+    }
+
+    /// Takes in what the upstream says is left, for a ledger begun at `born`; what was granted until `sent` may have
+    /// reached it. Returns whether that allows less than before.
+    pub(super) fn see(&mut self, left: &Left, now: Micros, sent: Micros, born: Micros) -> bool {
+        let size @ Size { count, window } = self.size();
+        if left.forget {
+            self.forget_others();
+            return false;
+        }
+        let ago = micros_up(left.ago);
+        let units = u32::try_from(left.units).unwrap_or(u32::MAX);
+        let (least, most) = match &mut self.rule {
+            Rule::Window(log) => log.used_until(sent),
+            Rule::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
+            Rule::Bucket(bucket) => return bucket.see(now, ago, left.units),
+        };
+        let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
+        let resets = left.reset_in.filter(|_| bounds).map(|reset_in| now.saturating_add(micros_up(reset_in)));
+        let others = resets.is_some() && u64::from(count.saturating_sub(units)) > most;
+        if self.strangers.is_none() && !others && left.refused == 0 && !left.urgent {
+            return false;
+        }
+        let (steady, refused) = (left.steady && resets.is_some(), left.refused);
+        let ends = resets.filter(|_| steady).unwrap_or(now.saturating_add(window));
+        // Of a count whose beginning is not known, the log has to know the whole of the window until now.
+        let known_from = if steady { ends } else { now };
+        let whole = born.saturating_add(window - window / 10) <= known_from;
+        let strangers = self.strangers.get_or_insert_with(|| Box::new(Strangers::new(ends, whole)));
+        if steady || refused > 0 {
+            strangers.begin(ends, whole);
+        }
+        let valid_until = now.saturating_add(micros_up(left.valid_for));
+        let said = now.saturating_sub(ago);
+        let word = Word { now, left: units, said, resets, steady, refused, valid_until };
+        strangers.see(size, word, Ours { least, most, until: sent })
+    }
+
+    /// Forgets what no longer matters at `now`.
+    pub(super) fn advance(&mut self, now: Micros) {
+        self.rule.advance(now);
+        let size = self.size();
+        if self.strangers.as_mut().is_some_and(|strangers| !strangers.roll(now, size)) {
+            self.strangers = None;
+        }
+    }
+
+    /// The first moment from which a fresh one would grant the same.
+    pub(super) fn fresh_from(&self) -> Micros {
+        let size = self.size();
+        let strangers = self.strangers.as_ref().map_or(0, |strangers| strangers.forgotten_from(size));
+        self.rule.fresh_from().max(strangers)
+    }
+}

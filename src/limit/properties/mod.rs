@@ -1,0 +1,674 @@
+//! The laws of the limits, held against a count of every window by brute force.
+
+mod external;
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::window::Window;
+use super::*;
+use crate::quota::Quota;
+
+const SLACK: Micros = 10_000;
+const GUARD: Micros = 20_000;
+const START: Micros = 1_700_000_000_000_000;
+
+fn terms(quota: Quota) -> Terms {
+    Terms::new(quota, Duration::from_micros(SLACK), Duration::from_micros(GUARD))
+}
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+// ── what the upstream counts ────────────────────────────────────────────────────────────────────────────────────────
+
+/// Units that arrived at a moment.
+type Arrival = (Micros, u64);
+
+/// The first limit of `quota` that `arrivals` break.
+fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
+    let mut arrivals = arrivals.to_vec();
+    arrivals.sort_unstable();
+    quota.limits().iter().find_map(|limit| match *limit {
+        Limit::Sliding { count, window } => over_sliding(&arrivals, u64::from(count), micros_up(window)),
+        Limit::Bucket { capacity, count, window } => {
+            over_bucket(&arrivals, u64::from(capacity), u64::from(count), micros_up(window))
+        }
+        // The clock of the upstream may differ, and the way takes time: up to the guard in both directions.
+        Limit::Fixed { count, window } => [0, GUARD - 1, 2 * GUARD - 2]
+            .into_iter()
+            .find_map(|offset| over_fixed(&arrivals, u64::from(count), micros_up(window), offset)),
+        Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
+    })
+}
+
+fn over_sliding(arrivals: &[Arrival], count: u64, window: Micros) -> Option<String> {
+    arrivals.iter().enumerate().find_map(|(index, &(from, _))| {
+        let inside = arrivals[index..].iter().take_while(|&&(at, _)| at - from < window);
+        let units: u64 = inside.map(|&(_, units)| units).sum();
+        (units > count).then(|| format!("{units} > {count} in {window} us from {}", from - START))
+    })
+}
+
+/// A server's token bucket, in whole tokens times `window`.
+fn over_bucket(arrivals: &[Arrival], capacity: u64, count: u64, window: Micros) -> Option<String> {
+    let full = u128::from(capacity) * u128::from(window);
+    let mut tokens = full;
+    let mut last = 0;
+    arrivals.iter().find_map(|&(at, units)| {
+        tokens = full.min(tokens + u128::from(at - last) * u128::from(count));
+        last = at;
+        let needed = u128::from(units) * u128::from(window);
+        let short = needed > tokens;
+        tokens = tokens.saturating_sub(needed);
+        short.then(|| format!("bucket of {capacity} dry at {}", at - START))
+    })
+}
+
+fn over_fixed(arrivals: &[Arrival], count: u64, window: Micros, offset: Micros) -> Option<String> {
+    arrivals.iter().find_map(|&(at, _)| {
+        let index = |at: Micros| (at + offset - (GUARD - 1)) / window;
+        let same = arrivals.iter().filter(|&&(other, _)| index(other) == index(at));
+        let units: u64 = same.map(|&(_, units)| units).sum();
+        (units > count).then(|| format!("{units} > {count} in the window of {}", at - START))
+    })
+}
+
+// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Time goes on.
+    Wait(Micros),
+    /// Permits are booked, and used at a share of their life; so many of them are not.
+    Book {
+        cost: u32,
+        count: u32,
+        patience: Micros,
+        life: Micros,
+        used_at: u8,
+        jitter: u8,
+        unused: u32,
+    },
+    Prefetch {
+        most: u32,
+        life: Micros,
+        used_at: u8,
+        unused: u32,
+    },
+    /// What lies unused is given back, the newest first.
+    GiveBack(usize),
+    /// The upstream says something of one of the limits, true or not.
+    See {
+        which: usize,
+        units: u64,
+        reset_in: Option<u64>,
+        steady: bool,
+        refused: u32,
+    },
+    /// Units are charged that the upstream let pass before, at an age.
+    Charge {
+        age: Micros,
+        units: u64,
+    },
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let life = select(vec![1_000u64, 10_000, 10_000, 40_000]);
+    prop_oneof![
+        3 => select(vec![0u64, 1, 500, 10_000, 50_000, 200_000, 1_000_000, 5_000_000]).prop_map(Op::Wait),
+        6 => (
+            1u32..4, prop_oneof![4 => 1u32..12, 1 => 50u32..300], select(vec![0u64, 100_000, 2_000_000, 20_000_000]), life.clone(),
+            any::<u8>(), any::<u8>(), 0u32..4,
+        ).prop_map(|(cost, count, patience, life, used_at, jitter, unused)| {
+            Op::Book { cost, count, patience, life, used_at, jitter, unused }
+        }),
+        1 => (1u32..20, life, any::<u8>(), 0u32..6)
+            .prop_map(|(most, life, used_at, unused)| Op::Prefetch { most, life, used_at, unused }),
+        2 => (1usize..5).prop_map(Op::GiveBack),
+        1 => (
+            0usize..3, 0u64..40, select(vec![None, Some(0u64), Some(400), Some(5000)]), any::<bool>(),
+            select(vec![0u32, 0, 3, u32::MAX]),
+        ).prop_map(|(which, units, reset_in, steady, refused)| Op::See { which, units, reset_in, steady, refused }),
+        1 => (select(vec![0u64, 700, 50_000, 900_000, 4_000_000]), 0u64..60)
+            .prop_map(|(age, units)| Op::Charge { age, units }),
+    ]
+}
+
+fn quota() -> impl Strategy<Value = Quota> {
+    let one = prop_oneof![
+        (4u32..40, select(vec![100u64, 1000, 3000]))
+            .prop_map(|(count, window)| Quota::new(count, millis(window))),
+        (300u32..900, select(vec![1000u64, 3000]))
+            .prop_map(|(count, window)| Quota::new(count, millis(window))),
+        (4u32..20, 1u32..30, select(vec![500u64, 1000]))
+            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, millis(window))),
+        (4u32..30, select(vec![200u64, 1000]))
+            .prop_map(|(count, window)| Quota::fixed(count, millis(window))),
+        (5u32..40, 4u32..10).prop_map(|(count, burst)| Quota::per_second(count).burst(burst)),
+    ];
+    (one.clone(), prop::option::of(one)).prop_map(|(first, second)| match second {
+        Some(second) => first.and(second),
+        None => first,
+    })
+}
+
+/// A ledger and what the upstream sees of what it grants.
+struct World {
+    ledger: Ledger,
+    terms: Terms,
+    now: Micros,
+    arrivals: Vec<Arrival>,
+    unused: Vec<Unused>,
+}
+
+impl World {
+    fn new(quota: Quota) -> Self {
+        let terms = terms(quota);
+        World {
+            ledger: Ledger::new(&terms, START),
+            terms,
+            now: START,
+            arrivals: Vec::new(),
+            unused: Vec::new(),
+        }
+    }
+
+    fn book(
+        &mut self,
+        cost: u32,
+        count: u32,
+        patience: Micros,
+        life: Micros,
+    ) -> (Vec<Grant>, Result<(), TooLate>) {
+        let now = self.ledger.advance(&self.terms, self.now);
+        let mut grants = Vec::new();
+        let booked = self.ledger.book(now + patience, cost, count, life, |grant| grants.push(grant));
+        (grants, booked)
+    }
+
+    /// Uses a grant but for `unused` of its permits: at a share of its life, after a share of the slack.
+    fn use_up(&mut self, grant: Grant, cost: u32, used_at: u8, jitter: u8, unused: u32) {
+        let unused = unused.min(grant.count);
+        let at = grant.slot + (grant.life - 1) * u64::from(used_at) / 255;
+        let fixed = self.terms.quota().limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }));
+        let way = if fixed { 0 } else { SLACK * u64::from(jitter) / 255 };
+        for _ in unused..grant.count {
+            self.arrivals.push((at + way, u64::from(cost)));
+        }
+        let units = u64::from(unused) * u64::from(cost);
+        self.unused.push(Unused { slot: grant.slot, stamp: grant.stamp, units, incarnation: 0 });
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Wait(span) => self.now += span,
+            Op::Book { cost, count, patience, life, used_at, jitter, unused } => {
+                for grant in self.book(cost, count, patience, life).0 {
+                    assert!(grant.slot >= self.now && grant.slot <= self.now + patience);
+                    self.use_up(grant, cost, used_at, jitter, unused);
+                }
+            }
+            Op::Prefetch { most, life, used_at, unused } => {
+                self.ledger.advance(&self.terms, self.now);
+                if let Some(grant) = self.ledger.prefetch(most, life) {
+                    assert_eq!(grant.slot, self.now, "only what is free now is fetched ahead");
+                    self.use_up(grant, 1, used_at, 0, unused);
+                }
+            }
+            Op::See { which, units, reset_in, steady, refused } => {
+                self.ledger.advance(&self.terms, self.now);
+                let limits = self.terms.quota().limits();
+                let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
+                self.ledger.see(&Left { reset_in, steady, refused, ..Left::new(limit, units) });
+            }
+            Op::Charge { age, units } => {
+                self.ledger.advance(&self.terms, self.now);
+                self.ledger.charge(Charge::new(Duration::from_micros(age), units));
+            }
+            Op::GiveBack(count) => {
+                self.ledger.advance(&self.terms, self.now);
+                for _ in 0..count {
+                    if let Some(unused) = self.unused.pop() {
+                        self.ledger.take_back(unused);
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+
+    /// The one promise. Costs, several limits, bookings ahead, fetches ahead, cancelled slots, late use.
+    #[test]
+    fn no_window_of_any_history_is_over(quota in quota(), ops in prop::collection::vec(op(), 1..60)) {
+        let mut world = World::new(quota);
+        ops.iter().for_each(|op| world.apply(op));
+        let broken = broken(&quota, &world.arrivals);
+        prop_assert!(broken.is_none(), "{quota}: {}", broken.unwrap_or_default());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_promised_slot_works_and_a_microsecond_earlier_does_not(
+        quota in quota(),
+        ops in prop::collection::vec(op(), 1..40),
+        cost in 1u32..4,
+    ) {
+        let mut world = World::new(quota);
+        ops.iter().for_each(|op| world.apply(op));
+        if let (_, Err(late)) = world.book(cost, 1, 0, 10_000) {
+            let patience = late.slot - world.now;
+            prop_assert!(patience > 0);
+            prop_assert_eq!(world.book(cost, 1, patience - 1, 10_000).1, Err(late));
+            prop_assert_eq!(world.book(cost, 1, patience, 10_000).0[0].slot, late.slot);
+        }
+    }
+
+    #[test]
+    fn a_refusal_leaves_no_trace(quota in quota(), ops in prop::collection::vec(op(), 1..40)) {
+        let mut one = World::new(quota);
+        let mut other = World::new(quota);
+        for op in &ops {
+            one.apply(op);
+            other.apply(op);
+            let cost = quota.largest_cost().min(3);
+            if let (grants, Err(_)) = one.book(cost, 1, 0, 10_000) {
+                prop_assert!(grants.is_empty());
+            } else {
+                let _ = other.book(cost, 1, 0, 10_000);
+            }
+        }
+        prop_assert_eq!(one.arrivals, other.arrivals);
+    }
+
+    /// Slots that were cancelled while they lay ahead are all used by the next who ask.
+    #[test]
+    fn a_cancelled_slot_goes_to_the_next_who_asks(quota in quota(), cancelled in 1u32..20, seed in any::<u64>()) {
+        let mut world = World::new(quota);
+        let (grants, _) = world.book(1, 200, 60_000_000, 10_000);
+        let mut ahead: Vec<Unused> = grants
+            .iter()
+            .filter(|grant| grant.slot > world.now)
+            .flat_map(|grant| {
+                std::iter::repeat_n(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 }, grant.count as usize)
+            })
+            .collect();
+        prop_assume!(ahead.len() >= cancelled as usize);
+        let start = (seed % ahead.len() as u64) as usize;
+        ahead.rotate_left(start);
+        ahead.truncate(cancelled as usize);
+        ahead.iter().for_each(|&unused| world.ledger.take_back(unused));
+        let mut slots: Vec<Micros> = ahead.iter().map(|unused| unused.slot).collect();
+        slots.sort_unstable();
+        let (again, booked) = world.book(1, cancelled, 60_000_000, 10_000);
+        prop_assert_eq!(booked, Ok(()));
+        let again: Vec<Micros> =
+            again.iter().flat_map(|grant| std::iter::repeat_n(grant.slot, grant.count as usize)).collect();
+        prop_assert_eq!(again, slots);
+    }
+
+    /// A ledger that says it may be forgotten grants what a new one grants.
+    #[test]
+    fn a_ledger_is_forgotten_only_when_nobody_can_tell(quota in quota(), ops in prop::collection::vec(op(), 1..40)) {
+        let mut world = World::new(quota);
+        ops.iter().for_each(|op| world.apply(op));
+        world.now = world.now.max(world.ledger.fresh_from());
+        let mut fresh = World { now: world.now, ..World::new(quota) };
+        prop_assert_eq!(world.book(1, 100, 5_000_000, 10_000), fresh.book(1, 100, 5_000_000, 10_000));
+    }
+}
+
+// ── the wall clock is set ───────────────────────────────────────────────────────────────────────────────────────────
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+    /// After the wall clock was set, no window of the new alignment gets more than the limit, whatever the ledger granted
+    /// in it under the old one; and a window later all of the limit is there.
+    #[test]
+    fn fixed_windows_follow_a_wall_clock_that_is_set(
+        count in 4u32..30,
+        window in select(vec![1_000_000u64, 60_000_000, 3_600_000_000]),
+        before in prop::collection::vec((0u64..400, 0u32..20), 1..8),
+        after in prop::collection::vec((0u64..400, 1u32..20), 1..8),
+        ahead in -400_000_000i64..400_000_000,
+    ) {
+        let quota = Quota::fixed(count, Duration::from_micros(window));
+        let mut world = World::new(quota);
+        let mut used = Vec::new();
+        let book = |world: &mut World, steps: &[(u64, u32)], used: &mut Vec<(Micros, u32)>| {
+            for &(wait, wanted) in steps {
+                // Steps are in thousandths of the window.
+                world.now += wait * window / 1000;
+                used.extend(world.book(1, wanted, 0, 10_000).0.iter().map(|grant| (grant.slot, grant.count)));
+            }
+        };
+        book(&mut world, &before, &mut used);
+        let old = used.len();
+        world.ledger.align(ahead);
+        book(&mut world, &after, &mut used);
+        let number = |at: Micros| at.checked_add_signed(ahead).unwrap() / window;
+        for &(at, _) in &used[old..] {
+            let same = used.iter().filter(|(other, _)| number(*other) == number(at));
+            let units: u32 = same.map(|(_, units)| units).sum();
+            prop_assert!(units <= count, "{} of {} in the window of {}", units, count, at - START);
+        }
+        world.now += 2 * window;
+        let into = number(world.now) * window + window / 2;
+        world.now = into.checked_add_signed(-ahead).unwrap();
+        let granted: u32 = world.book(1, 100, 0, 10_000).0.iter().map(|grant| grant.count).sum();
+        prop_assert_eq!(granted, count);
+    }
+}
+
+/// A clock that runs a little fast or slow moves no unit into another window.
+#[test]
+fn fixed_windows_lose_nothing_to_a_drift() {
+    let mut world = World::new(Quota::fixed(10, Duration::from_secs(3600)));
+    let mut granted = 0;
+    for hour in 0..200 {
+        // A second a day: the boundaries wander through several hours in a year.
+        for quarter in 0..4 {
+            world.now += 900_000_000;
+            world.ledger.align((hour * 4 + quarter) * 10_417);
+            granted += world.book(1, 10, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>();
+        }
+    }
+    assert!((1990..=2010).contains(&granted), "{granted} of 2000");
+}
+
+/// A slack that was made longer is kept by the caller that asks for it, though the key is in use.
+#[test]
+fn a_longer_boundary_slack_counts_at_once() {
+    let terms = |guard: u64| {
+        Terms::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
+    };
+    let minute = 60_000_000;
+    let start = START / minute * minute;
+    let mut ledger = Ledger::new(&terms(100), start + minute / 2);
+    ledger.book(start + minute / 2, 1, 1, 10_000, |_| ()).unwrap();
+    // A new release knows that the clocks differ by two seconds.
+    let now = start + minute - 1_500_000;
+    ledger.advance(&terms(2000), now);
+    let late = ledger.book(now, 1, 1, 10_000, |grant| panic!("1.5 s before the boundary: {grant:?}"));
+    assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
+}
+
+// ── never idle ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// How many go in `span` when somebody always waits; every `cancel`-th slot is cancelled while it lies ahead.
+fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Option<usize>) -> u64 {
+    let mut world = World::new(quota);
+    let mut used = 0;
+    for number in 0.. {
+        let Some(grant) = world.book(1, 1, Micros::MAX / 4, life).0.first().copied() else { break };
+        if grant.slot >= START + span {
+            break;
+        }
+        // Those in line book ahead; each goes when it is its turn.
+        if cancel.is_some_and(|every| number % every == 0) && grant.slot > world.now {
+            world.ledger.take_back(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 });
+            continue;
+        }
+        world.now = world.now.max(grant.slot.saturating_sub(1_000_000));
+        used += 1;
+    }
+    used
+}
+
+#[test]
+fn saturating_demand_gets_99_percent_of_what_limit_and_margin_allow() {
+    for (quota, per_window, window) in [
+        (Quota::per_second(1), 1, 1000),
+        (Quota::per_second(50), 50, 1000),
+        (Quota::per_second(50).burst(10), 50, 1000),
+        (Quota::per_second(1000), 1000, 1000),
+        (Quota::per_second(100_000), 100_000, 1000),
+        (Quota::new(25, millis(5000)), 25, 5000),
+        (Quota::new(25, millis(5000)).and(Quota::per_minute(300)), 300, 60_000),
+        (Quota::bucket(40).refill(20, millis(1000)), 20, 980), // a bucket loses no margin
+        (Quota::every(millis(2000)), 1, 2000),
+        (Quota::fixed(100, millis(1000)), 100, 980),
+    ] {
+        for cancel in [None, Some(10)] {
+            let margin = 20_000;
+            let windows = 40;
+            let span = windows * (window * 1000 + margin);
+            let granted = granted_under_saturation(quota, span, 10_000, cancel);
+            let allowed = per_window * windows;
+            assert!(granted * 100 >= allowed * 99, "{quota}, {cancel:?}: {granted} of {allowed}");
+        }
+    }
+}
+
+/// D36: many give up at once.
+#[test]
+fn a_line_that_gives_up_leaves_its_slots_to_the_next() {
+    for quota in [
+        Quota::per_second(10),
+        Quota::per_second(1000),
+        Quota::per_second(50).burst(10),
+        Quota::bucket(5).refill(20, millis(1000)),
+        Quota::fixed(50, millis(1000)),
+        Quota::per_second(20).and(Quota::per_minute(600)),
+    ] {
+        let mut world = World::new(quota);
+        let length = quota.limits()[0].count() * 15; // what 15 s of waiting may be
+        let line: Vec<Unused> = world
+            .book(1, length, Micros::MAX / 4, 10_000)
+            .0
+            .iter()
+            .filter(|grant| grant.slot > START)
+            .flat_map(|grant| {
+                let one = Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 };
+                std::iter::repeat_n(one, grant.count as usize)
+            })
+            .collect();
+        line.iter().rev().for_each(|&unused| world.ledger.take_back(unused));
+        let mut next = World::new(quota);
+        let _ = next.book(1, length - line.len() as u32, 0, 10_000);
+        let slots = |world: &mut World| {
+            let grants = world.book(1, 1000, Micros::MAX / 4, 10_000).0;
+            grants
+                .iter()
+                .flat_map(|grant| std::iter::repeat_n(grant.slot, grant.count as usize))
+                .collect::<Vec<_>>()
+        };
+        let (again, fresh) = (slots(&mut world), slots(&mut next));
+        // What lay far ahead was kept in coarse chunks: a window may be lost, however long the line was.
+        let bound = fresh.last().map(|last| last + micros_up(quota.limits()[0].window()) + 20_000);
+        assert!(again.last() <= bound.as_ref(), "{quota}: {:?} after {:?}", again.last(), fresh.last());
+    }
+}
+
+#[test]
+fn a_long_line_costs_a_bounded_log() {
+    for quota in
+        [Quota::per_second(7), Quota::per_second(100), Quota::per_second(5000), Quota::per_second(1_000_000)]
+    {
+        let mut window = Window::new(quota.largest_cost(), 1_000_000);
+        let mut world = World::new(quota);
+        let line = quota.largest_cost() * 15;
+        for grant in world.book(1, line, Micros::MAX / 4, 10_000).0 {
+            window.insert(grant.stamp, u64::from(grant.count));
+        }
+        assert!(window.chunk_count() <= 265, "{quota}: {} chunks", window.chunk_count());
+    }
+}
+
+#[test]
+fn give_backs_leave_no_crumbs() {
+    let mut window = Window::new(10_000, 1_000_000_000);
+    for number in 0..20_000u64 {
+        window.insert(START + number, 1);
+        if number % 100 != 0 {
+            window.subtract(START, START + number, 1);
+        }
+    }
+    assert_eq!(window.used(), 200);
+    assert!(window.chunk_count() <= 5, "{} chunks", window.chunk_count());
+}
+
+// ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/// Asked at (ms), slot (ms): life and slack 10 ms each.
+fn replay(quota: Quota, calls: &[(u64, u32, Result<u64, u64>)]) {
+    let mut world = World::new(quota);
+    for (index, &(at, cost, expected)) in calls.iter().enumerate() {
+        world.now = START + at * 1000;
+        let (grants, booked) = world.book(cost, 1, 0, 10_000);
+        let got = match booked {
+            Ok(()) => Ok((grants[0].slot - START) / 1000),
+            Err(late) => Err((late.slot - START) / 1000),
+        };
+        assert_eq!(got, expected, "{quota}: call {index} at {at} ms");
+    }
+}
+
+#[test]
+fn a_window_frees_a_slot_a_window_and_a_margin_after_its_use() {
+    replay(
+        Quota::per_second(2),
+        &[
+            (0, 1, Ok(0)),
+            (0, 1, Ok(0)),
+            (0, 1, Err(1020)), // both are out; the third may leave a window after the first
+            (1019, 1, Err(1020)),
+            (1020, 1, Ok(1020)),
+            (5000, 1, Ok(5000)), // a long rest refills two, never three
+            (5000, 1, Ok(5000)),
+            (5000, 1, Err(6020)),
+        ],
+    );
+}
+
+/// D11: a big cost, then a small one.
+#[test]
+fn costs_count_whole() {
+    replay(
+        Quota::per_second(10),
+        &[
+            (0, 8, Ok(0)),
+            (100, 3, Err(1020)),
+            (100, 2, Ok(100)),
+            (200, 1, Err(1020)),
+            (1020, 8, Ok(1020)),
+            (1020, 1, Err(1120)),
+        ],
+    );
+}
+
+/// D7: unused permits are not saved up.
+#[test]
+fn an_idle_bucket_holds_its_capacity_and_no_more() {
+    replay(
+        Quota::bucket(3).refill(1, millis(1000)),
+        &[
+            (600_000, 3, Ok(600_000)),
+            (600_000, 1, Err(601_020)),
+            (601_020, 1, Ok(601_020)),
+            (601_020, 1, Err(602_020)),
+        ],
+    );
+}
+
+/// D5: N just before the boundary and N just after it.
+#[test]
+fn a_fixed_window_keeps_clear_of_its_boundaries() {
+    // START is a whole second; the guard is 20 ms.
+    replay(
+        Quota::fixed(2, millis(1000)),
+        &[
+            (0, 1, Err(20)),
+            (20, 1, Ok(20)),
+            (500, 1, Ok(500)),
+            (500, 1, Err(1020)),
+            (960, 1, Err(1020)),
+            (1971, 1, Err(2020)), // its life would reach into the guard
+        ],
+    );
+}
+
+#[test]
+fn several_limits_are_taken_all_or_nothing() {
+    let quota = Quota::per_second(2).and(Quota::new(3, millis(10_000)));
+    replay(
+        quota,
+        &[
+            (0, 1, Ok(0)),
+            (0, 1, Ok(0)),
+            (0, 1, Err(1020)), // refused by the first, counted in neither
+            (1020, 1, Ok(1020)),
+            (1020, 1, Err(10_020)),
+            (10_020, 2, Ok(10_020)),
+            (10_020, 1, Err(11_040)),
+        ],
+    );
+}
+
+#[test]
+fn a_cost_above_the_limit_is_never_granted_and_never_hangs() {
+    for quota in
+        [Quota::per_second(5), Quota::bucket(5).refill(1, millis(1000)), Quota::fixed(5, millis(1000))]
+    {
+        let mut world = World::new(quota);
+        let (grants, booked) = world.book(6, 1, Micros::MAX / 4, 10_000);
+        assert!(grants.is_empty());
+        assert_eq!(booked, Err(TooLate { slot: Micros::MAX, limit: None }));
+    }
+}
+
+/// Two layers with different quotas for one key, or a quota that changed.
+#[test]
+fn a_stricter_quota_holds_at_once_and_a_looser_one_when_the_old_is_no_longer_asserted() {
+    let (loose, strict) = (terms(Quota::per_second(10)), terms(Quota::per_second(4)));
+    let mut ledger = Ledger::new(&loose, START);
+    let mut book = |terms: &Terms, at: Micros, count: u32| {
+        let now = ledger.advance(terms, START + at);
+        let mut granted = 0;
+        let _ = ledger.book(now, 1, count, 10_000, |grant| granted += grant.count);
+        granted
+    };
+    assert_eq!(book(&loose, 0, 3), 3);
+    assert_eq!(book(&strict, 100, 10), 1, "the new limit knows what was used");
+    assert_eq!(book(&loose, 200, 10), 0, "and holds for those who do not know it");
+    assert_eq!(book(&strict, 5_000_000, 10), 4);
+    assert_eq!(book(&loose, 7_000_000, 10), 4);
+    assert_eq!(book(&loose, 8_000_000, 10), 0, "for two windows and a second at least it holds");
+    assert_eq!(book(&loose, 8_600_000, 10), 10, "half a window later it is forgotten");
+}
+
+/// D33: time never goes back.
+#[test]
+fn a_clock_that_steps_back_gives_nothing_twice_and_stops_nothing() {
+    let mut world = World::new(Quota::per_second(2));
+    assert_eq!(world.book(1, 2, 0, 10_000).0[0].count, 2);
+    world.now = START - 3_600_000_000;
+    let (_, booked) = world.book(1, 1, 0, 10_000);
+    assert_eq!(booked.map_err(|late| late.slot), Err(START + 1_020_000));
+}
+
+/// Each caller asserts another limit. Those of earlier callers are forgotten, what they used is not.
+#[test]
+fn too_many_limits_are_bounded_and_forget_no_use() {
+    let mut ledger = None;
+    for number in 0..200 {
+        let (quota, now) = (Quota::new(300 + number, millis(1000)), START + u64::from(number));
+        let ledger = ledger.get_or_insert_with(|| Ledger::new(&terms(quota), now));
+        ledger.advance(&terms(quota), now);
+        ledger.book(now, 1, 1, 10_000, |_| ()).unwrap();
+        let usage: Vec<_> = ledger.usage().collect();
+        assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());
+        let own = usage.iter().find(|(limit, ..)| limit.count() == 300 + number).expect("it is asserted");
+        assert_eq!(own.1, u64::from(number) + 1, "what all have used");
+    }
+}

@@ -1,0 +1,639 @@
+//! A line under whatever order its callers, its errands and the clock take: everybody's wait ends, in order, by being woken
+//! and not by luck, nothing goes over the limit, and nothing that was booked is lost.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use tokio::sync::Notify;
+
+use super::{Call, CallNumber, Desk, Entered, Errand, Line, Place};
+use crate::clock;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::limit::Terms;
+use crate::limiter::reservation::{Patience, Settled, Slot};
+use crate::quota::Quota;
+use crate::store::{Answer, Ask, Held, Lease, MemoryStore, Store, Unused, Usage};
+use crate::wakers::Wakers;
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// One comes who can wait so long, in milliseconds, and perhaps not by a bound of the gate but by a deadline.
+    Enter {
+        cost: u32,
+        wait: u64,
+        by_deadline: bool,
+    },
+    /// One is polled, woken or not.
+    Poll(usize),
+    Leave(usize),
+    /// One uses its permit, or waits again as that is dead.
+    Use(usize),
+    GiveBack(usize),
+    /// An errand is done, if it is time.
+    Errand(usize),
+    /// An errand is lost with its runtime.
+    ErrandLost(usize),
+    /// The key is held for so long, and perhaps that was cut.
+    Hold(u64, bool),
+    Release,
+    /// Some news may have been missed.
+    Doubt,
+    /// The store goes away, or comes back.
+    Away(bool),
+    Passes(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let which = || 0usize..64;
+    let wait = prop_oneof![1 => Just(0u64), 1 => 1u64..2000, 4 => Just(LONGEST)];
+    let span = prop_oneof![6 => 0u64..5, 3 => 5u64..60, 1 => 60u64..1500];
+    prop_oneof![
+        10 => (prop_oneof![4 => Just(1u32), 1 => 2u32..4], wait, prop::bool::weighted(0.3))
+            .prop_map(|(cost, wait, by_deadline)| Step::Enter { cost, wait, by_deadline }),
+        12 => which().prop_map(Step::Poll),
+        3 => which().prop_map(Step::Leave),
+        6 => which().prop_map(Step::Use),
+        2 => which().prop_map(Step::GiveBack),
+        12 => which().prop_map(Step::Errand),
+        1 => which().prop_map(Step::ErrandLost),
+        1 => (1u64..3000, prop::bool::weighted(0.3)).prop_map(|(span, cut)| Step::Hold(span, cut)),
+        1 => Just(Step::Release),
+        1 => Just(Step::Doubt),
+        1 => any::<bool>().prop_map(Step::Away),
+        6 => span.prop_map(Step::Passes),
+    ]
+}
+
+/// The longest that anybody waits, in milliseconds.
+const LONGEST: u64 = 60_000;
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// A store in memory, perhaps at the end of a wire. It decides when it is asked; its answer arrives when it does. It counts
+/// the units that it granted, and those that came back.
+struct Wire {
+    store: Arc<MemoryStore>,
+    later: bool,
+    away: AtomicBool,
+    granted: AtomicU64,
+    returned: AtomicU64,
+}
+
+impl Wire {
+    fn count_back(&self, unused: &[Unused]) {
+        self.returned.fetch_add(unused.iter().map(|unused| unused.units).sum(), Ordering::Relaxed);
+    }
+}
+
+impl Store for Wire {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        self.count_back(ask.returns);
+        let answer = if self.away.load(Ordering::Relaxed) {
+            Answer::Now(Err(StoreError::Away(Arc::new(std::io::Error::other("no route")))))
+        } else {
+            self.store.lease(ask)
+        };
+        if let Answer::Now(Ok(lease)) = &answer {
+            let segments = lease.segments.iter().chain(&lease.prefetched);
+            let units = segments.map(|segment| u64::from(segment.cost) * u64::from(segment.count)).sum();
+            self.granted.fetch_add(units, Ordering::Relaxed);
+        }
+        match answer {
+            Answer::Now(answer) if self.later => Answer::Later(Box::pin(std::future::ready(answer))),
+            answer => answer,
+        }
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.count_back(unused);
+        self.store.give_back(key, terms, unused);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        self.store.peek(key, terms)
+    }
+}
+
+/// The task of one who waits.
+#[derive(Default)]
+struct Task {
+    woken: AtomicBool,
+    anybody: Arc<Notify>,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        self.woken.store(true, Ordering::Relaxed);
+        self.anybody.notify_one();
+    }
+}
+
+struct One {
+    place: Place,
+    task: Arc<Task>,
+    stage: Stage,
+    /// Whether somebody was before it in line when its wait ended.
+    overtakes: bool,
+}
+
+// Waiting => Has | Ended
+// Has => Ended | Waiting, when its permit died
+enum Stage {
+    Waiting,
+    Has(Slot),
+    Ended,
+}
+
+/// An errand that was left to be done.
+enum Pending {
+    Call(CallNumber, Call, Instant),
+    Gather(Instant),
+    PassOn(Instant),
+    Sweep(Instant),
+}
+
+struct World {
+    line: Line,
+    wire: Arc<Wire>,
+    store: Arc<dyn Store>,
+    terms: Arc<Terms>,
+    /// Whether errands may be lost and the store may go away.
+    faults: bool,
+    /// Whether something was booked that nobody here was told of.
+    spoilt: bool,
+    all: Vec<One>,
+    errands: Vec<Pending>,
+    uses: Vec<(Instant, u32)>,
+    anybody: Arc<Notify>,
+}
+
+impl World {
+    fn new(quota: Quota, later: bool, faults: bool) -> Self {
+        let wire = Arc::new(Wire {
+            store: Arc::default(),
+            later,
+            away: AtomicBool::new(false),
+            granted: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+        });
+        World {
+            line: Line::new(ms(10), clock::now()),
+            store: wire.clone(),
+            wire,
+            terms: Arc::new(Terms::new(quota, ms(10), ms(10))),
+            faults,
+            spoilt: faults,
+            all: Vec::new(),
+            errands: Vec::new(),
+            uses: Vec::new(),
+            anybody: Arc::default(),
+        }
+    }
+
+    /// Does something to the line, as the gate does.
+    fn act<R>(
+        &mut self,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers, &mut [One]) -> (R, Option<Errand>),
+    ) -> R {
+        let now = clock::now();
+        let in_line = |line: &Line, one: &One| {
+            let Place { number, cost, .. } = one.place;
+            line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+        };
+        let before: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
+        let mut wakers = Wakers::default();
+        let desk = Desk {
+            key: Key::ALL,
+            store: &self.store,
+            terms: &self.terms,
+            now,
+            max_waiting: 30,
+            fails_open: false,
+            max_hold: ms(60_000),
+        };
+        let (result, errand) = act(&mut self.line, &desk, &mut wakers, &mut self.all);
+        wakers.wake();
+        self.errands.extend(errand.map(|errand| match errand {
+            Errand::Call(number, call) => Pending::Call(number, call, now),
+            Errand::Gather(delay) => Pending::Gather(clock::after(now, delay)),
+            Errand::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
+        }));
+        let after: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
+        for index in 0..before.len() {
+            let Place { number, cost, .. } = self.all[index].place;
+            let earlier = |(other, waits): (&One, &bool)| {
+                *waits && other.place.cost == cost && other.place.number < number
+            };
+            if before[index] && !after[index] {
+                self.all[index].overtakes = self.all.iter().zip(&after).any(earlier);
+            }
+        }
+        result
+    }
+
+    fn enter(&mut self, cost: u32, wait: u64, by_deadline: bool) {
+        let now = clock::now();
+        let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
+        let patience = Patience::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
+        let entered = self.act(|line, desk, wakers, _| {
+            line.enter(desk, cost, patience, crate::limiter::key_state::next_number(), wakers)
+        });
+        let (number, stage) = match entered {
+            Entered::Granted(slot) => {
+                self.assert_usable(&slot);
+                let waits = |one: &One| one.place.cost == cost && self.is_in_line(one);
+                assert!(!self.all.iter().any(waits), "who comes last goes first");
+                (0, Stage::Has(slot))
+            }
+            Entered::Waiting(number) => (number, Stage::Waiting),
+            Entered::Failed(_) => {
+                assert!(self.faults, "the store is there");
+                return;
+            }
+            Entered::Refused(_) | Entered::LineFull => return,
+        };
+        let task = Arc::new(Task { woken: AtomicBool::new(true), anybody: self.anybody.clone() });
+        let place = Place { number, cost, patience, turns: 1 };
+        self.all.push(One { place, task, stage, overtakes: false });
+    }
+
+    fn is_in_line(&self, one: &One) -> bool {
+        let Place { number, cost, .. } = one.place;
+        self.line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+    }
+
+    fn assert_usable(&self, slot: &Slot) {
+        let now = clock::now();
+        assert!(slot.at <= now && now < slot.until, "a permit is granted when it can be used");
+        assert!(self.line.held(now).is_none(), "nobody leaves while the key is held");
+    }
+
+    fn poll(&mut self, index: usize) {
+        let one = &self.all[index];
+        if !matches!(one.stage, Stage::Waiting) {
+            return;
+        }
+        one.task.woken.store(false, Ordering::Relaxed);
+        let waker = Waker::from(one.task.clone());
+        let mut cx = Context::from_waker(&waker);
+        let polled =
+            self.act(|line, desk, wakers, all| line.poll(desk, &mut all[index].place, &mut cx, wakers));
+        let stage = match polled {
+            Poll::Pending => {
+                let waits = self.is_in_line(&self.all[index]);
+                self.all[index].overtakes &= !waits;
+                return;
+            }
+            Poll::Ready(Settled::Granted(slot)) => {
+                self.assert_usable(&slot);
+                assert!(!self.all[index].overtakes, "who came first goes first");
+                Stage::Has(slot)
+            }
+            // Its call is still under way.
+            Poll::Ready(Settled::Failed(StoreError::NoAnswer { .. })) => Stage::Ended,
+            Poll::Ready(Settled::Failed(error)) => {
+                // What an answer brought that took too long counts as spent.
+                let too_slow = matches!(error, StoreError::TooSlow { .. });
+                assert!(self.faults || too_slow, "the store is there");
+                self.spoilt = true;
+                Stage::Ended
+            }
+            Poll::Ready(Settled::Refused(_)) => Stage::Ended,
+        };
+        self.all[index].stage = stage;
+    }
+
+    fn leave(&mut self, index: usize) {
+        if matches!(self.all[index].stage, Stage::Waiting) {
+            self.all[index].stage = Stage::Ended;
+            self.act(|line, desk, wakers, all| ((), line.leave(desk, &all[index].place, wakers)));
+        }
+    }
+
+    fn uses(&mut self, index: usize) {
+        let Stage::Has(slot) = self.all[index].stage else { return };
+        let (now, one) = (clock::now(), &mut self.all[index]);
+        if now < slot.until {
+            self.uses.push((now, slot.cost));
+            one.stage = Stage::Ended;
+            // The upstream lets it pass at once.
+            let passed = self.act(|line, desk, wakers, _| match line.accepted_upstream(now, now) {
+                true => (true, line.hold_changed(desk, wakers)),
+                false => (false, None),
+            });
+            if passed {
+                self.release();
+            }
+        } else if one.place.number == 0 {
+            // One that never waited has no place to go back to.
+            one.stage = Stage::Ended;
+            self.act(|line, desk, wakers, _| ((), line.give_back(desk, slot, wakers)));
+        } else {
+            one.stage = Stage::Waiting;
+            one.overtakes = false;
+            one.task.woken.store(true, Ordering::Relaxed);
+            self.act(|line, desk, wakers, all| {
+                ((), line.return_late(desk, &mut all[index].place, slot, wakers))
+            });
+        }
+    }
+
+    fn give_back(&mut self, index: usize) {
+        if let Stage::Has(slot) = self.all[index].stage {
+            self.all[index].stage = Stage::Ended;
+            self.act(|line, desk, wakers, _| ((), line.give_back(desk, slot, wakers)));
+        }
+    }
+
+    /// Answers whether it was time.
+    fn run(&mut self, index: usize) -> bool {
+        let now = clock::now();
+        if self.errands[index].due() > now {
+            return false;
+        }
+        match self.errands.swap_remove(index) {
+            Pending::Call(number, mut call, since) => {
+                let Poll::Ready(answer) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+                    unreachable!("it was answered when it was asked");
+                };
+                self.answered(number, answer, since);
+            }
+            Pending::Gather(_) => {
+                self.act(|line, desk, wakers, _| ((), line.gathered(desk, true, wakers)));
+            }
+            Pending::PassOn(_) => {
+                self.act(|line, desk, wakers, _| ((), line.pass_on_now(desk, wakers)));
+            }
+            Pending::Sweep(_) => {
+                let next = self.act(|line, desk, _, _| (line.sweep(desk), None));
+                self.errands.extend(next.map(Pending::Sweep));
+            }
+        }
+        true
+    }
+
+    fn answered(&mut self, number: CallNumber, answer: Result<Lease, StoreError>, since: Instant) {
+        let sweep = self.act(|line, desk, wakers, _| {
+            let errand = line.call_answered(desk, number, answer, since, wakers);
+            (line.start_sweep(desk.now), errand)
+        });
+        self.errands.extend(sweep.map(Pending::Sweep));
+    }
+
+    fn lose(&mut self, index: usize) {
+        match self.errands.swap_remove(index) {
+            Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
+            Pending::Gather(_) => {
+                self.act(|line, desk, wakers, _| ((), line.gathered(desk, false, wakers)));
+            }
+            Pending::PassOn(_) | Pending::Sweep(_) => {}
+        }
+    }
+
+    fn hold(&mut self, held: Held) {
+        self.act(|line, desk, wakers, _| ((), line.hold(desk, held, true, wakers)));
+    }
+
+    fn release(&mut self) {
+        if let Answer::Now(Ok(held)) = self.wire.store.release(Key::ALL, &self.terms) {
+            self.hold(held);
+        }
+    }
+
+    async fn step(&mut self, step: &Step) {
+        let one = |which: usize| which.checked_rem(self.all.len());
+        match *step {
+            Step::Enter { cost, wait, by_deadline } => self.enter(cost, wait, by_deadline),
+            Step::Poll(which) => one(which).map_or((), |index| self.poll(index)),
+            Step::Leave(which) => one(which).map_or((), |index| self.leave(index)),
+            Step::Use(which) => one(which).map_or((), |index| self.uses(index)),
+            Step::GiveBack(which) => one(which).map_or((), |index| self.give_back(index)),
+            Step::Errand(which) => {
+                if let Some(index) = which.checked_rem(self.errands.len()) {
+                    self.run(index);
+                }
+            }
+            Step::ErrandLost(which) => {
+                if let Some(index) = which.checked_rem(self.errands.len())
+                    && self.faults
+                {
+                    self.lose(index);
+                }
+            }
+            Step::Hold(span, cut) => {
+                let held = Held { left: ms(span), releases: self.line.releases(), cut };
+                self.hold(held);
+                if let Answer::Now(Ok(held)) = self.wire.store.hold(Key::ALL, &self.terms, held, None) {
+                    self.hold(held);
+                }
+            }
+            Step::Release => self.release(),
+            Step::Doubt => self.line.doubt(),
+            Step::Away(away) => self.wire.away.store(away && self.faults, Ordering::Relaxed),
+            Step::Passes(span) => {
+                // Only a fault makes a call take longer than permits live.
+                let is_call = |errand: &Pending| matches!(errand, Pending::Call(..));
+                while let Some(index) = self.errands.iter().position(is_call)
+                    && span >= 20
+                    && !self.faults
+                {
+                    self.run(index);
+                }
+                tokio::time::advance(ms(span)).await;
+            }
+        }
+    }
+
+    /// All goes well from now on, and only waiters that are woken are polled. Returns how long it took until none was left.
+    async fn settle(&mut self) -> Duration {
+        self.wire.away.store(false, Ordering::Relaxed);
+        let (start, mut last) = (clock::now(), clock::now());
+        loop {
+            let mut idle = true;
+            for index in 0..self.all.len() {
+                let one = &self.all[index];
+                if matches!(one.stage, Stage::Waiting) && one.task.woken.load(Ordering::Relaxed) {
+                    self.poll(index);
+                    idle = false;
+                }
+                if matches!(self.all[index].stage, Stage::Has(_)) {
+                    self.uses(index);
+                    idle = false;
+                }
+            }
+            while let Some(index) =
+                (0..self.errands.len()).find(|&index| self.errands[index].due() <= clock::now())
+            {
+                self.run(index);
+                idle = false;
+            }
+            if !idle {
+                continue;
+            }
+            let waiting = self.all.iter().filter(|one| !matches!(one.stage, Stage::Ended)).count();
+            let due = self.errands.iter().map(Pending::due).min();
+            if waiting > 0 {
+                last = clock::now();
+            }
+            if waiting == 0 && due.is_none() {
+                return last - start;
+            }
+            let latest = start + ms(2 * LONGEST);
+            assert!(clock::now() < latest, "{waiting} wait, and nobody wakes them");
+            tokio::select! {
+                () = self.anybody.notified() => {}
+                () = clock::sleep_until(due.unwrap_or(latest).min(latest)) => {}
+            }
+        }
+    }
+
+    /// The most units used within `window`.
+    fn most_used(&self, window: Duration) -> u32 {
+        let within = |&(from, _): &(Instant, u32)| {
+            let inside = self.uses.iter().filter(move |(at, _)| *at >= from && *at < from + window);
+            inside.map(|(_, units)| units).sum()
+        };
+        self.uses.iter().map(within).max().unwrap_or_default()
+    }
+}
+
+impl Pending {
+    fn due(&self) -> Instant {
+        match *self {
+            Pending::Call(_, _, since) => since,
+            Pending::Gather(due) | Pending::PassOn(due) | Pending::Sweep(due) => due,
+        }
+    }
+}
+
+impl World {
+    /// What was granted and not used came back, once.
+    fn assert_nothing_is_lost(&mut self) {
+        // What lies at hand goes back when the line is forgotten.
+        self.act(|line, desk, _, _| (line.forgotten(desk), None));
+        let [granted, returned] =
+            [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
+        let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();
+        assert_eq!(granted, used + returned, "{used} units were used");
+    }
+}
+
+/// One run; who is there in the end goes on, or `quits`.
+async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
+    let mut world = World::new(Quota::per_second(count), later, faults);
+    for step in steps {
+        world.step(step).await;
+    }
+    if quits {
+        for index in 0..world.all.len() {
+            world.leave(index);
+            world.give_back(index);
+        }
+    }
+    let held = world.line.held(clock::now()).unwrap_or_default();
+    let left = world.all.iter().filter(|one| !matches!(one.stage, Stage::Ended));
+    let units: u32 = left.map(|one| one.place.cost).sum();
+    let took = world.settle().await;
+    assert_eq!(world.line.waiting(), 0);
+    assert!(world.line.queue.is_none(), "an empty line is closed");
+    let most = world.most_used(ms(1000));
+    assert!(most <= count, "{most} units within a second, and {count} may be");
+    if !world.spoilt {
+        // A cost of 3 may leave 2 units of a window.
+        let windows = units / (count - 2) + 2;
+        assert!(
+            took <= held + ms(1050) * windows + ms(1000),
+            "{took:?} for {units} units, held for {held:?}"
+        );
+        world.assert_nothing_is_lost();
+    }
+}
+
+/// All leave while the next call waits for others to join it, and with it what is to go back.
+#[tokio::test(start_paused = true)]
+async fn what_those_had_who_leave_before_the_next_call_goes_back() {
+    let mut world = World::new(Quota::per_second(5), true, false);
+    for _ in 0..5 {
+        world.enter(1, LONGEST, false);
+    }
+    world.settle().await;
+    world.enter(1, LONGEST, false);
+    while let Some(index) = world.errands.iter().position(|errand| errand.due() <= clock::now()) {
+        world.run(index);
+    }
+    let booked = world.line.queue.as_ref().and_then(|queue| queue.last_booked());
+    assert!(booked.is_some(), "it has a slot");
+    world.enter(1, LONGEST, false);
+    for index in [5, 6] {
+        world.leave(index);
+    }
+    world.settle().await;
+    world.assert_nothing_is_lost();
+}
+
+/// The last in line had its permit when the key was held for longer than it can wait.
+#[tokio::test(start_paused = true)]
+async fn what_one_had_who_is_held_back_for_too_long_goes_back() {
+    let mut world = World::new(Quota::per_second(5), false, false);
+    for _ in 0..5 {
+        world.enter(1, LONGEST, false);
+    }
+    world.settle().await;
+    world.enter(1, 2000, false);
+    // It is handed out by another, and before the one is polled the key is held.
+    tokio::time::advance(ms(1025)).await;
+    world.act(|line, desk, wakers, _| ((), line.step(desk, None, wakers)));
+    assert_eq!(world.line.waiting(), 0, "it was handed out");
+    world.hold(Held { left: ms(5000), ..Held::default() });
+    world.poll(5);
+    assert!(matches!(world.all[5].stage, Stage::Ended), "it is refused");
+    world.assert_nothing_is_lost();
+}
+
+/// Short spans that together outlast the life of a permit while a call is under way: the answer comes too late to use,
+/// and goes back.
+#[tokio::test(start_paused = true)]
+async fn answers_that_come_too_late_go_back() {
+    let enter = |wait| Step::Enter { cost: 1, wait, by_deadline: false };
+    let steps = [
+        Step::Hold(6, false),
+        enter(6),
+        enter(6),
+        enter(6),
+        Step::Release,
+        Step::Passes(20),
+        Step::Poll(28),
+        Step::Poll(3),
+        Step::Errand(0),
+        enter(0),
+        Step::Passes(15),
+        Step::Passes(1),
+        enter(0),
+        Step::Passes(16),
+        enter(0),
+        Step::Poll(56),
+        Step::Passes(18),
+        enter(0),
+    ];
+    live(5, true, false, true, &steps).await;
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn everybody_ends_in_order_and_nothing_is_lost(
+        count in prop_oneof![3 => 5u32..12, 1 => 100u32..300],
+        (later, faults, quits) in any::<(bool, bool, bool)>(),
+        steps in prop::collection::vec(step(), 0..150),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(live(count, later, faults, quits, &steps));
+    }
+}

@@ -1,0 +1,370 @@
+//! What the upstream's answers say of the limits of a key, for the store.
+//!
+//! An upstream that starts anew at a moment which stays where it is counts in windows, or from its oldest call: what it
+//! counts then, the store has in its log, and what is more, others have used. Where that moment moves along, what is gone
+//! cannot be told from what has just left the log: then only what is refused tells of others.
+
+use std::time::{Duration, Instant};
+
+use super::{Desk, Errand, Line};
+use crate::clock;
+use crate::limit::Terms;
+use crate::limiter::queue::Gathering;
+use crate::quota::Limit;
+use crate::signal::{Observed, Signal};
+use crate::store::Left;
+use crate::wakers::Wakers;
+
+/// What was said of each limit.
+#[derive(Default)]
+pub(super) struct Words {
+    of: Vec<Word>,
+    /// When the store is told what was said last.
+    telling: Option<Instant>,
+}
+
+/// What was said of one limit.
+#[derive(Default)]
+struct Word {
+    /// When it was to start anew, as first said, and when that was.
+    anchor: Option<(Instant, Instant)>,
+    /// Whether that stayed where it was.
+    stays: bool,
+    /// What is left, until when, and when that was said.
+    latest: Option<(u64, Instant, Instant)>,
+    refused: u32,
+    /// When the store was last told.
+    told: Option<Instant>,
+    /// Whether it says that less is left than could still go, and the store was not told since: it is with the next call.
+    is_less: bool,
+    /// Whether the other processes are to be told as well.
+    urgent: bool,
+    /// When they were last told, and of how many units.
+    told_others: Option<(Instant, u64)>,
+    /// Whether responses that name no limit turned out to mean another one.
+    is_other: bool,
+    /// Whether the store is to forget what followed from earlier responses: they meant another limit.
+    forget: bool,
+}
+
+/// What differs by so much is the same: many say whole seconds, and not all round alike.
+const SAME: Duration = Duration::from_millis(1500);
+
+/// A response that is not older bounds what may go, though it is not known whether the reset stays where it is.
+const FRESH: Duration = Duration::from_millis(250);
+
+/// The longest that units are left to others unless a response confirms it; `max_hold` if that is less.
+const LONGEST_VALID: Duration = Duration::from_secs(60);
+
+/// That it stays where it is can be told after so long.
+const LONG: Duration = Duration::from_secs(3);
+
+/// The last second may be rounding.
+const LAST: Duration = Duration::from_secs(1);
+
+/// The store is told so often in a window, and every second; or as soon as calls were refused.
+const TOLD_PER_WINDOW: u32 = 32;
+const LONGEST_REST: Duration = Duration::from_secs(1);
+
+impl Word {
+    /// A call that was sent at `sent` has been answered so. What it says is of a moment between then and now, and taken for
+    /// the first: it starts anew sooner then, and more has come back since.
+    fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, sent: Instant) {
+        let Some(left) = left_of(limit, quota) else { return };
+        let is_unnamed = names_no_limit(quota);
+        if is_unnamed && self.is_other {
+            return;
+        }
+        if left == 0 {
+            self.refused = self.refused.saturating_add(refused);
+        }
+        let reset_after = quota.reset_after().unwrap_or_default();
+        let resets = clock::after(sent, reset_after);
+        self.latest = Some((left, resets, sent));
+        let Some((anchor, since)) = self.anchor else {
+            self.anchor = Some((resets, sent));
+            return;
+        };
+        let apart = |one: Instant, other: Instant| one.max(other) - one.min(other);
+        if apart(resets, anchor) <= SAME {
+            // One that lies further away than the window is long is of another limit.
+            let is_near = reset_after <= limit.window().saturating_add(LAST);
+            self.stays |= is_near && sent.saturating_duration_since(since) >= LONG;
+            return;
+        }
+        // The next window, if it follows the last.
+        let over = clock::after(sent, LAST) >= anchor;
+        let follows = over && resets > anchor && apart(resets, clock::after(anchor, limit.window())) <= SAME;
+        if over && resets > anchor && is_unnamed {
+            // A quota of a minute is not one of an hour.
+            let period = apart(resets, anchor).saturating_add(SAME);
+            self.is_other = limit.window() > 2 * period;
+        }
+        if self.is_other || (self.stays && over && !follows) {
+            (self.forget, self.latest) = (true, None);
+        }
+        self.stays &= follows;
+        self.anchor = Some((resets, sent));
+    }
+
+    /// Whether the last response bounds what may go: it says until when, and is not old.
+    fn bounds(&self, limit: Limit, now: Instant) -> Option<u64> {
+        let (units, resets, said) = self.latest?;
+        let is_fresh = self.stays || now.saturating_duration_since(said) <= FRESH;
+        let lasts = matches!(limit, Limit::Bucket { .. }) || resets > clock::after(now, LAST);
+        (is_fresh && lasts).then_some(units)
+    }
+
+    /// How long the store need not be told.
+    fn rests(&self, limit: Limit, now: Instant) -> Duration {
+        let told = self.told.filter(|_| self.refused == 0);
+        let rest = (limit.window() / TOLD_PER_WINDOW).min(LONGEST_REST);
+        let due = told.map_or(now, |told| clock::after(told, rest));
+        due.saturating_duration_since(now)
+    }
+
+    /// It says that less is left than could still go. Returns whether the other processes are to be told at once: once a
+    /// second, and whenever half of what they know of is left.
+    fn is_urgent(&mut self, units: u64, now: Instant) -> bool {
+        self.is_less = true;
+        let rests = |(told, of): (Instant, u64)| now < clock::after(told, LONGEST_REST) && units > of / 2;
+        self.urgent |= self.told_others.is_none_or(|told| !rests(told));
+        if self.urgent {
+            self.told_others = Some((now, units));
+        }
+        self.urgent
+    }
+
+    /// What the store is to know now.
+    fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
+        if std::mem::take(&mut self.forget) {
+            return Some(Left { forget: true, ..Left::new(limit, 0) });
+        }
+        let is_due = std::mem::take(&mut self.is_less) || self.rests(limit, now).is_zero();
+        let (units, resets, said) = self.latest.filter(|_| is_due)?;
+        (self.latest, self.told) = (None, Some(now));
+        let urgent = std::mem::take(&mut self.urgent);
+        let reset_in = resets.saturating_duration_since(now);
+        let reset_in = (reset_in > LAST).then_some(reset_in);
+        let ago = now.saturating_duration_since(said);
+        let refused = std::mem::take(&mut self.refused);
+        let valid_for = max_hold.min(LONGEST_VALID);
+        Some(Left {
+            reset_in,
+            steady: self.stays,
+            ago,
+            refused,
+            valid_for,
+            urgent,
+            ..Left::new(limit, units)
+        })
+    }
+}
+
+/// Whether a response may say what is left of a limit, or which there is.
+pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
+    let stated = |quota: &Observed| quota.limit().is_some() && quota.window().is_some();
+    signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
+}
+
+/// What is left of a limit: all but what is gone of the quota. Of a smaller one, for some of the calls or for all, the rest
+/// is not gone.
+fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
+    let more = quota.limit().map_or(0, |stated| u64::from(limit.count()).saturating_sub(stated));
+    let more = if let Limit::Bucket { .. } = limit { 0 } else { more };
+    quota.remaining().map(|left| left.saturating_add(more))
+}
+
+/// Whether a quota says neither its name nor its size nor its window.
+fn names_no_limit(quota: &Observed) -> bool {
+    quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
+}
+
+/// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
+/// anything else is meant where it is as large.
+fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
+    let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
+    if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
+        return false;
+    }
+    match (limit, quota.window(), quota.limit()) {
+        (Limit::Bucket { .. }, ..) => is_as_large,
+        (_, Some(window), _) => window == limit.window(),
+        (_, None, Some(_)) => is_as_large,
+        (_, None, None) => names_no_limit(quota) && terms.quota().limits().len() == 1,
+    }
+}
+
+impl Line {
+    /// The response to a call that was sent at `sent` has come, which refused so many units, if any. Returns whether it says
+    /// that less is left than could still go, and here or elsewhere would go before the next call.
+    pub(in crate::limiter) fn upstream_said(
+        &mut self,
+        terms: &Terms,
+        signal: &Signal,
+        refused: u32,
+        sent: Instant,
+        now: Instant,
+    ) -> bool {
+        let at_hand = u64::from(self.stock.units(now));
+        let mut is_less = false;
+        for (index, limit) in terms.quota().limits().iter().enumerate() {
+            let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
+            // Of several, the one of which the most is gone.
+            let said = said.filter(|quota| quota.remaining().is_some());
+            let Some(quota) = said.min_by_key(|quota| left_of(*limit, quota)) else { continue };
+            let words = self.words.get_or_insert_default();
+            if words.of.len() <= index {
+                words.of.resize_with(index + 1, Word::default);
+            }
+            let word = &mut words.of[index];
+            word.hear(*limit, quota, refused, sent);
+            if let Some(left) =
+                word.bounds(*limit, now).filter(|left| *left < at_hand.saturating_add(self.free))
+            {
+                is_less |= word.is_urgent(left, now) || left < at_hand;
+            }
+        }
+        is_less
+    }
+
+    /// Less is left than could still go from here: gives up what lies at hand and what is booked, and asks anew with that.
+    pub(in crate::limiter) fn tighten(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        let unused = self.clear();
+        let queue = self.queue.get_or_insert_default();
+        queue.returns.extend(unused);
+        queue.give_up_slots();
+        // A call under way may bring more than is left: then it is done again when that is answered.
+        self.tightens = queue.is_calling(desk.now);
+        if self.tightens {
+            return None;
+        }
+        let is_waiting = queue.waiting() > 0;
+        if is_waiting {
+            queue.gathering = Gathering::Done;
+        }
+        // What was heard from another process, the store knows.
+        let tells = self.words.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
+        let errand =
+            if tells && !is_waiting { self.inquire(desk, wakers) } else { self.step(desk, None, wakers) };
+        self.close(desk);
+        errand
+    }
+
+    /// Another process has told the store that less is left; the state that knows it was written so often.
+    pub(in crate::limiter) fn less_heard(
+        &mut self,
+        desk: &Desk<'_>,
+        writes: u64,
+        wakers: &mut Wakers,
+    ) -> Option<Errand> {
+        let is_news = self.memory.as_ref().is_some_and(|memory| memory.writes() < writes);
+        if is_news { self.tighten(desk, wakers) } else { None }
+    }
+
+    /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the
+    /// limit too.
+    pub(in crate::limiter) fn pass_on(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        let words = self.words.as_mut()?;
+        let limits = desk.terms.quota().limits().iter();
+        let news = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
+        let news = news.filter(|(_, word)| self.shared || word.refused > 0);
+        let rest = news.map(|(limit, word)| word.rests(*limit, desk.now)).min()?;
+        if rest.is_zero() {
+            return self.inquire(desk, wakers);
+        }
+        // One who was to do it and is late has gone with its runtime.
+        let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < desk.now);
+        nobody.then(|| {
+            words.telling = Some(clock::after(desk.now, rest));
+            Errand::PassOn(rest)
+        })
+    }
+
+    /// It is time to; or to ask about a hold again.
+    pub(in crate::limiter) fn pass_on_now(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+        if let Some(words) = &mut self.words {
+            words.telling = None;
+        }
+        let doubted = self.asks_again(desk.now).is_some();
+        let errand = self.pass_on(desk, wakers);
+        let errand = errand.or_else(|| if doubted { self.confirm(desk, wakers) } else { None });
+        self.close(desk);
+        errand
+    }
+
+    /// What the store is to be told of what is left: of one limit with each call.
+    pub(in crate::limiter) fn left(
+        &mut self,
+        terms: &Terms,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Option<Left> {
+        let words = self.words.as_mut()?;
+        let mut limits = terms.quota().limits().iter().zip(&mut words.of);
+        limits.find_map(|(limit, word)| word.tell(*limit, max_hold, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Limit = Limit::Sliding { count: 100, window: Duration::from_secs(60) };
+
+    /// What the store is told after answers at these seconds, each with what is left and in how many seconds it resets.
+    fn told(answers: &[(u64, u64, u64)]) -> Option<u64> {
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut at = start;
+        for &(second, left, reset) in answers {
+            at = start + Duration::from_secs(second);
+            let quota = Observed::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
+            word.hear(LIMIT, &quota, 0, at);
+        }
+        let left = word.tell(LIMIT, LONGEST_VALID, at);
+        left.filter(|left| left.steady && left.reset_in.is_some()).map(|left| left.units)
+    }
+
+    #[test]
+    fn only_where_the_reset_stays_where_it_is() {
+        assert_eq!(told(&[(0, 90, 50)]), None, "nobody knows yet");
+        assert_eq!(told(&[(0, 90, 50), (1, 80, 49)]), None, "it may be rounding");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46)]), Some(80));
+        assert_eq!(told(&[(0, 90, 60), (4, 80, 60)]), None, "it moves along");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46), (51, 99, 59)]), Some(99), "the next window");
+        assert_eq!(told(&[(0, 90, 50), (4, 80, 46), (10, 70, 59)]), None, "it did not stay");
+        assert_eq!(told(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
+    }
+
+    /// A server that says what is left of a minute, under a limit of an hour.
+    #[test]
+    fn unnamed_quotas_of_shorter_periods_are_other_limits() {
+        let hour = Limit::Sliding { count: 5000, window: Duration::from_secs(3600) };
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut told = Vec::new();
+        for second in (0..200).step_by(5) {
+            let at = start + Duration::from_secs(second);
+            let reset = Duration::from_secs(60 - second % 60);
+            word.hear(hour, &Observed::new().with_remaining(37).with_reset_after(reset), 0, at);
+            told.extend(word.tell(hour, LONGEST_VALID, at).map(|left| (second, left.forget)));
+        }
+        assert_eq!(told.last(), Some(&(60, true)), "{told:?}");
+    }
+
+    #[test]
+    fn the_store_is_told_now_and_then_and_of_refusals_at_once() {
+        let (mut word, start) = (Word::default(), clock::now());
+        let mut answered = |millis: u64, left: u64, refused: u32| {
+            let at = start + Duration::from_millis(millis);
+            let reset = Duration::from_millis(50_000 - millis);
+            word.hear(LIMIT, &Observed::new().with_remaining(left).with_reset_after(reset), refused, at);
+            word.tell(LIMIT, LONGEST_VALID, at).map(|left| left.refused)
+        };
+        assert_eq!(answered(0, 50, 0), Some(0));
+        assert_eq!(answered(4000, 40, 0), Some(0));
+        assert_eq!(answered(4100, 30, 0), None);
+        assert_eq!(answered(4200, 30, 2), None, "another limit has refused that");
+        assert_eq!(answered(4300, 0, 2), Some(2));
+        assert_eq!(answered(7000, 0, 0), Some(0));
+    }
+}

@@ -1,0 +1,199 @@
+//! Limits that the upstream states, for the keys whose answers state them.
+//!
+//! They are asserted to the store like those that are configured: so they hold for all processes at once, and until they were
+//! not asserted for two of their windows.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::{Desk, Line};
+use crate::clock;
+use crate::events;
+use crate::limit::Terms;
+use crate::quota::{Limit, Quota, Slacks};
+use crate::signal::{Observed, Signal};
+use crate::store::label;
+
+/// What is made of what the upstream says about its quotas.
+///
+/// ```
+/// use tollgate::{Learn, Quota, RateLimitLayer};
+///
+/// // It may change its mind: `RateLimit-Policy: "default";q=100;w=60`.
+/// let limit = RateLimitLayer::builder(Quota::per_minute(300)).learn(Learn::Stricter).build()?;
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+#[non_exhaustive]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Learn {
+    /// Nothing. A refusal still holds the key.
+    Nothing,
+    /// How much of a configured limit others use, who share the credential: it is left to them.
+    ///
+    /// A quota is taken for the limit if its window is the same, or it states no window and the count is the same. What is
+    /// gone of it and was not granted to this fleet, others have used, and what it refuses as well; so much is reserved for
+    /// them until the quota starts anew and in the window after. Not for [buckets](Quota::bucket), which only lose what is
+    /// said to be gone.
+    #[default]
+    Remaining,
+    /// Besides, limits that are stated with a window hold as well as those that are configured: the strictest counts.
+    Stricter,
+    /// Besides, limits that are stated with a window hold instead of those that are configured, even if they allow more.
+    ///
+    /// Whoever answers for the upstream decides how much is sent.
+    Stated,
+}
+
+/// A limit that the upstream has stated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Learned {
+    /// The limit.
+    pub limit: Limit,
+    /// The name of the quota that states it, if it has one.
+    pub name: Option<Box<str>>,
+    until: Instant,
+}
+
+/// What was learned for one key.
+pub(super) struct Lesson {
+    pub(super) terms: Arc<Terms>,
+    learned: SmallVec<[Learned; 1]>,
+    /// When that changed last, and the times before.
+    changed: [Option<Instant>; MOST_CHANGES],
+}
+
+/// How many are learned for one key; of more, those that came first.
+const MOST: usize = 4;
+
+/// How often they may change within as long as the store keeps a limit that is asserted no more: an upstream whose word
+/// changes with each answer is not to leave it hundreds.
+const MOST_CHANGES: usize = 6;
+
+impl Learned {
+    /// What a quota states, if it counts requests and makes sense as a limit.
+    fn of(quota: &Observed, terms: &Terms, now: Instant) -> Option<Learned> {
+        let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
+        let limit = Limit::Sliding { count, window };
+        let slacks = Slacks {
+            transit: terms.transit_slack(),
+            boundary: terms.boundary_slack(),
+            rate_loss: Slacks::RATE_LOSS,
+        };
+        let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
+        // As long as it is stated now and then, it holds.
+        let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
+        let until = clock::after(now, lasts);
+        makes_sense.then(|| Learned { limit, name: quota.name().map(Box::from), until })
+    }
+
+    /// Whether those that are configured allow no more.
+    fn is_implied_by(&self, quota: &Quota) -> bool {
+        let rate = |limit: &Limit| f64::from(limit.count()) / limit.window().as_secs_f64();
+        quota.limits().iter().any(|limit| match limit {
+            Limit::Bucket { capacity, .. } => {
+                *capacity <= self.limit.count() && rate(limit) <= rate(&self.limit)
+            }
+            _ => limit.window() == self.limit.window() && limit.count() <= self.limit.count(),
+        })
+    }
+}
+
+impl Line {
+    /// What is allowed, where the upstream has stated it lately.
+    pub(in crate::limiter) fn learned_terms(
+        &mut self,
+        learn: Learn,
+        configured: &Arc<Terms>,
+        now: Instant,
+    ) -> Option<Arc<Terms>> {
+        let lesson = self.lesson.as_ref()?;
+        if lesson.learned.iter().any(|learned| learned.until <= now) {
+            let mut learned = lesson.learned.clone();
+            learned.retain(|learned| learned.until > now);
+            self.set_learned(learn, configured, learned);
+        }
+        self.lesson.as_ref().map(|lesson| lesson.terms.clone())
+    }
+
+    /// What the upstream has stated.
+    pub(in crate::limiter) fn learned(&self) -> Vec<Learned> {
+        self.lesson.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
+    }
+
+    /// Until when that holds.
+    pub(super) fn learned_until(&self) -> Option<Instant> {
+        self.lesson.as_ref()?.learned.iter().map(|learned| learned.until).max()
+    }
+
+    /// An answer has come: what it states holds from now on, besides or instead of what is `configured`.
+    pub(in crate::limiter) fn learn(
+        &mut self,
+        learn: Learn,
+        configured: &Arc<Terms>,
+        signal: &Signal,
+        desk: &Desk<'_>,
+    ) {
+        let quota = configured.quota();
+        if !matches!(learn, Learn::Stricter | Learn::Stated) || quota.limits().is_empty() {
+            return;
+        }
+        let mut learned = self.lesson.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
+        learned.retain(|learned| learned.until > desk.now);
+        let stated = signal.quotas().iter().filter_map(|quota| Learned::of(quota, configured, desk.now));
+        for stated in stated.filter(|stated| learn == Learn::Stated || !stated.is_implied_by(quota)) {
+            let same =
+                |other: &Learned| other.name == stated.name && other.limit.window() == stated.limit.window();
+            match learned.iter().position(same) {
+                Some(known) => learned[known] = stated,
+                None if learned.len() < MOST => learned.push(stated),
+                None => {}
+            }
+        }
+        let limits = |learned: &[Learned]| -> SmallVec<[Limit; MOST]> {
+            learned.iter().map(|learned| learned.limit).collect()
+        };
+        let known = self.lesson.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
+        if limits(&learned) == known {
+            if let Some(lesson) = &mut self.lesson {
+                lesson.learned = learned;
+            }
+            return;
+        }
+        let changed = self.lesson.as_ref().map(|lesson| lesson.changed).unwrap_or_default();
+        let longest = learned.iter().map(|learned| learned.limit.window()).max().unwrap_or_default();
+        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
+        if changed[0].is_some_and(|earliest| clock::after(earliest, kept) > desk.now) {
+            return;
+        }
+        for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
+            events::learned(&label(&**desk.store, desk.key, None), new.limit, new.name.as_deref());
+        }
+        self.set_learned(learn, configured, learned);
+        if let Some(lesson) = &mut self.lesson {
+            lesson.changed = changed;
+            lesson.changed.rotate_left(1);
+            lesson.changed[MOST_CHANGES - 1] = Some(desk.now);
+        }
+    }
+
+    fn set_learned(&mut self, learn: Learn, configured: &Terms, learned: SmallVec<[Learned; 1]>) {
+        let quota = configured.quota();
+        // What was said of other limits is said again.
+        self.words = None;
+        self.lesson = (!learned.is_empty()).then(|| {
+            let base = if learn == Learn::Stricter { Some(*quota) } else { None };
+            let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
+            let stated = learned.iter().take(room).map(|learned| learned.limit);
+            let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
+            let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
+            let in_flight = quota.most_in_flight().map(Quota::in_flight);
+            let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
+            let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
+            let terms = terms.with_life(configured.life());
+            Box::new(Lesson { terms: Arc::new(terms), learned, changed: Default::default() })
+        });
+    }
+}

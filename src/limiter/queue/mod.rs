@@ -1,0 +1,433 @@
+//! Those who wait for one key: first come, first served, one timer and one wake-up each.
+//!
+//! Waiters and the slots booked for them are two queues. The first waiter gets the first slot, so a cancelled slot
+//! moves up to the next in line by itself, and one who was late is simply first again. Every waiter's timer stands at
+//! the slot that was its own when it was booked; whoever wakes hands out all slots that are due, so nobody depends on
+//! a task that is not polled. Only the timer of the first is ever moved, to the first slot.
+//!
+//! Permits of different costs are different goods: each cost has its two queues.
+
+mod asked;
+mod cost_class;
+
+use std::collections::BTreeMap;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::key_state::CallNumber;
+use super::prefetched::Stock;
+use super::reservation::{Patience, Settled, Slot};
+use crate::clock::{self, Timer};
+use crate::limit::Unused;
+use crate::store::{Need, Refusal};
+use crate::wakers::Wakers;
+
+use cost_class::{Class, Waiting};
+
+/// How long one waits for the store's answer who cannot wait so long for a slot.
+pub(super) const ANSWER: Duration = Duration::from_secs(1);
+
+/// The longest that a call waits for others to join it: by so much may one be overtaken who asked in another process.
+const LONGEST_GATHERING: Duration = Duration::from_millis(10);
+
+/// Timers have a grain of a millisecond.
+const SHORTEST_TIMER: Duration = Duration::from_millis(1);
+
+/// The number of a waiter: smaller is earlier.
+pub(super) type Number = u64;
+
+#[derive(Default)]
+pub(super) struct Queue {
+    classes: BTreeMap<u32, Class>,
+    settled: BTreeMap<Number, Settled>,
+    waiting: usize,
+    /// The latest slot of use to anyone.
+    latest: Option<Instant>,
+    /// The call under way.
+    call: Option<Calling>,
+    /// Since when the store has not answered: when the first call was sent that it owes an answer, given up or not.
+    unanswered: Option<Instant>,
+    /// What it asks for.
+    asked: SmallVec<[Need; 2]>,
+    pub(super) gathering: Gathering,
+    /// Until when that takes.
+    gathers_until: Option<Instant>,
+    /// The slot ahead of which the store was last asked whether it still knows of it.
+    pub(super) confirmed: Option<Instant>,
+    /// Until when the store decides nothing.
+    paused_until: Option<Instant>,
+    /// Permits that nobody here can use; the store gets them with the next call.
+    pub(super) returns: SmallVec<[Unused; 4]>,
+}
+
+/// A call to the store.
+#[derive(Clone, Copy, Debug)]
+struct Calling {
+    number: CallNumber,
+    /// When it was sent. After [`ANSWER`] it counts as lost.
+    sent: Instant,
+    /// The last waiter in line then.
+    last: Option<Number>,
+    /// Whether waiters look after it: it may be lost with the runtime of a caller.
+    watched: bool,
+}
+
+/// What came of an answer of the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    /// Whether some permits died on their way.
+    pub(super) died: bool,
+    /// The cost of the first need of which not all was granted.
+    pub(super) refused: Option<u32>,
+}
+
+/// What came of handing out slots.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HandedOut {
+    /// How many permits.
+    pub(super) count: usize,
+    /// Whether some had died before a waiter took them.
+    pub(super) died: bool,
+}
+
+/// Whether the next call waits for others to join it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Gathering {
+    #[default]
+    NotYet,
+    UnderWay,
+    Done,
+}
+
+impl Queue {
+    /// How many wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Whether nobody waits and nothing lies here.
+    pub(super) fn is_done(&self, now: Instant) -> bool {
+        self.waiting == 0 && self.settled.is_empty() && !self.is_calling(now)
+    }
+
+    /// Whether a call is under way.
+    pub(super) fn is_calling(&self, now: Instant) -> bool {
+        self.call.is_some_and(|call| now < clock::after(call.sent, ANSWER))
+    }
+
+    /// For how long the store has not answered, if it was asked.
+    pub(super) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
+        self.unanswered.map(|since| now.saturating_duration_since(since))
+    }
+
+    /// Whether this call is the one under way.
+    pub(super) fn is_call(&self, number: CallNumber) -> bool {
+        self.call.is_some_and(|call| call.number == number)
+    }
+
+    /// Gives up a call that was not answered in time: what it asked for is asked for again.
+    pub(super) fn give_up_call(&mut self) {
+        if self.call.take().is_some() {
+            self.asked.clear();
+            self.classes.values_mut().for_each(|class| class.asked = 0);
+        }
+    }
+
+    /// When waiters look for a call that may be lost.
+    fn watched_until(&self) -> Option<Instant> {
+        self.call.filter(|call| call.watched).map(|call| clock::after(call.sent, ANSWER))
+    }
+
+    /// The last slot booked ahead for anyone.
+    pub(super) fn last_booked(&self) -> Option<Instant> {
+        self.classes.values().filter_map(|class| class.slots.back()).map(|slot| slot.at).max()
+    }
+
+    pub(super) fn latest(&self) -> Option<Instant> {
+        self.latest
+    }
+
+    /// One waits under its number: a new one, last in line, or one who was late and keeps its place. Where the key is `held`
+    /// for so long, the store is asked then.
+    pub(super) fn wait(
+        &mut self,
+        number: Number,
+        cost: u32,
+        patience: Patience,
+        now: Instant,
+        held: Option<Duration>,
+    ) {
+        let Patience { latest, by_deadline, .. } = patience;
+        let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
+        let asked_from = held.map_or(now, |left| clock::after(now, left));
+        let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
+        // The runtime in which the store is asked when the hold ends, or is asked now, may not run any more.
+        let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
+        let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
+        let waiting =
+            Waiting { patience, entered, heard: false, gives_up_at, wake_at, timer: None, waker: None };
+        self.classes.entry(cost).or_default().waiting.insert(number, waiting);
+        self.waiting += 1;
+        self.latest = self.latest.max(Some(latest));
+    }
+
+    /// One stops waiting. Answers whether it did wait.
+    pub(super) fn leave(&mut self, number: Number, cost: u32) -> bool {
+        let left = self.classes.get_mut(&cost).is_some_and(|class| class.waiting.remove(&number).is_some());
+        self.waiting -= usize::from(left);
+        left
+    }
+
+    /// How the wait of `number` ended, if it did.
+    pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {
+        self.settled.remove(&number)
+    }
+
+    /// Adds slots that were booked for waiters of their cost.
+    pub(super) fn add(&mut self, slot: Slot) {
+        self.classes.entry(slot.cost).or_default().add(slot);
+    }
+
+    /// Adds what lies at hand, for those without a slot.
+    pub(super) fn take_from(&mut self, stock: &mut Stock, now: Instant) {
+        for (cost, class) in &mut self.classes {
+            if let Some(slot) = stock.take_many(*cost, class.missing(), now) {
+                class.add(slot);
+            }
+        }
+    }
+
+    /// Hands out the slots that are due, the first to the first waiter, `most` in all; `me` needs no waking.
+    pub(super) fn hand_out(
+        &mut self,
+        most: usize,
+        now: Instant,
+        me: Option<Number>,
+        wakers: &mut Wakers,
+    ) -> HandedOut {
+        let (mut died, mut count) = (false, 0);
+        for class in self.classes.values_mut() {
+            while let Some(slot) = class.slots.front_mut()
+                && slot.at <= now
+            {
+                if slot.until <= now {
+                    died = true;
+                    class.booked -= slot.count as usize;
+                    self.returns.push(slot.unused());
+                    class.slots.pop_front();
+                    continue;
+                }
+                if count == most {
+                    break;
+                }
+                let Some((number, waiting)) = class.waiting.pop_first() else { break };
+                self.waiting -= 1;
+                count += 1;
+                self.settled.insert(number, Settled::Granted(Slot { count: 1, ..*slot }));
+                if Some(number) != me {
+                    wakers.add(waiting.waker);
+                }
+                class.booked -= 1;
+                slot.count -= 1;
+                if slot.count == 0 {
+                    class.slots.pop_front();
+                }
+            }
+            if let Some(slot) = class.slots.front()
+                && let Some(mut first) = class.waiting.first_entry()
+                && first.get().wake_at > slot.at
+            {
+                first.get_mut().wake_at(slot.at);
+            }
+        }
+        HandedOut { count, died }
+    }
+
+    /// Puts slots beyond what the waiters need among the returns, the last ones first.
+    pub(super) fn trim(&mut self) {
+        for class in self.classes.values_mut() {
+            while class.booked > class.waiting.len()
+                && let Some(last) = class.slots.back_mut()
+            {
+                let surplus =
+                    u32::try_from(class.booked - class.waiting.len()).unwrap_or(u32::MAX).min(last.count);
+                self.returns.push(Slot { count: surplus, ..*last }.unused());
+                class.booked -= surplus as usize;
+                last.count -= surplus;
+                if last.count == 0 {
+                    class.slots.pop_back();
+                }
+            }
+        }
+        self.classes.retain(|_, class| !class.waiting.is_empty() || class.asked > 0);
+        if self.waiting == 0 {
+            self.latest = None;
+        }
+    }
+
+    /// Whether one has a place here.
+    pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
+        self.classes.get(&cost).is_some_and(|class| class.waiting.contains_key(&number))
+    }
+
+    /// Whether one can wait no longer.
+    pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
+        let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
+        // Its timer may stand at the slot of one who left, which is gone meanwhile.
+        waiting.is_some_and(|waiting| {
+            let end = if waiting.heard { waiting.patience.latest } else { waiting.gives_up_at };
+            end <= now
+        })
+    }
+
+    /// How long the next call is to wait for others to join it: until tasks that are about to ask have asked; where slots
+    /// lie ahead, so that those who come are the last in line, some milliseconds; or as long as the store has said.
+    pub(super) fn gather(&mut self, now: Instant) -> Duration {
+        let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
+        let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+        let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
+        self.gather_for(delay, now);
+        if delay < SHORTEST_TIMER { Duration::ZERO } else { delay }
+    }
+
+    /// The next call waits for so long.
+    pub(super) fn gather_for(&mut self, delay: Duration, now: Instant) {
+        (self.gathering, self.gathers_until) = (Gathering::UnderWay, Some(clock::after(now, delay)));
+    }
+
+    /// Whether who was to end that is so late that it will not come: its runtime may not run any more.
+    pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
+        self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
+    }
+
+    /// How long the store still decides nothing, for one who cannot wait so long.
+    pub(super) fn paused_beyond(&self, patience: Patience, now: Instant) -> Option<Duration> {
+        let until = self.paused_until.filter(|until| *until > patience.latest && *until > now)?;
+        Some(until.saturating_duration_since(now))
+    }
+
+    /// Whether a slot is due for somebody.
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        let due = |class: &Class| class.slots.front().is_some_and(|slot| slot.at <= now);
+        self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
+    }
+
+    /// Returns the next slot that a waiter takes.
+    pub(super) fn next_slot(&self) -> Option<Instant> {
+        let waited_for = self.classes.values().filter(|class| !class.waiting.is_empty());
+        waited_for.filter_map(|class| class.slots.front()).map(|slot| slot.at).min()
+    }
+
+    /// Wakes the waiter of the slot `slot` at `at`, before its slot.
+    pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
+        let has_slot = |class: &&mut Class| class.slots.front().is_some_and(|first| first.at == slot);
+        if let Some(class) = self.classes.values_mut().find(has_slot)
+            && let Some(mut first) = class.waiting.first_entry()
+        {
+            first.get_mut().wake_at(at);
+        }
+    }
+
+    /// No slot is good any more. Who waited for one keeps its place.
+    pub(super) fn void(&mut self) {
+        for class in self.classes.values_mut() {
+            class.slots.clear();
+            class.booked = 0;
+        }
+    }
+
+    /// Wakes all who wait.
+    pub(super) fn wake_all(&self, wakers: &mut Wakers) {
+        let waiting = self.classes.values().flat_map(|class| class.waiting.values());
+        wakers.add(waiting.filter_map(|waiting| waiting.waker.clone()));
+    }
+
+    /// Gives up the slots that are booked.
+    pub(super) fn give_up_slots(&mut self) {
+        for class in self.classes.values_mut() {
+            self.returns.extend(class.slots.drain(..).map(|slot| slot.unused()));
+            class.booked = 0;
+        }
+    }
+
+    /// Nothing leaves before `until`: slots before it are given up, and those who cannot wait so long are told.
+    pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
+        let Queue { classes, settled, waiting, returns, .. } = self;
+        let refusal = Refusal { wait: Some(until.saturating_duration_since(now)), limit: None };
+        for class in classes.values_mut() {
+            while let Some(slot) = class.slots.front().filter(|slot| slot.at < until) {
+                returns.push(slot.unused());
+                class.booked -= slot.count as usize;
+                class.slots.pop_front();
+            }
+            class.waiting.retain(|&number, one| {
+                let stays = one.patience.latest >= until;
+                if stays {
+                    one.entered = one.entered.max(until);
+                } else {
+                    *waiting -= 1;
+                    settled.insert(number, Settled::Refused(refusal));
+                    wakers.add(one.waker.take());
+                }
+                stays
+            });
+        }
+    }
+
+    /// The store decides nothing for so long. Those who cannot wait until then are told.
+    pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
+        let until = clock::after(now, wait);
+        (self.call, self.unanswered) = (None, None);
+        self.gathering = Gathering::NotYet;
+        self.paused_until = Some(until);
+        self.asked.clear();
+        let Queue { classes, settled, waiting, .. } = self;
+        for class in classes.values_mut() {
+            class.asked = 0;
+            for waiting in class.waiting.values_mut() {
+                waiting.entered = waiting.entered.max(until);
+            }
+            let without = class.waiting.len().saturating_sub(class.booked);
+            let newcomers = class.waiting.iter().rev().take(without);
+            let leaving: SmallVec<[Number; 4]> = newcomers
+                .filter(|(_, waiting)| waiting.patience.latest < until)
+                .map(|(&number, _)| number)
+                .collect();
+            for number in leaving {
+                *waiting -= 1;
+                settled.insert(number, Settled::Refused(Refusal { wait: Some(wait), limit: None }));
+                wakers.add(class.waiting.remove(&number).and_then(|waiting| waiting.waker));
+            }
+        }
+    }
+
+    /// Registers the task of one who waits, to be woken once: at its slot, or when it can wait no longer.
+    pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
+        let watched = self.watched_until().filter(|until| *until > now);
+        let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
+        let first_slot = class.slots.front().map(|slot| slot.at);
+        let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
+        if waiting.wake_at <= now {
+            // A slot that is due and was not handed out waits for the store's word, with which its waiter is woken.
+            let wake_at = match first_slot {
+                Some(slot) if slot <= now => clock::after(now, ANSWER),
+                Some(slot) => slot,
+                None if waiting.heard => waiting.patience.latest,
+                None => waiting.gives_up_at,
+            };
+            waiting.wake_at(watched.map_or(wake_at, |watched| wake_at.min(watched)));
+        }
+        match &mut waiting.waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            None => waiting.waker = Some(cx.waker().clone()),
+        }
+        waiting.timer.get_or_insert_with(|| Timer::at(waiting.wake_at)).poll(cx)
+    }
+
+    /// Until when one who can wait no longer would have had to: the last slot booked for its cost.
+    pub(super) fn last_slot(&self, cost: u32) -> Option<Instant> {
+        self.classes.get(&cost)?.slots.back().map(|slot| slot.at)
+    }
+}

@@ -1,0 +1,494 @@
+//! How much is allowed: a [`Quota`] is one or more [`Limit`]s on one key.
+
+mod limit;
+mod parse;
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::time::Duration;
+
+use crate::config_error::ConfigError;
+pub use limit::Limit;
+
+/// What is allowed: one or more [`Limit`]s on one key, taken all or nothing; the wait is the longest of theirs.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::Quota;
+///
+/// Quota::per_second(50);                                          // at most 50 in any second
+/// Quota::per_second(50).burst(10);                                // and at most 10 back to back
+/// Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)); // both at once
+/// Quota::every(Duration::from_secs(2));                           // at least 2 s between two calls
+/// Quota::bucket(40).refill(2, Duration::from_secs(1));            // a token bucket of the upstream
+/// Quota::fixed(5000, Duration::from_secs(3600));                  // a count for each full hour
+/// Quota::in_flight(8);                                            // at most 8 at the same time
+/// Quota::per_second(50).and(Quota::in_flight(8));                 // and no more than 50 in any second
+///
+/// let from_config: Quota = "25/5s, 300/60s".parse()?;
+/// # assert_eq!(from_config, Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)));
+/// # Ok::<(), tollgate::ConfigError>(())
+/// ```
+///
+/// Nothing is checked here; [`build`](crate::RateLimitBuilder::build) checks all of it and names what is wrong.
+///
+/// **A long window spends itself in its first seconds** under load, and then refuses for the rest: 5000 per hour
+/// may go in five seconds. Where the calls should be spread, add [`burst`](Quota::burst).
+#[derive(Clone, Copy)]
+pub struct Quota {
+    /// The first `len` are limits of rate; those behind them mean nothing.
+    limits: [Limit; Quota::MOST_LIMITS],
+    len: usize,
+    in_flight: Option<u32>,
+    /// What a constructor saw and `check` reports.
+    misuse: Option<Misuse>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Misuse {
+    TooManyLimits,
+    BurstOfBucket,
+    BurstOfInFlight,
+}
+
+impl Quota {
+    /// The most limits one quota may hold.
+    pub const MOST_LIMITS: usize = 8;
+
+    /// The largest count a limit may have.
+    pub const LARGEST_COUNT: u32 = 1_000_000_000;
+
+    /// The shortest window a limit may have.
+    pub const SHORTEST_WINDOW: Duration = Duration::from_millis(1);
+
+    /// The longest window a limit may have: 366 days.
+    pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
+
+    const fn of(limit: Limit) -> Self {
+        Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, in_flight: None, misuse: None }
+    }
+
+    /// At most `count` in any interval of the length `window`: a sliding window, which is also safe for every fixed
+    /// window of that length and count.
+    pub const fn new(count: u32, window: Duration) -> Self {
+        Quota::of(Limit::Sliding { count, window })
+    }
+
+    /// At most `count` in any second.
+    pub const fn per_second(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(1))
+    }
+
+    /// At most `count` in any minute.
+    pub const fn per_minute(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(60))
+    }
+
+    /// At most `count` in any hour.
+    pub const fn per_hour(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(3600))
+    }
+
+    /// At most `count` in any 24 hours.
+    pub const fn per_day(count: u32) -> Self {
+        Quota::new(count, Duration::from_secs(86_400))
+    }
+
+    /// At least `spacing` between two calls.
+    ///
+    /// Only sensible when `spacing` is long against the margin (life of a permit and `transit_slack`, 20 to 60 ms by
+    /// default): the margin is lost with every call. If more than a tenth would be lost, permits live shorter, down to
+    /// 2 ms. If that is not enough, `build` says so and names the burst that would work, or how much
+    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) would have to accept.
+    pub const fn every(spacing: Duration) -> Self {
+        Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
+    }
+
+    /// A token bucket that holds `capacity`, as servers that run GCRA have it; say next how it
+    /// [`refill`](Bucket::refill)s.
+    ///
+    /// A full bucket gives a little less than `capacity` at once, one by one: what comes back within the margin of a
+    /// permit (20 to 60 ms by default), and at least one, is kept, because the upstream may see the first permit late.
+    pub const fn bucket(capacity: u32) -> Bucket {
+        Bucket { capacity }
+    }
+
+    /// At most `count` in each window, the windows aligned to the Unix epoch, as servers with a counter per window
+    /// have it.
+    ///
+    /// Nothing is sent within `boundary_slack` of a boundary. Where the windows of the upstream may be aligned
+    /// otherwise, take [`Quota::new`]: it is safe for every alignment.
+    pub const fn fixed(count: u32, window: Duration) -> Self {
+        Quota::of(Limit::Fixed { count, window })
+    }
+
+    /// At most `count` calls at the same time, over all processes that share the store.
+    ///
+    /// A call counts from its permit to the head of its response, or until its future or [`Permit`](crate::Permit) is
+    /// dropped; to count until the end of the body, see
+    /// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end). Each call counts as one, whatever its cost;
+    /// one of cost 0 does not.
+    ///
+    /// Together with limits of rate, a call first waits for its turn in flight, then for its slot.
+    ///
+    /// ```
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::in_flight(2))?.limiter();
+    /// let (one, two) = (limiter.acquire(Key::ALL).await?, limiter.acquire(Key::ALL).await?);
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 0);
+    ///
+    /// drop(one); // its call has ended
+    /// assert_eq!(limiter.peek(Key::ALL).await?.free, 1);
+    /// # drop(two);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub const fn in_flight(count: u32) -> Self {
+        let mut quota = Quota::of(Limit::InFlight { count });
+        (quota.len, quota.in_flight) = (0, Some(count));
+        quota
+    }
+
+    /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
+    ///
+    /// Like a [`bucket`](Quota::bucket), it gives a little less than `burst` at once. Take it for large counts: a
+    /// thousand calls sent in one go keep each other waiting on the way, and what they wait there is jitter that
+    /// `transit_slack` does not cover. `per_second(1000).burst(50)` sends the same number, one every millisecond.
+    ///
+    /// It shapes the last limit only; in `a.and(b)` that is `b`.
+    #[must_use]
+    pub const fn burst(mut self, burst: u32) -> Self {
+        // Where there is no limit of rate, the first is the filler: in flight.
+        match self.limits[self.len.saturating_sub(1)] {
+            Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
+                self.push(Limit::Bucket { capacity: burst, count, window });
+            }
+            Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
+            Limit::InFlight { .. } => self.misuse = Some(Misuse::BurstOfInFlight),
+        }
+        self
+    }
+
+    /// Both quotas on one key: a call goes when all limits of both allow it, and is counted in all or in none.
+    #[must_use]
+    pub const fn and(mut self, other: Quota) -> Self {
+        let mut index = 0;
+        while index < other.len {
+            self.push(other.limits[index]);
+            index += 1;
+        }
+        self.in_flight = match (self.in_flight, other.in_flight) {
+            (Some(ours), Some(theirs)) if theirs > ours => Some(ours),
+            (ours, None) => ours,
+            (_, theirs) => theirs,
+        };
+        if self.misuse.is_none() {
+            self.misuse = other.misuse;
+        }
+        self
+    }
+
+    const fn push(&mut self, limit: Limit) {
+        if self.len == Quota::MOST_LIMITS {
+            self.misuse = Some(Misuse::TooManyLimits);
+        } else {
+            self.limits[self.len] = limit;
+            self.len += 1;
+        }
+    }
+
+    /// The limits of rate, in the order in which they were given.
+    pub fn limits(&self) -> &[Limit] {
+        &self.limits[..self.len]
+    }
+
+    /// How many calls may be in flight at the same time, where that is limited.
+    pub fn most_in_flight(&self) -> Option<u32> {
+        self.in_flight
+    }
+
+    /// The most units one call can cost: the smallest count, capacity or burst.
+    pub fn largest_cost(&self) -> u32 {
+        self.limits().iter().map(Limit::largest_cost).min().unwrap_or(u32::MAX)
+    }
+
+    /// The shortest window of its limits of rate.
+    pub fn shortest_window(&self) -> Duration {
+        self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
+    }
+
+    /// Whether one of its limits follows the wall clock.
+    pub(crate) fn has_fixed_window(&self) -> bool {
+        self.limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }))
+    }
+
+    /// For how long use counts: the longest window, or time that a bucket takes to fill.
+    pub(crate) fn longest_memory(&self) -> Duration {
+        let memory = |limit: &Limit| match *limit {
+            Limit::Bucket { capacity, count, window } if count > 0 => {
+                window.max(window.saturating_mul(capacity) / count)
+            }
+            _ => limit.window(),
+        };
+        self.limits().iter().map(memory).max().unwrap_or(Quota::SHORTEST_WINDOW)
+    }
+
+    /// What one of several has of its limits of rate, when all of them together have `of` and it has `part`.
+    ///
+    /// What would be less than one unit is one unit in a longer time.
+    pub(crate) fn part(&self, part: u64, of: u64) -> Quota {
+        let mut quota = Quota { in_flight: None, ..*self };
+        for limit in &mut quota.limits {
+            *limit = limit.part(part.clamp(1, of.max(1)), of.max(1));
+        }
+        quota
+    }
+
+    /// The limit that remembers use for longest, alone, and how many units of it may be used within
+    /// [its memory](Quota::longest_memory).
+    pub(crate) fn longest(&self) -> (Quota, u64) {
+        let longest = self.limits().iter().copied().map(Quota::of).max_by_key(Quota::longest_memory);
+        let longest = longest.unwrap_or(*self);
+        let units = match longest.limits[0] {
+            Limit::Bucket { capacity, count, window } => {
+                let full = longest.longest_memory().as_nanos() * u128::from(count);
+                let refilled = u64::try_from(full / window.as_nanos().max(1)).unwrap_or(u64::MAX);
+                refilled.saturating_add(u64::from(capacity))
+            }
+            // Two of its windows may lie within the length of one.
+            Limit::Fixed { count, .. } => 2 * u64::from(count),
+            limit => u64::from(limit.count()),
+        };
+        (longest, units)
+    }
+
+    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between two slots, from 10 to
+    /// 50 ms; less if a spacing would lose more than it may.
+    pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
+        match self.misuse {
+            Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
+            Some(Misuse::BurstOfBucket) => return Err(ConfigError::BurstOfBucket),
+            Some(Misuse::BurstOfInFlight) => return Err(ConfigError::BurstOfInFlight),
+            None => {}
+        }
+        if let Some(count) = self.in_flight {
+            Limit::InFlight { count }.check(slacks)?;
+        }
+        let lives = self.limits().iter().map(|limit| limit.check(slacks));
+        lives.reduce(|one, other| Ok(one?.min(other?))).unwrap_or(Ok(LIFE))
+    }
+}
+
+/// How long a permit is usable after its slot, unless slots are far apart or very close.
+pub(crate) const LIFE: Duration = Duration::from_millis(10);
+
+/// What is kept free for the way to the upstream, and what may be lost to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slacks {
+    /// By how much the time that a request takes to the upstream may vary.
+    pub(crate) transit: Duration,
+    /// How long before and after the boundary of a fixed window nothing is sent.
+    pub(crate) boundary: Duration,
+    /// The most of the rate, in per cent, that the life of permits and the transit slack may cost.
+    pub(crate) rate_loss: u32,
+}
+
+impl Slacks {
+    /// The most that is lost without consent, in per cent.
+    pub(crate) const RATE_LOSS: u32 = 10;
+}
+
+/// A token bucket that still needs its refill; made by [`Quota::bucket`].
+#[must_use = "say how it refills"]
+#[derive(Clone, Copy, Debug)]
+pub struct Bucket {
+    capacity: u32,
+}
+
+impl Bucket {
+    /// `count` units come back every `window`, evenly.
+    pub const fn refill(self, count: u32, window: Duration) -> Quota {
+        Quota::of(Limit::Bucket { capacity: self.capacity, count, window })
+    }
+}
+
+/// Two quotas are equal if they have the same limits in the same order.
+impl PartialEq for Quota {
+    fn eq(&self, other: &Self) -> bool {
+        (self.limits(), self.in_flight, self.misuse) == (other.limits(), other.in_flight, other.misuse)
+    }
+}
+
+impl Eq for Quota {}
+
+impl Hash for Quota {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.limits(), self.in_flight, self.misuse).hash(state);
+    }
+}
+
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let in_flight = self.in_flight.map(|count| Limit::InFlight { count });
+        for (index, limit) in self.limits().iter().chain(&in_flight).enumerate() {
+            let separator = if index == 0 { "" } else { ", " };
+            write!(f, "{separator}{limit}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Quota({self})")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
+
+    use super::*;
+
+    const SLACKS: Slacks = Slacks {
+        transit: Duration::from_millis(10),
+        boundary: Duration::from_millis(100),
+        rate_loss: Slacks::RATE_LOSS,
+    };
+
+    fn check(quota: Quota) -> Result<(), ConfigError> {
+        quota.check(SLACKS).map(|_| ())
+    }
+
+    #[test]
+    fn lives_follow_the_time_between_slots() {
+        let millis = Duration::from_millis;
+        for (quota, life) in [
+            (Quota::per_second(50), 10),
+            (Quota::per_second(2), 10),
+            (Quota::per_second(1), 20),
+            (Quota::new(1, millis(2000)), 40),
+            (Quota::per_minute(1), 50),
+            (Quota::per_minute(1).and(Quota::per_second(5)), 10),
+            (Quota::every(millis(1000)), 20),
+            (Quota::in_flight(5), 10),
+        ] {
+            assert_eq!(quota.check(SLACKS), Ok(millis(life)), "{quota}");
+        }
+        // A spacing that is fine against the margin: permits live as long as what is lost allows.
+        let every = Quota::every(millis(150)).check(SLACKS).unwrap();
+        assert!(every > millis(6) && every < millis(7), "{every:?}");
+        let fine = Slacks { transit: millis(1), rate_loss: 15, ..SLACKS };
+        assert_eq!(Quota::every(millis(20)).check(fine), Ok(Duration::from_nanos(2_529_411)));
+        let error = Quota::every(millis(20)).check(Slacks { rate_loss: 10, ..fine }).unwrap_err().to_string();
+        assert!(error.contains("lose 14 %") && error.contains(".max_rate_loss(14)"), "{error}");
+    }
+
+    #[test]
+    fn zero_huge_and_overflowing_quotas_are_errors_never_panics() {
+        let hour = Duration::from_secs(3600);
+        for (quota, part) in [
+            (Quota::per_second(0), "0"),
+            (Quota::bucket(0).refill(1, hour), "0"),
+            (Quota::bucket(5).refill(0, hour), "0"),
+            (Quota::per_second(50).burst(0), "0"),
+            (Quota::per_second(u32::MAX), "1000000000"),
+            (Quota::in_flight(0), "0 in flight"),
+            (Quota::in_flight(u32::MAX), "1000000000"),
+            (Quota::in_flight(3).burst(2), "in flight"),
+            (Quota::bucket(u32::MAX).refill(1, hour), "1000000000"),
+            (Quota::new(1, Duration::ZERO), "1ms"),
+            (Quota::new(1, Duration::MAX), "366 days"),
+            (Quota::every(Duration::ZERO), "1ms"),
+            (Quota::every(Duration::MAX), "366 days"),
+            (Quota::fixed(1, Duration::MAX), "366 days"),
+            (Quota::fixed(10, Duration::from_millis(300)), "boundary_slack"),
+            (Quota::every(hour).burst(3), "burst"),
+            (Quota::bucket(1_000_000).refill(1, hour), "41666 days to fill"),
+        ] {
+            let error = check(quota).unwrap_err().to_string();
+            assert!(error.contains(part), "{quota}: {error}");
+        }
+        let nine = (0..8).fold(Quota::per_second(1), |quota, _| quota.and(Quota::per_second(1)));
+        assert!(check(nine).unwrap_err().to_string().contains('8'));
+        assert_eq!(check(Quota::per_day(Quota::LARGEST_COUNT)), Ok(()));
+    }
+
+    #[test]
+    fn too_fine_a_burst_is_an_error_that_names_the_smallest_that_works() {
+        for (quota, smallest) in [
+            (Quota::per_second(1000).burst(10), 21),
+            (Quota::per_second(50).burst(1), 2),
+            (Quota::every(Duration::from_millis(100)), 2),
+            (Quota::bucket(5).refill(10_000, Duration::from_secs(1)), 201),
+        ] {
+            let Err(ConfigError::TooFine { smallest_burst, limit, .. }) = check(quota) else {
+                panic!("{quota} is too fine");
+            };
+            assert_eq!(smallest_burst, smallest, "{quota}");
+            let works = Quota::bucket(smallest).refill(limit.count(), limit.window());
+            assert_eq!(check(works), Ok(()), "{works}");
+        }
+        for fine in [
+            Quota::per_second(50).burst(10),
+            Quota::every(Duration::from_millis(180)),
+            Quota::per_second(1000).burst(21),
+            Quota::new(1, Duration::from_millis(100)), // a window says what it says
+        ] {
+            assert_eq!(check(fine), Ok(()), "{fine}");
+        }
+    }
+
+    #[test]
+    fn a_part_is_never_more_and_less_than_one_unit_takes_longer() {
+        let [second, minute] = [1, 60].map(Duration::from_secs);
+        for (quota, part, of, expected) in [
+            (Quota::new(100, second), 1, 4, Quota::new(25, second)),
+            (Quota::new(10, second), 1, 3, Quota::new(3, second)),
+            (Quota::new(2, second), 1, 4, Quota::new(1, 2 * second)),
+            (Quota::new(1, minute), 1, 8, Quota::new(1, 8 * minute)),
+            (Quota::new(10, second).and(Quota::in_flight(3)), 1, 2, Quota::new(5, second)),
+            (Quota::bucket(8).refill(2, second), 1, 4, Quota::bucket(2).refill(2, 4 * second)),
+            (Quota::every(second), 1, 4, Quota::every(4 * second)),
+            (Quota::fixed(7, minute), 1, 2, Quota::fixed(3, minute)),
+            (Quota::new(25, 5 * second).and(Quota::new(300, minute)), 30, 300, {
+                Quota::new(2, 5 * second).and(Quota::new(30, minute))
+            }),
+            (Quota::new(10, second), 9, 4, Quota::new(10, second)),
+            (Quota::new(10, second), 0, 4, Quota::new(2, second)),
+        ] {
+            assert_eq!(quota.part(part, of), expected, "{quota}, {part} of {of}");
+        }
+    }
+
+    #[test]
+    fn of_two_limits_in_flight_the_smaller_holds() {
+        for (one, other) in [(3, 8), (8, 3), (3, 3)] {
+            assert_eq!(Quota::in_flight(one).and(Quota::in_flight(other)).most_in_flight(), Some(3));
+        }
+        let both = Quota::in_flight(8).and(Quota::per_second(5)).burst(2);
+        assert_eq!(both.to_string(), "5/1s, 2 at once, then 5/1s, 8 in flight");
+        assert_eq!(both.limits().len(), 2);
+    }
+
+    #[test]
+    fn equal_quotas_may_be_built_in_any_way() {
+        let hash = |quota| BuildHasherDefault::<DefaultHasher>::default().hash_one(quota);
+        let (one, other) =
+            (Quota::in_flight(8).and(Quota::per_second(5)), Quota::per_second(5).and(Quota::in_flight(8)));
+        assert_eq!(one, other);
+        assert_eq!(hash(one), hash(other));
+        assert_ne!(one, Quota::per_second(5));
+        assert_ne!(one, one.and(Quota::per_minute(5)));
+    }
+
+    #[test]
+    fn a_cost_fits_when_it_fits_the_smallest_limit() {
+        assert_eq!(Quota::per_second(50).largest_cost(), 50);
+        assert_eq!(Quota::per_second(50).burst(10).largest_cost(), 10);
+        assert_eq!(Quota::per_second(50).and(Quota::per_minute(20)).largest_cost(), 20);
+    }
+}

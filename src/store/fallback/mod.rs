@@ -1,0 +1,381 @@
+//! A store whose processes go on with their share of a limit while it is away.
+//!
+//! ```text
+//!  with the store ──> it fails: alone ──> it answers again: back ──> 2.5 s later: with the store
+//! ```
+//!
+//! *With the store*, what it grants is noted. *Alone*, the process has a ledger of its own with its share of every limit,
+//! in which what was noted counts. *Back*, it charges the store with what it used alone, each unit once and with its age,
+//! and asks it for what its share allows: so all others have done so too before one of them takes more than its share.
+//!
+//! A charge is never repeated: before the first one, a call that books nothing finds out whether the store answers.
+//!
+//! What this does not do: calls in flight. They have no shares; while the store is away, nobody is given a place.
+
+mod history;
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::memory::usage;
+use super::{
+    Answer, Ask, Asked, Background, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments,
+    Store, StoreError, Terms, Unused, Usage, label, spawn,
+};
+use crate::clock;
+use crate::events;
+use crate::key::Key;
+use crate::key_map::Keyed;
+use crate::limit::Micros;
+use history::{Alone, Kept, Stage};
+
+/// Which life of a state granted what a process grants itself.
+pub(crate) const ALONE: u64 = u64::MAX;
+
+/// A share of a limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Share {
+    pub(super) part: u64,
+    pub(super) of: u64,
+}
+
+impl Share {
+    const WHOLE: u64 = 1_000_000_000;
+
+    /// Of more than nothing and no more than all.
+    pub(crate) fn new(share: f64) -> Option<Self> {
+        let part = (share * Share::WHOLE as f64).round();
+        // A number that is none is in no range.
+        (1.0..=Share::WHOLE as f64).contains(&part).then_some(Share { part: part as u64, of: Share::WHOLE })
+    }
+}
+
+/// That the process granted a lease itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Own {
+    /// When: its waits count from there.
+    pub(crate) at: Instant,
+    /// Whether the store has answered, and what the lease says of it besides is its word.
+    pub(crate) answered: bool,
+}
+
+/// Stands before a store.
+pub(crate) struct ShareStore(Arc<Inner>);
+
+struct Inner {
+    store: Arc<dyn Store>,
+    /// Of those who were granted nothing lately.
+    share: Option<Share>,
+    kept: Keyed<Kept>,
+    /// Whether somebody looks after keys that are alone and not asked for.
+    kept_after: AtomicBool,
+}
+
+impl ShareStore {
+    pub(crate) fn new(store: Arc<dyn Store>, share: Option<Share>, max_keys: usize) -> Self {
+        ShareStore(Arc::new(Inner {
+            store,
+            share,
+            kept: Keyed::new(max_keys),
+            kept_after: AtomicBool::new(false),
+        }))
+    }
+}
+
+/// What a lease grants, as it was asked for.
+fn needs_of(lease: &Lease) -> SmallVec<[Need; 2]> {
+    let mut needs: SmallVec<[Need; 2]> = SmallVec::new();
+    for segment in lease.segments.iter() {
+        match needs.last_mut() {
+            Some(need) if need.cost == segment.cost => need.count += segment.count,
+            _ => needs.push(Need { cost: segment.cost, count: segment.count }),
+        }
+    }
+    needs
+}
+
+/// What the store has granted, no earlier than it was planned.
+fn no_earlier(granted: &[Segment], plan: &[Segment]) -> Segments {
+    let mut planned: VecDeque<Segment> = plan.iter().copied().collect();
+    let mut segments = Segments::default();
+    for &segment in granted {
+        let mut left = segment.count;
+        while left > 0 {
+            let (count, from) = match planned.front_mut() {
+                Some(first) if first.count > left => {
+                    first.count -= left;
+                    (left, first.wait)
+                }
+                Some(_) => {
+                    planned.pop_front().map_or((left, Duration::ZERO), |first| (first.count, first.wait))
+                }
+                None => (left, Duration::ZERO),
+            };
+            left -= count;
+            let until = segment.wait.saturating_add(segment.life);
+            let wait = segment.wait.max(from);
+            segments.push(Segment { count, wait, life: until.saturating_sub(wait), ..segment });
+        }
+    }
+    segments
+}
+
+/// Whether the process goes on alone because of `error`.
+fn is_away(error: &StoreError) -> bool {
+    !matches!(error, StoreError::Full { .. } | StoreError::Unsupported(_))
+}
+
+impl Inner {
+    /// The store has answered one who is with it.
+    fn answered(
+        self: &Arc<Self>,
+        asked: &Asked,
+        answer: Result<Lease, StoreError>,
+    ) -> Result<Lease, StoreError> {
+        let now = clock::now();
+        match answer {
+            Ok(lease) => {
+                let note = |kept: &mut Kept| kept.note(&lease, &asked.terms, now);
+                // Without room for one more key, nothing is known of it.
+                let _ = self.kept.enter(asked.key, clock::micros(now), Kept::default, |_, _| (), note);
+                Ok(lease)
+            }
+            Err(error) if is_away(&error) => {
+                let part = |kept: &mut Kept| {
+                    let alone = kept.part(asked, now, self.share)?;
+                    events::alone(&label(&*self.store, asked.key, None), alone.terms.quota(), &error);
+                    let plan = alone.book(&asked.ask(&asked.needs), now);
+                    Some(plan.map(|plan| alone.grant(plan, now, None)))
+                };
+                let lease =
+                    self.kept.enter(asked.key, clock::micros(now), Kept::default, |_, _| (), part).ok();
+                let lease = lease.flatten();
+                if lease.is_some() {
+                    self.keep();
+                }
+                lease.unwrap_or(Err(error))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A process that is alone asks. `is_back` says whether the store answered it last time.
+    async fn ask_alone(self: &Arc<Self>, mut asked: Asked, is_back: bool) -> Result<Lease, StoreError> {
+        let word = match is_back {
+            true => None,
+            false => match self.probe(&asked).await {
+                Ok(word) => Some(word),
+                Err(error) if is_away(&error) => None,
+                Err(error) => return Err(error),
+            },
+        };
+        let now = clock::now();
+        let stage = self.kept.find(asked.key, |kept| {
+            let alone = kept.alone()?;
+            if !is_back && word.as_ref().is_none_or(|word| word.learning.is_some()) {
+                let plan = alone.book(&asked.ask(&asked.needs), now);
+                return Some((Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref()))));
+            }
+            let stage = alone.back(now);
+            asked.charges = alone.take_charges(now);
+            Some(match stage {
+                Stage::Together => {
+                    kept.join();
+                    events::together(&label(&*self.store, asked.key, None));
+                    (stage, Ok(Lease::default()))
+                }
+                stage => (stage, alone.book(&asked.ask(&asked.needs), now)),
+            })
+        });
+        let (stage, plan) = match stage.flatten() {
+            Some((stage, plan)) => (stage, plan?),
+            None => (Stage::Together, Lease::default()),
+        };
+        if stage == Stage::Alone {
+            return Ok(plan);
+        }
+        if let Some(Lease { incarnation, writes, now: seen, .. }) = word {
+            let trip = now.saturating_duration_since(asked.at);
+            asked.memory = Memory { incarnation, writes, seen, since: Duration::ZERO, trip, ..asked.memory };
+        }
+        asked.returns.clear();
+        asked.at = now;
+        if stage == Stage::Back {
+            asked.prefetch = 0;
+            asked.needs = needs_of(&plan);
+            // The store may have room earlier than the share.
+            let last = plan.segments.iter().map(|segment| segment.wait).max().unwrap_or_default();
+            asked.life = asked.life.saturating_add(last);
+        }
+        let answer = self.store.lease(asked.ask(&asked.needs)).arrives().await;
+        if stage == Stage::Back
+            && let Err(error) = &answer
+            && is_away(error)
+        {
+            let now = clock::now();
+            let grant = |kept: &mut Kept| Some(kept.alone()?.gone_again(plan, now));
+            return self.kept.find(asked.key, grant).flatten().ok_or(StoreError::Lost);
+        }
+        let mut lease = self.answered(&asked, answer)?;
+        if stage == Stage::Back {
+            lease.segments = no_earlier(&lease.segments, &plan.segments);
+        }
+        Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
+    }
+
+    /// Asks for nothing, to find out whether the store answers and knows its state.
+    fn probe(&self, asked: &Asked) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+        let probe = Ask { prefetch: 0, left: None, returns: &[], ..asked.ask(&[]) };
+        self.store.lease(probe).arrives()
+    }
+
+    /// Looks after keys that are alone and not asked for: others rely on it that the store is charged soon when it is back.
+    fn keep(self: &Arc<Self>) {
+        if self.kept_after.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let keeper = Keeper(Arc::downgrade(self));
+        spawn(&*self.store, async move {
+            loop {
+                clock::sleep_until(clock::after(clock::now(), OFTEN)).await;
+                let Some(inner) = keeper.0.upgrade() else { return };
+                if inner.look_after().await == 0 {
+                    return;
+                }
+            }
+        });
+    }
+
+    /// Returns how many keys are alone.
+    async fn look_after(&self) -> usize {
+        let now = clock::micros(clock::now());
+        let (mut alone, mut quiet) = (0, Vec::new());
+        self.kept.for_each(|key, kept| {
+            alone += usize::from(kept.alone().is_some());
+            quiet.extend(kept.quiet(key, now));
+        });
+        for (mut asked, is_back) in quiet {
+            if !is_back {
+                let Ok(word) = self.probe(&asked).await else { continue };
+                if word.learning.is_some() {
+                    continue;
+                }
+            }
+            let charges = |kept: &mut Kept| Some(kept.alone()?.take_charges(clock::now()));
+            let Some(charges) = self.kept.find(asked.key, charges).flatten() else { continue };
+            asked.charges = charges;
+            let answer = self.store.lease(asked.ask(&[])).arrives().await;
+            let charged = |kept: &mut Kept| {
+                // If permits lie ahead, the line joins when it asks: it gives them up.
+                let joins = |alone: &mut Alone| alone.charged(answer.is_ok(), clock::now());
+                if kept.alone().is_some_and(joins) {
+                    kept.join();
+                    events::together(&label(&*self.store, asked.key, None));
+                }
+            };
+            self.kept.find(asked.key, charged);
+        }
+        alone
+    }
+
+    /// What comes back goes where it was granted.
+    fn take_back(&self, key: Key, unused: &[Unused]) {
+        let now = clock::micros(clock::now());
+        self.kept.find(key, |kept| unused.iter().for_each(|unused| kept.take_back(*unused, now)));
+    }
+}
+
+impl Store for ShareStore {
+    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+        let (inner, asked) = (&self.0, Asked::new(&ask));
+        if !ask.returns.is_empty() {
+            inner.take_back(ask.key, ask.returns);
+        }
+        let asks = |kept: &mut Kept| kept.asks(ask.memory, clock::micros(asked.at));
+        if let Some(is_back) = inner.kept.find(ask.key, asks).flatten() {
+            let inner = inner.clone();
+            return Answer::Later(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
+        }
+        match inner.store.lease(asked.ask(&asked.needs)) {
+            Answer::Now(answer) => Answer::Now(inner.answered(&asked, answer)),
+            Answer::Later(answer) => {
+                let inner = inner.clone();
+                Answer::Later(Box::pin(async move { inner.answered(&asked, answer.await) }))
+            }
+        }
+    }
+
+    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+        self.0.take_back(key, unused);
+        let of_store = unused.iter().filter(|unused| unused.incarnation != ALONE);
+        let of_store: SmallVec<[Unused; 4]> = of_store.copied().collect();
+        if !of_store.is_empty() {
+            self.0.store.give_back(key, terms, &of_store);
+        }
+    }
+
+    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        self.0.store.claim(claim, listener);
+    }
+
+    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
+        self.0.store.hold(key, terms, held, left)
+    }
+
+    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
+        self.0.store.release(key, terms)
+    }
+
+    fn listen(&self, listener: Weak<dyn Listener>) {
+        self.0.store.listen(listener);
+    }
+
+    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+        let (inner, answer) = (self.0.clone(), self.0.store.peek(key, terms));
+        let own = move |error| {
+            let look = |alone: &mut Alone| Usage { alone: true, ..alone.look(clock::now(), usage) };
+            inner.kept.find(key, |kept| kept.alone().map(look)).flatten().ok_or(error)
+        };
+        match answer {
+            Answer::Now(usage) => Answer::Now(usage.or_else(own)),
+            Answer::Later(usage) => Answer::Later(Box::pin(async move { usage.await.or_else(own) })),
+        }
+    }
+
+    fn label(&self, key: Key) -> Box<str> {
+        self.0.store.label(key)
+    }
+
+    fn background(&self) -> Option<&dyn Background> {
+        self.0.store.background()
+    }
+
+    fn flush(&self) -> Answer<()> {
+        self.0.store.flush()
+    }
+}
+
+/// Whoever comes after it looks anew.
+struct Keeper(Weak<Inner>);
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.kept_after.store(false, Ordering::Relaxed);
+        }
+    }
+}
+
+/// How often somebody looks whether the store is back, for keys that nobody asks for; jittered.
+const LOOK: Duration = Duration::from_millis(1000);
+
+/// How often one that is back charges what it uses.
+const OFTEN: Duration = Duration::from_millis(100);
+
+/// How long one that is back waits for the others, who look for the store once a second.
+const OTHERS: Micros = 2_500_000;

@@ -1,0 +1,534 @@
+//! The connection to one server: made when it is first needed, made anew when it breaks, and known to be broken meanwhile,
+//! so that no caller waits for it.
+//!
+//! One connection for all keys: what is asked at the same time travels together.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+use tokio::time::{timeout, timeout_at};
+
+use crate::clock;
+use crate::error::{BoxError, StoreError};
+use crate::events;
+use crate::rng::Backoff;
+
+/// Makes connections.
+pub(super) type Factory = Arc<dyn Fn() -> Connecting + Send + Sync>;
+pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>> + Send>>;
+
+/// A connection of any kind. Clones share it.
+#[derive(Clone)]
+pub(super) struct Connection {
+    ask: Arc<dyn Fn(Request) -> Answering + Send + Sync>,
+    /// The database that it says it uses.
+    pub(super) database: i64,
+}
+
+impl Connection {
+    pub(super) fn ask(&self, request: Request) -> Answering {
+        (self.ask)(request)
+    }
+}
+
+pub(super) type Answering = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
+
+/// What a server is asked. Clones share the command.
+#[derive(Clone)]
+pub(super) struct Request {
+    pub(super) command: Arc<Cmd>,
+    /// Whether it is about a key that is being moved to this server of a cluster.
+    pub(super) asking: bool,
+}
+
+impl From<Cmd> for Request {
+    fn from(command: Cmd) -> Self {
+        Request { command: Arc::new(command), asking: false }
+    }
+}
+
+/// Hides what kind of connection it is.
+pub(super) fn connection<C>(connection: C) -> Connection
+where
+    C: ConnectionLike + Clone + Send + Sync + 'static,
+{
+    let database = connection.get_db();
+    let ask = Arc::new(move |request: Request| {
+        let mut connection = connection.clone();
+        Box::pin(async move {
+            let Request { command, asking } = request;
+            if !asking {
+                return connection.req_packed_command(&command).await?.extract_error();
+            }
+            // It counts for the next command on the connection, so no other may come between.
+            let mut both = redis::pipe();
+            both.cmd("ASKING").add_command((*command).clone());
+            let answers = connection.req_packed_commands(&both, 1, 1).await?;
+            answers.into_iter().next().unwrap_or(Value::Nil).extract_error()
+        }) as _
+    });
+    Connection { ask, database }
+}
+
+/// Makes connections to the server that `client` knows.
+pub(super) fn factory_of(client: Client) -> Factory {
+    Arc::new(move || {
+        let client = client.clone();
+        Box::pin(async move { connect(&client).await })
+    })
+}
+
+/// A connection to the server that `client` knows.
+pub(super) async fn connect(client: &Client) -> RedisResult<Connection> {
+    // The deadlines are ours: one for the whole of each operation.
+    let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
+    let made: MultiplexedConnection = client.get_multiplexed_async_connection_with_config(&config).await?;
+    Ok(connection(made))
+}
+
+/// How long making a connection may take: names and certificates need longer than a call.
+pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
+
+/// After this time without a command a PING is sent. A network (NAT, a load balancer) that forgets idle connections, usually
+/// after a minute or more, does not forget this one; if it has, a PING finds that out, and not a request.
+const QUIET: Duration = Duration::from_secs(30);
+
+/// What all links of a store share.
+#[derive(Clone)]
+pub(super) struct Links {
+    pub(super) store_timeout: Duration,
+    /// Counts the connections that were made.
+    made: watch::Sender<u64>,
+    /// Notified when a link breaks.
+    pub(super) broke: Arc<Notify>,
+}
+
+impl Links {
+    pub(super) fn new(store_timeout: Duration) -> Self {
+        Links { store_timeout, made: watch::Sender::new(0), broke: Arc::default() }
+    }
+
+    /// Tells of each new connection from now on.
+    pub(super) fn connections(&self) -> Connections {
+        Connections(self.made.subscribe())
+    }
+
+    fn count(&self) -> u64 {
+        self.made.send_modify(|made| *made += 1);
+        *self.made.borrow()
+    }
+}
+
+/// The connections that are made.
+pub(super) struct Connections(watch::Receiver<u64>);
+
+impl Connections {
+    /// Ends when there is a new one. May be dropped at any time.
+    pub(super) async fn next(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
+}
+
+pub(super) struct Link {
+    links: Links,
+    /// Host and port, where the server is one of several: then errors name it.
+    server: Option<Arc<str>>,
+    factory: Factory,
+    state: watch::Sender<State>,
+    broken: Notify,
+    /// When a command was last sent.
+    used_at: Mutex<Instant>,
+}
+
+enum State {
+    /// The first try to connect is under way, or nobody asked yet.
+    New,
+    /// The connection, and its number.
+    Up(Connection, u64),
+    /// Why there is no connection. Callers are told so until a try succeeds.
+    Down(StoreError),
+}
+
+impl Link {
+    pub(super) fn new(server: Option<String>, factory: Factory, links: Links) -> Self {
+        let (state, _) = watch::channel(State::New);
+        Link {
+            links,
+            server: server.map(Arc::from),
+            factory,
+            state,
+            broken: Notify::new(),
+            used_at: Mutex::new(clock::now()),
+        }
+    }
+
+    /// Keeps a connection, for as long as it is polled.
+    pub(super) async fn keep(self: Arc<Self>) {
+        let mut backoff = Backoff::new();
+        loop {
+            match self.connect().await {
+                Ok(connection) => {
+                    backoff = Backoff::new();
+                    *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+                    self.state.send_replace(State::Up(connection.clone(), self.links.count()));
+                    events::store_connected(self.server.as_deref());
+                    // A task of its own: a connection of the user's may panic. What the server tells of itself is nice to
+                    // know, and some forbid to ask.
+                    tokio::spawn(async move {
+                        let info = timeout(LONGEST_CONNECTING, connection.ask(redis::cmd("INFO").into()));
+                        if let Ok(Ok(info)) = info.await {
+                            warn_of_eviction(&info);
+                        }
+                    });
+                    self.until_broken().await;
+                }
+                Err(error) => {
+                    events::store_away(&error);
+                    self.state.send_replace(State::Down(error));
+                    self.links.broke.notify_one();
+                }
+            }
+            clock::sleep(backoff.pause()).await;
+        }
+    }
+
+    /// Waits until the connection breaks, and sends a PING where nobody else sends anything.
+    async fn until_broken(self: &Arc<Self>) {
+        loop {
+            tokio::select! {
+                () = self.broken.notified() => return,
+                () = clock::sleep_until(self.quiet_at()) => {}
+            }
+            if clock::now() >= self.quiet_at() {
+                let link = self.clone();
+                // A task of its own: a connection of the user's may panic.
+                let asking = tokio::spawn(async move {
+                    let deadline = clock::after(clock::now(), link.links.store_timeout);
+                    link.ask(redis::cmd("PING").into(), deadline).await.is_ok()
+                });
+                let _ = asking.await;
+            }
+        }
+    }
+
+    fn quiet_at(&self) -> Instant {
+        clock::after(*self.used_at.lock().unwrap_or_else(PoisonError::into_inner), QUIET)
+    }
+
+    async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
+        let link = self.clone();
+        // A task of its own: a factory that panics must not take the keeper along.
+        let mut connecting = JoinSet::new();
+        connecting.spawn(async move {
+            let connection = (link.factory)().await?;
+            connection.ask(redis::cmd("PING").into()).await?;
+            Ok::<_, RedisError>(connection)
+        });
+        let soon = self.links.store_timeout.min(LONGEST_CONNECTING);
+        let mut made = timeout(soon, connecting.join_next()).await;
+        if made.is_err() {
+            // From now on callers need not wait for the end of the first try.
+            self.give_up(|state| matches!(state, State::New), &self.silent(soon));
+            made = timeout(LONGEST_CONNECTING - soon, connecting.join_next()).await;
+        }
+        match made {
+            Ok(Some(Ok(Ok(connection)))) => Ok(connection),
+            Ok(Some(Ok(Err(error)))) => Err(self.away(error)),
+            Ok(Some(Err(panicked))) => Err(self.away(panicked)),
+            Ok(None) | Err(_) => Err(self.away(format!("no connection within {LONGEST_CONNECTING:?}"))),
+        }
+    }
+
+    /// Why there is no connection, if there is none and was one, or a try to make one has failed.
+    pub(super) fn down(&self) -> Option<StoreError> {
+        match &*self.state.borrow() {
+            State::Down(error) => Some(error.clone()),
+            State::New | State::Up(..) => None,
+        }
+    }
+
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn is_up(&self) -> bool {
+        matches!(*self.state.borrow(), State::Up(..))
+    }
+
+    /// Ends when calls fail at once, as there is no connection.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) async fn is_down(&self) {
+        // The sender is ours.
+        let _ = self.state.subscribe().wait_for(|state| matches!(state, State::Down(_))).await;
+    }
+
+    /// Sends one command and waits for its answer, until `deadline` at most. It is never sent twice.
+    pub(super) async fn ask(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
+        let silent = |_| self.silent(self.links.store_timeout);
+        let (connection, number) = self.connection(deadline).await?;
+        *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+        let answer = timeout_at(deadline.into(), connection.ask(request)).await.map_err(silent);
+        let failure = match answer {
+            Ok(Ok(value)) => return Ok(value),
+            Ok(Err(error)) => self.failure(Why::Said(error)),
+            Err(silent) => silent,
+        };
+        if failure.breaks()
+            && self.give_up(|state| matches!(state, State::Up(_, up) if *up == number), &failure)
+        {
+            self.broken.notify_one();
+        }
+        Err(failure)
+    }
+
+    /// The database of the connection. Waits for a connection until `deadline` at most.
+    pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
+        let (connection, _) = self.connection(deadline).await?;
+        Ok(connection.database)
+    }
+
+    async fn connection(&self, deadline: Instant) -> Result<(Connection, u64), RedisFailure> {
+        let mut states = self.state.subscribe();
+        loop {
+            match &*states.borrow_and_update() {
+                State::Up(connection, number) => return Ok((connection.clone(), *number)),
+                State::Down(error) => return Err(self.failure(Why::Down(error.clone()))),
+                State::New => {}
+            }
+            if timeout_at(deadline.into(), states.changed()).await.is_err() {
+                return Err(self.silent(self.links.store_timeout));
+            }
+        }
+    }
+
+    /// If the state is as `condition` says, calls fail at once from now on, until there is a new connection. Returns whether
+    /// it was.
+    fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
+        let gave_up = self.state.send_if_modified(|state| {
+            let breaks = condition(state);
+            if breaks {
+                *state = State::Down(failure.to_error());
+            }
+            breaks
+        });
+        if gave_up {
+            events::store_away(&failure.to_error());
+            self.links.broke.notify_one();
+        }
+        gave_up
+    }
+
+    fn failure(&self, why: Why) -> RedisFailure {
+        RedisFailure { why, server: self.server.clone() }
+    }
+
+    fn silent(&self, after: Duration) -> RedisFailure {
+        self.failure(Why::Silent(after))
+    }
+
+    fn away(&self, error: impl Into<BoxError>) -> StoreError {
+        StoreError::away(of_server(self.server.as_ref(), error.into()))
+    }
+}
+
+/// Keys that are evicted are lost.
+fn warn_of_eviction(info: &Value) {
+    let text = match info {
+        Value::BulkString(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+        Value::VerbatimString { text, .. } => text.clone(),
+        _ => return,
+    };
+    let policy = text.lines().find_map(|line| line.strip_prefix("maxmemory_policy:"));
+    if let Some(policy) = policy.map(str::trim).filter(|policy| *policy != "noeviction") {
+        events::store_may_evict(policy);
+    }
+}
+
+/// Why a command has no answer.
+pub(super) struct RedisFailure {
+    why: Why,
+    /// The server that was asked, where it is one of several.
+    server: Option<Arc<str>>,
+}
+
+enum Why {
+    /// There is no connection.
+    Down(StoreError),
+    /// The server said no, or the connection broke.
+    Said(RedisError),
+    /// Nothing came back in time.
+    Silent(Duration),
+}
+
+impl RedisFailure {
+    /// There is no server to ask.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn down(error: StoreError) -> Self {
+        RedisFailure { why: Why::Down(error), server: None }
+    }
+
+    /// No answer came within `after`.
+    pub(super) fn silent(after: Duration) -> Self {
+        RedisFailure { why: Why::Silent(after), server: None }
+    }
+
+    /// Whether the server does not have the script: then it did nothing.
+    pub(super) fn is_no_script(&self) -> bool {
+        matches!(&self.why, Why::Said(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
+    }
+
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn is_silent(&self) -> bool {
+        matches!(self.why, Why::Silent(_))
+    }
+
+    /// What the server said.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn said(&self) -> Option<&RedisError> {
+        match &self.why {
+            Why::Said(error) => Some(error),
+            Why::Down(_) | Why::Silent(_) => None,
+        }
+    }
+
+    /// Whether it says that the server would answer the next call: what it said concerns this one.
+    fn is_answer(error: &RedisError) -> bool {
+        match error.kind() {
+            ErrorKind::Server(
+                ServerErrorKind::ReadOnly
+                | ServerErrorKind::BusyLoading
+                | ServerErrorKind::ClusterDown
+                | ServerErrorKind::MasterDown
+                | ServerErrorKind::TryAgain,
+            ) => false,
+            ErrorKind::Server(_) => true,
+            ErrorKind::Extension => !matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOREPLICAS")),
+            _ => false,
+        }
+    }
+
+    fn breaks(&self) -> bool {
+        match &self.why {
+            Why::Down(_) => false,
+            Why::Said(error) => !RedisFailure::is_answer(error),
+            Why::Silent(_) => true,
+        }
+    }
+
+    pub(super) fn to_error(&self) -> StoreError {
+        let of_server = |error| of_server(self.server.as_ref(), error);
+        match &self.why {
+            Why::Down(error) => error.clone(),
+            Why::Said(error) if RedisFailure::is_answer(error) => {
+                StoreError::failed(of_server(error.clone().into()))
+            }
+            Why::Said(error) => StoreError::away(of_server(error.clone().into())),
+            Why::Silent(after) => StoreError::away(of_server(format!("no answer within {after:?}").into())),
+        }
+    }
+}
+
+/// Says which server failed, where it is one of several.
+fn of_server(server: Option<&Arc<str>>, error: BoxError) -> BoxError {
+    match server {
+        Some(server) => Box::new(OfServer { server: server.clone(), error }),
+        None => error,
+    }
+}
+
+/// What went wrong at one server of several.
+#[derive(Debug)]
+struct OfServer {
+    server: Arc<str>,
+    error: BoxError,
+}
+
+impl fmt::Display for OfServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.server, self.error)
+    }
+}
+
+impl StdError for OfServer {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        Some(self.error.as_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(250);
+
+    /// A server behind a network that forgets a connection after a minute without traffic, or at once. What is sent on a
+    /// forgotten connection gets no answer.
+    #[derive(Default)]
+    struct Network {
+        connections: AtomicUsize,
+        forgets_all: AtomicBool,
+    }
+
+    impl Network {
+        fn connect(self: &Arc<Self>) -> Connection {
+            let number = self.connections.fetch_add(1, Ordering::Relaxed) + 1;
+            let (network, used_at) = (self.clone(), Arc::new(Mutex::new(clock::now())));
+            let ask = Arc::new(move |_| {
+                let last = std::mem::replace(&mut *used_at.lock().unwrap(), clock::now());
+                let idle = clock::now().saturating_duration_since(last);
+                let newest = number == network.connections.load(Ordering::Relaxed);
+                let forgets_all = newest && network.forgets_all.swap(false, Ordering::Relaxed);
+                Box::pin(async move {
+                    if idle > Duration::from_secs(60) || forgets_all {
+                        std::future::pending::<()>().await;
+                    }
+                    Ok(Value::Okay)
+                }) as _
+            });
+            Connection { ask, database: 0 }
+        }
+
+        fn link(self: &Arc<Self>) -> Arc<Link> {
+            let network = self.clone();
+            let factory = Arc::new(move || Box::pin(std::future::ready(Ok(network.connect()))) as _);
+            let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT)));
+            tokio::spawn(link.clone().keep());
+            link
+        }
+    }
+
+    async fn answers(link: &Link) -> bool {
+        link.ask(redis::cmd("GET").into(), clock::after(clock::now(), TIMEOUT)).await.is_ok()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn quiet_connections_are_not_forgotten_by_the_network() {
+        let network = Arc::new(Network::default());
+        let link = network.link();
+        for _ in 0..3 {
+            assert!(answers(&link).await);
+            clock::sleep(Duration::from_secs(600)).await;
+        }
+        assert_eq!(network.connections.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_ping_finds_a_forgotten_connection_before_a_request_does() {
+        let network = Arc::new(Network::default());
+        let link = network.link();
+        assert!(answers(&link).await);
+        network.forgets_all.store(true, Ordering::Relaxed);
+        clock::sleep(QUIET + TIMEOUT + Duration::from_secs(2)).await;
+        assert!(answers(&link).await);
+        assert_eq!(network.connections.load(Ordering::Relaxed), 2);
+    }
+}

@@ -1,0 +1,537 @@
+//! The rules are written twice, in Rust and in the script: the same history gets the same grants, to the microsecond.
+//!
+//! The script runs in a real server, under the time of the test.
+
+mod formats;
+mod late;
+mod seats;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::TestRunner;
+use redis_server::RedisServer;
+
+use super::codec;
+use super::script::TEXT;
+use crate::key::Key;
+use crate::limit::{Charge, Ledger, Left, Micros, Terms, Unused};
+use crate::quota::Quota;
+use crate::store::memory::{book, hold, usage};
+use crate::store::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Usage};
+
+const START: Micros = 1_700_000_000_000_000;
+
+fn millis(span: u64) -> Duration {
+    Duration::from_millis(span)
+}
+
+/// The script under the time of the caller, and nothing else of it changed.
+fn under_the_time_of_the_test(text: &str) -> redis::Script {
+    let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
+    assert_eq!(text.matches(asks).count(), 1, "the script asks for the time once");
+    redis::Script::new(&text.replace(asks, "local raw = tonumber(ARGV[4])\n"))
+}
+
+/// A call that asks for `needs` now, without any memory.
+fn asks<'a>(terms: &'a Arc<Terms>, needs: &'a [Need]) -> Ask<'a> {
+    Ask {
+        key: Key::ALL,
+        terms,
+        needs,
+        prefetch: 0,
+        latest: Duration::ZERO,
+        life: millis(10),
+        prefetch_life: millis(10),
+        returns: &[],
+        charges: &[],
+        memory: Memory::default(),
+        held: Held::default(),
+        left: None,
+    }
+}
+
+// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+#[derive(Clone, Debug)]
+struct Step {
+    wait: Micros,
+    needs: Vec<(u32, u32)>,
+    latest: Duration,
+    life: Duration,
+    prefetch: u32,
+    /// How many of the grants that lie unused go back, the newest first or the oldest.
+    returns: usize,
+    newest: bool,
+    /// How many units of each that goes back: a part may.
+    part: u64,
+    /// Which of the terms are asserted.
+    other_terms: bool,
+    /// The hold that the caller knows of.
+    held: Held,
+    /// What happens to the hold before.
+    hold: Option<Option<Held>>,
+    /// What the upstream said before.
+    left: Option<Said>,
+    /// What was used without a permit: units, and how long ago.
+    charges: Vec<(u64, u64)>,
+    /// The clock of the server is set by so much before, in microseconds: the wall clock, but not the time of the state.
+    clock: i64,
+}
+
+/// What an upstream says is left of one of the limits.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    which: usize,
+    units: u64,
+    reset_in: Option<Duration>,
+    steady: bool,
+    ago: Duration,
+    refused: u32,
+    forget: bool,
+    urgent: bool,
+}
+
+impl Said {
+    fn of(self, terms: &Terms) -> Left {
+        let limits = terms.quota().limits();
+        let Said { which, units, reset_in, steady, ago, refused, forget, urgent } = self;
+        let valid_for = millis([0, 300, 60_000][which % 3]);
+        Left {
+            reset_in,
+            steady,
+            ago,
+            refused,
+            valid_for,
+            forget,
+            urgent,
+            ..Left::new(limits[which % limits.len()], units)
+        }
+    }
+}
+
+/// Which calls a history is made of.
+#[derive(Clone, Copy, Debug)]
+enum Mix {
+    /// All kinds.
+    Any,
+    /// Lines that are long.
+    LongLines,
+    /// What most callers ask for: one need, of sliding windows, mostly now.
+    Plain,
+}
+
+fn step(mix: Mix) -> impl Strategy<Value = Step> {
+    let count = match mix {
+        Mix::Any => prop_oneof![6 => 1u32..8, 1 => 20u32..200].boxed(),
+        Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..900].boxed(),
+        Mix::Plain => (1u32..4).boxed(),
+    };
+    let need = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
+    let (needs, waits, latest) = match mix {
+        Mix::Plain => (1..2, vec![0u64, 300, 4_000, 40_000, 150_000], vec![0u64, 0, 0, 0, 500]),
+        _ => (
+            0..3,
+            vec![0u64, 0, 1, 700, 12_000, 60_000, 210_000, 1_000_000, 6_000_000],
+            vec![0u64, 100, 2000, 20_000, 100_000],
+        ),
+    };
+    let charge =
+        (select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]), prop_oneof![0u64..50, any::<u64>()]);
+    (
+        select(waits),
+        prop::collection::vec(need, needs),
+        select(latest).prop_map(millis),
+        select(vec![1u64, 10, 10, 10, 40]).prop_map(millis),
+        select(vec![0u32, 0, 0, 5, 50]),
+        select(vec![0usize, 0, 0, 1, 3, 30]),
+        any::<bool>(),
+        1u64..4,
+        prop::bool::weighted(0.1),
+        (
+            prop::option::weighted(0.04, held()),
+            prop::option::weighted(0.04, prop::option::of(held())),
+            prop::option::weighted(0.1, said()),
+            prop_oneof![9 => Just(Vec::new()), 1 => prop::collection::vec(charge, 1..4)],
+            prop_oneof![30 => Just(0i64), 1 => select(vec![-30_000_000i64, -900_000, 900_000, 61_000_500])],
+        ),
+    )
+        .prop_map(
+            |(
+                wait,
+                needs,
+                latest,
+                life,
+                prefetch,
+                returns,
+                newest,
+                part,
+                other_terms,
+                (held, hold, left, charges, clock),
+            )| Step {
+                wait,
+                needs,
+                latest,
+                life,
+                prefetch,
+                returns,
+                newest,
+                part,
+                other_terms,
+                held: held.unwrap_or_default(),
+                hold,
+                left,
+                charges,
+                clock,
+            },
+        )
+}
+
+fn said() -> impl Strategy<Value = Said> {
+    let units = prop_oneof![3 => 0u64..40, 1 => 0u64..3000, 1 => any::<u64>()];
+    let spans = (prop::option::of(select(vec![1u64, 500, 2000, 40_000])), select(vec![0u64, 3, 700, 90_000]));
+    let refused = prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()];
+    let flags = (any::<bool>(), any::<bool>(), prop::bool::weighted(0.05));
+    (0usize..6, units, spans, refused, flags).prop_map(
+        |(which, units, (reset_in, ago), refused, (steady, urgent, forget))| {
+            let (reset_in, ago) = (reset_in.map(millis), millis(ago));
+            Said { which, units, reset_in, steady, ago, refused, forget, urgent }
+        },
+    )
+}
+
+fn held() -> impl Strategy<Value = Held> {
+    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3, any::<bool>()).prop_map(|(left, releases, cut)| Held {
+        left: millis(left),
+        releases,
+        cut,
+    })
+}
+
+fn quota(mix: Mix) -> BoxedStrategy<Quota> {
+    if let Mix::Plain = mix {
+        let window = select(vec![100u64, 1000, 3000]).prop_map(millis);
+        let one = (prop_oneof![3u32..40, 100u32..400], window)
+            .prop_map(|(count, window)| Quota::new(count, window));
+        return (one.clone(), prop::option::weighted(0.4, one))
+            .prop_map(|(first, second)| second.map_or(first, |second| first.and(second)))
+            .boxed();
+    }
+    let window = select(vec![100u64, 1000, 3000, 60_000]).prop_map(millis);
+    let one = prop_oneof![
+        3 => (3u32..40, window.clone()).prop_map(|(count, window)| Quota::new(count, window)),
+        2 => (100u32..3000, window.clone()).prop_map(|(count, window)| Quota::new(count, window)),
+        2 => (3u32..40, 1u32..1000, window.clone())
+            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+        1 => (3u32..1_000_000_000, 1u32..1_000_000_000, window.clone())
+            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, window)),
+        1 => (3u32..100, window).prop_map(|(count, window)| Quota::fixed(count, window)),
+        1 => (5u32..2000, 3u32..20).prop_map(|(count, burst)| Quota::per_second(count).burst(burst)),
+    ];
+    (one.clone(), prop::option::weighted(0.4, one))
+        .prop_map(|(first, second)| second.map_or(first, |second| first.and(second)))
+        .boxed()
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Release {
+    Format1,
+    Today,
+}
+
+/// The same history in both.
+struct World {
+    redis: redis::Connection,
+    script: redis::Script,
+    /// Whose script leases are run by.
+    release: Release,
+    key: String,
+    ledger: Option<Ledger>,
+    /// The time of the state, and by how much the server's clock is ahead of it.
+    now: Micros,
+    clock: i64,
+    unused: Vec<Unused>,
+    incarnation: u64,
+    writes: u64,
+    seen: Micros,
+    calls: u64,
+}
+
+impl World {
+    fn new(server: &RedisServer) -> Self {
+        let redis = server.connect().unwrap();
+        World {
+            redis,
+            script: under_the_time_of_the_test(TEXT),
+            release: Release::Today,
+            key: "key".into(),
+            ledger: None,
+            now: START,
+            clock: 0,
+            unused: Vec::new(),
+            incarnation: 0,
+            writes: 0,
+            seen: START,
+            calls: 0,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.calls += 1;
+        self.key = format!("key {}", self.calls);
+        (self.ledger, self.now, self.incarnation, self.writes, self.seen) = (None, START, 0, 0, START);
+        self.clock = 0;
+        self.unused.clear();
+    }
+
+    fn run(&mut self, call: &[u8]) -> Vec<u8> {
+        let raw = self.now.saturating_add_signed(self.clock);
+        let mut invocation = self.script.key(&self.key);
+        invocation.arg(call).arg("told").arg("key").arg(raw).invoke(&mut self.redis).unwrap()
+    }
+
+    /// The same for a call that says what it knows of the time: asked again where the script is not sure.
+    fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
+        let answer = self.run(&call);
+        let Some(server_seen) = codec::read_unsure(&answer) else { return answer };
+        codec::Call::ask_again(&mut call, Duration::ZERO, server_seen);
+        self.run(&call)
+    }
+
+    /// The ledger of the terms at the time of the state, made first where there is none.
+    fn ledger(&mut self, terms: &Terms) -> &mut Ledger {
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
+        ledger.align(self.clock);
+        ledger.advance(terms, self.now);
+        ledger
+    }
+
+    fn lease(&mut self, terms: &Arc<Terms>, step: &Step, returns: &[Unused]) -> (Lease, Lease) {
+        let needs: Vec<Need> = step.needs.iter().map(|&(cost, count)| Need { cost, count }).collect();
+        let charges = step.charges.iter().map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
+        let charges: Vec<Charge> = charges.collect();
+        let ask = Ask {
+            prefetch: step.prefetch,
+            latest: step.latest,
+            life: step.life,
+            prefetch_life: step.life * 2,
+            returns,
+            charges: &charges,
+            memory: self.memory(),
+            held: step.held,
+            left: step.left.map(|left| left.of(terms)),
+            ..asks(terms, &needs)
+        };
+        self.set_hold(terms, step.hold);
+        // Who asks first after the clock was set has to know the time.
+        if step.hold.is_none() && self.incarnation != 0 {
+            self.clock += step.clock;
+        }
+        let call = codec::lease(&ask, 7);
+        let theirs = match self.release {
+            Release::Format1 => formats::lease_1(self, &call),
+            Release::Today => self.run_by_memory(call),
+        };
+        let theirs = codec::read_lease(&theirs, terms.transit_slack()).unwrap();
+        assert_eq!(theirs.now, self.now);
+        (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        let now = self.now;
+        (book(self.ledger(terms), now, &ask), theirs)
+    }
+
+    fn set_hold(&mut self, terms: &Arc<Terms>, change: Option<Option<Held>>) {
+        let Some(change) = change else { return };
+        let call = change.map_or_else(|| codec::release(terms, 7), |held| codec::hold(terms, held, None, 7));
+        let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
+        if theirs.incarnation != self.incarnation {
+            (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
+        }
+        let now = self.now;
+        let ledger = self.ledger(terms);
+        match change {
+            Some(held) => ledger.hold_anew(hold(held, now)),
+            None => ledger.release(),
+        };
+    }
+
+    fn memory(&self) -> Memory {
+        let &World { incarnation, writes, seen, now, .. } = self;
+        let since = Duration::from_micros(now - seen);
+        Memory { incarnation, writes, seen, since, ..Memory::default() }
+    }
+
+    fn peek(&mut self, terms: &Arc<Terms>) -> (Usage, Usage) {
+        let theirs = codec::read_peek(&self.run(&codec::peek(terms, 7))).unwrap();
+        let ours = match &mut self.ledger {
+            Some(ledger) => usage(ledger, self.now),
+            None => usage(&mut Ledger::new(terms, self.now), self.now),
+        };
+        (ours, theirs)
+    }
+
+    /// Where nothing was granted yet there is no state, and so no limit that was asserted.
+    fn forget_what_redis_does_not_keep(&mut self) {
+        if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
+            (self.ledger, self.incarnation) = (None, 0);
+            // The next state begins with the server's time.
+            self.now = self.now.saturating_add_signed(std::mem::take(&mut self.clock));
+        }
+    }
+
+    fn take_returns(&mut self, step: &Step) -> Vec<Unused> {
+        let mut returns = Vec::new();
+        for _ in 0..step.returns.min(self.unused.len()) {
+            let index = if step.newest { self.unused.len() - 1 } else { 0 };
+            let unused = &mut self.unused[index];
+            let units = step.part.min(unused.units);
+            unused.units -= units;
+            returns.push(Unused { units, incarnation: self.incarnation, ..*unused });
+            if unused.units == 0 {
+                self.unused.remove(index);
+            }
+        }
+        returns
+    }
+
+    fn keep(&mut self, lease: &Lease) {
+        for &Segment { cost, count, slot, stamp, .. } in lease.segments.iter().chain(&lease.prefetched) {
+            let units = u64::from(cost) * u64::from(count);
+            self.unused.push(Unused { slot, stamp, units, incarnation: self.incarnation });
+        }
+    }
+}
+
+/// What a lease decides.
+type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>, bool, u64, Held);
+
+fn decided(lease: &Lease) -> Decided {
+    (lease.segments.to_vec(), lease.prefetched, lease.refused, lease.shared, lease.free, lease.held)
+}
+
+fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
+    world.begin();
+    let terms = quotas.map(|quota| Arc::new(Terms::new(quota, millis(10), millis(2))));
+    for (number, step) in steps.iter().enumerate() {
+        world.now += step.wait;
+        let terms = &terms[usize::from(step.other_terms)];
+        let returns = world.take_returns(step);
+        let (ours, theirs) = world.lease(terms, step, &returns);
+        prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
+        // Times to live are by the real clock of the server, which nobody sets here.
+        let is_set = steps[..=number].iter().any(|step| step.clock != 0);
+        if number % 3 == 0 && theirs.incarnation != 0 && !is_set {
+            let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
+            let remember = i64::try_from(theirs.remember.as_millis()).unwrap();
+            prop_assert!(ttl == -2 || ttl >= remember, "remembered for {} ms, kept for {} ms", remember, ttl);
+        }
+        world.keep(&ours);
+        world.forget_what_redis_does_not_keep();
+        if number % 5 == 4 {
+            let (ours, theirs) = world.peek(terms);
+            prop_assert_eq!(ours, theirs, "peek at step {}", number);
+        }
+    }
+    let size: usize = redis::cmd("STRLEN").arg(&world.key).query(&mut world.redis).unwrap();
+    prop_assert!(size <= 4096 * quotas[0].and(quotas[1]).limits().len(), "{} bytes", size);
+    let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
+    prop_assert!(ttl > 0 || size == 0, "a state of {} bytes without a time to live", size);
+    Ok(())
+}
+
+fn check(cases: u32, mix: Mix, length: usize) {
+    let server = RedisServer::start().expect("a server of our own");
+    let world = std::cell::RefCell::new(World::new(&server));
+    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    let histories = ([quota(mix), quota(mix)], prop::collection::vec(step(mix), 1..length));
+    TestRunner::new(config)
+        .run(&histories, |(quotas, steps)| same_grants(&mut world.borrow_mut(), quotas, &steps))
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn memory_and_redis_grant_the_same_to_the_microsecond() {
+    check(1200, Mix::Any, 40);
+}
+
+#[test]
+fn memory_and_redis_grant_the_same_in_long_lines() {
+    check(250, Mix::LongLines, 80);
+}
+
+#[test]
+fn memory_and_redis_grant_the_same_where_little_is_asked() {
+    check(400, Mix::Plain, 200);
+}
+
+/// A call that only gives back knows nothing of the time: it leaves the clock as it is. One that held it up made permits
+/// booked ahead come early.
+#[test]
+fn giving_back_does_not_hold_up_the_clock() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    let terms = Arc::new(Terms::new(Quota::per_second(10), millis(10), millis(2)));
+    let step = Step {
+        wait: 0,
+        needs: vec![(1, 2)],
+        latest: millis(0),
+        life: millis(10),
+        prefetch: 0,
+        returns: 0,
+        newest: false,
+        part: 1,
+        other_terms: false,
+        held: Held::default(),
+        hold: None,
+        left: None,
+        charges: Vec::new(),
+        clock: 0,
+    };
+    for _ in 0..4 {
+        // It asserts that the time is the server's.
+        let (ours, theirs) = world.lease(&terms, &step, &[]);
+        assert_eq!(decided(&ours), decided(&theirs));
+        world.now += 100_000;
+        let Segment { slot, stamp, .. } = theirs.segments[0];
+        let unused = Unused { slot, stamp, units: 1, incarnation: theirs.incarnation };
+        world.run(&codec::give_back(&terms, &[unused], 7));
+        if let Some(ledger) = &mut world.ledger {
+            ledger.advance(&terms, world.now);
+            ledger.take_back(unused);
+        }
+        world.now += 100_000;
+    }
+}
+
+/// Each process of a large fleet may have learned another limit. Their calls go on, and each is kept within its own limit.
+#[test]
+fn memory_and_redis_forget_the_same_of_too_many_limits() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    world.begin();
+    for call in 0..120 {
+        let number = call * 7 % 40;
+        let quota = Quota::new(10 + number, millis(1000 + 100 * u64::from(number % 3)));
+        let quota = if number % 5 == 0 {
+            quota.and(Quota::bucket(10 + number).refill(3, millis(900)))
+        } else {
+            quota
+        };
+        let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
+        world.now += 17_000;
+        let needs = [Need { cost: 1, count: 1 }];
+        let ask = Ask { memory: world.memory(), ..asks(&terms, &needs) };
+        let theirs = codec::read_lease(&world.run_by_memory(codec::lease(&ask, 7)), millis(10)).unwrap();
+        (world.incarnation, world.writes, world.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        let now = world.now;
+        let ours = book(world.ledger(&terms), now, &ask);
+        assert_eq!(decided(&ours), decided(&theirs), "call {call}");
+        let (ours, theirs) = world.peek(&terms);
+        assert_eq!(ours, theirs, "peek after call {call}");
+        assert!(ours.limits.len() <= 32, "{} limits", ours.limits.len());
+        let own = quota.limits().iter().all(|own| ours.limits.iter().any(|usage| usage.limit == *own));
+        assert!(own, "the limits of the caller hold");
+    }
+}

@@ -1,0 +1,186 @@
+//! Where Redis is: one server, a master that Sentinels know, or a cluster.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+#[cfg(any(feature = "redis-cluster", feature = "redis-sentinel"))]
+use redis::ConnectionAddr;
+use redis::io::tcp::TcpSettings;
+use redis::{Client, ConnectionInfo, IntoConnectionInfo, RedisError};
+#[cfg(feature = "redis-sentinel")]
+use redis::{
+    TlsMode,
+    sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType},
+};
+
+#[cfg(feature = "redis-cluster")]
+use super::cluster::{Address, Seeds};
+use super::connection::{self, Factory};
+#[cfg(feature = "redis-tls-rustls")]
+use super::tls;
+use crate::config_error::ConfigError;
+use crate::error::StoreError;
+
+/// How to get to Redis. Clones share it.
+#[derive(Clone)]
+pub(super) enum Connecting {
+    Server {
+        factory: Factory,
+        /// Where to listen to what other processes do; a connection of the user's is for commands.
+        ears: Option<Ears>,
+    },
+    #[cfg(feature = "redis-cluster")]
+    Cluster(Arc<Seeds>),
+}
+
+/// Finds the server to listen to, each time anew.
+pub(super) type Ears =
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<Listening, StoreError>> + Send>> + Send + Sync>;
+
+/// A server to listen to.
+pub(super) struct Listening {
+    pub(super) client: Client,
+    /// Ends when it is known that the server is away, if somebody finds that out.
+    pub(super) away: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl Listening {
+    fn to(client: Client) -> Self {
+        Listening { client, away: Box::pin(std::future::pending()) }
+    }
+}
+
+/// One server.
+pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
+    let client = Client::open(info(url)?).map_err(|error| no_url(&error))?;
+    let heard = client.clone();
+    let ears: Ears = Arc::new(move || Box::pin(std::future::ready(Ok(Listening::to(heard.clone())))));
+    Ok(Connecting::Server { factory: connection::factory_of(client), ears: Some(ears) })
+}
+
+/// The master that the Sentinels at `sentinels` know by the name that is the host of `master`.
+#[cfg(feature = "redis-sentinel")]
+pub(super) fn sentinel<S: AsRef<str>>(
+    sentinels: impl IntoIterator<Item = S>,
+    master: &str,
+) -> Result<Connecting, ConfigError> {
+    let sentinels: Vec<_> = sentinels.into_iter().map(|url| info(url.as_ref())).collect::<Result<_, _>>()?;
+    let master = info(master)?;
+    let (name, tls) = match master.addr() {
+        ConnectionAddr::Tcp(name, _) => (name.clone(), None),
+        ConnectionAddr::TcpTls { host, insecure, .. } => {
+            (host.clone(), Some(if *insecure { TlsMode::Insecure } else { TlsMode::Secure }))
+        }
+        _ => (String::new(), None),
+    };
+    if sentinels.is_empty() || name.is_empty() {
+        let reason = "the URLs of Sentinels, and redis://name-of-the-master, are needed";
+        return Err(ConfigError::RedisUrl { reason: reason.into() });
+    }
+    let node = SentinelNodeConnectionInfo::default()
+        .set_redis_connection_info(master.redis_settings().clone())
+        .set_tcp_settings(master.tcp_settings().clone());
+    let node = tls.map_or(node.clone(), |tls| node.set_tls_mode(tls));
+    let find = move || {
+        let known = SentinelClient::build(
+            sentinels.clone(),
+            name.clone(),
+            Some(node.clone()),
+            SentinelServerType::Master,
+        );
+        // Asked each time: after a failover it is another one.
+        async move { known?.async_get_client().await }
+    };
+    let found = find.clone();
+    let factory = Arc::new(move || {
+        let finding = find();
+        Box::pin(async move { connection::connect(&finding.await?).await }) as _
+    });
+    let ears: Ears = Arc::new(move || {
+        let finding = found();
+        Box::pin(async move { Ok(Listening::to(finding.await.map_err(StoreError::away)?)) })
+    });
+    Ok(Connecting::Server { factory, ears: Some(ears) })
+}
+
+/// The cluster that the servers at `nodes` belong to.
+#[cfg(feature = "redis-cluster")]
+pub(super) fn cluster<S: AsRef<str>>(nodes: impl IntoIterator<Item = S>) -> Result<Connecting, ConfigError> {
+    let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.into() };
+    let nodes: Vec<_> = nodes.into_iter().map(|url| info(url.as_ref())).collect::<Result<_, _>>()?;
+    let Some(settings) = nodes.first().cloned() else {
+        return Err(refused("a cluster needs the URL of at least one of its servers"));
+    };
+    if !nodes.iter().all(|node| is_alike(node, &settings)) {
+        return Err(refused("all URLs of a cluster need the same scheme, user, password and database"));
+    }
+    let address = |node: &ConnectionInfo| match node.addr() {
+        ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
+            Some(Address { host: host.as_str().into(), port: *port })
+        }
+        _ => None,
+    };
+    let servers: Option<Vec<_>> = nodes.iter().map(address).collect();
+    let servers = servers.ok_or_else(|| refused("a cluster needs hosts and ports, not sockets"))?;
+    Ok(Connecting::Cluster(Arc::new(Seeds { servers, settings })))
+}
+
+/// Whether two servers are connected to in the same way, but for their addresses.
+#[cfg(feature = "redis-cluster")]
+fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
+    let tls = |info: &ConnectionInfo| match info.addr() {
+        ConnectionAddr::TcpTls { insecure, .. } => Some(*insecure),
+        _ => None,
+    };
+    let (ones, others) = (one.redis_settings(), other.redis_settings());
+    tls(one) == tls(other)
+        && ones.username() == others.username()
+        && ones.password() == others.password()
+        && ones.db() == others.db()
+        && ones.protocol() == others.protocol()
+}
+
+/// Without it, a call may wait for the acknowledgement of the one before.
+fn tcp() -> TcpSettings {
+    TcpSettings::default().set_nodelay(true)
+}
+
+/// The text of a URL may hold a password, so no error shows it.
+fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
+    let scheme = url.split_once("://").map(|(scheme, _)| scheme);
+    if matches!(scheme, Some("rediss" | "valkeys")) {
+        tls_is_there()?;
+    }
+    let info = url.into_connection_info().map_err(|error| no_url(&error))?;
+    Ok(info.set_tcp_settings(tcp()))
+}
+
+#[cfg(feature = "redis-tls-rustls")]
+fn tls_is_there() -> Result<(), ConfigError> {
+    // rustls would panic later, when the store connects.
+    if tls::has_provider() { Ok(()) } else { Err(ConfigError::NoTlsProvider) }
+}
+
+#[cfg(not(feature = "redis-tls-rustls"))]
+fn tls_is_there() -> Result<(), ConfigError> {
+    let reason = "rediss:// needs the feature redis-tls-rustls of tollgate";
+    Err(ConfigError::RedisUrl { reason: reason.into() })
+}
+
+fn no_url(error: &RedisError) -> ConfigError {
+    ConfigError::RedisUrl { reason: error.to_string() }
+}
+
+#[cfg(all(test, not(feature = "redis-tls-rustls")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tls_that_is_not_there_is_an_error_that_names_the_feature() {
+        for url in ["rediss://:geheim@127.0.0.1/", "valkeys://127.0.0.1/"] {
+            let error = server(url).map(|_| ()).unwrap_err().to_string();
+            assert!(error.contains("redis-tls-rustls") && !error.contains("geheim"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! A connection on which this process is told what others do: a subscription to the channel of its store, and to that of
+//! all.
+
+use std::pin::{Pin, pin};
+use std::time::Duration;
+
+use futures_core::Stream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+use super::backend::{Backend, TO_ALL};
+use super::endpoint::{Ears, Listening};
+use crate::clock;
+use crate::error::StoreError;
+use crate::rng::{Backoff, jittered};
+
+/// How long making the connection may take.
+const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
+
+/// What comes in.
+pub(super) enum Heard {
+    /// From now on nothing is missed: a word that was said has come back.
+    Open,
+    /// From now on all is.
+    Deaf,
+    /// To this store.
+    Message(Vec<u8>),
+    /// To all.
+    MessageToAll(Vec<u8>),
+}
+
+/// After so long without a word one is said to oneself: a connection may be cut without a sign, and who may listen may
+/// not be allowed to speak.
+const QUIET: Duration = Duration::from_secs(5);
+
+/// How long a word to oneself may take, and how often it is said before the connection counts as cut.
+const ECHO: Duration = Duration::from_millis(500);
+const MOST_ECHOES: u32 = 3;
+
+/// Before the next try, where the server lets us listen and nothing arrives.
+const FORBIDDEN: Duration = Duration::from_secs(30);
+
+/// Listens for as long as it is polled.
+pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: mpsc::UnboundedSender<Heard>) {
+    let mut backoff = Backoff::new();
+    loop {
+        let subscribing = async {
+            let Listening { client, away } = ears().await?;
+            let database = client.get_connection_info().redis_settings().db();
+            let channels =
+                [instance.to_string().as_str(), TO_ALL].map(|name| backend.channel(database, name));
+            let mut pubsub = client.get_async_pubsub().await.map_err(StoreError::away)?;
+            for channel in &channels {
+                pubsub.subscribe(channel).await.map_err(StoreError::away)?;
+            }
+            Ok::<_, StoreError>((pubsub, channels, away))
+        };
+        if let Ok(Ok((pubsub, [ours, all], mut away))) = timeout(LONGEST_CONNECTING, subscribing).await {
+            let mut messages = pin!(pubsub.into_on_message());
+            let (mut open, mut echoes) = (false, 0);
+            loop {
+                let quiet = match (open, echoes) {
+                    (true, 0) => QUIET,
+                    (false, 0) => Duration::ZERO,
+                    _ => ECHO,
+                };
+                let heard_or_quiet = async {
+                    tokio::select! {
+                        message = timeout(quiet, next(messages.as_mut())) => message,
+                        // As when it is closed.
+                        () = &mut away => Ok(None),
+                    }
+                };
+                match heard_or_quiet.await {
+                    Ok(Some(message)) => {
+                        if !std::mem::replace(&mut open, true) {
+                            let _ = heard.send(Heard::Open);
+                        }
+                        echoes = 0;
+                        let payload = message.get_payload_bytes().to_vec();
+                        let _ = match message.get_channel_name() == all {
+                            true => heard.send(Heard::MessageToAll(payload)),
+                            false if payload.is_empty() => Ok(()),
+                            false => heard.send(Heard::Message(payload)),
+                        };
+                    }
+                    Ok(None) => break,
+                    Err(_) if echoes == MOST_ECHOES => break,
+                    Err(_) => {
+                        echoes += 1;
+                        say(backend.clone(), &ours);
+                    }
+                }
+            }
+            let _ = heard.send(Heard::Deaf);
+            if open {
+                backoff = Backoff::new();
+            } else {
+                clock::sleep(jittered(FORBIDDEN)).await;
+            }
+        }
+        clock::sleep(backoff.pause()).await;
+    }
+}
+
+/// Says a word without content, which comes back if all is well.
+fn say(backend: Backend, channel: &str) {
+    let mut command = redis::cmd("PUBLISH");
+    command.arg(channel).arg("");
+    tokio::spawn(async move {
+        let _ = backend.ask_any(command, backend.deadline()).await;
+    });
+}
+
+async fn next<S: Stream>(mut stream: Pin<&mut S>) -> Option<S::Item> {
+    std::future::poll_fn(|cx| stream.as_mut().poll_next(cx)).await
+}

@@ -1,0 +1,496 @@
+//! What holds for a line that processes share, over a network that delays and loses.
+
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::pace_state::Course;
+use super::paced_queue::{Flight, Line, Number};
+use super::peers::Exchange;
+use crate::clock;
+use crate::error::StoreError;
+use crate::pace::{Dice, Notes, Pace, Traffic};
+use crate::signal::Signal;
+use crate::store::{Register, Tell};
+
+const INTERVAL: Duration = Duration::from_millis(1000);
+const REQUEST: Duration = Duration::from_millis(100);
+/// Long enough for everybody to leave.
+const END: Duration = Duration::from_secs(300);
+
+/// One request in a second for all.
+#[derive(Debug)]
+struct EachSecond;
+
+impl Pace for EachSecond {
+    fn slot(&self, traffic: &Traffic) -> Option<Instant> {
+        Some(traffic.last_sent? + INTERVAL)
+    }
+
+    fn share(&mut self, _: &mut Notes<'_>) -> bool {
+        true
+    }
+}
+
+/// What the network does.
+#[derive(Clone, Copy, Debug)]
+struct Network {
+    /// The longest trip there or back, in ms.
+    trip: u64,
+    /// How likely a call or its answer is lost, and how likely news are.
+    lost: f64,
+    lost_news: f64,
+}
+
+/// Who does what when, in ms.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Join(usize, u64),
+    /// The first who waits there gives up.
+    Leave(usize, u64),
+    Die(usize, u64),
+}
+
+fn steps(leaves: u32, deaths: u32) -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        12 => (0..5_usize, 0..20_000_u64).prop_map(|(process, at)| Step::Join(process, at)),
+        leaves => (0..5_usize, 0..20_000_u64).prop_map(|(process, at)| Step::Leave(process, at)),
+        deaths => (0..4_usize, 0..20_000_u64).prop_map(|(process, at)| Step::Die(process, at)),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+struct Process {
+    line: Line,
+    waiting: Vec<(Number, Instant)>,
+    flying: Vec<(Instant, Flight)>,
+    /// The exchange under way.
+    call: Option<Call>,
+    is_dead: bool,
+}
+
+struct Call {
+    asked: Instant,
+    /// When the store has it, and when the answer is there.
+    done_at: Instant,
+    answer_at: Instant,
+    exchange: Exchange,
+    answer: Option<Register>,
+    is_lost: bool,
+}
+
+struct World {
+    start: Instant,
+    now: Instant,
+    dice: Dice,
+    network: Network,
+    processes: Vec<Process>,
+    register: Option<(u64, Vec<u8>, Instant)>,
+    news: Vec<(Instant, usize, Register)>,
+    /// Who left when, and since when it had waited.
+    left: Vec<(Instant, Instant)>,
+    exchanges: usize,
+}
+
+impl World {
+    fn new(seed: u64, network: Network) -> Self {
+        let start = clock::now() + Duration::from_secs(3600);
+        let processes = (1..=5).map(|id| {
+            let mut line = Line::new(Box::new(EachSecond), Dice::seeded(id), END, start);
+            line.share(id, id, start);
+            Process { line, waiting: Vec::new(), flying: Vec::new(), call: None, is_dead: false }
+        });
+        World {
+            start,
+            now: start,
+            dice: Dice::seeded(seed),
+            network,
+            processes: processes.collect(),
+            register: None,
+            news: Vec::new(),
+            left: Vec::new(),
+            exchanges: 0,
+        }
+    }
+
+    fn trip(&mut self) -> Duration {
+        Duration::from_micros((self.network.trip as f64 * 1000.0 * self.dice.roll()) as u64)
+    }
+
+    fn step(&mut self, step: Step) {
+        let (Step::Join(index, _) | Step::Leave(index, _) | Step::Die(index, _)) = step;
+        let (now, process) = (self.now, &mut self.processes[index]);
+        match step {
+            _ if process.is_dead => {}
+            Step::Join(..) => process.waiting.push((process.line.join(now), now)),
+            Step::Leave(..) if !process.waiting.is_empty() => {
+                let (number, _) = process.waiting.remove(0);
+                assert!(process.line.leave(number));
+            }
+            Step::Leave(..) => {}
+            Step::Die(..) => process.is_dead = true,
+        }
+        self.look_after(index);
+    }
+
+    /// Lets a process do all that is due there now.
+    fn look_after(&mut self, index: usize) {
+        let now = self.now;
+        let process = &mut self.processes[index];
+        if process.is_dead {
+            return;
+        }
+        while let Some(flight) = process.line.depart(now) {
+            let (number, since) = process.waiting.remove(0);
+            assert_eq!(number, flight.number, "first come, first served");
+            process.flying.push((now + REQUEST, flight));
+            self.left.push((now, since));
+        }
+        if process.call.is_none()
+            && let Some(exchange) = process.line.exchange(now)
+        {
+            self.exchanges += 1;
+            let (there, back) = (self.trip(), self.trip());
+            let is_lost = self.dice.roll() < self.network.lost;
+            // What is lost is lost there or back.
+            let is_lost_there = is_lost && self.dice.roll() < 0.5;
+            let timeout = Duration::from_millis(250);
+            let done_at = if is_lost_there { now + END * 2 } else { now + there };
+            let answer_at = if is_lost { now + timeout } else { now + there + back };
+            let call = Call { asked: now, done_at, answer_at, exchange, answer: None, is_lost };
+            self.processes[index].call = Some(call);
+        }
+    }
+
+    /// The store does what is asked of it.
+    fn serve(&mut self, index: usize) {
+        let now = self.now;
+        let Some(call) = &mut self.processes[index].call else { return };
+        let (version, value, age) = match &self.register {
+            Some((version, value, at)) => (*version, value.clone(), now - *at),
+            None => (0, Vec::new(), Duration::ZERO),
+        };
+        let mut register = Register { version, value, age, ..Register::default() };
+        if let Some(value) = call.exchange.value.take()
+            && call.exchange.seen == version
+        {
+            self.register = Some((version + 1, value.clone(), now));
+            register = Register { version: version + 1, changed: true, ..Register::default() };
+            let told: Vec<usize> = match call.exchange.tell {
+                Tell::Nobody => Vec::new(),
+                Tell::One(id) => vec![id as usize - 1],
+                Tell::All => (0..5).collect(),
+            };
+            call.answer = Some(register);
+            for to in told {
+                if self.dice.roll() >= self.network.lost_news {
+                    let register =
+                        Register { version: version + 1, value: value.clone(), ..Register::default() };
+                    let at = now + self.trip();
+                    self.news.push((at, to, register));
+                }
+            }
+        } else {
+            call.answer = Some(register);
+        }
+    }
+
+    /// The next moment at which anything happens.
+    fn next(&self) -> Option<Instant> {
+        let alive = self.processes.iter().filter(|process| !process.is_dead);
+        let own = alive.flat_map(|Process { line, flying, call, .. }| {
+            let call = call.as_ref();
+            let exchange = line.exchange_at().filter(|_| call.is_none());
+            let (done, answer) = (
+                call.filter(|call| call.answer.is_none()).map(|call| call.done_at),
+                call.map(|call| call.answer_at),
+            );
+            [line.look_at(), exchange, done, answer, flying.first().map(|(at, _)| *at)]
+        });
+        own.flatten().chain(self.news.iter().map(|(at, ..)| *at)).min()
+    }
+
+    fn run(&mut self, until: Instant) {
+        let mut rounds = 0;
+        while let Some(at) = self.next().filter(|at| *at <= until) {
+            rounds += 1;
+            assert!(rounds < 200_000, "it turns in circles");
+            self.now = self.now.max(at);
+            let now = self.now;
+            for index in 0..self.processes.len() {
+                if self.processes[index].is_dead {
+                    continue;
+                }
+                if self.processes[index]
+                    .call
+                    .as_ref()
+                    .is_some_and(|call| call.answer.is_none() && call.done_at <= now)
+                {
+                    self.serve(index);
+                }
+                let process = &mut self.processes[index];
+                if let Some(call) = process.call.take_if(|call| call.answer_at <= now) {
+                    let answer = call.answer.filter(|_| !call.is_lost).ok_or(StoreError::Lost);
+                    process.line.exchanged(answer, call.asked, now);
+                }
+                while process.flying.first().is_some_and(|(at, _)| *at <= now) {
+                    let (_, flight) = process.flying.remove(0);
+                    assert!(process.line.answered(flight, &Signal::default(), now).is_none());
+                }
+                self.look_after(index);
+            }
+            let heard: Vec<_> = self.news.extract_if(.., |(at, ..)| *at <= now).collect();
+            for (_, to, register) in heard {
+                if !self.processes[to].is_dead {
+                    self.processes[to].line.hear(register, now);
+                    self.look_after(to);
+                }
+            }
+        }
+        self.now = self.now.max(until);
+    }
+
+    fn play(seed: u64, network: Network, mut steps: Vec<Step>) -> World {
+        let at = |step: &Step| match step {
+            Step::Join(_, at) | Step::Leave(_, at) | Step::Die(_, at) => *at,
+        };
+        steps.sort_by_key(at);
+        let mut world = World::new(seed, network);
+        for step in steps {
+            world.run(world.start + Duration::from_millis(at(&step)));
+            world.step(step);
+        }
+        world.run(world.start + END);
+        world
+    }
+
+    fn all_have_left(&self) -> Result<(), TestCaseError> {
+        for process in self.processes.iter().filter(|process| !process.is_dead) {
+            prop_assert!(process.waiting.is_empty(), "{} wait for ever", process.waiting.len());
+            prop_assert_eq!((process.line.in_flight(), process.line.waiting()), (0, 0));
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_fleet_leaves_in_the_order_in_which_it_came_and_at_its_pace(seed in any::<u64>(), steps in steps(2, 0)) {
+        let world = World::play(seed, Network { trip: 0, lost: 0.0, lost_news: 0.0 }, steps);
+        world.all_have_left()?;
+        for pair in world.left.windows(2) {
+            prop_assert!(pair[1].0 - pair[0].0 >= INTERVAL, "one slot was taken twice");
+            prop_assert!(pair[1].1 >= pair[0].1, "one was overtaken");
+        }
+    }
+
+    #[test]
+    fn over_a_slow_network_no_slot_is_taken_twice_and_hardly_anybody_overtaken(
+        seed in any::<u64>(),
+        trip in 1..30_u64,
+        // A turn of one who leaves goes to the next there, who may have come later than others.
+        steps in steps(0, 0),
+    ) {
+        let world = World::play(seed, Network { trip, lost: 0.0, lost_news: 0.0 }, steps);
+        world.all_have_left()?;
+        // A trip is known to a half of it there and back, and each of five may know the moments from another.
+        let blur = Duration::from_millis(6 * trip);
+        for pair in world.left.windows(2) {
+            prop_assert!(pair[1].0 - pair[0].0 + blur >= INTERVAL, "one slot was taken twice");
+            let late = Duration::from_millis(40 * trip);
+            prop_assert!(pair[1].1 + late >= pair[0].1, "one was overtaken");
+        }
+        // Asked again and again it would be no wait.
+        prop_assert!(world.exchanges <= 20 + 12 * world.left.len() + 12 * 40, "{} exchanges", world.exchanges);
+    }
+
+    #[test]
+    fn whatever_is_lost_and_whoever_dies_everybody_else_leaves(
+        seed in any::<u64>(),
+        lost in 0.0..0.5_f64,
+        lost_news in 0.0..=1.0_f64,
+        steps in steps(2, 2),
+    ) {
+        let world = World::play(seed, Network { trip: 5, lost, lost_news }, steps);
+        world.all_have_left()?;
+    }
+}
+
+fn line_of(id: u64, now: Instant) -> Line {
+    let mut line = Line::new(Box::new(EachSecond), Dice::seeded(id), END, now);
+    line.share(id, id, now);
+    line
+}
+
+/// Makes the exchanges that are due, without a network. Answers who left.
+fn exchange(line: &mut Line, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
+    let mut left = Vec::new();
+    for _ in 0..10 {
+        let Some(Exchange { seen, value, .. }) = line.exchange(now) else { return left };
+        let changed = value.is_some() && seen == register.0;
+        if let Some(value) = value.filter(|_| changed) {
+            *register = (register.0 + 1, value);
+        }
+        let value = if changed { Vec::new() } else { register.1.clone() };
+        let answer = Register { version: register.0, changed, value, ..Register::default() };
+        line.exchanged(Ok(answer), now, now);
+        left.extend(std::iter::from_fn(|| line.depart(now)));
+    }
+    panic!("it turns in circles");
+}
+
+#[test]
+fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
+    let now = clock::now() + Duration::from_secs(3600);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+    one.join(now);
+    assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+    one.join(now);
+    exchange(&mut one, &mut register, now);
+    for index in 0..register.1.len() / 8 {
+        let mut spoilt = register.clone();
+        spoilt.1[8 * index..][..8].copy_from_slice(&1e9_f64.to_le_bytes());
+        let mut third = line_of(3, now);
+        third.join(now);
+        exchange(&mut third, &mut spoilt, now);
+        let at = third.exchange_at().unwrap_or(now);
+        assert!(at <= now + Duration::from_secs(90_000), "number {index}: {:?}", at - now);
+    }
+    // What cannot be read is as if it were not there: what is known counts, and once.
+    other.join(now);
+    exchange(&mut other, &mut register, now);
+    other.hold_until(now + Duration::from_secs(5), now);
+    let at = other.slot();
+    let mut spoilt = register.clone();
+    spoilt.0 += 1;
+    spoilt.1.truncate(spoilt.1.len() - 8);
+    exchange(&mut other, &mut spoilt, now);
+    assert_eq!(other.slot(), at);
+}
+
+#[test]
+fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and_without_a_hold() {
+    for hold in [Duration::ZERO, Duration::from_secs(60)] {
+        let now = clock::now() + Duration::from_secs(3600);
+        let mut register = (0, Vec::new());
+        let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+        one.join(now);
+        assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+        one.hold_until(now + hold, now);
+        one.join(now);
+        exchange(&mut one, &mut register, now);
+        // The one is never heard of again.
+        other.join(now);
+        assert!(exchange(&mut other, &mut register, now).is_empty());
+        let slot = now + hold.max(INTERVAL);
+        let turn = other.exchange_at().expect("it waits for its turn");
+        assert_eq!(turn, slot + Duration::from_millis(250), "held for {hold:?}");
+        assert_eq!(exchange(&mut other, &mut register, turn).len(), 1);
+    }
+}
+
+/// Nothing is scarce.
+#[derive(Debug)]
+struct Open;
+
+impl Pace for Open {
+    fn share(&mut self, _: &mut Notes<'_>) -> bool {
+        true
+    }
+}
+
+#[test]
+fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
+    let now = clock::now() + Duration::from_secs(3600);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+    for line in [&mut one, &mut other] {
+        line.course.pace = Box::new(Open);
+    }
+    let mut told = Vec::new();
+    for step in 0..12_000_u32 {
+        // The other sends a hundred requests a second.
+        let now = now + Duration::from_millis(10) * step;
+        other.join(now);
+        let first = other.depart(now);
+        let flights = first.into_iter().chain(exchange(&mut other, &mut register, now));
+        for flight in flights.collect::<Vec<_>>() {
+            assert!(other.answered(flight, &Signal::default(), now).is_none());
+        }
+        if step == 100 {
+            // The one waits behind a hold, which is over soon, and is never heard of again.
+            exchange(&mut one, &mut register, now);
+            one.hold_until(now + INTERVAL, now);
+            one.join(now);
+            exchange(&mut one, &mut register, now);
+            let (version, value) = register.clone();
+            other.hear(Register { version, value, ..Register::default() }, now);
+        }
+        told.push(register.0);
+    }
+    let of_last_second = told[told.len() - 1] - told[told.len() - 101];
+    assert!(of_last_second <= 11, "{of_last_second} exchanges in a second");
+}
+
+/// It writes more than it reads.
+#[derive(Debug)]
+struct Forgetful(bool);
+
+impl Pace for Forgetful {
+    fn share(&mut self, notes: &mut Notes<'_>) -> bool {
+        if !std::mem::replace(&mut self.0, true) {
+            notes.number(&mut 1.0);
+        }
+        notes.number(&mut 2.0);
+        true
+    }
+}
+
+#[test]
+fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
+    let kind = |pace: Box<dyn Pace>| Course::new(pace, END, clock::now()).kind();
+    assert!(kind(Box::new(EachSecond)).is_some());
+    assert_eq!(kind(Box::new(Forgetful(false))), None);
+}
+
+fn is_held(line: &Line, now: Instant) -> bool {
+    line.held_until().is_some_and(|until| until > now)
+}
+
+#[test]
+fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
+    let start = clock::now() + Duration::from_secs(3600);
+    let at = |seconds: u64| start + Duration::from_secs(seconds);
+    let mut register = (0, Vec::new());
+    let (mut one, mut other) = (line_of(1, start), line_of(2, start));
+    for line in [&mut one, &mut other] {
+        line.join(start);
+        exchange(line, &mut register, start);
+    }
+    one.hold_until(at(3000), start);
+    for line in [&mut one, &mut other] {
+        line.join(at(1));
+        exchange(line, &mut register, at(1));
+        assert!(is_held(line, at(1)));
+    }
+    // The other cannot reach the store while the one releases.
+    other.hold_until(at(3100), at(2));
+    assert!(other.exchange(at(2)).is_some());
+    other.exchanged(Err(StoreError::Lost), at(2), at(2));
+    one.release(at(2));
+    exchange(&mut one, &mut register, at(2));
+    assert!(!is_held(&one, at(2)) && is_held(&other, at(2)));
+    // It is back, and says what it knows.
+    for _ in 0..3 {
+        exchange(&mut other, &mut register, at(60));
+        exchange(&mut one, &mut register, at(60));
+    }
+    assert!(!is_held(&one, at(60)) && !is_held(&other, at(60)));
+    // What is held from then on is held.
+    other.hold_until(at(3100), at(61));
+    exchange(&mut other, &mut register, at(61));
+    one.join(at(61));
+    exchange(&mut one, &mut register, at(61));
+    assert!(is_held(&one, at(61)) && is_held(&other, at(61)));
+}
