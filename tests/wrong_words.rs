@@ -269,7 +269,7 @@ mod shared {
     /// And what it had booked for later: nothing of that leaves before the upstream starts anew.
     #[tokio::test]
     async fn what_was_booked_is_booked_anew() {
-        const TOOK: Duration = Duration::from_millis(500);
+        const TOOK: Duration = Duration::from_millis(200);
         let server = RedisServer::start().unwrap();
         // By the first limit they are booked a second apart; by the second, nothing is left.
         let quota = Quota::per_second(2).and(Quota::per_minute(100));
@@ -289,7 +289,10 @@ mod shared {
         });
         let hears = process(&server, quota, Duration::ZERO).layer(slowly);
         let upstream = Upstream::new();
-        let other = process(&server, quota, ms(10_000)).layer(upstream.clone());
+        let other = process(&server, quota, ms(10_000));
+        // It is connected by the time it books.
+        other.limiter().peek(tollgate::Key::ALL).await.unwrap();
+        let other = other.layer(upstream.clone());
         let sent = now();
         let first = tokio::spawn(hears.clone().oneshot(get("/")));
         while asked.count() == 0 {
