@@ -1,4 +1,4 @@
-//! What can be wrong with the settings.
+//! The errors of settings.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use crate::quota::{Limit, Quota};
 
-/// What is wrong with the settings, and what to change.
+/// Why a layer, quota or store cannot be built, and what to change.
 #[non_exhaustive]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConfigError {
-    /// A count, capacity or burst of zero would allow nothing.
+    /// A count, capacity or burst of zero allows nothing.
     ZeroCount {
         /// The limit.
         limit: Limit,
@@ -32,20 +32,21 @@ pub enum ConfigError {
         /// How long it takes.
         full_after: Duration,
     },
-    /// A burst or spacing so fine that the margin of each permit would cost more of the rate than
-    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) allows, 10 % by default. Lower `transit_slack`, allow a burst,
-    /// or accept the loss.
+    /// The burst or spacing is so fine that the margin of each permit costs more of the rate than
+    /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) allows, 10 % by default.
+    ///
+    /// Lower `transit_slack`, allow a burst, or accept the loss.
     TooFine {
         /// The limit.
         limit: Limit,
-        /// How much of the rate would be lost, in per cent, with permits that live for 2 ms.
+        /// The share of the rate that is lost with permits that are valid for 2 ms, in per cent.
         lost_percent: u32,
         /// The transit slack, which is a part of the margin.
         transit_slack: Duration,
         /// The smallest burst that loses nothing.
         smallest_burst: u32,
     },
-    /// The guards on both sides of the boundaries leave too little of a fixed window.
+    /// The guards on both sides of a boundary leave too little of a fixed window.
     WindowTooShortForSlack {
         /// The limit.
         limit: Limit,
@@ -54,33 +55,33 @@ pub enum ConfigError {
     },
     /// More than [`Quota::MOST_LIMITS`] limits on one key.
     TooManyLimits,
-    /// `burst` was called on a bucket, which has its capacity, or on `every`, which has none.
+    /// `burst` was called on a bucket or on `every`, whose burst is the capacity.
     BurstOfBucket,
     /// `burst` was called on a limit of calls in flight, which has no rate.
     BurstOfInFlight,
-    /// A text that is no quota.
+    /// The text is not a quota.
     Unparsable {
         /// The text.
         text: String,
     },
-    /// A URL that is none, or one for which a feature is missing. The URL is not told: it may hold a
+    /// The URL of Redis is invalid, or needs a feature that is off. The error never holds the URL, which may contain a
     /// password.
     RedisUrl {
-        /// What is wrong with it.
+        /// What is wrong with the URL.
         reason: String,
     },
-    /// A `rediss://` URL in a process in which rustls has no provider of cryptography: the process has installed none, and the
-    /// crate features of rustls name none or two.
+    /// The URL is `rediss://`, and rustls has no provider of cryptography: the process has installed none, and the crate
+    /// features of rustls name none or two.
     NoTlsProvider,
-    /// A pace that cannot be shared, with a store to share it through.
+    /// A store is set to share the pace, and this pace cannot be shared.
     PaceNotShared,
-    /// A setting that must lie in a range does not.
+    /// A setting lies outside its range.
     OutOfRange {
-        /// Its name.
+        /// The name of the setting.
         setting: &'static str,
         /// Its value.
         value: String,
-        /// What it may be.
+        /// The allowed values.
         allowed: &'static str,
     },
 }
@@ -103,8 +104,8 @@ impl fmt::Display for ConfigError {
             }
             ConfigError::TooFine { limit, lost_percent, transit_slack, smallest_burst } => write!(
                 f,
-                "quota {limit}: spacing this fine would lose {lost_percent} % of the rate, because each permit lives for \
-                 2 ms and the way may take {transit_slack:?} more or less: lower transit_slack; or accept it with \
+                "quota {limit}: spacing this fine loses {lost_percent} % of the rate, because each permit is valid for \
+                 2 ms and transit_slack is {transit_slack:?}: lower transit_slack; or accept the loss with \
                  .max_rate_loss({lost_percent}); or allow a burst of {smallest_burst}, which loses nothing: \
                  .burst({smallest_burst}) after a window, else Quota::bucket({smallest_burst}).refill({}, {:?})",
                 limit.count(),
@@ -120,16 +121,16 @@ impl fmt::Display for ConfigError {
             }
             ConfigError::BurstOfBucket => write!(
                 f,
-                "burst() shapes a window; a spacing or a bucket has it as its capacity: for every(d) write \
+                "burst() is for windows; the burst of every() or bucket() is its capacity: for every(d) write \
                  Quota::bucket(burst).refill(1, d)"
             ),
             ConfigError::BurstOfInFlight => write!(
                 f,
-                "burst() shapes a rate, and calls in flight have none: write in_flight(n).and(per_second(50).burst(10))"
+                "burst() is for rates, and in_flight() has none: write in_flight(n).and(per_second(50).burst(10))"
             ),
             ConfigError::Unparsable { text } => write!(
                 f,
-                "{text:?} is no quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, or 8 in flight"
+                "{text:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, or 8 in flight"
             ),
             ConfigError::RedisUrl { reason } => write!(
                 f,

@@ -303,7 +303,7 @@ async fn each_program_helps_and_says_what_is_wrong() {
             assert!(err.contains(complaint), "{example} {words:?}: {err}");
         }
         let (code, _, err) = run(example, &["--redis", "redis://127.0.0.1:1/"]).await;
-        assert!(code == Some(1) && err.contains("the store is away"), "{example}: {err}");
+        assert!(code == Some(1) && err.contains("the store cannot be reached"), "{example}: {err}");
     }
 }
 

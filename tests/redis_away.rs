@@ -66,7 +66,7 @@ async fn a_program_can_ask_at_its_start_whether_redis_is_there() {
     RedisStore::new(&server.url()).unwrap().connect().await.unwrap();
     let nowhere = RedisStore::new(&format!("redis://127.0.0.1:{}/", closed_port())).unwrap();
     let error = nowhere.connect().await.unwrap_err();
-    assert!(error.to_string().starts_with("the store is away"), "{error}");
+    assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
 }
 
 /// It accepts connections and answers nothing, as a process that is stopped, or a network that swallows.

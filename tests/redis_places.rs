@@ -411,6 +411,6 @@ async fn a_server_without_tls_is_away_for_one_who_wants_it() {
     let url = server.url().replace("redis://", "rediss://");
     let store = RedisStore::new(&url).unwrap();
     let error = timeout(PATIENCE, store.connect()).await.unwrap().unwrap_err();
-    assert!(error.to_string().starts_with("the store is away"), "{error}");
+    assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
     assert!(!error.to_string().contains("panic"), "{error}");
 }

@@ -74,7 +74,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
         (second(builder(), with(Deadline(long_ago()))).await, "deadline"),
         (behind_another(builder().max_waiting(1), secret()).await, "max_waiting"),
         (behind_another(builder().max_keys(1), another_key).await, "max_keys"),
-        (second(builder(), with(Cost(9))).await, "split it or raise the limit"),
+        (second(builder(), with(Cost(9))).await, "split it, or raise the limit"),
         (first(builder(), keyless).await, "by_host needs an absolute URL"),
         (first(builder().error_on_upstream_limit(), secret()).await, "try again in 7"),
         (first(failing(StoreError::Full { max_keys: 3 }), secret()).await, "raise max_keys"),
@@ -142,8 +142,8 @@ async fn no_event_shows_a_key_and_each_no_is_one_event() {
     let told = events::told();
     assert!(!told.contains(SECRET), "{told}");
     let count = |what: &str| told.lines().filter(|line| line.contains(what)).count();
-    assert_eq!(count("message=refused") + count("limited by the upstream"), refusals, "{told}");
-    assert_eq!((count("waiting for a slot"), count("slot reached")), (3, 1), "{told}");
+    assert_eq!(count("message=request refused"), refusals, "{told}");
+    assert_eq!((count("waiting for a permit"), count("permit granted")), (3, 1), "{told}");
 }
 
 /// Keeps what is told to `tracing`, for each thread; a test is one thread.

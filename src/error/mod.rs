@@ -1,5 +1,5 @@
-//! Everything that can go wrong: while building ([`ConfigError`]), in a store ([`StoreError`]), and with a call
-//! ([`Error`], with [`Limited`] in it when somebody said no).
+//! The errors of a call: [`Error`], with [`Limited`] in it if a limit or the store stopped the request, and
+//! [`StoreError`]. Settings are checked when a layer is built, by [`ConfigError`](crate::ConfigError).
 
 mod report;
 mod store;
@@ -15,37 +15,36 @@ pub use store::StoreError;
 /// An error of any type.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 
-/// Why a call did not succeed: it was limited, or the service inside failed.
+/// Why a call failed: it was limited, or the inner service failed.
 ///
-/// If a service has several tollgate layers, the error of an inner one arrives as it is, never wrapped in another. Two
-/// [`RateLimitLayer`](crate::RateLimitLayer)s around each other do not keep the outer limit:
-/// [take both permits by hand](crate::Limiter#two-limits-with-different-keys). Through other people's layers and clients,
-/// [`Limited::find`] finds the reason.
+/// [`Limited::find`] finds the reason through the errors of other layers and clients. If a service has several tollgate
+/// layers, the error of the inner layer is passed on unchanged. Two [`RateLimitLayer`](crate::RateLimitLayer)s around each
+/// other do not keep the outer limit: [take both permits by hand](crate::Limiter#two-limits-with-different-keys).
 ///
 /// ```
 /// use tollgate::{Error, Limited};
 ///
 /// fn describe(error: &Error) -> String {
 ///     match error {
-///         Error::Limited(Limited::Local { report, .. }) => format!("we held it back; {:?}", report.retry_after()),
-///         Error::Limited(Limited::Upstream { report, .. }) => format!("they said no; {:?}", report.retry_after()),
-///         Error::Limited(Limited::Store { source, .. }) => format!("the store is away: {source}"),
+///         Error::Limited(Limited::Local { report, .. }) => format!("refused locally; {:?}", report.retry_after()),
+///         Error::Limited(Limited::Upstream { report, .. }) => format!("refused by the upstream; {:?}", report.retry_after()),
+///         Error::Limited(Limited::Store { source, .. }) => format!("the store failed: {source}"),
 ///         Error::Inner(inner) => format!("the call failed: {inner}"),
-///         _ => "something newer than this program".into(),
+///         _ => "an error of a newer tollgate".into(),
 ///     }
 /// }
 /// ```
 #[non_exhaustive]
 #[derive(Debug)]
 pub enum Error {
-    /// Somebody said no: this process, the upstream, or the store.
+    /// This process, the upstream or the store stopped the request.
     Limited(Limited),
-    /// The service inside failed.
+    /// The inner service failed.
     Inner(BoxError),
 }
 
 impl Error {
-    /// The error of the service inside: as it is when it already is one of ours.
+    /// Converts an error of the inner service; an [`Error`] stays what it is.
     pub(crate) fn inner(error: impl Into<BoxError>) -> Self {
         match error.into().downcast::<Error>() {
             Ok(ours) => *ours,
@@ -70,7 +69,7 @@ impl fmt::Display for Error {
 }
 
 impl StdError for Error {
-    /// The [`Limited`] value itself, so that it is found through wrappers that show only their source.
+    /// Returns the [`Limited`] value itself, so that callers find it through wrappers that expose only their source.
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Error::Limited(limited) => Some(limited),
@@ -79,45 +78,44 @@ impl StdError for Error {
     }
 }
 
-/// Somebody said no.
+/// Who stopped a request, and why.
 #[non_exhaustive]
 #[derive(Clone, Debug)]
 pub enum Limited {
-    /// Refused here: the request was not sent.
+    /// This process refused the request. It was not sent.
     #[non_exhaustive]
     Local {
         /// Why.
         reason: Reason,
-        /// Whose limit, how long it waited, when to come back.
+        /// The key, how long the request waited, and when to retry.
         report: Report,
     },
-    /// Refused there: the request was sent, and the upstream answered that it is too much.
+    /// The upstream refused the request because of a limit. It was sent.
     ///
-    /// Only with `error_on_upstream_limit`, and if a request that was to be sent again
-    /// ([`retrying`](crate::AdaptiveThrottleLayer::retrying)) got no turn in time. By default such a response passes as a
-    /// response.
+    /// By default such a response is passed on as a response. It becomes an error with `error_on_upstream_limit`, and if a
+    /// request that [`retrying`](crate::AdaptiveThrottleLayer::retrying) was to send again got no turn in time.
     #[non_exhaustive]
     Upstream {
         /// The status of the response.
         status: http::StatusCode,
-        /// Whose limit, how long it waited, when to come back.
+        /// The key, how long the request waited, and when to retry.
         report: Report,
     },
-    /// The store could not be asked: the request was not sent.
+    /// The store failed, so the request could not be counted. It was not sent.
     #[non_exhaustive]
     Store {
-        /// What the store said.
+        /// The error of the store.
         source: StoreError,
-        /// Whose limit, how long it waited.
+        /// The key, and how long the request waited.
         report: Report,
     },
 }
 
 impl Limited {
-    /// Finds a [`Limited`] in `error` or in what lies beneath it, through wrappers of any kind.
+    /// Finds a [`Limited`] in `error` or in its chain of sources, through wrappers of any kind.
     ///
-    /// Some wrappers show their source and not what they hold, `io::Error` for one. Wrap an [`Error`] in those, whose
-    /// source is the `Limited`: `io::Error::other(tollgate::Error::from(limited))`.
+    /// Some wrappers, such as `io::Error`, expose the source of what they wrap but not the wrapped error. Wrap an [`Error`] in
+    /// those, whose source is the `Limited`: `io::Error::other(tollgate::Error::from(limited))`.
     ///
     /// ```
     /// use tollgate::Limited;
@@ -140,7 +138,7 @@ impl Limited {
         None
     }
 
-    /// Whose limit it is, how long the request waited, when to come back.
+    /// Returns the key, how long the request waited, and when to retry.
     pub fn report(&self) -> &Report {
         match self {
             Limited::Local { report, .. }
@@ -149,7 +147,7 @@ impl Limited {
         }
     }
 
-    /// Why it was refused here; `None` where it was not us who refused.
+    /// Returns why this process refused the request; `None` if the upstream or the store did.
     pub fn reason(&self) -> Option<Reason> {
         match self {
             Limited::Local { reason, .. } => Some(*reason),
@@ -157,17 +155,17 @@ impl Limited {
         }
     }
 
-    /// How long to wait before the next try, where that is known. See [`Report::retry_after`].
+    /// Returns how long to wait before the next attempt, if that is known. See [`Report::retry_after`].
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }
 
-    /// The label of the key: never its text, unless that is a host.
+    /// Returns the label of the key: never its text, unless that is a host.
     pub fn key(&self) -> &str {
         self.report().key()
     }
 
-    /// How long the request waited before it was limited.
+    /// Returns how long the request waited before it was limited.
     pub fn waited(&self) -> Duration {
         self.report().waited()
     }
@@ -181,7 +179,7 @@ impl fmt::Display for Limited {
                 write!(f, "refused here ({}): ", report.key())?;
                 match *reason {
                     Reason::MaxWait(most) if !most.is_zero() && report.waited() >= most => {
-                        write!(f, "it has waited for all of max_wait, {most:?}")?
+                        write!(f, "no permit within max_wait ({most:?})")?
                     }
                     reason => write!(f, "{reason}")?,
                 }
@@ -204,7 +202,7 @@ impl fmt::Display for Limited {
     }
 }
 
-/// Rounded up: who comes back when the message says is not too early.
+/// Rounds up: a caller that retries when the message says is not too early.
 fn whole_millis(span: Duration) -> Duration {
     Duration::from_millis(u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX))
 }
@@ -218,26 +216,27 @@ impl StdError for Limited {
     }
 }
 
-/// Why a request was refused here.
+/// Why this process refused a request.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// Its slot lies further away than `max_wait`.
+    /// Its slot is further away than `max_wait`.
     MaxWait(Duration),
-    /// Its slot lies beyond its own deadline.
+    /// Its slot lies beyond the request's own deadline.
     Deadline,
-    /// As many as `max_waiting` wait for its key already.
+    /// `max_waiting` requests already wait for the key.
     LineFull(usize),
-    /// As many as `max_keys` keys are in use at once.
+    /// `max_keys` keys are in use.
     TooManyKeys(usize),
-    /// It costs more than the quota can ever allow at once.
+    /// The request costs more than the quota ever allows at once.
     CostAboveLimit {
-        /// What it costs.
+        /// The cost of the request.
         cost: u32,
-        /// The most a request may cost.
+        /// The largest cost that the quota allows.
         largest: u32,
     },
-    /// Its key is held: the upstream refused a call lately, or an operator said so, and the hold ends later than it can wait.
+    /// The key is on hold, after a refusal by the upstream or by an operator, and the hold ends later than the request can
+    /// wait.
     Held,
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,
@@ -246,25 +245,25 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Reason::MaxWait(Duration::ZERO) => write!(f, "it would have to wait, and max_wait is 0"),
-            Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait, {max_wait:?}"),
+            Reason::MaxWait(Duration::ZERO) => write!(f, "no permit is free, and max_wait is 0"),
+            Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait ({max_wait:?})"),
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
-            Reason::LineFull(most) => write!(f, "{most} wait already, the most that max_waiting allows"),
+            Reason::LineFull(most) => write!(f, "the queue of the key is full: max_waiting is {most}"),
             Reason::TooManyKeys(most) => {
                 write!(f, "{most} keys are in use: raise max_keys or use fewer keys")
             }
             Reason::CostAboveLimit { cost, largest } => {
                 write!(
                     f,
-                    "it costs {cost}, but the quota allows {largest} at once: split it or raise the limit or burst"
+                    "it costs {cost}, and the quota allows at most {largest} at once: split it, or raise the limit or burst"
                 )
             }
-            Reason::Held => write!(f, "its key is held: the upstream has said that it is too much"),
+            Reason::Held => write!(f, "its key is on hold after a rate-limit response from the upstream"),
             Reason::NoKey => {
                 write!(
                     f,
                     "the key function found no key: by_host needs an absolute URL or a Host header, by_header its \
-                     header, a closure has to return one"
+                     header, a closure must return a key"
                 )
             }
         }
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_who_why_since_when_and_when_to_come_back() {
+    fn a_refusal_names_key_reason_limit_and_retry_time() {
         let limited = limited();
         assert_eq!(
             limited.to_string(),
@@ -315,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_is_found_through_wrappers_that_show_only_their_source() {
+    fn limited_is_found_through_wrappers_without_their_value() {
         let io = std::io::Error::other(Error::Limited(limited()));
         let twice = std::io::Error::other(io);
         assert!(matches!(Limited::find(&twice), Some(Limited::Local { .. })));

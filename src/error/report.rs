@@ -1,15 +1,15 @@
-//! What is told of a request that was limited.
+//! The details of a request that was limited.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use crate::quota::Limit;
 
-/// Whose limit it was, how long the request waited, when to come back.
+/// The details of a limited request: its key, how long it waited, and when to retry.
 #[derive(Clone)]
 pub struct Report(Box<Facts>);
 
-/// What a [`Report`] tells; boxed, so that errors stay small.
+/// The fields of a [`Report`], boxed so that errors stay small.
 #[derive(Clone)]
 pub(crate) struct Facts {
     pub(crate) key: Box<str>,
@@ -25,40 +25,40 @@ impl Report {
         Report(Box::new(facts))
     }
 
-    /// The label of the key: the host for `by_host`, `all` without a key function, else eight hex digits: see
+    /// Returns the label of the key: the host for `by_host`, `all` without a key function, else eight hex digits: see
     /// [`Key`](crate::Key#what-logs-show-of-a-key).
     pub fn key(&self) -> &str {
         &self.0.key
     }
 
-    /// The limit that refused, where it was one of ours.
+    /// Returns the limit that refused the request, if it was one of this process's quota.
     pub fn limit(&self) -> Option<Limit> {
         self.0.limit
     }
 
-    /// How long after the refusal a slot would have been free, or how long the upstream asked to wait.
+    /// Returns how long after the refusal a slot would have been free, or how long the upstream asked to wait.
     ///
-    /// `None` where that is not known, or where no wait helps.
+    /// `None` if that is not known, or if no wait helps.
     pub fn retry_after(&self) -> Option<Duration> {
         self.0.retry_after
     }
 
-    /// The same as a moment: when to run the job again.
+    /// Returns [`retry_after`](Report::retry_after) as a moment of the wall clock.
     pub fn retry_at(&self) -> Option<SystemTime> {
         self.0.at.checked_add(self.0.retry_after?)
     }
 
-    /// Since when the request was waiting.
+    /// Returns when the request began to wait.
     pub fn since(&self) -> SystemTime {
         self.0.at.checked_sub(self.0.waited).unwrap_or(self.0.at)
     }
 
-    /// How long it waited.
+    /// Returns how long the request waited.
     pub fn waited(&self) -> Duration {
         self.0.waited
     }
 
-    /// How often it waited: 0 when it was refused at once, more than 1 when it missed its slot.
+    /// Returns how often the request waited for a slot: 0 if it was refused at once, more than 1 if it missed a slot.
     pub fn turns(&self) -> u32 {
         self.0.turns
     }

@@ -1,4 +1,4 @@
-//! What can go wrong in a store.
+//! The errors of a store.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -8,45 +8,47 @@ use std::time::Duration;
 #[cfg(feature = "redis")]
 use super::BoxError;
 
-/// What a store could not do.
+/// Why a store granted nothing.
 #[non_exhaustive]
 #[derive(Clone, Debug)]
 pub enum StoreError {
-    /// It holds as many keys as it may, and all of them are in use.
+    /// The store holds `max_keys` keys, and all of them are in use.
     Full {
-        /// The most keys it may hold.
+        /// The most keys that the store may hold.
         max_keys: usize,
     },
-    /// It could not be reached, or it did not answer in time: what it may have granted counts as spent.
+    /// The store could not be reached, or did not answer in time. What it may have granted counts as spent.
     Away(Arc<dyn StdError + Send + Sync>),
-    /// It answered that it cannot do it.
+    /// The store answered with an error.
     Failed(Arc<dyn StdError + Send + Sync>),
-    /// It answers so slowly that what it grants has run out when it arrives.
+    /// The store answers so slowly that its permits have expired when they arrive.
     TooSlow {
         /// How long the call took.
         took: Duration,
-        /// The longest that a permit of this quota may live.
+        /// The longest validity of a permit of this quota.
         longest: Duration,
     },
-    /// It has not answered yet, and the request can wait no longer: it has waited for `max_wait`, and for a second at least.
-    /// What the store grants to it later goes to another request, or back. A request that ends at a
-    /// [`Deadline`](crate::Deadline) is refused instead.
+    /// The store has not answered, and the request waited for `max_wait`, and for at least a second.
+    ///
+    /// A permit that the store grants later goes to another request, or back. A request whose
+    /// [`Deadline`](crate::Deadline) ends first is refused locally instead.
     NoAnswer {
         /// How long ago the store was asked.
         waited: Duration,
     },
-    /// It was asked, and the answer was lost: what it may have granted counts as spent.
+    /// The store's answer was lost. What it may have granted counts as spent.
     Lost,
-    /// It could not be told for so long that a call is in flight that others may take its place: the call was given up.
+    /// This process lost contact with the store for longer than `in_flight_life`, so that other processes may have been granted
+    /// the call's place in flight. The call was cancelled.
     SeatLost,
-    /// It is away, and the request costs more than the share with which the process goes on meanwhile.
+    /// The store cannot be reached, and the request costs more than the fallback share of this process allows at once.
     AboveShare {
-        /// The units it costs.
+        /// The cost of the request.
         cost: u32,
-        /// The most units that one request can cost of the share.
+        /// The largest cost that the fallback share allows.
         share: u32,
     },
-    /// It cannot do what the quota needs.
+    /// The store does not support what the quota needs.
     Unsupported(&'static str),
 }
 
@@ -70,25 +72,24 @@ impl fmt::Display for StoreError {
                     "the store holds {max_keys} keys and all are in use: raise max_keys or use fewer keys"
                 )
             }
-            StoreError::Away(source) => write!(f, "the store is away: {source}"),
+            StoreError::Away(source) => write!(f, "the store cannot be reached: {source}"),
             StoreError::Failed(source) => write!(f, "the store failed: {source}"),
             StoreError::TooSlow { took, longest } => write!(
                 f,
-                "the store took {took:.1?} to answer, but a permit of this quota lives for {longest:?} at most: \
-                 bring the store nearer, or use a longer window"
+                "the store took {took:.1?} to answer, and a permit of this quota is valid for at most {longest:?}: \
+                 move the store closer, or use a longer window"
             ),
             StoreError::NoAnswer { waited } => write!(f, "the store has not answered for {waited:.1?}"),
-            StoreError::Lost => write!(f, "the answer of the store was lost"),
-            StoreError::SeatLost => write!(
-                f,
-                "the store was away for longer than calls in flight are counted without it: this one was given up"
-            ),
+            StoreError::Lost => write!(f, "the store's answer was lost"),
+            StoreError::SeatLost => {
+                write!(f, "lost contact with the store for longer than in_flight_life; call cancelled")
+            }
             StoreError::AboveShare { cost, share } => write!(
                 f,
-                "the store is away, and a request that costs {cost} is more than the {share} that this process may use \
-                 at once meanwhile"
+                "the store cannot be reached, and the request costs {cost}: the fallback share of this process allows \
+                 {share} at once"
             ),
-            StoreError::Unsupported(what) => write!(f, "this store does not know {what}"),
+            StoreError::Unsupported(what) => write!(f, "this store does not support {what}"),
         }
     }
 }

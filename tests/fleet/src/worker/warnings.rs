@@ -29,7 +29,7 @@ impl Subscriber for Ear {
         let mut line = Line(String::new());
         event.record(&mut line);
         // One that passes uncounted is told each time, and counted by its grant.
-        if !line.0.contains("passed uncounted") {
+        if !line.0.contains("sent uncounted") {
             TOLD.lock().unwrap_or_else(PoisonError::into_inner).push(line.0);
         }
     }

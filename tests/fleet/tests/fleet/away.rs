@@ -178,7 +178,7 @@ fn go_on_with_shares(
     let log = site.upstream.log();
     assert_all_ended(&reports);
     let told = |report: &fleet::Report| {
-        report.warnings.iter().any(|warning| warning.contains("goes on with its share"))
+        report.warnings.iter().any(|warning| warning.contains("uses its fallback share"))
     };
     assert!(reports.iter().all(told), "it is told that a process goes on alone");
     let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed)).count();

@@ -4,7 +4,7 @@ use fleet::{Options, Report};
 
 use super::*;
 
-const FOREIGN: &str = "another process asserts another limit";
+const FOREIGN: &str = "another process limits this key by another quota";
 
 fn version(quota: &str, span: Duration) -> Options {
     Options { quota: quota.into(), tasks: 30, span, max_wait: ms(1000), ..Options::default() }

@@ -31,7 +31,7 @@ fn options(tasks: usize, span: Duration) -> Options {
 
 fn lost(reports: &[Report]) -> usize {
     let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed));
-    failed.filter(|event| event.text.contains("given up")).count()
+    failed.filter(|event| event.text.contains("call cancelled")).count()
 }
 
 fn failed(reports: &[Report]) -> usize {
