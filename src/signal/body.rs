@@ -4,11 +4,11 @@
 
 use http::StatusCode;
 
-use super::json::{Node, Str, Value, visit};
-use super::lines::Lines;
-use super::number::Number;
+use super::generic::lines::Lines;
+use super::parse::json::{Node, Str, Value, visit};
+use super::parse::number::Number;
+use super::parse::time::Base;
 use super::refusal::{Said, is_code};
-use super::time::Base;
 
 /// How deep a container may lie in others for its members to count; the root lies at 0.
 const DEEPEST: usize = 8;

@@ -1,12 +1,12 @@
 //! Puts the quotas of all headers of a response together, so that each bucket comes once.
 
 use super::draft::{Draft, Drafts};
-use super::family::{Family, Header, Role};
-use super::group::{Entry, Group, Stated, own};
-use super::lines::Lines;
-use super::ratelimit::{self, Fields};
-use super::text::{Bounded, Text};
-use super::time::Base;
+use super::generic::family::{Family, Header, Role};
+use super::generic::group::{Entry, Group, Stated, own};
+use super::generic::lines::Lines;
+use super::parse::text::{Bounded, Text};
+use super::parse::time::Base;
+use super::standard::ratelimit::{self, Fields};
 use super::vendor;
 
 /// The lines of the generic families.

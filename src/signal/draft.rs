@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use super::generic::words;
 use super::observed::Observed;
-use super::text::{Bounded, Text};
-use super::words;
+use super::parse::text::{Bounded, Text};
 
 /// What is known so far of a quota; counts and milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Draft {
             self.remaining = Some(limit.saturating_sub(used));
         }
         if let (None, Some(remaining), Some(used)) = (self.limit, self.remaining, self.used) {
-            self.limit = Some((used + remaining).min(super::number::LARGEST));
+            self.limit = Some((used + remaining).min(super::parse::number::LARGEST));
         }
         if self.unit == Unit::Open {
             let unit = self.name.as_ref().and_then(|name| words::unit_of(name.as_str()));

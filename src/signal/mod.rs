@@ -19,25 +19,16 @@
 #[cfg(feature = "body")]
 mod body;
 mod combine;
-mod date;
 mod draft;
-mod family;
-mod group;
-mod json;
-mod lines;
-mod number;
+mod generic;
 mod observed;
 #[cfg(test)]
 mod page;
-mod ratelimit;
+mod parse;
 mod read;
 mod refusal;
-mod retry_after;
-mod structured;
-mod text;
-mod time;
+mod standard;
 mod vendor;
-mod words;
 
 #[cfg(test)]
 mod properties;
@@ -166,7 +157,7 @@ impl Signal {
     /// ```
     pub fn read(response: &impl AsResponseInfo) -> Self {
         let status = response.status();
-        match response.headers().filter(|headers| lines::any(headers)) {
+        match response.headers().filter(|headers| generic::lines::any(headers)) {
             Some(headers) => read::signal(status, Some(headers), None, clock::wall(clock::now())),
             None => {
                 Signal { limited: status.filter(|status| refusal::is_always(*status)), ..Signal::default() }
@@ -177,7 +168,8 @@ impl Signal {
     /// Whether a response may say anything of limits: most say nothing, and need not be read.
     #[inline]
     pub(crate) fn is_any_in(response: &impl AsResponseInfo) -> bool {
-        response.status().is_some_and(refusal::is_always) || response.headers().is_some_and(lines::any)
+        response.status().is_some_and(refusal::is_always)
+            || response.headers().is_some_and(generic::lines::any)
     }
 
     /// Reads status, headers and body of a response that has just come.
@@ -238,7 +230,7 @@ impl Signal {
 
     /// Sets the name of the limiter; what is longer than 95 bytes is cut.
     pub fn with_scope(self, scope: &str) -> Self {
-        Signal { scope: Some(text::Text::of(&[scope]).as_str().into()), ..self }
+        Signal { scope: Some(parse::text::Text::of(&[scope]).as_str().into()), ..self }
     }
 
     /// Adds a quota, if there are not [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.

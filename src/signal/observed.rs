@@ -76,17 +76,17 @@ impl Observed {
 
     /// Whether it is of all calls, as far as its name says.
     pub(crate) fn is_of_all_calls(&self) -> bool {
-        self.name().is_none_or(super::words::is_plain)
+        self.name().is_none_or(super::generic::words::is_plain)
     }
 
     /// Sets the name; what is longer than 95 bytes is cut.
     pub fn with_name(self, name: &str) -> Self {
-        Observed { name: Some(super::text::Text::of(&[name]).as_str().into()), ..self }
+        Observed { name: Some(super::parse::text::Text::of(&[name]).as_str().into()), ..self }
     }
 
     /// Sets the unit; what is longer than 95 bytes is cut.
     pub fn with_unit(self, unit: &str) -> Self {
-        let unit = super::text::Text::of(&[unit]);
+        let unit = super::parse::text::Text::of(&[unit]);
         Observed { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
     }
 
@@ -131,7 +131,7 @@ impl fmt::Debug for Observed {
 }
 
 fn count(count: u64) -> Small {
-    NonZeroU64::MIN.checked_add(count.min(super::number::LARGEST))
+    NonZeroU64::MIN.checked_add(count.min(super::parse::number::LARGEST))
 }
 
 fn span(span: Duration) -> Small {
@@ -144,5 +144,5 @@ fn out(small: Small) -> Option<u64> {
 
 /// Whole milliseconds, rounded up, at most 366 days.
 pub(super) fn millis(span: Duration) -> u64 {
-    u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).min(super::time::LONGEST)
+    u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).min(super::parse::time::LONGEST)
 }

@@ -5,8 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
+use super::generic::lines;
+use super::standard::retry_after;
 use super::vendor::{Form, ROWS, Row};
-use super::{combine, lines, refusal, retry_after};
+use super::{combine, refusal};
 
 fn page() -> String {
     let mut page = String::from(
@@ -30,7 +32,7 @@ fn page() -> String {
              Every name with `ratelimit` or `rate-limit` in it, such as `x-ratelimit-remaining-tokens`. One word of it\n\
              says what the value is; what is left of it is the name of the quota.\n\n\
              | words | the value is |\n|---|---|\n";
-    for (meaning, words) in super::family::words() {
+    for (meaning, words) in super::generic::family::words() {
         let words: Vec<_> = words.into_iter().collect();
         let _ = writeln!(page, "| {} | {meaning} |", code(&words));
     }

@@ -7,12 +7,14 @@ use http::{HeaderMap, StatusCode};
 use smallvec::SmallVec;
 
 use super::draft::{Draft, Drafts};
-use super::lines::{self, Lines};
-use super::number::Number;
+use super::generic::lines::{self, Lines};
+use super::parse::date;
+use super::parse::number::Number;
+use super::parse::text::Text;
+use super::parse::time::Base;
 use super::refusal::{self, Evidence, Said};
-use super::text::Text;
-use super::time::Base;
-use super::{Observed, Signal, combine, date, retry_after};
+use super::standard::retry_after;
+use super::{Observed, Signal, combine};
 
 /// The most memory that a signal takes, in bytes.
 const MEMORY: usize = 1000;

@@ -3,8 +3,8 @@
 use http::StatusCode;
 
 use super::draft::Drafts;
-use super::lines::Lines;
-use super::text::Text;
+use super::generic::lines::Lines;
+use super::parse::text::Text;
 
 /// What speaks for a refusal, besides the status.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,10 +2,11 @@
 
 use super::{Here, pair, set_limit, set_remaining};
 use crate::signal::draft::{Draft, Drafts, Unit};
-use crate::signal::lines::{parameter, split, trim};
-use crate::signal::number::{Count, Number, digits, plain};
-use crate::signal::text::{Bounded, Text};
-use crate::signal::{time, words};
+use crate::signal::generic::lines::{parameter, split, trim};
+use crate::signal::generic::words;
+use crate::signal::parse::number::{Count, Number, digits, plain};
+use crate::signal::parse::text::{Bounded, Text};
+use crate::signal::parse::time;
 
 /// `x-amzn-ratelimit-limit: 0.0167`
 pub(super) fn amazon(here: &Here<'_, '_>, quotas: &mut Drafts) {

@@ -2,10 +2,10 @@
 
 use super::Here;
 use crate::signal::draft::{Draft, Drafts};
-use crate::signal::json::{Node, Str, Value, visit};
-use crate::signal::number::{LARGEST, Number};
-use crate::signal::text::Text;
-use crate::signal::time;
+use crate::signal::parse::json::{Node, Str, Value, visit};
+use crate::signal::parse::number::{LARGEST, Number};
+use crate::signal::parse::text::Text;
+use crate::signal::parse::time;
 
 /// The shares that count for a use case, of which the largest is used.
 const SHARES: [&str; 3] = ["call_count", "total_cputime", "total_time"];

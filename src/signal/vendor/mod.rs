@@ -4,9 +4,9 @@
 //! table.
 
 use super::draft::{Draft, Drafts};
-use super::lines::Lines;
-use super::number::plain;
-use super::time::Base;
+use super::generic::lines::Lines;
+use super::parse::number::plain;
+use super::parse::time::Base;
 
 mod forms;
 mod json_forms;
@@ -276,16 +276,16 @@ impl<'a> Here<'_, 'a> {
 
 /// Sets the limit; a negative one means that there is none.
 fn set_limit(draft: &mut Draft, unlimited: &mut bool, value: &str) {
-    let count = super::number::Count::read(value);
-    *unlimited |= count == Some(super::number::Count::Negative);
-    draft.limit = count.and_then(super::number::Count::known);
+    let count = super::parse::number::Count::read(value);
+    *unlimited |= count == Some(super::parse::number::Count::Negative);
+    draft.limit = count.and_then(super::parse::number::Count::known);
 }
 
 /// Sets what is left, after the limit; less than nothing is nothing, if the limit is known.
 fn set_remaining(draft: &mut Draft, value: &str) {
-    draft.remaining = match super::number::Count::read(value) {
-        Some(super::number::Count::Negative) => draft.limit.map(|_| 0),
-        count => count.and_then(super::number::Count::known),
+    draft.remaining = match super::parse::number::Count::read(value) {
+        Some(super::parse::number::Count::Negative) => draft.limit.map(|_| 0),
+        count => count.and_then(super::parse::number::Count::known),
     };
 }
 

@@ -3,17 +3,17 @@
 //! `httpdate` reads the first three, but neither second 60, nor letters of the other case, nor `UTC`; a test holds
 //! this file to it.
 
-use super::number::{Number, digits};
+use crate::signal::parse::number::{Number, digits};
 
 const DAY: i64 = 86_400_000;
 
 /// Reads any date; `now` decides the century of a year of two digits.
-pub(super) fn read(text: &str, now: i64) -> Option<i64> {
+pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
     http(text, now).or_else(|| iso(text)).or_else(|| script(text))
 }
 
 /// An HTTP date (RFC 9110, section 5.6.7).
-pub(super) fn http(text: &str, now: i64) -> Option<i64> {
+pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
     imf(text).or_else(|| rfc850(text, now)).or_else(|| asctime(text))
 }
 

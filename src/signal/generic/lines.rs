@@ -2,32 +2,32 @@
 
 use http::HeaderMap;
 
-use super::text::Bounded;
+use crate::signal::parse::text::Bounded;
 
 /// One line: the name in lower case, and its value without spaces around it, never empty.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Line<'a> {
-    pub(super) name: &'a str,
-    pub(super) value: &'a str,
+pub(in crate::signal) struct Line<'a> {
+    pub(in crate::signal) name: &'a str,
+    pub(in crate::signal) value: &'a str,
 }
 
 /// The lines that may matter, at most [`Lines::MOST`]; lines of one name keep their order.
 #[derive(Debug)]
-pub(super) struct Lines<'a>(Bounded<Line<'a>, { Lines::MOST }>);
+pub(in crate::signal) struct Lines<'a>(Bounded<Line<'a>, { Lines::MOST }>);
 
 /// What stands for a value that is not UTF-8: nothing that is looked for, but a line that is there.
 const UNREADABLE: &str = "\u{fffd}";
 
 impl<'a> Lines<'a> {
-    pub(super) const MOST: usize = 64;
+    pub(in crate::signal) const MOST: usize = 64;
 
     /// No line at all.
-    pub(super) fn none() -> Self {
+    pub(in crate::signal) fn none() -> Self {
         Lines(Bounded::new())
     }
 
     /// Adds those of the headers that may matter.
-    pub(super) fn read(&mut self, headers: &'a HeaderMap) {
+    pub(in crate::signal) fn read(&mut self, headers: &'a HeaderMap) {
         for (name, value) in headers {
             if may_matter(name.as_str()) {
                 let value = value_of(value);
@@ -38,27 +38,27 @@ impl<'a> Lines<'a> {
         }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = Line<'a>> + Clone {
+    pub(in crate::signal) fn iter(&self) -> impl Iterator<Item = Line<'a>> + Clone {
         self.0.iter().copied()
     }
 
     /// The values of the lines of that name.
-    pub(super) fn all(&self, name: &str) -> impl Iterator<Item = &'a str> + Clone {
+    pub(in crate::signal) fn all(&self, name: &str) -> impl Iterator<Item = &'a str> + Clone {
         self.iter().filter(move |line| line.name == name).map(|line| line.value)
     }
 
     /// The value of the first line of that name.
-    pub(super) fn first(&self, name: &str) -> Option<&'a str> {
+    pub(in crate::signal) fn first(&self, name: &str) -> Option<&'a str> {
         self.all(name).next()
     }
 
-    pub(super) fn has(&self, name: &str) -> bool {
+    pub(in crate::signal) fn has(&self, name: &str) -> bool {
         self.first(name).is_some()
     }
 }
 
 /// The first value of a header that may be any other than those above.
-pub(super) fn first_of<'a>(headers: &'a HeaderMap, name: &http::HeaderName) -> Option<&'a str> {
+pub(in crate::signal) fn first_of<'a>(headers: &'a HeaderMap, name: &http::HeaderName) -> Option<&'a str> {
     headers.get_all(name).iter().map(value_of).find(|value| !value.is_empty())
 }
 
@@ -67,7 +67,7 @@ fn value_of(value: &http::HeaderValue) -> &str {
 }
 
 /// Whether some line may matter.
-pub(super) fn any(headers: &HeaderMap) -> bool {
+pub(in crate::signal) fn any(headers: &HeaderMap) -> bool {
     headers.keys().any(|name| may_matter(name.as_str()))
 }
 
@@ -75,7 +75,7 @@ pub(super) fn any(headers: &HeaderMap) -> bool {
 ///
 /// Almost all of our names contain `limit`; the others start with a few beginnings.
 #[inline]
-pub(super) fn may_matter(name: &str) -> bool {
+pub(in crate::signal) fn may_matter(name: &str) -> bool {
     let name = name.as_bytes();
     if name.len() < SHORTEST {
         return false;
@@ -138,7 +138,7 @@ fn has_limit(name: &[u8]) -> bool {
 }
 
 /// Splits where `mark` stands outside of double quotes, and trims the parts.
-pub(super) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clone {
+pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clone {
     let mut quoted = false;
     text.split(move |character| {
         quoted ^= character == '"';
@@ -148,15 +148,15 @@ pub(super) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clon
 }
 
 /// The value of `key=value`, without quotes, in what follows the head of an item.
-pub(super) fn parameter<'a>(item: &'a str, key: &str) -> Option<&'a str> {
+pub(in crate::signal) fn parameter<'a>(item: &'a str, key: &str) -> Option<&'a str> {
     let of = |part: &'a str| {
         let (name, value) = part.split_once('=')?;
-        trim(name).eq_ignore_ascii_case(key).then_some(super::number::unquoted(trim(value)))
+        trim(name).eq_ignore_ascii_case(key).then_some(crate::signal::parse::number::unquoted(trim(value)))
     };
     split(item, ';').find_map(of)
 }
 
-pub(super) fn trim(text: &str) -> &str {
+pub(in crate::signal) fn trim(text: &str) -> &str {
     text.trim_matches([' ', '\t'])
 }
 
@@ -177,7 +177,8 @@ mod tests {
 
     #[test]
     fn every_header_that_is_read_matters() {
-        use super::super::{combine, refusal, retry_after, vendor};
+        use crate::signal::standard::retry_after;
+        use crate::signal::{combine, refusal, vendor};
         let rows = vendor::ROWS.iter().flat_map(|row| row.headers).copied();
         let lists = rows
             .chain(retry_after::MILLIS)

@@ -1,6 +1,6 @@
 //! Words in the names of quotas: periods and what is counted.
 
-use super::number::digits;
+use crate::signal::parse::number::digits;
 
 const SECOND: u64 = 1000;
 const DAY: u64 = 86_400 * SECOND;
@@ -16,7 +16,7 @@ const PERIODS: [(&[&str], u64); 6] = [
 ];
 
 /// The length of a period word, in milliseconds: `minute`, `5h`, `15min`.
-pub(super) fn period(word: &str) -> Option<u64> {
+pub(in crate::signal) fn period(word: &str) -> Option<u64> {
     let (count, name) = digits(word);
     let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
     let (_, length) = PERIODS.iter().find(|(names, _)| known(names))?;
@@ -25,22 +25,22 @@ pub(super) fn period(word: &str) -> Option<u64> {
         ("", _) => 1,
         _ => count.parse::<u64>().unwrap_or(u64::MAX),
     };
-    Some(count.saturating_mul(*length).min(super::time::LONGEST)).filter(|span| *span > 0)
+    Some(count.saturating_mul(*length).min(crate::signal::parse::time::LONGEST)).filter(|span| *span > 0)
 }
 
 /// The period with which a name ends: `requests-minute`, `per_hour`.
-pub(super) fn period_of(name: &str) -> Option<u64> {
+pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
     period(name.rsplit(['-', '_']).next()?)
 }
 
 /// What a name says is counted, if it does not mean requests.
-pub(super) fn unit_of(name: &str) -> Option<&'static str> {
+pub(in crate::signal) fn unit_of(name: &str) -> Option<&'static str> {
     let has = |unit: &&str| name.split(['-', '_']).any(|word| word.eq_ignore_ascii_case(unit));
     ["tokens", "complexity", "bytes", "credits"].into_iter().find(has)
 }
 
 /// Whether a name says no more than what is counted and for how long: then it is of all calls.
-pub(super) fn is_plain(name: &str) -> bool {
+pub(in crate::signal) fn is_plain(name: &str) -> bool {
     const PLAIN: [&str; 12] = [
         "requests",
         "request",
@@ -75,7 +75,7 @@ mod tests {
             ("15min", Some(900 * SECOND)),
             ("24hour", Some(DAY)),
             ("monthly", Some(30 * DAY)),
-            ("99999999999999999999d", Some(super::super::time::LONGEST)),
+            ("99999999999999999999d", Some(crate::signal::parse::time::LONGEST)),
             ("0s", None),
             ("h", None),
             ("minute-requests", None),

@@ -3,11 +3,11 @@
 //! A number (its size tells whether it is a span or a moment), a span with units, or a date. Moments become spans by
 //! the server's own clock, the header `Date`, if it is credible: that cancels what the two clocks differ by.
 
-use super::date;
-use super::number::{Number, Parts, unquoted};
+use crate::signal::parse::date;
+use crate::signal::parse::number::{Number, Parts, unquoted};
 
 /// The longest span, 366 days; longer ones are cut to this.
-pub(super) const LONGEST: u64 = 366 * 86_400_000;
+pub(in crate::signal) const LONGEST: u64 = 366 * 86_400_000;
 
 /// One millisecond, in the parts in which spans are added up: 10^-15 s.
 const MILLI: u128 = 1_000_000_000_000;
@@ -15,9 +15,9 @@ const SECOND: u128 = 1000 * MILLI;
 
 /// When the response came, by both clocks, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Base {
-    pub(super) now: i64,
-    pub(super) date: Option<i64>,
+pub(in crate::signal) struct Base {
+    pub(in crate::signal) now: i64,
+    pub(in crate::signal) date: Option<i64>,
 }
 
 impl Base {
@@ -31,7 +31,7 @@ impl Base {
     }
 
     /// Reads a span in milliseconds, rounded up: the number is one of seconds, or a moment.
-    pub(super) fn read(&self, text: &str) -> Option<u64> {
+    pub(in crate::signal) fn read(&self, text: &str) -> Option<u64> {
         let text = unquoted(text);
         if let Some(number) = Number::read(text) {
             return self.number(number);
@@ -40,7 +40,7 @@ impl Base {
     }
 
     /// The same, for a field whose numbers are milliseconds.
-    pub(super) fn read_millis(&self, text: &str) -> Option<u64> {
+    pub(in crate::signal) fn read_millis(&self, text: &str) -> Option<u64> {
         match Number::read(text) {
             Some(number) => Some(of(number, MILLI)),
             None => self.read(text),
@@ -48,7 +48,7 @@ impl Base {
     }
 
     /// Seconds, or a moment.
-    pub(super) fn number(&self, number: Number) -> Option<u64> {
+    pub(in crate::signal) fn number(&self, number: Number) -> Option<u64> {
         let unit = match number.whole {
             _ if number.negative => return Some(0),
             0..1_000_000_000 => return Some(of(number, SECOND)),
@@ -72,17 +72,17 @@ fn of(number: Number, unit: u128) -> u64 {
 }
 
 /// So many seconds, in milliseconds.
-pub(super) fn seconds(number: Number) -> u64 {
+pub(in crate::signal) fn seconds(number: Number) -> u64 {
     of(number, SECOND)
 }
 
 /// So many minutes, in milliseconds.
-pub(super) fn minutes(number: Number) -> u64 {
+pub(in crate::signal) fn minutes(number: Number) -> u64 {
     of(number, 60 * SECOND)
 }
 
 /// A window: a number of seconds, or a span with units. One of no length is none.
-pub(super) fn window(text: &str) -> Option<u64> {
+pub(in crate::signal) fn window(text: &str) -> Option<u64> {
     let text = unquoted(text);
     let span = match Number::read(text) {
         Some(number) => of(number, SECOND),
@@ -92,12 +92,12 @@ pub(super) fn window(text: &str) -> Option<u64> {
 }
 
 /// The same, of seconds only.
-pub(super) fn window_seconds(text: &str) -> Option<u64> {
+pub(in crate::signal) fn window_seconds(text: &str) -> Option<u64> {
     Number::read(text).map(seconds).filter(|span| *span > 0)
 }
 
 /// The same, for a field whose numbers are milliseconds.
-pub(super) fn window_millis(text: &str) -> Option<u64> {
+pub(in crate::signal) fn window_millis(text: &str) -> Option<u64> {
     match Number::read(text) {
         Some(number) => Some(of(number, MILLI)).filter(|span| *span > 0),
         None => window(text),
@@ -105,7 +105,7 @@ pub(super) fn window_millis(text: &str) -> Option<u64> {
 }
 
 /// `6m0s`, `120ms`, `30 seconds`, `1d 2h`.
-pub(super) fn span(text: &str) -> Option<u64> {
+pub(in crate::signal) fn span(text: &str) -> Option<u64> {
     let (negative, mut rest) = match text.as_bytes().first()? {
         b'-' => (true, &text[1..]),
         b'+' => (false, &text[1..]),

@@ -1,13 +1,13 @@
 //! Numbers in decimal, without binary floating point: `7.66` is exactly that.
 
 /// The largest count: 2^53 - 1, above which JSON and JavaScript are not exact.
-pub(super) const LARGEST: u64 = (1 << 53) - 1;
+pub(in crate::signal) const LARGEST: u64 = (1 << 53) - 1;
 
 /// `[+-]? (digits [. digits*] | . digits)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Number {
-    pub(super) negative: bool,
-    pub(super) whole: u128,
+pub(in crate::signal) struct Number {
+    pub(in crate::signal) negative: bool,
+    pub(in crate::signal) whole: u128,
     /// The first 18 digits after the point, as a count of 10^-18.
     fraction: u64,
     /// Some digit after those is not 0.
@@ -15,16 +15,16 @@ pub(super) struct Number {
 }
 
 /// A number of the parts of something; `more` says that there is a little more than that.
-pub(super) struct Parts {
-    pub(super) whole: u128,
-    pub(super) more: bool,
+pub(in crate::signal) struct Parts {
+    pub(in crate::signal) whole: u128,
+    pub(in crate::signal) more: bool,
 }
 
 const FRACTION: u128 = 1_000_000_000_000_000_000;
 
 impl Number {
     /// Reads the whole text, which may stand in quotes.
-    pub(super) fn read(text: &str) -> Option<Number> {
+    pub(in crate::signal) fn read(text: &str) -> Option<Number> {
         match Number::start(unquoted(text))? {
             (number, "") => Some(number),
             _ => None,
@@ -32,7 +32,7 @@ impl Number {
     }
 
     /// Reads the number with which the text starts, and tells the rest.
-    pub(super) fn start(text: &str) -> Option<(Number, &str)> {
+    pub(in crate::signal) fn start(text: &str) -> Option<(Number, &str)> {
         let (negative, text) = match text.as_bytes().first()? {
             b'-' => (true, &text[1..]),
             b'+' => (false, &text[1..]),
@@ -61,7 +61,7 @@ impl Number {
     }
 
     /// How many parts that is, where one has `parts` of them. Only for numbers that are not negative.
-    pub(super) fn times(&self, parts: u128) -> Parts {
+    pub(in crate::signal) fn times(&self, parts: u128) -> Parts {
         let fraction = u128::from(self.fraction) * (parts % FRACTION);
         let whole = u128::from(self.fraction) * (parts / FRACTION) + fraction / FRACTION;
         let more = !fraction.is_multiple_of(FRACTION) || self.more;
@@ -69,19 +69,19 @@ impl Number {
     }
 
     /// Rounded up to whole parts.
-    pub(super) fn times_up(&self, parts: u128) -> u128 {
+    pub(in crate::signal) fn times_up(&self, parts: u128) -> u128 {
         let Parts { whole, more } = self.times(parts);
         whole.saturating_add(u128::from(more))
     }
 
     /// `1 / number`, as that many parts of one, rounded up.
-    pub(super) fn inverse_up(&self, parts: u128) -> Option<u128> {
+    pub(in crate::signal) fn inverse_up(&self, parts: u128) -> Option<u128> {
         let divisor = self.whole.checked_mul(FRACTION)?.checked_add(u128::from(self.fraction))?;
         parts.checked_mul(FRACTION)?.checked_add(divisor.checked_sub(1)?)?.checked_div(divisor)
     }
 
     /// A count, rounded down, of what is left or allowed.
-    pub(super) fn count(&self) -> Count {
+    pub(in crate::signal) fn count(&self) -> Count {
         if self.negative {
             return Count::Negative;
         }
@@ -91,17 +91,17 @@ impl Number {
 
 /// How much of something; a negative one means different things in different places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Count {
+pub(in crate::signal) enum Count {
     Negative,
     Of(u64),
 }
 
 impl Count {
-    pub(super) fn read(text: &str) -> Option<Count> {
+    pub(in crate::signal) fn read(text: &str) -> Option<Count> {
         Some(Number::read(text)?.count())
     }
 
-    pub(super) fn known(self) -> Option<u64> {
+    pub(in crate::signal) fn known(self) -> Option<u64> {
         match self {
             Count::Of(count) => Some(count),
             Count::Negative => None,
@@ -110,7 +110,7 @@ impl Count {
 }
 
 /// Digits and nothing else, as a count.
-pub(super) fn plain(text: &str) -> Option<u64> {
+pub(in crate::signal) fn plain(text: &str) -> Option<u64> {
     match digits(text) {
         ("", _) => None,
         (_, "") => Count::read(text)?.known(),
@@ -119,12 +119,12 @@ pub(super) fn plain(text: &str) -> Option<u64> {
 }
 
 /// The digits with which the text starts, and the rest.
-pub(super) fn digits(text: &str) -> (&str, &str) {
+pub(in crate::signal) fn digits(text: &str) -> (&str, &str) {
     text.split_at(text.bytes().take_while(u8::is_ascii_digit).count())
 }
 
 /// The text without the one pair of quotes around it.
-pub(super) fn unquoted(text: &str) -> &str {
+pub(in crate::signal) fn unquoted(text: &str) -> &str {
     text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
 }
 

@@ -3,23 +3,23 @@
 //! `serde_json` makes a piece of memory for each text with an escape, and turns numbers into binary ones. A test holds
 //! this walk to it.
 
-use super::number::digits;
+use crate::signal::parse::number::digits;
 
 /// How deep containers may lie in each other, as in `serde_json`.
 const DEEPEST: usize = 127;
 
 /// Something that has a value, and where it stands.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Node<'a> {
+pub(in crate::signal) struct Node<'a> {
     /// How many containers it lies in.
-    pub(super) depth: usize,
+    pub(in crate::signal) depth: usize,
     /// Its key, if it lies in an object.
-    pub(super) key: Option<Str<'a>>,
-    pub(super) value: Value<'a>,
+    pub(in crate::signal) key: Option<Str<'a>>,
+    pub(in crate::signal) value: Value<'a>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Value<'a> {
+pub(in crate::signal) enum Value<'a> {
     /// An object begins.
     Object,
     /// An array begins.
@@ -35,11 +35,11 @@ pub(super) enum Value<'a> {
 
 /// A text as it was written, with its escapes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Str<'a>(&'a str);
+pub(in crate::signal) struct Str<'a>(&'a str);
 
 impl<'a> Str<'a> {
     /// What it means; half a surrogate pair means U+FFFD.
-    pub(super) fn chars(self) -> impl Iterator<Item = char> + Clone + 'a {
+    pub(in crate::signal) fn chars(self) -> impl Iterator<Item = char> + Clone + 'a {
         let mut rest = self.0.chars();
         std::iter::from_fn(move || match rest.next()? {
             '\\' => Some(match rest.next()? {
@@ -70,12 +70,12 @@ impl<'a> Str<'a> {
         })
     }
 
-    pub(super) fn is(self, text: &str) -> bool {
+    pub(in crate::signal) fn is(self, text: &str) -> bool {
         self.chars().eq(text.chars())
     }
 
-    pub(super) fn text(self) -> super::text::Text {
-        let mut text = super::text::Text::EMPTY;
+    pub(in crate::signal) fn text(self) -> crate::signal::parse::text::Text {
+        let mut text = crate::signal::parse::text::Text::EMPTY;
         self.chars().for_each(|character| text.push(character));
         text
     }
@@ -88,7 +88,7 @@ fn hex(chars: &mut std::str::Chars<'_>) -> Option<u32> {
 /// Visits all values of a text, if it is JSON from its beginning to its end; tells whether it is.
 ///
 /// Nothing is visited if it is not.
-pub(super) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) -> bool {
+pub(in crate::signal) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) -> bool {
     let walk = Walk { rest: text, objects: 0, depth: 0 };
     walk.run(|_| ()).is_some() && walk.run(each).is_some()
 }

@@ -1,22 +1,22 @@
 //! One group of headers of a generic family, the same in family and name: one quota, or some that run in parallel.
 
-use super::draft::{Draft, Drafts, Unit};
-use super::family::{Family, Header, Role};
-use super::lines::{parameter, split, trim};
-use super::number::{Count, LARGEST, Number};
-use super::ratelimit::{Dictionary, Policies, Policy};
-use super::text::{Bounded, Text};
-use super::time::{self, Base};
+use crate::signal::draft::{Draft, Drafts, Unit};
+use crate::signal::generic::family::{Family, Header, Role};
+use crate::signal::generic::lines::{parameter, split, trim};
+use crate::signal::parse::number::{Count, LARGEST, Number};
+use crate::signal::parse::text::{Bounded, Text};
+use crate::signal::parse::time::{self, Base};
+use crate::signal::standard::ratelimit::{Dictionary, Policies, Policy};
 
 /// A line of a generic family.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry<'a> {
-    pub(super) header: Header<'a>,
+pub(in crate::signal) struct Entry<'a> {
+    pub(in crate::signal) header: Header<'a>,
     /// Entries of the same group have the same number.
-    pub(super) group: usize,
+    pub(in crate::signal) group: usize,
     /// Its name, as a whole.
-    pub(super) line: &'a str,
-    pub(super) value: &'a str,
+    pub(in crate::signal) line: &'a str,
+    pub(in crate::signal) value: &'a str,
 }
 
 /// How many limits run in parallel at most.
@@ -24,27 +24,27 @@ const MANY: usize = 8;
 
 /// What the headers of a group make.
 #[derive(Debug)]
-pub(super) struct Group {
-    pub(super) quotas: Bounded<Draft, MANY>,
+pub(in crate::signal) struct Group {
+    pub(in crate::signal) quotas: Bounded<Draft, MANY>,
     /// Those of its policies that describe none of its quotas.
-    pub(super) policies: Policies,
-    pub(super) unit: Unit,
+    pub(in crate::signal) policies: Policies,
+    pub(in crate::signal) unit: Unit,
 }
 
 impl Group {
     /// Whether it is more than one quota.
-    pub(super) fn is_parallel(&self) -> bool {
+    pub(in crate::signal) fn is_parallel(&self) -> bool {
         self.quotas.len() > 1
     }
 
     /// Reports the policies that describe none of its quotas as quotas of their own.
-    pub(super) fn report_policies(&self, quotas: &mut Drafts) {
+    pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
         self.policies.iter().for_each(|policy| quotas.push(Draft { unit: self.unit, ..own(policy) }));
     }
 }
 
 /// A policy as a quota of its own.
-pub(super) fn own(policy: &Policy) -> Draft {
+pub(in crate::signal) fn own(policy: &Policy) -> Draft {
     let Policy { name, limit, window } = *policy;
     Draft { name, limit: Some(limit), window, ..Draft::default() }
 }
@@ -75,7 +75,7 @@ impl<T: Copy> Values<T> {
 
 /// All values of a group, as they were sent.
 #[derive(Debug)]
-pub(super) struct Stated {
+pub(in crate::signal) struct Stated {
     limit: Values<Count>,
     remaining: Values<Count>,
     used: Values<Count>,
@@ -92,7 +92,7 @@ pub(super) struct Stated {
 }
 
 impl Stated {
-    pub(super) fn read<'a>(entries: impl Iterator<Item = Entry<'a>> + Clone, base: &Base) -> Self {
+    pub(in crate::signal) fn read<'a>(entries: impl Iterator<Item = Entry<'a>> + Clone, base: &Base) -> Self {
         let mut values = Stated::none();
         let of = |role: Role| {
             let entries = entries.clone();
@@ -138,7 +138,7 @@ impl Stated {
     }
 
     /// What draft 07 says in one field.
-    pub(super) fn of(dictionary: &Dictionary) -> Self {
+    pub(in crate::signal) fn of(dictionary: &Dictionary) -> Self {
         let mut values = Stated::none();
         dictionary.limit.into_iter().for_each(|limit| values.limit.push(limit, Count::min));
         dictionary.remaining.into_iter().for_each(|remaining| values.remaining.push(remaining, Count::min));
@@ -179,7 +179,7 @@ impl Stated {
                     self.policies.push(Policy { name, limit, window: seconds });
                 }
                 (Some(Count::Negative), Some(_)) => {}
-                (None, _) if first && time::span(super::number::unquoted(text)).is_some() => {
+                (None, _) if first && time::span(crate::signal::parse::number::unquoted(text)).is_some() => {
                     self.window = time::window(text);
                 }
                 (None, _) => continue,
@@ -189,9 +189,9 @@ impl Stated {
     }
 
     /// Puts the group together, with policies that other fields state for it.
-    pub(super) fn group(mut self, name: &str, by_size: bool, others: &[Policy]) -> Group {
+    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Policy]) -> Group {
         let mut group = Group { quotas: Bounded::new(), policies: Policies::new(), unit: Unit::Open };
-        group.unit = match super::words::unit_of(name) {
+        group.unit = match crate::signal::generic::words::unit_of(name) {
             _ if by_size => Unit::Known("tokens"),
             Some(unit) => Unit::Known(unit),
             None => Unit::Open,
@@ -228,7 +228,10 @@ impl Stated {
             if let (Some(used), None) = (self.utilization, limit) {
                 draft = draft.percent(used);
             }
-            draft.window = draft.window.or(self.window_header).or_else(|| super::words::period_of(name));
+            draft.window = draft
+                .window
+                .or(self.window_header)
+                .or_else(|| crate::signal::generic::words::period_of(name));
             if self.daily {
                 draft.name = draft.name.or(Text::some("daily"));
                 draft.window = draft.window.or(Some(86_400_000));
@@ -268,7 +271,7 @@ fn head(item: &str) -> Option<&str> {
 }
 
 /// The times in a line: the whole line, or the parts between its commas.
-pub(super) fn each_time(line: &str, read: impl Fn(&str) -> Option<u64>, each: impl FnMut(u64)) {
+pub(in crate::signal) fn each_time(line: &str, read: impl Fn(&str) -> Option<u64>, each: impl FnMut(u64)) {
     match read(line) {
         Some(time) => [time].into_iter().for_each(each),
         None => line.split(',').map(trim).filter_map(read).for_each(each),

@@ -2,7 +2,7 @@
 
 /// Headers of one family describe the same server's limits in the same spelling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Family<'a> {
+pub(in crate::signal) enum Family<'a> {
     /// `RateLimit-…`
     Plain,
     /// `X-RateLimit-…`
@@ -21,12 +21,13 @@ pub(super) enum Family<'a> {
 
 impl Family<'_> {
     /// Those whose quotas without name describe the same bucket, best first.
-    pub(super) const SAME: [Family<'static>; 4] = [Family::Plain, Family::X, Family::XSplit, Family::Split];
+    pub(in crate::signal) const SAME: [Family<'static>; 4] =
+        [Family::Plain, Family::X, Family::XSplit, Family::Split];
 }
 
 /// What the value of a header means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(in crate::signal) enum Role {
     Limit,
     Remaining,
     Used,
@@ -71,20 +72,20 @@ const WORDS: usize = 22;
 
 /// A header of a generic family.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Header<'a> {
-    pub(super) family: Family<'a>,
-    pub(super) role: Role,
+pub(in crate::signal) struct Header<'a> {
+    pub(in crate::signal) family: Family<'a>,
+    pub(in crate::signal) role: Role,
     /// The name of the quota: what stands before and after the role.
-    pub(super) name: [&'a str; 2],
+    pub(in crate::signal) name: [&'a str; 2],
     /// Of the name: names with different ones differ.
     digest: u64,
     /// `RateLimit-DailyLimit`, which gives the quota without name a name.
-    pub(super) daily: bool,
+    pub(in crate::signal) daily: bool,
 }
 
 impl<'a> Header<'a> {
     /// Reads the name of a header, in lower case.
-    pub(super) fn read(name: &'a str) -> Option<Header<'a>> {
+    pub(in crate::signal) fn read(name: &'a str) -> Option<Header<'a>> {
         let (family, role, pieces) = match name {
             "ratelimit-dailylimit" => (Family::Plain, Role::Limit, ["", ""]),
             "x-readratelimit-limit" => (Family::Read, Role::Limit, ["read", ""]),
@@ -102,16 +103,16 @@ impl<'a> Header<'a> {
         Some(header)
     }
 
-    pub(super) fn same_group(&self, other: &Header<'_>) -> bool {
+    pub(in crate::signal) fn same_group(&self, other: &Header<'_>) -> bool {
         self.family == other.family && self.digest == other.digest && self.bytes().eq(other.bytes())
     }
 
-    pub(super) fn is_unnamed(&self) -> bool {
+    pub(in crate::signal) fn is_unnamed(&self) -> bool {
         self.name == ["", ""]
     }
 
     /// The pieces of the name of the quota.
-    pub(super) fn pieces(&self) -> [&'a str; 5] {
+    pub(in crate::signal) fn pieces(&self) -> [&'a str; 5] {
         let size = if self.family == Family::BySize { "size" } else { "" };
         let dash = |before: &str, after: &str| if before.is_empty() || after.is_empty() { "" } else { "-" };
         let [before, after] = self.name;
@@ -179,7 +180,7 @@ fn role(rest: &str) -> Option<(Role, [&str; 2])> {
         }
     }
     found.or_else(|| ending(rest)).or_else(|| {
-        let is_limit = rest.is_empty() || super::words::period_of(rest).is_some();
+        let is_limit = rest.is_empty() || crate::signal::generic::words::period_of(rest).is_some();
         is_limit.then_some((Role::Limit, [rest, ""]))
     })
 }
@@ -202,7 +203,7 @@ fn ending(rest: &str) -> Option<(Role, [&str; 2])> {
 
 /// The words for each meaning, for the page of headers.
 #[cfg(test)]
-pub(super) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
+pub(in crate::signal) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
     let meaning = |role| match role {
         Role::Limit => "the limit",
         Role::Remaining => "what is left",

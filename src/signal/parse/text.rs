@@ -6,37 +6,37 @@ use smallvec::SmallVec;
 
 /// Text of at most [`Text::LONGEST`] bytes, which needs no heap; the rest of a longer one is cut off.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Text {
+pub(in crate::signal) struct Text {
     length: u8,
     bytes: [u8; Text::LONGEST],
 }
 
 impl Text {
-    pub(super) const LONGEST: usize = 95;
+    pub(in crate::signal) const LONGEST: usize = 95;
 
-    pub(super) const EMPTY: Text = Text { length: 0, bytes: [0; Text::LONGEST] };
+    pub(in crate::signal) const EMPTY: Text = Text { length: 0, bytes: [0; Text::LONGEST] };
 
     /// The pieces, one after another.
-    pub(super) fn of(pieces: &[&str]) -> Text {
+    pub(in crate::signal) fn of(pieces: &[&str]) -> Text {
         let mut text = Text::EMPTY;
         pieces.iter().flat_map(|piece| piece.chars()).for_each(|character| text.push(character));
         text
     }
 
     /// The text with its letters in lower case.
-    pub(super) fn lower(text: &str) -> Text {
+    pub(in crate::signal) fn lower(text: &str) -> Text {
         let mut lower = Text::EMPTY;
         text.chars().for_each(|character| lower.push(character.to_ascii_lowercase()));
         lower
     }
 
     /// Nothing, where the text is empty.
-    pub(super) fn some(text: &str) -> Option<Text> {
+    pub(in crate::signal) fn some(text: &str) -> Option<Text> {
         (!text.is_empty()).then(|| Text::of(&[text]))
     }
 
     /// Appends it, unless it is too long by now; then nothing that follows fits either.
-    pub(super) fn push(&mut self, character: char) {
+    pub(in crate::signal) fn push(&mut self, character: char) {
         let start = usize::from(self.length);
         match self.bytes.get_mut(start..start + character.len_utf8()) {
             Some(room) => {
@@ -47,7 +47,7 @@ impl Text {
         }
     }
 
-    pub(super) fn as_str(&self) -> &str {
+    pub(in crate::signal) fn as_str(&self) -> &str {
         std::str::from_utf8(&self.bytes[..usize::from(self.length)]).unwrap_or_default()
     }
 }
@@ -60,14 +60,14 @@ impl fmt::Debug for Text {
 
 /// A list of at most `N`, on the stack; what comes after is left out.
 #[derive(Clone, Debug)]
-pub(super) struct Bounded<T, const N: usize>(SmallVec<[T; N]>);
+pub(in crate::signal) struct Bounded<T, const N: usize>(SmallVec<[T; N]>);
 
 impl<T, const N: usize> Bounded<T, N> {
-    pub(super) fn new() -> Self {
+    pub(in crate::signal) fn new() -> Self {
         Bounded(SmallVec::new())
     }
 
-    pub(super) fn push(&mut self, item: T) {
+    pub(in crate::signal) fn push(&mut self, item: T) {
         if self.0.len() < N {
             self.0.push(item);
         }
@@ -76,7 +76,7 @@ impl<T, const N: usize> Bounded<T, N> {
 
 impl<T: PartialEq, const N: usize> Bounded<T, N> {
     /// Keeps those for which `finish` says so, each once.
-    pub(super) fn keep(&mut self, mut finish: impl FnMut(&mut T) -> bool) {
+    pub(in crate::signal) fn keep(&mut self, mut finish: impl FnMut(&mut T) -> bool) {
         let mut kept = 0;
         for place in 0..self.0.len() {
             if finish(&mut self.0[place]) && !self.0[..kept].contains(&self.0[place]) {

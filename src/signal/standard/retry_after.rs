@@ -1,22 +1,23 @@
 //! Explicit hints when to come back: `Retry-After` and its relatives.
 
-use super::combine::Entries;
-use super::family::Role;
-use super::group::each_time;
-use super::lines::Lines;
-use super::time::Base;
+use crate::signal::combine::Entries;
+use crate::signal::generic::family::Role;
+use crate::signal::generic::group::each_time;
+use crate::signal::generic::lines::Lines;
+use crate::signal::parse::time::Base;
 
 /// Headers in milliseconds, best of all.
-pub(super) const MILLIS: [&str; 3] = ["retry-after-ms", "x-ms-retry-after-ms", "x-amz-retry-after"];
+pub(in crate::signal) const MILLIS: [&str; 3] =
+    ["retry-after-ms", "x-ms-retry-after-ms", "x-amz-retry-after"];
 
 /// The standard's own (RFC 9110, section 10.2.3).
-pub(super) const STANDARD: &str = "retry-after";
+pub(in crate::signal) const STANDARD: &str = "retry-after";
 
 /// Next to those of the generic families.
-pub(super) const OTHER: &str = "x-retry-after";
+pub(in crate::signal) const OTHER: &str = "x-retry-after";
 
 /// The wait that the headers ask for, in milliseconds: the longest of the best of three levels.
-pub(super) fn read<'a>(lines: &Lines<'a>, entries: &Entries<'a>, base: &Base) -> Option<u64> {
+pub(in crate::signal) fn read<'a>(lines: &Lines<'a>, entries: &Entries<'a>, base: &Base) -> Option<u64> {
     let millis = lines.iter().filter(|line| MILLIS.contains(&line.name)).map(|line| line.value);
     let others =
         entries.iter().filter(|entry| entry.header.role == Role::RetryAfter).map(|entry| entry.value);

@@ -1,39 +1,39 @@
 //! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header fields for HTTP".
 
-use super::draft::{Draft, Drafts, Unit};
-use super::lines::Lines;
-use super::number::{Count, Number};
-use super::structured::{self, Bare, Item};
-use super::text::{Bounded, Text};
-use super::time::{self, Base};
+use crate::signal::draft::{Draft, Drafts, Unit};
+use crate::signal::generic::lines::Lines;
+use crate::signal::parse::number::{Count, Number};
+use crate::signal::parse::text::{Bounded, Text};
+use crate::signal::parse::time::{self, Base};
+use crate::signal::standard::structured::{self, Bare, Item};
 
 /// A limit that a policy states, without name in the older drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Policy {
-    pub(super) name: Option<Text>,
-    pub(super) limit: u64,
-    pub(super) window: Option<u64>,
+pub(in crate::signal) struct Policy {
+    pub(in crate::signal) name: Option<Text>,
+    pub(in crate::signal) limit: u64,
+    pub(in crate::signal) window: Option<u64>,
 }
 
-pub(super) type Policies = Bounded<Policy, 8>;
+pub(in crate::signal) type Policies = Bounded<Policy, 8>;
 
 /// What both fields say.
 #[derive(Debug)]
-pub(super) struct Fields {
+pub(in crate::signal) struct Fields {
     /// Whether there was a limit of the service; it makes older forms needless.
-    pub(super) service: bool,
+    pub(in crate::signal) service: bool,
     /// The policies without name, of older drafts.
-    pub(super) unnamed: Policies,
+    pub(in crate::signal) unnamed: Policies,
     /// `RateLimit: limit=100, remaining=50, reset=5` of draft 07.
-    pub(super) dictionary: Option<Dictionary>,
+    pub(in crate::signal) dictionary: Option<Dictionary>,
 }
 
 /// What stands instead of `RateLimit-Limit`, `-Remaining` and `-Reset`.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Dictionary {
-    pub(super) limit: Option<Count>,
-    pub(super) remaining: Option<Count>,
-    pub(super) reset: Option<u64>,
+pub(in crate::signal) struct Dictionary {
+    pub(in crate::signal) limit: Option<Count>,
+    pub(in crate::signal) remaining: Option<Count>,
+    pub(in crate::signal) reset: Option<u64>,
 }
 
 const POLICY: &str = "ratelimit-policy";
@@ -47,12 +47,12 @@ struct Named {
 }
 
 /// Whether the name is that of one of the two fields.
-pub(super) fn is_ours(name: &str) -> bool {
+pub(in crate::signal) fn is_ours(name: &str) -> bool {
     name == POLICY || name == SERVICE
 }
 
 /// Reads both fields; the limits of the service, and the named policies to which none of them refers, are quotas.
-pub(super) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
+pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
     let mut fields = Fields { service: false, unnamed: Policies::new(), dictionary: None };
     if !lines.iter().any(|line| is_ours(line.name)) {
         return fields;

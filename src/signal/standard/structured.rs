@@ -5,12 +5,12 @@
 
 use std::iter::Peekable;
 
-use super::number::Number;
-use super::text::Text;
+use crate::signal::parse::number::Number;
+use crate::signal::parse::text::Text;
 
 /// A bare item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Bare {
+pub(in crate::signal) enum Bare {
     /// An Integer or a Decimal.
     Number(Number),
     /// A String or a Token.
@@ -20,21 +20,21 @@ pub(super) enum Bare {
 
 /// A member that is an Item, with those parameters that we know.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Item {
+pub(in crate::signal) struct Item {
     /// None: an Inner List.
-    pub(super) bare: Option<Bare>,
-    pub(super) q: Option<Number>,
-    pub(super) r: Option<Number>,
-    pub(super) t: Option<Number>,
-    pub(super) w: Option<Number>,
-    pub(super) qu: Option<Text>,
-    pub(super) name: Option<Text>,
+    pub(in crate::signal) bare: Option<Bare>,
+    pub(in crate::signal) q: Option<Number>,
+    pub(in crate::signal) r: Option<Number>,
+    pub(in crate::signal) t: Option<Number>,
+    pub(in crate::signal) w: Option<Number>,
+    pub(in crate::signal) qu: Option<Text>,
+    pub(in crate::signal) name: Option<Text>,
     /// A digest of its text.
-    pub(super) pk: Option<u64>,
+    pub(in crate::signal) pk: Option<u64>,
 }
 
 /// Reads a List from the lines of a field; tells whether it is one.
-pub(super) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each: impl FnMut(&Item)) -> bool {
+pub(in crate::signal) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each: impl FnMut(&Item)) -> bool {
     let mut reader = Reader::new(lines);
     let member = |reader: &mut Reader<_>| {
         each(&reader.member()?);
@@ -44,7 +44,7 @@ pub(super) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each: impl FnMu
 }
 
 /// Reads a Dictionary from the lines of a field; tells whether it is one.
-pub(super) fn dictionary<'a>(
+pub(in crate::signal) fn dictionary<'a>(
     lines: impl Iterator<Item = &'a str>,
     mut each: impl FnMut(&str, Option<Bare>),
 ) -> bool {
