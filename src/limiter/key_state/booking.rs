@@ -1,36 +1,199 @@
-//! Asking the store for those who wait, and what comes of its answer.
+//! Booking: when the store is asked for the waiters of a key, and for what.
+//!
+//! [`Line::step`] is run whenever something changed: a request came or left, a slot is due, the store answered. It hands out the
+//! slots that are due and decides by [`Line::next_call`] whether the store is asked. One call at a time is under way; it books
+//! for all waiters without a slot.
 
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 use super::hold::Passage;
-use super::refused::Refused;
 use super::{CallNumber, Desk, Errand, Line};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limit::{Terms, Unused};
-use crate::limiter::queue::{Answered, Gathering, HandedOut, Number};
-use crate::limiter::reservation::{Settled, Slot};
-use crate::limiter::session::Remembered;
-use crate::quota::LIFE;
-use crate::store::{Answer, Ask, Lease, Need, Refusal, Segment, trust};
+use crate::limit::Unused;
+use crate::limiter::queue::{Gathering, Number};
+use crate::store::{Answer, Ask, Lease, Need};
 use crate::wakers::Wakers;
 
-/// The longest life, for windows that are not longer than twenty times that.
-const LONGEST_LIFE: Duration = Duration::from_millis(20);
-
-/// The most permits that a store is asked for in one call: one with a server is not to keep it long.
+/// The most permits that the store is asked for in one call, so that a server is never busy with one call for long.
 const MOST_ASKED: usize = 500;
 
-/// A store that answers at once is asked so often in a row: once for each need that it refuses, and once more.
+/// The most calls in a row to a store that answers at once: one for each need that it refuses, and one more.
 const MOST_ROUNDS: usize = 64;
 
-/// A sweep that is so late will not come.
-const LOST_SWEEP: Duration = Duration::from_secs(1);
+/// Whether the store is called now.
+enum NextCall {
+    /// It is not needed, or a call is under way already.
+    None,
+    /// It is called after this delay, so that other requests can join the call, or when a hold ends.
+    Gather(Duration),
+    /// It is called now for these needs. If there are none, it confirms what was booked.
+    Ask(SmallVec<[Need; 2]>),
+}
 
-/// How late a task may wake.
-const WAKE_UP: Duration = Duration::from_millis(5);
+/// What became of a call to the store.
+enum Called {
+    /// The store answered at once.
+    Answered,
+    /// The answer is still to come.
+    UnderWay(Errand),
+}
 
 impl Line {
+    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and asks the store for
+    /// waiters without a slot. `me` is being polled and needs no waking.
+    pub(super) fn step(
+        &mut self,
+        desk: &Desk<'_>,
+        me: Option<Number>,
+        wakers: &mut Wakers,
+    ) -> Option<Errand> {
+        let (mut now, mut errand) = (desk.now, None);
+        // A store that answers at once may bring slots that are due, or refuse one need and leave those after it undecided.
+        for _ in 0..MOST_ROUNDS {
+            let died = self.hand_out_due(desk, me, now, wakers)?;
+            match self.next_call(desk, now) {
+                NextCall::None => break,
+                NextCall::Gather(delay) => {
+                    errand = Some(Errand::Gather(delay));
+                    break;
+                }
+                NextCall::Ask(needs) => match self.send(desk, &needs, died, now, wakers) {
+                    // The store asked the time after we did.
+                    Called::Answered => now = clock::now(),
+                    Called::UnderWay(call) => {
+                        errand = Some(call);
+                        break;
+                    }
+                },
+            }
+        }
+        self.return_unused(desk, now);
+        errand
+    }
+
+    /// Hands out the slots that are due. Returns whether permits had expired before a waiter took them; `None` if there is no
+    /// queue.
+    fn hand_out_due(
+        &mut self,
+        desk: &Desk<'_>,
+        me: Option<Number>,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> Option<bool> {
+        let most = match self.passage(desk.max_hold, now) {
+            // The store has to confirm them first.
+            _ if !self.is_trusted(desk, now) => 0,
+            Passage::Open => usize::MAX,
+            Passage::Probe => 1,
+            Passage::Probing(_) => 0,
+        };
+        let is_probe = most == 1;
+        let queue = self.queue.as_mut()?;
+        queue.take_from(&mut self.stock, now);
+        let handed_out = queue.hand_out(most, now, me, wakers);
+        if is_probe && handed_out.count > 0 {
+            self.probe_leaves(now);
+        }
+        Some(handed_out.died)
+    }
+
+    /// Decides whether the store is called.
+    fn next_call(&mut self, desk: &Desk<'_>, now: Instant) -> NextCall {
+        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
+        let passage = self.passage(desk.max_hold, now);
+        let Some(queue) = &mut self.queue else { return NextCall::None };
+        let is_doubtful = !trusted && queue.is_due(now);
+        queue.trim();
+        if queue.is_calling(now) {
+            return NextCall::None;
+        }
+        queue.give_up_call();
+        let is_open = held.is_none() && passage == Passage::Open;
+        let confirms = is_doubtful || (is_open && self.confirms_next_slot(desk, now));
+        let Some(queue) = &mut self.queue else { return NextCall::None };
+        let needs = queue.needs(match passage {
+            Passage::Open if !self.later => usize::MAX,
+            Passage::Open => MOST_ASKED,
+            Passage::Probe | Passage::Probing(_) => 1,
+        });
+        if needs.is_empty() && !confirms {
+            return NextCall::None;
+        }
+        let probing = match passage {
+            Passage::Probing(left) => Some(left),
+            Passage::Open | Passage::Probe => None,
+        };
+        if let Some(left) = held.or(probing) {
+            // What is booked when the hold ends, or when the probe has passed, is booked by what is known then.
+            if queue.gathering == Gathering::UnderWay {
+                return NextCall::None;
+            }
+            queue.gather_for(left, now);
+            return NextCall::Gather(left);
+        }
+        if self.later && !confirms {
+            match queue.gathering {
+                Gathering::NotYet => return NextCall::Gather(queue.gather(now)),
+                Gathering::UnderWay if !queue.gathers_too_long(now) => return NextCall::None,
+                Gathering::UnderWay | Gathering::Done => {}
+            }
+        }
+        NextCall::Ask(needs)
+    }
+
+    /// Calls the store for `needs`. If permits `died` since the last call, those of later calls are valid for longer.
+    fn send(
+        &mut self,
+        desk: &Desk<'_>,
+        needs: &[Need],
+        died: bool,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> Called {
+        let is_open = self.passage(desk.max_hold, now) == Passage::Open;
+        let queue = self.queue.get_or_insert_default();
+        // Permits are scarce if slots lie ahead: none are fetched in advance.
+        let is_scarce = queue.last_booked().is_some();
+        let latest = queue.latest().unwrap_or(desk.now);
+        let mut returns = std::mem::take(&mut queue.returns);
+        let prefetch = if self.later && !is_scarce && !needs.is_empty() && is_open {
+            self.stock.order(desk.terms, self.stock_life(desk), desk.now)
+        } else {
+            0
+        };
+        returns.extend(self.stock.clear());
+        if died {
+            self.lengthen_life(desk);
+        }
+        let answer = desk.store.lease(self.ask(desk, needs, prefetch, latest, &returns));
+        let queue = self.queue.get_or_insert_default();
+        match answer {
+            Answer::Now(answer) => {
+                queue.asking(needs, desk.now, false);
+                self.answered(desk, answer, desk.now, clock::now(), wakers);
+                Called::Answered
+            }
+            Answer::Later(call) => {
+                self.later = true;
+                Called::UnderWay(Errand::Call(queue.asking(needs, desk.now, desk.is_watched()), call))
+            }
+        }
+    }
+
+    /// Gives back the permits that no waiter needs, unless a call that takes them along is near.
+    fn return_unused(&mut self, desk: &Desk<'_>, now: Instant) {
+        let is_blocked = self.held(now).is_some() || self.passage(desk.max_hold, now) != Passage::Open;
+        let Some(queue) = &mut self.queue else { return };
+        let gathers = queue.gathering == Gathering::UnderWay && !is_blocked;
+        if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
+            desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
+        }
+    }
+
+    /// Returns the request to the store: for `needs`, and for `prefetch` permits in advance.
     pub(super) fn ask<'a>(
         &mut self,
         desk: &'a Desk<'_>,
@@ -59,163 +222,8 @@ impl Line {
         }
     }
 
-    /// Keeps what a lease says besides its segments. Answers between which moments its time was.
-    pub(super) fn remember(
-        &mut self,
-        desk: &Desk<'_>,
-        lease: &Lease,
-        sent: Instant,
-        now: Instant,
-    ) -> (Instant, Instant) {
-        let mut bounds = lease.own.map_or((sent, now), |own| (own.at, own.at));
-        if self.alone != lease.own.is_some() {
-            // What the other granted is counted there. Who waited keeps its place.
-            self.alone = lease.own.is_some();
-            self.stock.clear();
-            if let Some(queue) = &mut self.queue {
-                queue.void();
-            }
-        }
-        if lease.is_word_of_store() {
-            (self.shared, self.free) = (lease.shared, if lease.own.is_none() { lease.free } else { 0 });
-        }
-        if !lease.is_word_of_store() {
-            if let Some(memory) = &mut self.memory {
-                memory.count(lease, desk.terms.quota().longest_memory(), now);
-            }
-        } else if self.later {
-            let memory = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
-            let lost = memory.incarnation() != lease.incarnation;
-            if lost {
-                // The store does not know of what it granted before.
-                self.stock.clear();
-                if let Some(queue) = &mut self.queue {
-                    queue.void();
-                }
-            }
-            memory.update(lease, desk.terms.quota().longest_memory(), sent, now);
-            if lease.own.is_none() {
-                bounds = memory.bounds();
-            }
-            if lost {
-                self.hold_forgotten(now);
-            }
-        }
-        if let Some(segment) = &lease.prefetched {
-            self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
-        }
-        bounds
-    }
-
-    /// What is fetched ahead may live for a two-hundredth of the window.
-    pub(super) fn stock_life(&self, desk: &Desk<'_>) -> Duration {
-        self.life.max(desk.terms.quota().shortest_window() / 200)
-    }
-
-    /// Brings the line up to date: slots that are due go out, slots nobody needs go back, the store is asked for those
-    /// who have none. `me` is being polled and needs no waking.
-    pub(super) fn step(
-        &mut self,
-        desk: &Desk<'_>,
-        me: Option<Number>,
-        wakers: &mut Wakers,
-    ) -> Option<Errand> {
-        // An answer at once may bring slots that are due at once, which a second round hands out: what a store grants is
-        // alive. And it may refuse one need and decide nothing of those after it.
-        let (mut now, mut errand) = (desk.now, None);
-        for _ in 0..MOST_ROUNDS {
-            let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
-            let passage = self.passage(desk.max_hold, now);
-            let queue = self.queue.as_mut()?;
-            queue.take_from(&mut self.stock, now);
-            let most = match passage {
-                _ if !trusted => 0,
-                Passage::Open => usize::MAX,
-                Passage::Probe => 1,
-                Passage::Probing(_) => 0,
-            };
-            let HandedOut { count, died } = queue.hand_out(most, now, me, wakers);
-            let queue = match passage {
-                Passage::Probe if count > 0 => {
-                    self.probe_leaves(now);
-                    continue;
-                }
-                _ => self.queue.as_mut()?,
-            };
-            let doubtful = !trusted && queue.is_due(now);
-            queue.trim();
-            if queue.is_calling(now) {
-                break;
-            }
-            queue.give_up_call();
-            let is_open = held.is_none() && passage == Passage::Open;
-            let doubtful = doubtful || (is_open && self.confirms_next_slot(desk, now));
-            let queue = self.queue.as_mut()?;
-            let needs = queue.needs(match passage {
-                Passage::Open if !self.later => usize::MAX,
-                Passage::Open => MOST_ASKED,
-                Passage::Probe | Passage::Probing(_) => 1,
-            });
-            if needs.is_empty() && !doubtful {
-                break;
-            }
-            let probing = match passage {
-                Passage::Probing(left) => Some(left),
-                Passage::Open | Passage::Probe => None,
-            };
-            if let Some(left) = held.or(probing) {
-                // What is booked when the hold ends, or the probe has passed, is booked by what is known then.
-                if queue.gathering != Gathering::UnderWay {
-                    queue.gather_for(left, now);
-                    errand = Some(Errand::Gather(left));
-                }
-                break;
-            }
-            if self.later && !doubtful {
-                match queue.gathering {
-                    Gathering::NotYet => return Some(Errand::Gather(queue.gather(now))),
-                    Gathering::UnderWay if !queue.gathers_too_long(now) => break,
-                    Gathering::UnderWay | Gathering::Done => {}
-                }
-            }
-            // Where slots lie ahead, permits are scarce.
-            let scarce = queue.last_booked().is_some();
-            let mut returns = std::mem::take(&mut queue.returns);
-            let latest = queue.latest().unwrap_or(desk.now);
-            let ahead = self.later && !scarce && !needs.is_empty() && passage == Passage::Open;
-            let prefetch =
-                if ahead { self.stock.order(desk.terms, self.stock_life(desk), desk.now) } else { 0 };
-            returns.extend(self.stock.clear());
-            if died {
-                self.lengthen_life(desk);
-            }
-            match desk.store.lease(self.ask(desk, &needs, prefetch, latest, &returns)) {
-                Answer::Now(answer) => {
-                    // The store asked the time after we did.
-                    now = clock::now();
-                    if let Some(queue) = &mut self.queue {
-                        queue.asking(&needs, desk.now, false);
-                    }
-                    self.answered(desk, answer, now, wakers);
-                }
-                Answer::Later(call) => {
-                    self.later = true;
-                    let queue = self.queue.get_or_insert_default();
-                    return Some(Errand::Call(queue.asking(&needs, desk.now, desk.is_watched()), call));
-                }
-            }
-        }
-        let held = self.held(now).is_some() || self.passage(desk.max_hold, now) != Passage::Open;
-        let queue = self.queue.as_mut()?;
-        let next_call_is_near = queue.is_calling(now) || (queue.gathering == Gathering::UnderWay && !held);
-        if !queue.returns.is_empty() && !next_call_is_near {
-            desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
-        }
-        errand
-    }
-
-    /// A call for nobody: it tells the store what is known here, and hears what is known there. Not while another is under
-    /// way.
+    /// Calls the store although no request waits: it learns what this process knows of the key, and answers what it knows. Does
+    /// nothing while another call is under way.
     pub(in crate::limiter) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
         if self.queue.as_ref().is_some_and(|queue| queue.is_calling(desk.now)) {
             return None;
@@ -223,7 +231,7 @@ impl Line {
         let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
         match desk.store.lease(self.ask(desk, &[], 0, desk.now, &returns)) {
             Answer::Now(answer) => {
-                self.answered(desk, answer, clock::now(), wakers);
+                self.answered(desk, answer, desk.now, clock::now(), wakers);
                 None
             }
             Answer::Later(call) => {
@@ -235,99 +243,7 @@ impl Line {
         }
     }
 
-    /// The call sent at `desk.now` has been answered.
-    fn answered(
-        &mut self,
-        desk: &Desk<'_>,
-        answer: Result<Lease, StoreError>,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) {
-        let sent = desk.now;
-        let bounds = match &answer {
-            Ok(lease) => self.remember(desk, lease, sent, now),
-            Err(_) => (sent, now),
-        };
-        if let Ok(lease) = answer.as_ref()
-            && lease.is_word_of_store()
-        {
-            self.hold_answered(lease.held, sent, bounds);
-        }
-        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
-        // After a slow trip little is left of a permit's life: who wakes a little late would lose its slot. The next ones
-        // live longer.
-        let least =
-            if self.life < self.longest_life(desk.terms) { desk.terms.life() / 2 } else { Duration::ZERO };
-        let Some(queue) = &mut self.queue else { return };
-        match answer {
-            Ok(Lease { learning: Some(wait), .. }) => queue.pause(wait, now, wakers),
-            Ok(lease) => {
-                let slots = lease.segments.iter().map(|segment| slot(&lease, segment, bounds));
-                let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-                let Answered { died, refused } = queue.answered(slots, Some(&end), least, now, wakers);
-                // A request that would pass uncounted while the store is away has to ask.
-                if self.later && lease.own.is_none() && !desk.fails_open {
-                    let before = self.refused.as_deref().copied();
-                    self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
-                }
-                let uncertain = bounds.1.saturating_duration_since(bounds.0);
-                let life = desk.terms.life();
-                let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
-                let life = if self.later { life.max(trips) } else { life };
-                let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
-                self.life = life.max(lately).min(self.longest_life(desk.terms));
-            }
-            Err(error) => match held.filter(|_| desk.fails_open) {
-                // Nobody passes uncounted while the key is held.
-                Some(left) => queue.pause(left, now, wakers),
-                None => {
-                    if !trusted && queue.is_due(now) {
-                        // Nobody knows whether the store still knows of them.
-                        queue.void();
-                    }
-                    queue.answered([], Some(&Settled::Failed(error)), least, now, wakers);
-                }
-            },
-        }
-        self.obey(now, wakers);
-    }
-
-    /// The longest that a permit lives, if those before died before they were used.
-    pub(super) fn longest_life(&self, terms: &Terms) -> Duration {
-        if !self.later && terms.life() < LIFE {
-            // It is as short as the rate that may be lost allows.
-            return terms.life();
-        }
-        LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
-    }
-
-    /// Returns whether the store is to be asked now whether it still knows of the next slot, so that the answer is here when
-    /// the slot is due. If that is later, the waiter of the slot wakes then.
-    fn confirms_next_slot(&mut self, desk: &Desk<'_>, now: Instant) -> bool {
-        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
-        if self.is_trusted(desk, slot) {
-            return false;
-        }
-        let lead = trust(desk.terms.quota().longest_memory()) / 4;
-        let at = slot.checked_sub(lead).unwrap_or(now);
-        let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
-            return false;
-        };
-        if at > now {
-            queue.wake_before(slot, at);
-            return false;
-        }
-        queue.confirmed = Some(slot);
-        true
-    }
-
-    fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
-        let trusted =
-            |memory: &Remembered| memory.is_trusted(trust(desk.terms.quota().longest_memory()), now);
-        self.alone || self.memory.as_deref().is_none_or(trusted)
-    }
-
-    /// The call sent at `sent`, which answered later, has been answered. If it counted as lost, what it brings goes back.
+    /// The store answered the call that was sent at `sent`. What an answer brings that counts as lost goes back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         desk: &Desk<'_>,
@@ -342,26 +258,13 @@ impl Line {
             }
             return None;
         }
-        // A permit's life counts from when the call was sent: of one that took longer, what was due at once is dead.
-        let took = desk.now.saturating_duration_since(sent);
-        let longest = self.longest_life(desk.terms);
-        let dead = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
-        let too_slow = took >= self.life
-            && self.life >= longest
-            && answer.as_ref().is_ok_and(|lease| lease.own.is_none() && lease.segments.iter().any(dead));
-        let answer = match answer {
-            Ok(lease) if too_slow => {
-                desk.store.give_back(desk.key, desk.terms, &lease.unused());
-                Err(StoreError::TooSlow { took, longest })
-            }
-            answer => answer,
-        };
+        let answer = self.unless_too_slow(desk, answer, sent);
         let failed = answer.is_err();
-        self.answered(&Desk { now: sent, ..*desk }, answer, desk.now, wakers);
+        self.answered(desk, answer, sent, desk.now, wakers);
         if self.tightens {
             return self.tighten(desk, wakers);
         }
-        // Where the store is told again, the step hands out only; where it is asked, it hears the upstream's word as well.
+        // If the store has to learn of a hold, the step only hands out; else it asks as well what the upstream said.
         let told = self.retell_hold(desk, wakers);
         let asked = self.step(desk, None, wakers);
         let errand = told.or(asked).or_else(|| self.pass_on(desk, wakers));
@@ -369,17 +272,17 @@ impl Line {
         if failed { errand.or_else(|| self.asks_again(desk.now)) } else { errand }
     }
 
-    /// Those who were to join the next call have joined, or who waited for that is gone with its runtime, and nobody has `joined`.
+    /// The delay in which others `joined` the next call is over. If they did not, its task was dropped with its runtime.
     pub(in crate::limiter) fn gathered(
         &mut self,
         desk: &Desk<'_>,
         joined: bool,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
-        let held = self.held(desk.now).is_some();
+        let is_held = self.held(desk.now).is_some();
         let queue = self.queue.as_mut()?;
-        if held && !joined {
-            // The others have runtimes of their own.
+        if is_held && !joined {
+            // The other waiters have runtimes of their own.
             queue.gathering = Gathering::NotYet;
             queue.wake_all(wakers);
             return None;
@@ -391,56 +294,5 @@ impl Line {
         }
         self.close(desk);
         errand
-    }
-
-    /// When to [`sweep`](Line::sweep), should nobody be about to.
-    pub(in crate::limiter) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
-        // One that is late was lost with its runtime.
-        let nobody = self.sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
-        let until = self.stock.until();
-        (nobody && self.stock.units(now) > 0).then(|| *self.sweep_at.insert(until))
-    }
-
-    /// Gives back what was left over at hand when it died: an idle process takes nothing from the others. Answers when to
-    /// look again.
-    pub(in crate::limiter) fn sweep(&mut self, desk: &Desk<'_>) -> Option<Instant> {
-        self.sweep_at = Some(self.stock.until()).filter(|until| *until > desk.now);
-        if self.sweep_at.is_none()
-            && let Some(left) = self.clear()
-        {
-            desk.store.give_back(desk.key, desk.terms, &[left]);
-        }
-        self.sweep_at
-    }
-
-    /// It makes room for others: what was left over goes back.
-    pub(in crate::limiter) fn forgotten(&mut self, desk: &Desk<'_>) {
-        if let Some(left) = self.stock.clear() {
-            desk.store.give_back(desk.key, desk.terms, &[left]);
-        }
-    }
-
-    /// Takes out what lies at hand, for the store.
-    pub(in crate::limiter) fn clear(&mut self) -> Option<Unused> {
-        let unused = self.stock.clear();
-        if let Some(memory) = &mut self.memory {
-            memory.forget(unused.as_slice());
-        }
-        unused
-    }
-}
-
-/// When this process may use a segment of a lease, whose time was between two moments: never before its slot, and never
-/// after its deadline. A microsecond is for the store's time being cut to whole ones.
-pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Slot {
-    let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
-    Slot {
-        at: clock::after(latest, segment.wait),
-        until: clock::after(earliest, lasts),
-        cost: segment.cost,
-        count: segment.count,
-        slot: segment.slot,
-        stamp: segment.stamp,
-        incarnation: lease.granted_in(),
     }
 }

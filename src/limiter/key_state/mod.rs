@@ -3,8 +3,10 @@
 //! One store call at a time books for all who wait. Where nobody waits, a key in heavy use fetches a few permits ahead,
 //! so that the next calls need no store; how many follows from how fast they are used.
 
+mod answer;
 mod booking;
 mod hold;
+mod leftover;
 #[cfg(test)]
 mod properties;
 mod refusal;
@@ -31,7 +33,7 @@ use crate::limit::Terms;
 use crate::store::{Answer, Lease, Need, Refusal, Store};
 use crate::wakers::Wakers;
 
-use booking::slot;
+use answer::slot;
 pub(super) use hold::is_any_uncertain;
 use hold::{Holding, Passage};
 use refused::Refused;

@@ -1,0 +1,238 @@
+//! What an answer of the store means for a key: its clock and its state, the slots it granted, and how long permits are valid.
+
+use std::time::{Duration, Instant};
+
+use super::refused::Refused;
+use super::{Desk, Line};
+use crate::clock;
+use crate::error::StoreError;
+use crate::limit::Terms;
+use crate::limiter::queue::Answered;
+use crate::limiter::reservation::{Settled, Slot};
+use crate::limiter::session::Remembered;
+use crate::quota::LIFE;
+use crate::store::{Lease, Refusal, Segment, trust};
+use crate::wakers::Wakers;
+
+/// The longest validity of a permit, for windows that are not longer than twenty times that.
+const LONGEST_LIFE: Duration = Duration::from_millis(20);
+
+/// How late a task may wake.
+const WAKE_UP: Duration = Duration::from_millis(5);
+
+impl Line {
+    /// Takes in the answer to the call that was sent at `sent`.
+    pub(super) fn answered(
+        &mut self,
+        desk: &Desk<'_>,
+        answer: Result<Lease, StoreError>,
+        sent: Instant,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
+        match answer {
+            Ok(lease) => self.granted(desk, &lease, sent, now, wakers),
+            Err(error) => self.failed(desk, error, now, wakers),
+        }
+        if self.queue.is_some() {
+            self.obey(now, wakers);
+        }
+    }
+
+    /// The store answered with a lease.
+    fn granted(&mut self, desk: &Desk<'_>, lease: &Lease, sent: Instant, now: Instant, wakers: &mut Wakers) {
+        let bounds = self.remember(desk, lease, sent, now);
+        if lease.is_word_of_store() {
+            self.hold_answered(lease.held, sent, bounds);
+        }
+        let least = self.least_use(desk);
+        let Some(queue) = &mut self.queue else { return };
+        if let Some(wait) = lease.learning {
+            return queue.pause(wait, now, wakers);
+        }
+        let slots = lease.segments.iter().map(|segment| slot(lease, segment, bounds));
+        let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        let Answered { died, refused } = queue.answered(slots, Some(&end), least, now, wakers);
+        // A request that passes uncounted while the store cannot be reached has to ask.
+        if self.later && lease.own.is_none() && !desk.fails_open {
+            let before = self.refused.as_deref().copied();
+            self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
+        }
+        self.adapt_life(desk.terms, bounds, died);
+    }
+
+    /// The store failed.
+    fn failed(&mut self, desk: &Desk<'_>, error: StoreError, now: Instant, wakers: &mut Wakers) {
+        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
+        let least = self.least_use(desk);
+        let Some(queue) = &mut self.queue else { return };
+        if let Some(left) = held.filter(|_| desk.fails_open) {
+            // No request passes uncounted while the key is on hold.
+            return queue.pause(left, now, wakers);
+        }
+        if !trusted && queue.is_due(now) {
+            // The store may have lost what it booked.
+            queue.void();
+        }
+        queue.answered([], Some(&Settled::Failed(error)), least, now, wakers);
+    }
+
+    /// Turns an answer that took longer than any permit is valid into an error, and gives back what it brought.
+    pub(super) fn unless_too_slow(
+        &self,
+        desk: &Desk<'_>,
+        answer: Result<Lease, StoreError>,
+        sent: Instant,
+    ) -> Result<Lease, StoreError> {
+        let lease = answer?;
+        // A permit's validity counts from when the call was sent: of one that took longer, what was due at once has expired.
+        let took = desk.now.saturating_duration_since(sent);
+        let longest = self.longest_life(desk.terms);
+        let expired = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
+        let is_too_slow = took >= self.life
+            && self.life >= longest
+            && lease.own.is_none()
+            && lease.segments.iter().any(expired);
+        if is_too_slow {
+            desk.store.give_back(desk.key, desk.terms, &lease.unused());
+            return Err(StoreError::TooSlow { took, longest });
+        }
+        Ok(lease)
+    }
+
+    /// Keeps what a lease says besides its segments. Returns between which moments of this process its time was.
+    pub(super) fn remember(
+        &mut self,
+        desk: &Desk<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> (Instant, Instant) {
+        let is_alone = lease.own.is_some();
+        if self.alone != is_alone {
+            // What the other granted is counted there. Waiters keep their places.
+            self.alone = is_alone;
+            self.forget_permits();
+        }
+        let bounds = if lease.is_word_of_store() {
+            self.shared = lease.shared;
+            self.free = if is_alone { 0 } else { lease.free };
+            self.remember_session(desk, lease, sent, now)
+        } else {
+            if let Some(memory) = &mut self.memory {
+                memory.count(lease, desk.terms.quota().longest_memory(), now);
+            }
+            None
+        };
+        let bounds = match (lease.own, bounds) {
+            (Some(own), _) => (own.at, own.at),
+            (None, Some(bounds)) => bounds,
+            (None, None) => (sent, now),
+        };
+        if let Some(segment) = &lease.prefetched {
+            self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
+        }
+        bounds
+    }
+
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the bounds of its time.
+    fn remember_session(
+        &mut self,
+        desk: &Desk<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<(Instant, Instant)> {
+        if !self.later {
+            return None;
+        }
+        let session = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
+        let has_lost_state = session.incarnation() != lease.incarnation;
+        session.update(lease, desk.terms.quota().longest_memory(), sent, now);
+        let bounds = session.bounds();
+        if has_lost_state {
+            self.forget_permits();
+            self.hold_forgotten(now);
+        }
+        Some(bounds)
+    }
+
+    /// The store does not know of the permits that it granted before. Waiters keep their places.
+    fn forget_permits(&mut self) {
+        self.stock.clear();
+        if let Some(queue) = &mut self.queue {
+            queue.void();
+        }
+    }
+
+    /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
+    pub(super) fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
+        let is_trusted =
+            |session: &Remembered| session.is_trusted(trust(desk.terms.quota().longest_memory()), now);
+        self.alone || self.memory.as_deref().is_none_or(is_trusted)
+    }
+
+    /// Returns whether the store is asked now to confirm the next slot, so that its answer is there when the slot is due. If that
+    /// is later, the waiter of the slot wakes then.
+    pub(super) fn confirms_next_slot(&mut self, desk: &Desk<'_>, now: Instant) -> bool {
+        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
+        if self.is_trusted(desk, slot) {
+            return false;
+        }
+        let lead = trust(desk.terms.quota().longest_memory()) / 4;
+        let at = slot.checked_sub(lead).unwrap_or(now);
+        let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
+            return false;
+        };
+        if at > now {
+            queue.wake_before(slot, at);
+            return false;
+        }
+        queue.confirmed = Some(slot);
+        true
+    }
+
+    /// Returns for how long a slot ahead must be usable. After a slow trip little is left of a permit's validity: a waiter that
+    /// wakes a little late would lose its slot, and the next permits are valid for longer.
+    fn least_use(&self, desk: &Desk<'_>) -> Duration {
+        if self.life < self.longest_life(desk.terms) { desk.terms.life() / 2 } else { Duration::ZERO }
+    }
+
+    /// Sets the validity of the next permits by how well the store's clock is known, and by whether permits `died` on their way.
+    fn adapt_life(&mut self, terms: &Terms, bounds: (Instant, Instant), died: bool) {
+        let uncertain = bounds.1.saturating_duration_since(bounds.0);
+        let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
+        let least = if self.later { terms.life().max(trips) } else { terms.life() };
+        let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
+        self.life = least.max(lately).min(self.longest_life(terms));
+    }
+
+    /// Returns the longest validity of a permit, used if earlier permits expired before they were used.
+    pub(super) fn longest_life(&self, terms: &Terms) -> Duration {
+        if !self.later && terms.life() < LIFE {
+            // It is as short as the rate that may be lost allows.
+            return terms.life();
+        }
+        LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
+    }
+
+    /// Returns the validity of permits that are fetched in advance: a two-hundredth of the window at most.
+    pub(super) fn stock_life(&self, desk: &Desk<'_>) -> Duration {
+        self.life.max(desk.terms.quota().shortest_window() / 200)
+    }
+}
+
+/// Returns when this process may use a segment of a lease, whose time lies between two moments: never before its slot, and never
+/// after its deadline. The microsecond is for the store's time, which is cut to whole ones.
+pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Slot {
+    let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
+    Slot {
+        at: clock::after(latest, segment.wait),
+        until: clock::after(earliest, lasts),
+        cost: segment.cost,
+        count: segment.count,
+        slot: segment.slot,
+        stamp: segment.stamp,
+        incarnation: lease.granted_in(),
+    }
+}
