@@ -1,9 +1,10 @@
-//! What a call to the store asks for those who wait, and what its answer means for them.
+//! What a call to the store asks for the waiters, and what its answer means for them.
 
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::cost_class::Brought;
 use super::{ANSWER, Answered, Calling, Gathering, Number, Queue};
 use crate::clock;
 use crate::limiter::key_state::{CallNumber, next_number};
@@ -15,7 +16,7 @@ use crate::wakers::Wakers;
 const MOST_NEEDS: usize = 64;
 
 impl Queue {
-    /// What those without a slot need, in the order in which they came; `most` permits in all.
+    /// Returns what the waiters without a slot need, in their order; `most` permits in all.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Need; 2]> {
         let mut waiting: SmallVec<[(Number, Need); 2]> = SmallVec::new();
         let alone = self.classes.len() == 1;
@@ -24,7 +25,7 @@ impl Queue {
                 let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
                 waiting.push((0, Need { cost, count }));
             } else {
-                // Others stand between those of one cost.
+                // Waiters of different costs stand between each other.
                 let first = class.without().take(most);
                 waiting.extend(first.map(|number| (number, Need { cost, count: 1 })));
             }
@@ -45,7 +46,7 @@ impl Queue {
         needs
     }
 
-    /// A call asks for `needs`. If it is `watched`, waiters without a slot wake when it counts as lost.
+    /// Notes that a call for `needs` is sent. If it is `watched`, waiters without a slot wake when it counts as lost.
     pub(in crate::limiter) fn asking(&mut self, needs: &[Need], now: Instant, watched: bool) -> CallNumber {
         let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
         let number = next_number();
@@ -68,25 +69,18 @@ impl Queue {
         number
     }
 
-    /// The first of the needs that were asked for of which not all was granted, and how much was not. Those after it were
-    /// not decided.
-    fn refused(&self, granted: &[(u32, usize, usize)]) -> Option<(u32, usize)> {
-        let mut granted: SmallVec<[(u32, usize); 2]> =
-            granted.iter().map(|&(cost, all, _)| (cost, all)).collect();
-        self.asked.iter().find_map(|need| {
-            let count = need.count as usize;
-            let of_cost = granted.iter_mut().find(|(cost, _)| *cost == need.cost);
-            let got = of_cost.map_or(0, |(_, all)| {
-                let got = count.min(*all);
-                *all -= got;
-                got
-            });
-            (got < count).then_some((need.cost, count - got))
+    /// Returns the first need that was not granted in full, and how many of its permits are missing. The store decided nothing of the
+    /// needs after it.
+    fn refused(&self, granted: &Granted) -> Option<Need> {
+        let mut granted = granted.clone();
+        self.asked.iter().find_map(|&need| {
+            let missing = need.count - granted.take(need.cost, need.count);
+            (missing > 0).then_some(Need { count: missing, ..need })
         })
     }
 
-    /// The call has been answered with `slots`, and `end` for those of its needs that got none. A slot that lies ahead is of
-    /// no use if it can be used for less than `least`.
+    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot ahead that can be used for less than
+    /// `least` is of no use.
     pub(in crate::limiter) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Slot>,
@@ -97,46 +91,63 @@ impl Queue {
     ) -> Answered {
         let call = self.call.take();
         self.unanswered = None;
-        let mut died = false;
-        // For each cost, the permits that were granted, and those of them that are of use.
-        let mut granted: SmallVec<[(u32, usize, usize); 2]> = SmallVec::new();
+        let (mut granted, mut usable) = (Granted::default(), Granted::default());
         for slot in slots {
-            let usable = slot.until.saturating_duration_since(slot.at.max(now));
-            let alive = !usable.is_zero() && (slot.at <= now || usable >= least);
-            let (all, good) = (slot.count as usize, if alive { slot.count as usize } else { 0 });
-            match granted.iter_mut().find(|(cost, ..)| *cost == slot.cost) {
-                Some(granted) => (granted.1, granted.2) = (granted.1 + all, granted.2 + good),
-                None => granted.push((slot.cost, all, good)),
-            }
-            if alive {
+            granted.add(slot.cost, slot.count);
+            let lasts = slot.until.saturating_duration_since(slot.at.max(now));
+            if !lasts.is_zero() && (slot.at <= now || lasts >= least) {
+                usable.add(slot.cost, slot.count);
                 self.add(slot);
             } else {
-                // It died on its way: the store is asked again, as if it had not answered.
-                died = true;
+                // It expired on its way: the store is asked again, as if it had not answered.
                 self.returns.push(slot.unused());
             }
         }
+        let died = granted != usable;
         let refused = self.refused(&granted);
         self.asked.clear();
-        for (cost, class) in &mut self.classes {
+        let is_refusal = matches!(end, Some(Settled::Refused(_)));
+        let refused_at = call.filter(|_| is_refusal).and_then(|call| Some((call.sent, call.last?)));
+        for (&cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
-            let granted = granted.iter().find(|(other, ..)| other == cost);
-            let (all, good) = granted.map_or((0, 0), |&(_, all, good)| (all, good));
-            let refused_at = call.and_then(|call| Some((call.sent, call.last?)));
-            let refused_at = refused_at.filter(|_| matches!(end, Some(Settled::Refused(_))));
-            // Of what was refused, others may have had some: they are asked for again.
-            let without = match (end, refused) {
-                (Some(Settled::Refused(_)), Some((refused, count))) if refused == *cost => count,
-                (Some(Settled::Refused(_)), _) => 0,
-                _ => asked.saturating_sub(all),
+            let left_out = match refused {
+                // Waiters behind the one that was refused, and those whose permits expired, are asked for again.
+                Some(need) if is_refusal && need.cost == cost => need.count as usize,
+                _ if is_refusal => 0,
+                _ => asked.saturating_sub(granted.of(cost) as usize),
             };
-            let ended = class.settle(good, without, end, refused_at, now);
-            for (number, waker, settled) in ended {
+            let brought = Brought { granted: usable.of(cost) as usize, left_out, end, refused_at };
+            for (number, waker, settled) in class.settle(&brought, now) {
                 self.waiting -= 1;
                 self.settled.insert(number, settled);
                 wakers.add(waker);
             }
         }
-        Answered { died, refused: refused.map(|(cost, _)| cost) }
+        Answered { died, refused: refused.map(|need| need.cost) }
+    }
+}
+
+/// Permits by their cost.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Granted(SmallVec<[Need; 2]>);
+
+impl Granted {
+    fn add(&mut self, cost: u32, count: u32) {
+        match self.0.iter_mut().find(|need| need.cost == cost) {
+            Some(need) => need.count += count,
+            None => self.0.push(Need { cost, count }),
+        }
+    }
+
+    fn of(&self, cost: u32) -> u32 {
+        self.0.iter().find(|need| need.cost == cost).map_or(0, |need| need.count)
+    }
+
+    /// Takes up to `count` permits of a cost. Returns how many there were.
+    fn take(&mut self, cost: u32, count: u32) -> u32 {
+        let Some(need) = self.0.iter_mut().find(|need| need.cost == cost) else { return 0 };
+        let taken = need.count.min(count);
+        need.count -= taken;
+        taken
     }
 }

@@ -1,4 +1,8 @@
-//! Those who wait for permits of one cost, and the slots booked for them.
+//! The waiters for permits of one cost, and the slots booked for them.
+//!
+//! Both are sorted, and the first waiter owns the first permit, the second the second, and so on: `booked` permits are the first
+//! `booked` waiters'. So the waiters without a slot are always the last ones. The next `asked` of them are with a call under way; those
+//! after them came later.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
@@ -11,27 +15,27 @@ use crate::clock::{self, Timer};
 use crate::limiter::reservation::{Patience, Settled, Slot};
 use crate::store::Refusal;
 
-/// Waiters and slots of one cost.
+/// The waiters and slots of one cost.
 #[derive(Default)]
 pub(super) struct Class {
     pub(super) waiting: BTreeMap<Number, Waiting>,
     /// Sorted by time.
     pub(super) slots: VecDeque<Slot>,
-    /// Permits in `slots`.
+    /// How many permits lie in `slots`.
     pub(super) booked: usize,
-    /// Permits that a call under way asks for.
+    /// How many permits the call under way asks for.
     pub(super) asked: usize,
 }
 
 pub(super) struct Waiting {
     pub(super) patience: Patience,
-    /// From when on the time until the store answers does not count as its wait.
+    /// From this moment the time until the store answers does not count as waiting.
     pub(super) entered: Instant,
-    /// Whether the store has answered for it.
+    /// Whether the store has decided on it.
     pub(super) heard: bool,
-    /// When it waits no longer for the store to answer for it.
+    /// When it gives up if the store has not decided on it.
     pub(super) gives_up_at: Instant,
-    /// Where its timer stands, or will when it is first polled.
+    /// The moment of its timer, which is made when the waiter is first polled.
     pub(super) wake_at: Instant,
     pub(super) timer: Option<Timer>,
     pub(super) waker: Option<Waker>,
@@ -50,12 +54,12 @@ impl Waiting {
 }
 
 impl Class {
-    /// How many have no slot, and none asked for.
+    /// Returns how many waiters have no slot and are not with a call.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len().saturating_sub(self.booked + self.asked)
     }
 
-    /// Those who have no slot, and none asked for.
+    /// Returns the waiters that have no slot and are not with a call.
     pub(super) fn without(&self) -> impl Iterator<Item = Number> {
         self.waiting.keys().skip(self.booked + self.asked).copied()
     }
@@ -66,14 +70,14 @@ impl Class {
         self.booked += slot.count as usize;
     }
 
-    /// A call asks: a hold until after `now` was released.
+    /// A call is sent at `now`. If a hold that ended later was released, the wait of its waiters begins now.
     pub(super) fn asked_at(&mut self, now: Instant) {
         for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
             waiting.entered = waiting.entered.min(now);
         }
     }
 
-    /// Those without a slot wake at `at`, if not before.
+    /// Wakes the waiters without a slot at `at` at the latest.
     pub(super) fn wake_by(&mut self, at: Instant) {
         let without = self.waiting.len().saturating_sub(self.booked);
         for waiting in self.waiting.values_mut().rev().take(without).filter(|waiting| waiting.wake_at > at) {
@@ -81,30 +85,42 @@ impl Class {
         }
     }
 
-    /// The call under way brought `granted` permits, for waiters that had none before; `ended` of its needs got none.
-    ///
-    /// Ends the wait of those, and of whoever cannot wait for the slot that became its own. Who came later than
-    /// was refused, in the place of one who left, is asked for anew.
+    /// Takes in what a call to the store brought, whose permits lie in `slots` already. Returns the waiters that leave.
     pub(super) fn settle(
         &mut self,
-        granted: usize,
-        ended: usize,
-        end: Option<&Settled>,
-        refused_at: Option<(Instant, Number)>,
+        brought: &Brought<'_>,
         now: Instant,
     ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
-        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
-        let without = self.waiting.len().saturating_sub(self.booked);
-        let newcomers = without.saturating_sub(ended);
-        let last = self.waiting.iter().rev().skip(newcomers).take(without - newcomers);
-        // The last first, and whether it was asked for.
-        let unlucky: SmallVec<[(Number, bool); 4]> = last
-            .map(|(&number, waiting)| {
-                let asked = refused_at.is_none_or(|(at, last)| waiting.entered <= at && number <= last);
-                (number, asked)
-            })
-            .collect();
-        // The store counted their wait from when it was asked, we count from its answer; a deadline is a deadline.
+        let without_slot = self.waiting.len().saturating_sub(self.booked);
+        let left_out = self.left_out(brought, without_slot);
+        self.count_waits_from(now);
+        let mut leaving = self.assign(brought.granted, without_slot, now);
+        if let Some(end) = brought.end {
+            // A waiter that leaves frees its slot for the first that was left out.
+            let still_left_out = left_out.len().saturating_sub(leaving.len());
+            let asked = left_out.iter().take(still_left_out).filter(|waiter| waiter.asked_for);
+            leaving.extend(asked.map(|waiter| (waiter.number, end.again())));
+        }
+        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
+        leaving.into_iter().filter_map(take).collect()
+    }
+
+    /// Returns the waiters that the call asked for in vain, the last one first. Of those without a slot, the last came after it was
+    /// sent.
+    fn left_out(&self, brought: &Brought<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
+        let newcomers = without_slot.saturating_sub(brought.left_out);
+        let last = self.waiting.iter().rev().skip(newcomers).take(without_slot - newcomers);
+        let left_out = |(&number, waiting): (&Number, &Waiting)| {
+            let asked_for =
+                brought.refused_at.is_none_or(|(sent, last)| waiting.entered <= sent && number <= last);
+            LeftOut { number, asked_for }
+        };
+        last.map(left_out).collect()
+    }
+
+    /// Counts the waits that the store decided on from `now`. The store counted them from when it was asked; a deadline is a
+    /// deadline.
+    fn count_waits_from(&mut self, now: Instant) {
         for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
             let asking = now.saturating_duration_since(waiting.entered);
             waiting.entered = now.max(waiting.entered);
@@ -112,34 +128,56 @@ impl Class {
                 waiting.patience.latest = clock::after(waiting.patience.latest, asking);
             }
         }
-        let unneeded = self.booked.saturating_sub(self.waiting.len());
-        let slots = self.slots.iter().rev();
-        let moments = slots.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
-        let theirs: SmallVec<[Instant; 4]> = moments.skip(unneeded).take(granted).collect();
-        let back = theirs.len().checked_sub(1).map(|others| without + others);
-        let first = back.and_then(|back| self.waiting.keys().rev().nth(back)).copied();
-        let newly = self.waiting.range_mut(first.unwrap_or(Number::MAX)..);
-        // Timers of one tick fire in the order in which they were set.
-        // What is too late for one is for the next.
-        let mut theirs = theirs.iter().rev().peekable();
-        for (&number, waiting) in newly {
-            let Some(&&slot) = theirs.peek() else { break };
+    }
+
+    /// Gives the last `granted` slots in use to their waiters, whose timers are set. A waiter that cannot wait for its slot leaves,
+    /// and the slot is the next waiter's.
+    fn assign(
+        &mut self,
+        granted: usize,
+        without_slot: usize,
+        now: Instant,
+    ) -> SmallVec<[(Number, Settled); 2]> {
+        let unused = self.booked.saturating_sub(self.waiting.len());
+        let from_last = self.slots.iter().rev();
+        let moments = from_last.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
+        let from_last: SmallVec<[Instant; 4]> = moments.skip(unused).take(granted).collect();
+        let mut leaving = SmallVec::new();
+        let Some(others) = from_last.len().checked_sub(1) else { return leaving };
+        let Some(&first) = self.waiting.keys().rev().nth(without_slot + others) else { return leaving };
+        // In order, since timers that fire at the same tick do so in the order in which they were set.
+        let mut slots = from_last.iter().rev().peekable();
+        for (&number, waiting) in self.waiting.range_mut(first..) {
+            let Some(&&slot) = slots.peek() else { break };
             if slot > waiting.patience.latest {
                 let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
                 waiting.heard = true;
                 waiting.wake_at(slot);
-                theirs.next();
+                slots.next();
             }
         }
-        if let Some(end) = end {
-            let unlucky = unlucky.iter().take(unlucky.len().saturating_sub(leaving.len()));
-            let asked = unlucky.filter(|(_, asked)| *asked).map(|&(number, _)| (number, end.again()));
-            let asked: SmallVec<[(Number, Settled); 2]> = asked.collect();
-            leaving.extend(asked);
-        }
-        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
-        leaving.into_iter().filter_map(take).collect()
+        leaving
     }
+}
+
+/// What a call to the store brought for the waiters of one cost.
+pub(super) struct Brought<'a> {
+    /// Permits for waiters that had none before.
+    pub(super) granted: usize,
+    /// How many of those that the call asked for got none.
+    pub(super) left_out: usize,
+    /// How their wait ends.
+    pub(super) end: Option<&'a Settled>,
+    /// If the store refused: when the call was sent, and the last waiter then. A waiter that came later, in the place of one that
+    /// left, is asked for anew.
+    pub(super) refused_at: Option<(Instant, Number)>,
+}
+
+/// A waiter that a call asked for in vain.
+struct LeftOut {
+    number: Number,
+    /// Whether it waited when the call was sent.
+    asked_for: bool,
 }
