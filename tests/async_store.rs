@@ -75,6 +75,8 @@ impl Store for Remote {
 struct Lossy(Arc<Remote>);
 
 impl Store for Lossy {
+    tollgate::delegate_store!(self => *self.0; implements lease);
+
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         match self.0.lease(ask) {
             Answer::Later(answer) => Answer::Later(Box::pin(async move {
@@ -84,14 +86,6 @@ impl Store for Lossy {
             })),
             answer => answer,
         }
-    }
-
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.0.give_back(key, terms, unused);
-    }
-
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.0.peek(key, terms)
     }
 }
 

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{ALONE, Ask, Held, Memory, Need};
+use super::lease::STANDALONE;
+use super::{Ask, Held, Memory, Need};
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Charge, Left, Terms, Unused};
@@ -30,7 +31,7 @@ pub(crate) struct Asked {
 
 impl Asked {
     pub(crate) fn new(ask: &Ask<'_>) -> Self {
-        let of_store = ask.returns.iter().filter(|unused| unused.incarnation != ALONE);
+        let of_store = ask.returns.iter().filter(|unused| unused.incarnation != STANDALONE);
         Asked {
             key: ask.key,
             terms: ask.terms.clone(),

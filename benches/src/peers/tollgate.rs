@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Waker};
 
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, Terms, Unused, Usage};
+use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store};
 use tollgate::{Key, Quota, RateLimitBuilder, RateLimitLayer, by_host};
 use tower::Layer;
 
@@ -72,16 +72,10 @@ impl Counted {
 }
 
 impl Store for Counted {
+    tollgate::delegate_store!(self => self.store; implements lease);
+
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         self.store.lease(ask)
-    }
-
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.store.give_back(key, terms, unused);
-    }
-
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
     }
 }

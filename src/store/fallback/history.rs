@@ -4,13 +4,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{ALONE, LOOK, OFTEN, OTHERS, Own, Share};
+use super::{LOOK, OFTEN, OTHERS, Share};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::key_map::Idle;
 use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
 use crate::rng::jittered;
+use crate::store::lease::{STANDALONE, Standalone};
 use crate::store::memory::book;
 use crate::store::{Ask, Asked, Lease, Memory, Need, Refusal, Segment};
 
@@ -184,7 +185,7 @@ impl Kept {
 
     /// A permit comes back that was not used.
     pub(super) fn take_back(&mut self, unused: Unused, now: Micros) {
-        if unused.incarnation == ALONE {
+        if unused.incarnation == STANDALONE {
             if let Some(alone) = self.alone() {
                 alone.take_back(unused, now);
             }
@@ -287,10 +288,10 @@ impl Alone {
         for &Segment { cost, count, slot, stamp, .. } in plan.segments.iter() {
             let after = self.owed.partition_point(|other| other.slot <= slot);
             let units = u64::from(cost) * u64::from(count);
-            self.owed.insert(after, Unused { slot, stamp, units, incarnation: ALONE });
+            self.owed.insert(after, Unused { slot, stamp, units, incarnation: STANDALONE });
         }
         self.thin();
-        let own = Some(Own { at: now, answered: word.is_some() });
+        let own = Some(Standalone { at: now, answered: word.is_some() });
         let Lease { segments, refused, .. } = plan;
         let word = word.cloned().unwrap_or_default();
         Lease { segments, refused, prefetched: None, learning: None, own, ..word }

@@ -18,14 +18,15 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::lease::STANDALONE;
 use super::memory::usage;
 use super::{
-    Answer, Ask, Asked, Background, Claim, Held, Lease, Left, Listener, Memory, Need, Segment, Segments,
-    Store, StoreError, Terms, Unused, Usage, label, spawn,
+    Answer, Ask, Asked, Lease, Memory, Need, Segment, Segments, Store, StoreError, Terms, Unused, Usage,
+    label, spawn,
 };
 use crate::clock;
 use crate::events;
@@ -33,9 +34,6 @@ use crate::key::Key;
 use crate::key_map::Keyed;
 use crate::limit::Micros;
 use history::{Alone, Kept, Stage};
-
-/// Which life of a state granted what a process grants itself.
-pub(crate) const ALONE: u64 = u64::MAX;
 
 /// A share of a limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,15 +51,6 @@ impl Share {
         // A number that is none is in no range.
         (1.0..=Share::WHOLE as f64).contains(&part).then_some(Share { part: part as u64, of: Share::WHOLE })
     }
-}
-
-/// That the process granted a lease itself.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Own {
-    /// When: its waits count from there.
-    pub(crate) at: Instant,
-    /// Whether the store has answered, and what the lease says of it besides is its word.
-    pub(crate) answered: bool,
 }
 
 /// Stands before a store.
@@ -291,6 +280,8 @@ impl Inner {
 }
 
 impl Store for ShareStore {
+    crate::delegate_store!(self => *self.0.store; implements lease, give_back, peek);
+
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let (inner, asked) = (&self.0, Asked::new(&ask));
         if !ask.returns.is_empty() {
@@ -312,27 +303,11 @@ impl Store for ShareStore {
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
         self.0.take_back(key, unused);
-        let of_store = unused.iter().filter(|unused| unused.incarnation != ALONE);
+        let of_store = unused.iter().filter(|unused| unused.incarnation != STANDALONE);
         let of_store: SmallVec<[Unused; 4]> = of_store.copied().collect();
         if !of_store.is_empty() {
             self.0.store.give_back(key, terms, &of_store);
         }
-    }
-
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
-        self.0.store.claim(claim, listener);
-    }
-
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        self.0.store.hold(key, terms, held, left)
-    }
-
-    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        self.0.store.release(key, terms)
-    }
-
-    fn listen(&self, listener: Weak<dyn Listener>) {
-        self.0.store.listen(listener);
     }
 
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
@@ -345,18 +320,6 @@ impl Store for ShareStore {
             Answer::Now(usage) => Answer::Now(usage.or_else(own)),
             Answer::Later(usage) => Answer::Later(Box::pin(async move { usage.await.or_else(own) })),
         }
-    }
-
-    fn label(&self, key: Key) -> Box<str> {
-        self.0.store.label(key)
-    }
-
-    fn background(&self) -> Option<&dyn Background> {
-        self.0.store.background()
-    }
-
-    fn flush(&self) -> Answer<()> {
-        self.0.store.flush()
     }
 }
 

@@ -1,0 +1,136 @@
+//! Forwarding for stores around another store.
+
+/// Forwards every method of [`Store`](crate::store::Store) that the decorator does not implement to the store inside.
+///
+/// The default methods of the trait are for stores of your own. A store around another one that does not implement them would
+/// lose what the inner store can do, without an error. Name the methods that the decorator implements itself; the macro adds the
+/// others.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store};
+///
+/// /// Counts the calls that book.
+/// struct Counted {
+///     store: MemoryStore,
+///     calls: AtomicU64,
+/// }
+///
+/// impl Store for Counted {
+///     tollgate::delegate_store!(self => self.store; implements lease);
+///
+///     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+///         self.calls.fetch_add(1, Ordering::Relaxed);
+///         self.store.lease(ask)
+///     }
+/// }
+/// ```
+#[macro_export]
+macro_rules! delegate_store {
+    ($this:ident => $inner:expr; implements $($own:ident),+ $(,)?) => {
+        $crate::delegate_store!(@unless lease [$($own)+] {
+            fn lease(&$this, ask: $crate::store::Ask<'_>) -> $crate::store::Answer<$crate::store::Lease> {
+                $crate::store::Store::lease(&$inner, ask)
+            }
+        });
+        $crate::delegate_store!(@unless give_back [$($own)+] {
+            fn give_back(
+                &$this,
+                key: $crate::Key,
+                terms: &::std::sync::Arc<$crate::store::Terms>,
+                unused: &[$crate::store::Unused],
+            ) {
+                $crate::store::Store::give_back(&$inner, key, terms, unused);
+            }
+        });
+        $crate::delegate_store!(@unless claim [$($own)+] {
+            fn claim(
+                &$this,
+                claim: $crate::store::Claim,
+                listener: &::std::sync::Arc<dyn $crate::store::Listener>,
+            ) {
+                $crate::store::Store::claim(&$inner, claim, listener);
+            }
+        });
+        $crate::delegate_store!(@unless hold [$($own)+] {
+            fn hold(
+                &$this,
+                key: $crate::Key,
+                terms: &::std::sync::Arc<$crate::store::Terms>,
+                held: $crate::store::Held,
+                left: ::std::option::Option<$crate::store::Left>,
+            ) -> $crate::store::Answer<$crate::store::Held> {
+                $crate::store::Store::hold(&$inner, key, terms, held, left)
+            }
+        });
+        $crate::delegate_store!(@unless release [$($own)+] {
+            fn release(
+                &$this,
+                key: $crate::Key,
+                terms: &::std::sync::Arc<$crate::store::Terms>,
+            ) -> $crate::store::Answer<$crate::store::Held> {
+                $crate::store::Store::release(&$inner, key, terms)
+            }
+        });
+        $crate::delegate_store!(@unless listen [$($own)+] {
+            fn listen(&$this, listener: ::std::sync::Weak<dyn $crate::store::Listener>) {
+                $crate::store::Store::listen(&$inner, listener);
+            }
+        });
+        $crate::delegate_store!(@unless compare_and_set [$($own)+] {
+            fn compare_and_set(
+                &$this,
+                change: $crate::store::Change,
+            ) -> $crate::store::Answer<$crate::store::Register> {
+                $crate::store::Store::compare_and_set(&$inner, change)
+            }
+        });
+        $crate::delegate_store!(@unless address [$($own)+] {
+            fn address(&$this) -> u64 {
+                $crate::store::Store::address(&$inner)
+            }
+        });
+        $crate::delegate_store!(@unless peek [$($own)+] {
+            fn peek(
+                &$this,
+                key: $crate::Key,
+                terms: &::std::sync::Arc<$crate::store::Terms>,
+            ) -> $crate::store::Answer<$crate::store::Usage> {
+                $crate::store::Store::peek(&$inner, key, terms)
+            }
+        });
+        $crate::delegate_store!(@unless label [$($own)+] {
+            fn label(&$this, key: $crate::Key) -> ::std::boxed::Box<str> {
+                $crate::store::Store::label(&$inner, key)
+            }
+        });
+        $crate::delegate_store!(@unless background [$($own)+] {
+            fn background(&$this) -> ::std::option::Option<&dyn $crate::store::Background> {
+                $crate::store::Store::background(&$inner)
+            }
+        });
+        $crate::delegate_store!(@unless flush [$($own)+] {
+            fn flush(&$this) -> $crate::store::Answer<()> {
+                $crate::store::Store::flush(&$inner)
+            }
+        });
+    };
+
+    // Adds a method unless the list names it.
+    (@unless lease [lease $($more:ident)*] $method:tt) => {};
+    (@unless give_back [give_back $($more:ident)*] $method:tt) => {};
+    (@unless claim [claim $($more:ident)*] $method:tt) => {};
+    (@unless hold [hold $($more:ident)*] $method:tt) => {};
+    (@unless release [release $($more:ident)*] $method:tt) => {};
+    (@unless listen [listen $($more:ident)*] $method:tt) => {};
+    (@unless compare_and_set [compare_and_set $($more:ident)*] $method:tt) => {};
+    (@unless address [address $($more:ident)*] $method:tt) => {};
+    (@unless peek [peek $($more:ident)*] $method:tt) => {};
+    (@unless label [label $($more:ident)*] $method:tt) => {};
+    (@unless background [background $($more:ident)*] $method:tt) => {};
+    (@unless flush [flush $($more:ident)*] $method:tt) => {};
+    (@unless $name:ident [$other:ident $($more:ident)*] $method:tt) => {
+        $crate::delegate_store!(@unless $name [$($more)*] $method);
+    };
+    (@unless $name:ident [] { $($method:tt)* }) => { $($method)* };
+}

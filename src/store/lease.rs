@@ -1,0 +1,222 @@
+//! What a process asks of a store for one key, and what the store grants.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::hold::Held;
+use crate::key::Key;
+use crate::limit::{Charge, Left, Terms, Unused};
+use crate::quota::Limit;
+
+/// The incarnation of permits that a process grants itself, of its fallback share.
+pub(super) const STANDALONE: u64 = u64::MAX;
+
+/// A request to a store for permits of one key.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Ask<'a> {
+    /// The key.
+    pub key: Key,
+    /// The limits of the key.
+    pub terms: &'a Arc<Terms>,
+    /// The permits that waiters need, in their order.
+    pub needs: &'a [Need],
+    /// How many units more to grant in advance, if they are free now. The store grants at most a quarter of what is free.
+    pub prefetch: u32,
+    /// The latest slot that a waiter can use, from now.
+    pub latest: Duration,
+    /// How long after its slot a permit must be valid; half of that is enough for a slot that was returned.
+    pub life: Duration,
+    /// The same, for permits in advance.
+    pub prefetch_life: Duration,
+    /// Permits that were not used.
+    pub returns: &'a [Unused],
+    /// Units that were used without a permit, oldest first. At most [`Charge::MOST`] in a call.
+    pub charges: &'a [Charge],
+    /// What the process knows from earlier answers.
+    pub memory: Memory,
+    /// The hold that the process knows of, and the store may not.
+    pub held: Held,
+    /// What is left of a limit, as the upstream stated last.
+    pub left: Option<Left>,
+}
+
+/// Permits of one cost that waiters need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Need {
+    /// The units of each permit; at least 1.
+    pub cost: u32,
+    /// How many permits.
+    pub count: u32,
+}
+
+impl Need {
+    /// Makes a need of `count` permits of `cost` units each.
+    pub const fn new(cost: u32, count: u32) -> Self {
+        Need { cost, count }
+    }
+}
+
+/// What a process knows of the state of a key. By it a store finds out that it lost the state.
+///
+/// A store that loses nothing answers with incarnation 0; then all fields are 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Memory {
+    /// The incarnation of the state: a random number that is drawn when the state is made; 0 for none.
+    pub incarnation: u64,
+    /// [`Lease::writes`] of the last answer.
+    pub writes: u64,
+    /// [`Lease::now`] of the last answer.
+    pub seen: u64,
+    /// How long ago the last answer arrived.
+    pub since: Duration,
+    /// The longest round trip of a call lately.
+    pub trip: Duration,
+    /// At least as many units as this process was granted within the longest window.
+    pub granted: u64,
+}
+
+/// The permits that a store grants, and what it says of the key.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Lease {
+    /// Permits for the needs, in their order.
+    pub segments: Segments,
+    /// Permits in advance: a segment of cost 1.
+    pub prefetched: Option<Segment>,
+    /// Set if not all needs were granted.
+    pub refused: Option<Refusal>,
+    /// Set if the store decided nothing of the needs: it lost its state, and learns for this long what it granted before. Ask
+    /// again then.
+    pub learning: Option<Duration>,
+    /// The incarnation of the state; 0 for a store that loses nothing.
+    pub incarnation: u64,
+    /// How often the state was written, for [`Memory::writes`].
+    pub writes: u64,
+    /// The store's time, for [`Memory::seen`]. Waits count from it.
+    pub now: u64,
+    /// How long a [`Memory`] of this answer is of use.
+    pub remember: Duration,
+    /// The hold of the key.
+    pub held: Held,
+    /// A limit in force that these terms do not have: another process states it for the same key.
+    pub foreign: Option<Limit>,
+    /// Whether clients that do not share this store use the limit too, as the upstream's headers show. Then the store needs each
+    /// [`Ask::left`].
+    pub shared: bool,
+    /// How many more units could leave now; 0 if a need was refused.
+    pub free: u64,
+    /// Set if this process granted the lease itself, of its fallback share.
+    pub(crate) own: Option<Standalone>,
+}
+
+/// The process granted a lease itself, of its fallback share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Standalone {
+    /// When it granted the lease. Waits count from there.
+    pub(crate) at: Instant,
+    /// Whether the store has answered, so that what the lease says besides its segments is the store's.
+    pub(crate) answered: bool,
+}
+
+impl Lease {
+    /// Returns whether the lease says anything of the state besides its segments.
+    pub(crate) fn is_word_of_store(&self) -> bool {
+        self.own.is_none_or(|own| own.answered)
+    }
+
+    /// Returns all that the lease grants, as permits that were not used.
+    pub(crate) fn unused(&self) -> SmallVec<[Unused; 4]> {
+        let incarnation = self.granted_in();
+        let segments = self.segments.iter().chain(&self.prefetched);
+        let unused = segments.map(|&Segment { cost, count, slot, stamp, .. }| Unused {
+            slot,
+            stamp,
+            units: u64::from(cost) * u64::from(count),
+            incarnation,
+        });
+        unused.collect()
+    }
+
+    /// Returns the incarnation that granted the segments.
+    pub(crate) fn granted_in(&self) -> u64 {
+        if self.own.is_some() { STANDALONE } else { self.incarnation }
+    }
+}
+
+/// The segments of a lease, in order. Two fit without allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Segments(SmallVec<[Segment; 2]>);
+
+impl Segments {
+    /// Adds a segment at the end.
+    pub fn push(&mut self, segment: Segment) {
+        self.0.push(segment);
+    }
+}
+
+impl std::ops::Deref for Segments {
+    type Target = [Segment];
+
+    fn deref(&self) -> &[Segment] {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Segments {
+    fn deref_mut(&mut self) -> &mut [Segment] {
+        &mut self.0
+    }
+}
+
+/// Permits of the same slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Segment {
+    /// The units of each permit.
+    pub cost: u32,
+    /// How many permits.
+    pub count: u32,
+    /// How long after the answer arrives their slot is.
+    pub wait: Duration,
+    /// How long after their slot they are valid, counted from when the call was sent.
+    pub life: Duration,
+    /// The slot in the store's time, for [`Unused`].
+    pub slot: u64,
+    /// The stamp in the store's time, for [`Unused`].
+    pub stamp: u64,
+}
+
+impl Segment {
+    /// Makes a segment of `count` permits of `cost` units each, whose slot comes after `wait`, and that are valid for `life` from
+    /// then.
+    ///
+    /// Its slot and stamp are 0. A store that takes permits back sets both, and receives them in [`Unused`].
+    pub const fn new(cost: u32, count: u32, wait: Duration, life: Duration) -> Self {
+        Segment { cost, count, wait, life, slot: 0, stamp: 0 }
+    }
+}
+
+/// There is no slot up to [`Ask::latest`]. Nothing was booked for this need and those after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Refusal {
+    /// How long until the first slot; `None` if there will be none.
+    pub wait: Option<Duration>,
+    /// The limit that allows it last.
+    pub limit: Option<Limit>,
+}
+
+impl Refusal {
+    /// Makes a refusal because of `limit`: the first slot would come after `wait`, or never if that is `None`.
+    pub const fn new(wait: Option<Duration>, limit: Option<Limit>) -> Self {
+        Refusal { wait, limit }
+    }
+
+    /// A refusal that no wait ends.
+    pub(crate) const NEVER: Refusal = Refusal { wait: None, limit: None };
+}
