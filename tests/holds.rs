@@ -85,7 +85,7 @@ async fn one_who_comes_while_it_is_held_and_cannot_wait_is_refused_with_the_time
     let limited = Limited::find(&error).unwrap();
     assert_eq!((reason(limited), limited.report().retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
     assert_eq!(limited.report().limit(), None);
-    assert!(limited.to_string().contains("held"), "{limited}");
+    assert!(limited.to_string().contains("on hold"), "{limited}");
     assert_eq!(upstream.count(), 1);
 }
 
