@@ -1,11 +1,11 @@
-//! Those who wait for one key: first come, first served, one timer and one wake-up each.
+//! The waiters of one key: first come, first served, with one timer and one wake-up each.
 //!
-//! Waiters and the slots booked for them are two queues. The first waiter gets the first slot, so a cancelled slot
-//! moves up to the next in line by itself, and one who was late is simply first again. Every waiter's timer stands at
-//! the slot that was its own when it was booked; whoever wakes hands out all slots that are due, so nobody depends on
-//! a task that is not polled. Only the timer of the first is ever moved, to the first slot.
+//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first slot. So the slot of a waiter that
+//! leaves is the next waiter's, and a waiter that was late is first again. The timer of a waiter is set to the slot that was its own
+//! when it was booked. A waiter that wakes hands out all slots that are due, so no waiter depends on a task that is not polled. Only
+//! the timer of the first waiter is ever moved, to the first slot.
 //!
-//! Permits of different costs are different goods: each cost has its two queues.
+//! A slot is booked for permits of one cost: each cost has its two lists.
 
 mod asked;
 mod cost_class;
@@ -26,39 +26,43 @@ use crate::wakers::Wakers;
 
 use cost_class::{Class, Waiting};
 
-/// How long one waits for the store's answer who cannot wait so long for a slot.
+/// How long a request waits for the store's answer, even if it can wait less for a slot. An older call counts as lost.
 pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
-/// The longest that a call waits for others to join it: by so much may one be overtaken who asked in another process.
+/// The longest that a call waits for other requests to join it. A request in another process may overtake by this much.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
-/// Timers have a grain of a millisecond.
+/// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
 /// The number of a waiter: smaller is earlier.
 pub(super) type Number = u64;
 
+/// The waiters of a key, and the call to the store for them.
 #[derive(Default)]
 pub(super) struct Queue {
+    /// Waiters and slots by cost.
     classes: BTreeMap<u32, Class>,
+    /// How waits ended whose futures have not been polled since.
     settled: BTreeMap<Number, Settled>,
+    /// How many wait, over all costs.
     waiting: usize,
-    /// The latest slot of use to anyone.
+    /// The latest slot that a waiter can use.
     latest: Option<Instant>,
     /// The call under way.
     call: Option<Calling>,
-    /// Since when the store has not answered: when the first call was sent that it owes an answer, given up or not.
+    /// When the oldest call was sent that the store has not answered, given up or not.
     unanswered: Option<Instant>,
-    /// What it asks for.
+    /// The needs of the call under way.
     asked: SmallVec<[Need; 2]>,
     pub(super) gathering: Gathering,
-    /// Until when that takes.
+    /// When gathering ends.
     gathers_until: Option<Instant>,
-    /// The slot ahead of which the store was last asked whether it still knows of it.
+    /// The slot for which the store was last asked to confirm it ahead of time.
     pub(super) confirmed: Option<Instant>,
-    /// Until when the store decides nothing.
+    /// Until when the store decides nothing, because it learns what it granted before it lost its state.
     paused_until: Option<Instant>,
-    /// Permits that nobody here can use; the store gets them with the next call.
+    /// Permits that no waiter can use. They go back with the next call.
     pub(super) returns: SmallVec<[Unused; 4]>,
 }
 
@@ -68,31 +72,31 @@ struct Calling {
     number: CallNumber,
     /// When it was sent. After [`ANSWER`] it counts as lost.
     sent: Instant,
-    /// The last waiter in line then.
+    /// The last waiter when it was sent.
     last: Option<Number>,
-    /// Whether waiters look after it: it may be lost with the runtime of a caller.
+    /// Whether waiters wake when it counts as lost, because it runs in the runtime of a caller.
     watched: bool,
 }
 
-/// What came of an answer of the store.
+/// What an answer of the store brought.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered {
-    /// Whether some permits died on their way.
+    /// Whether permits expired on their way.
     pub(super) died: bool,
-    /// The cost of the first need of which not all was granted.
+    /// The cost of the first need that was not granted in full.
     pub(super) refused: Option<u32>,
 }
 
-/// What came of handing out slots.
+/// What was handed out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HandedOut {
-    /// How many permits.
+    /// How many permits waiters got.
     pub(super) count: usize,
-    /// Whether some had died before a waiter took them.
+    /// Whether permits had expired before a waiter took them.
     pub(super) died: bool,
 }
 
-/// Whether the next call waits for others to join it.
+/// Whether the next call waits for other requests to join it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Gathering {
     #[default]
@@ -102,32 +106,32 @@ pub(super) enum Gathering {
 }
 
 impl Queue {
-    /// How many wait.
+    /// Returns how many wait.
     pub(super) fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// Whether nobody waits and nothing lies here.
+    /// Returns whether no request waits, no result is to be collected and no call is under way.
     pub(super) fn is_done(&self, now: Instant) -> bool {
         self.waiting == 0 && self.settled.is_empty() && !self.is_calling(now)
     }
 
-    /// Whether a call is under way.
+    /// Returns whether a call is under way.
     pub(super) fn is_calling(&self, now: Instant) -> bool {
         self.call.is_some_and(|call| now < clock::after(call.sent, ANSWER))
     }
 
-    /// For how long the store has not answered, if it was asked.
+    /// Returns for how long the store has not answered, if it was asked.
     pub(super) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
         self.unanswered.map(|since| now.saturating_duration_since(since))
     }
 
-    /// Whether this call is the one under way.
+    /// Returns whether this call is the one under way.
     pub(super) fn is_call(&self, number: CallNumber) -> bool {
         self.call.is_some_and(|call| call.number == number)
     }
 
-    /// Gives up a call that was not answered in time: what it asked for is asked for again.
+    /// Gives up a call that was not answered in time. Its needs are asked for again.
     pub(super) fn give_up_call(&mut self) {
         if self.call.take().is_some() {
             self.asked.clear();
@@ -135,12 +139,12 @@ impl Queue {
         }
     }
 
-    /// When waiters look for a call that may be lost.
+    /// Returns when waiters wake because the call may be lost.
     fn watched_until(&self) -> Option<Instant> {
         self.call.filter(|call| call.watched).map(|call| clock::after(call.sent, ANSWER))
     }
 
-    /// The last slot booked ahead for anyone.
+    /// Returns the last slot that is booked.
     pub(super) fn last_booked(&self) -> Option<Instant> {
         self.classes.values().filter_map(|class| class.slots.back()).map(|slot| slot.at).max()
     }
@@ -149,8 +153,8 @@ impl Queue {
         self.latest
     }
 
-    /// One waits under its number: a new one, last in line, or one who was late and keeps its place. Where the key is `held`
-    /// for so long, the store is asked then.
+    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the key is on hold, for `held`, the store
+    /// is asked at its end.
     pub(super) fn wait(
         &mut self,
         number: Number,
@@ -163,7 +167,7 @@ impl Queue {
         let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
-        // The runtime in which the store is asked when the hold ends, or is asked now, may not run any more.
+        // The runtime in which the store is called may not run any more: the waiter looks after it.
         let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
         let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
         let waiting =
@@ -173,24 +177,24 @@ impl Queue {
         self.latest = self.latest.max(Some(latest));
     }
 
-    /// One stops waiting. Answers whether it did wait.
+    /// Removes a waiter. Returns whether it waited.
     pub(super) fn leave(&mut self, number: Number, cost: u32) -> bool {
         let left = self.classes.get_mut(&cost).is_some_and(|class| class.waiting.remove(&number).is_some());
         self.waiting -= usize::from(left);
         left
     }
 
-    /// How the wait of `number` ended, if it did.
+    /// Takes how the wait of `number` ended, if it did.
     pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {
         self.settled.remove(&number)
     }
 
-    /// Adds slots that were booked for waiters of their cost.
+    /// Adds slots for the waiters of their cost.
     pub(super) fn add(&mut self, slot: Slot) {
         self.classes.entry(slot.cost).or_default().add(slot);
     }
 
-    /// Adds what lies at hand, for those without a slot.
+    /// Moves permits at hand to waiters without a slot.
     pub(super) fn take_from(&mut self, stock: &mut Stock, now: Instant) {
         for (cost, class) in &mut self.classes {
             if let Some(slot) = stock.take_many(*cost, class.missing(), now) {
@@ -199,7 +203,7 @@ impl Queue {
         }
     }
 
-    /// Hands out the slots that are due, the first to the first waiter, `most` in all; `me` needs no waking.
+    /// Hands out the slots that are due, the first to the first waiter, up to `most` in all. `me` needs no waking.
     pub(super) fn hand_out(
         &mut self,
         most: usize,
@@ -245,7 +249,7 @@ impl Queue {
         HandedOut { count, died }
     }
 
-    /// Puts slots beyond what the waiters need among the returns, the last ones first.
+    /// Returns slots that no waiter needs, the last ones first.
     pub(super) fn trim(&mut self) {
         for class in self.classes.values_mut() {
             while class.booked > class.waiting.len()
@@ -267,23 +271,25 @@ impl Queue {
         }
     }
 
-    /// Whether one has a place here.
+    /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
         self.classes.get(&cost).is_some_and(|class| class.waiting.contains_key(&number))
     }
 
-    /// Whether one can wait no longer.
+    /// Returns whether a waiter can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
-        // Its timer may stand at the slot of one who left, which is gone meanwhile.
+        // Its timer may be set to a slot that is gone meanwhile.
         waiting.is_some_and(|waiting| {
             let end = if waiting.heard { waiting.patience.latest } else { waiting.gives_up_at };
             end <= now
         })
     }
 
-    /// How long the next call is to wait for others to join it: until tasks that are about to ask have asked; where slots
-    /// lie ahead, so that those who come are the last in line, some milliseconds; or as long as the store has said.
+    /// Starts to gather, and returns how long the next call waits for other requests to join it.
+    ///
+    /// It waits until tasks that are about to ask have asked. If slots lie ahead, so that new requests wait anyway, it waits for some
+    /// milliseconds. If the store is learning, it waits until it has learned.
     pub(super) fn gather(&mut self, now: Instant) -> Duration {
         let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
         let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
@@ -292,23 +298,23 @@ impl Queue {
         if delay < SHORTEST_TIMER { Duration::ZERO } else { delay }
     }
 
-    /// The next call waits for so long.
+    /// Lets the next call wait for `delay`.
     pub(super) fn gather_for(&mut self, delay: Duration, now: Instant) {
         (self.gathering, self.gathers_until) = (Gathering::UnderWay, Some(clock::after(now, delay)));
     }
 
-    /// Whether who was to end that is so late that it will not come: its runtime may not run any more.
+    /// Returns whether the end of gathering is overdue: its task was lost with its runtime.
     pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
         self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
     }
 
-    /// How long the store still decides nothing, for one who cannot wait so long.
+    /// Returns for how long the store decides nothing, if that is longer than a request can wait.
     pub(super) fn paused_beyond(&self, patience: Patience, now: Instant) -> Option<Duration> {
         let until = self.paused_until.filter(|until| *until > patience.latest && *until > now)?;
         Some(until.saturating_duration_since(now))
     }
 
-    /// Whether a slot is due for somebody.
+    /// Returns whether a slot is due that a waiter needs.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let due = |class: &Class| class.slots.front().is_some_and(|slot| slot.at <= now);
         self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
@@ -330,7 +336,7 @@ impl Queue {
         }
     }
 
-    /// No slot is good any more. Who waited for one keeps its place.
+    /// Drops all slots, which are not valid any more. Waiters keep their places.
     pub(super) fn void(&mut self) {
         for class in self.classes.values_mut() {
             class.slots.clear();
@@ -338,13 +344,13 @@ impl Queue {
         }
     }
 
-    /// Wakes all who wait.
+    /// Wakes all waiters.
     pub(super) fn wake_all(&self, wakers: &mut Wakers) {
         let waiting = self.classes.values().flat_map(|class| class.waiting.values());
         wakers.add(waiting.filter_map(|waiting| waiting.waker.clone()));
     }
 
-    /// Gives up the slots that are booked.
+    /// Returns all slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
         for class in self.classes.values_mut() {
             self.returns.extend(class.slots.drain(..).map(|slot| slot.unused()));
@@ -352,7 +358,7 @@ impl Queue {
         }
     }
 
-    /// Nothing leaves before `until`: slots before it are given up, and those who cannot wait so long are told.
+    /// Lets no request leave before `until`: returns the slots before it, and refuses waiters that cannot wait until then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
         let Queue { classes, settled, waiting, returns, .. } = self;
         let refusal = Refusal { wait: Some(until.saturating_duration_since(now)), limit: None };
@@ -376,7 +382,7 @@ impl Queue {
         }
     }
 
-    /// The store decides nothing for so long. Those who cannot wait until then are told.
+    /// Waits for a store that decides nothing for `wait`. Refuses waiters that cannot wait until then.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
         (self.call, self.unanswered) = (None, None);
@@ -403,14 +409,14 @@ impl Queue {
         }
     }
 
-    /// Registers the task of one who waits, to be woken once: at its slot, or when it can wait no longer.
+    /// Registers the task of a waiter, which wakes at its slot, or when it can wait no longer.
     pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let watched = self.watched_until().filter(|until| *until > now);
         let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
         let first_slot = class.slots.front().map(|slot| slot.at);
         let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
         if waiting.wake_at <= now {
-            // A slot that is due and was not handed out waits for the store's word, with which its waiter is woken.
+            // A slot that is due and was not handed out waits for the store's answer, which wakes its waiter.
             let wake_at = match first_slot {
                 Some(slot) if slot <= now => clock::after(now, ANSWER),
                 Some(slot) => slot,
@@ -426,7 +432,7 @@ impl Queue {
         waiting.timer.get_or_insert_with(|| Timer::at(waiting.wake_at)).poll(cx)
     }
 
-    /// Until when one who can wait no longer would have had to: the last slot booked for its cost.
+    /// Returns the last slot that is booked for a cost.
     pub(super) fn last_slot(&self, cost: u32) -> Option<Instant> {
         self.classes.get(&cost)?.slots.back().map(|slot| slot.at)
     }
