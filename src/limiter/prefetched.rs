@@ -1,7 +1,7 @@
-//! Permits fetched ahead of need, so that the next calls need no store.
+//! Permits that are fetched in advance, so that the next requests need no call to the store.
 //!
-//! How many follows from how fast they are used: twice as many when they were used up before half their life, half as
-//! many when more than half of them come back.
+//! How many follows from how fast they are used: twice as many if they were used up within half their validity, half as many if more
+//! than half of them are left.
 
 use std::time::{Duration, Instant};
 
@@ -10,47 +10,51 @@ use crate::clock;
 use crate::limit::{Terms, Unused};
 
 /// Units of one slot that is due.
-pub(super) struct Stock {
+pub(super) struct Prefetched {
+    /// The units left.
     units: u32,
+    /// When they expire.
     until: Instant,
+    /// Slot, stamp and incarnation in the store's terms, for permits that go back.
     slot: u64,
     stamp: u64,
     incarnation: u64,
-    /// How many there were.
+    /// How many units there were at first.
     fetched: u32,
-    /// Who asks the store again before this moment is in a hurry.
+    /// If the store is asked again before this moment, permits are used fast.
     soon: Instant,
-    /// How many to fetch next time.
+    /// How many units to fetch next time.
     next: u32,
 }
 
-impl Stock {
+impl Prefetched {
     pub(super) fn new(now: Instant) -> Self {
-        Stock { units: 0, until: now, slot: 0, stamp: 0, incarnation: 0, fetched: 0, soon: now, next: 0 }
+        Prefetched { units: 0, until: now, slot: 0, stamp: 0, incarnation: 0, fetched: 0, soon: now, next: 0 }
     }
 
-    /// Until when it is of use.
+    /// Returns when the permits expire.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
 
-    /// Until when it is of use to know how fast permits are used.
+    /// Returns until when it matters how fast permits are used.
     pub(super) fn soon(&self) -> Instant {
         self.soon
     }
 
-    /// Units at hand.
+    /// Returns the units left.
     pub(super) fn units(&self, now: Instant) -> u32 {
         if now < self.until { self.units } else { 0 }
     }
 
+    /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        let &mut Stock { until, slot, stamp, incarnation, .. } = self;
+        let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
         self.spend(cost, now).then_some(Slot { at: now, until, cost, count: 1, slot, stamp, incarnation })
     }
 
-    /// The same, for a request that leaves at once.
+    /// Takes the units of a request that leaves at once. Returns whether there were enough.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         let enough = cost <= self.units && now < self.until;
@@ -67,11 +71,11 @@ impl Stock {
         }
         let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
         self.units -= count * cost;
-        let &mut Stock { until, slot, stamp, incarnation, .. } = self;
+        let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
         (count > 0).then_some(Slot { at: now, until, cost, count, slot, stamp, incarnation })
     }
 
-    /// Takes back a permit of this stock. Answers whether it was one, and of use.
+    /// Takes back a permit. Returns false if it is not one of these, or has expired.
     pub(super) fn put(&mut self, slot: &Slot, now: Instant) -> bool {
         let ours = (self.slot, self.stamp) == (slot.slot, slot.stamp) && now < self.until;
         if ours {
@@ -80,23 +84,27 @@ impl Stock {
         ours
     }
 
-    /// Puts what was fetched on the shelf.
+    /// Replaces the permits by those of `slot`.
     pub(super) fn fill(&mut self, slot: &Slot) {
         let units = slot.cost.saturating_mul(slot.count);
-        (self.units, self.fetched) = (units, units);
-        (self.until, self.slot, self.stamp) = (slot.until, slot.slot, slot.stamp);
+        self.units = units;
+        self.fetched = units;
+        self.until = slot.until;
+        self.slot = slot.slot;
+        self.stamp = slot.stamp;
         self.incarnation = slot.incarnation;
     }
 
-    /// Takes out what is left, for the store.
+    /// Takes out what is left, to give it back.
     pub(super) fn clear(&mut self) -> Option<Unused> {
-        let &mut Stock { units, slot, stamp, incarnation, .. } = self;
+        let &mut Prefetched { units, slot, stamp, incarnation, .. } = self;
         let left = Unused { slot, stamp, units: u64::from(units), incarnation };
-        (self.units, self.fetched) = (0, 0);
+        self.units = 0;
+        self.fetched = 0;
         (left.units > 0).then_some(left)
     }
 
-    /// The store is about to be asked for permits that live for `life`: how many to fetch besides.
+    /// Returns how many units to fetch with the next call, for permits that are valid for `life`.
     pub(super) fn order(&mut self, terms: &Terms, life: Duration, now: Instant) -> u32 {
         let most = most_ahead(terms);
         if self.units > self.fetched / 2 {
@@ -110,7 +118,7 @@ impl Stock {
     }
 }
 
-/// At most a fiftieth of the smallest limit.
+/// Returns the most units to fetch: a fiftieth of the smallest limit.
 fn most_ahead(terms: &Terms) -> u32 {
     let limits = terms.quota().limits().iter();
     limits.map(|limit| limit.count().min(limit.largest_cost()) / 50).min().unwrap_or(0)

@@ -1,5 +1,5 @@
-//! What a line remembers of a store that takes a trip to answer: how its time lies to ours, and enough for one that lost
-//! its state to tell.
+//! What a process knows of a store with a server: how the store's clock relates to its own, and what a store that lost its state
+//! needs to find that out.
 
 use std::time::{Duration, Instant};
 
@@ -7,30 +7,36 @@ use crate::clock;
 use crate::limit::micros_down;
 use crate::store::{Lease, Memory, Segment, Unused};
 
-pub(super) struct Remembered {
+/// The session of one key with a store.
+pub(super) struct StoreSession {
+    /// The incarnation of the store's state; 0 for a store that loses nothing.
     incarnation: u64,
+    /// How often the state had been written, by the last answer.
     writes: u64,
-    /// Between which moments of ours it was that time of the store's.
+    /// The store's time in the last answer, in microseconds.
     seen: u64,
+    /// The store's clock said `seen` at some moment between these two.
     earliest: Instant,
     latest: Instant,
-    /// When the last call that was answered was sent, and when its answer arrived.
+    /// When the last call that was answered was sent.
     sent: Instant,
+    /// When its answer arrived.
     heard: Instant,
-    /// The longest trip of a call and its answer lately.
+    /// The longest round trip of a call lately.
     trip: Duration,
-    /// By how much the wall clock was ahead when the last answer arrived.
+    /// By how much the wall clock was ahead when the last answer arrived, in microseconds.
     wall_ahead: i64,
-    /// Whether something may have been missed since.
+    /// Whether a message may have been missed since the last answer.
     doubted: bool,
-    /// From this moment the store may have forgotten the key for good reason.
+    /// From this moment the store may have dropped the key because it was idle.
     until: Instant,
-    /// What was granted lately, and before that: together never less than what was used in the last window.
+    /// What was granted lately. With `granted_before` it is never less than what was used in the last window.
     granted: Granted,
+    /// What was granted before that.
     granted_before: Granted,
 }
 
-/// Units, and from when to when they may be used; `from` in the store's time.
+/// Units that were granted, and when they may be used. `from` is in the store's time.
 #[derive(Clone, Copy, Default)]
 struct Granted {
     units: u64,
@@ -38,9 +44,9 @@ struct Granted {
     until: Option<Instant>,
 }
 
-impl Remembered {
+impl StoreSession {
     pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
-        Remembered {
+        StoreSession {
             incarnation: lease.incarnation,
             writes: lease.writes,
             seen: lease.now,
@@ -57,18 +63,21 @@ impl Remembered {
         }
     }
 
-    /// Takes in an answer to a call that was sent at `sent`; `window` is for how long its quota remembers.
+    /// Takes in an answer to a call that was sent at `sent`; `window` is the longest window of the quota.
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
         self.set_clock(lease.now, sent, now);
-        (self.incarnation, self.writes) = (lease.incarnation, lease.writes);
-        (self.sent, self.heard, self.doubted) = (sent, now, false);
+        self.incarnation = lease.incarnation;
+        self.writes = lease.writes;
+        self.sent = sent;
+        self.heard = now;
+        self.doubted = false;
         self.trip = now.saturating_duration_since(sent).max(self.trip - self.trip / 16);
         self.wall_ahead = clock::wall_ahead();
         self.until = clock::after(sent, lease.remember);
         self.count_from(lease, lease.now, window, now);
     }
 
-    /// Counts what the process granted itself while the store was away.
+    /// Counts what the process granted itself while the store could not be reached.
     pub(super) fn count(&mut self, lease: &Lease, window: Duration, now: Instant) {
         let passed = now.saturating_duration_since(self.latest);
         self.count_from(lease, self.seen.saturating_add(micros_down(passed)), window, now);
@@ -89,32 +98,35 @@ impl Remembered {
         }
     }
 
-    /// The store's time was `seen` between `sent` and `now`. Earlier answers may know better: so one slow trip harms
-    /// nobody. Clocks that run apart by a two-thousandth are allowed for; where the two do not agree, one of them stepped.
+    /// Takes in that the store's time was `seen` between `sent` and `now`.
+    ///
+    /// Earlier answers bound it as well, so that one slow trip harms no permit. The clocks may run apart by a two-thousandth. If the
+    /// bounds contradict each other, one of the clocks was set, and only the new ones count.
     fn set_clock(&mut self, seen: u64, sent: Instant, now: Instant) {
         let passed = Duration::from_micros(seen.saturating_sub(self.seen));
         let drift = passed / 2000;
         let earliest = clock::after(self.earliest, passed.saturating_sub(drift)).max(sent);
         let latest = clock::after(self.latest, passed.saturating_add(drift)).min(now);
         let agree = seen >= self.seen && earliest <= latest;
-        (self.earliest, self.latest) = if agree { (earliest, latest) } else { (sent, now) };
+        self.earliest = if agree { earliest } else { sent };
+        self.latest = if agree { latest } else { now };
         self.seen = seen;
     }
 
-    /// Between which moments the store's time was what its last answer said.
+    /// Returns the two moments between which the store's time was what its last answer said.
     pub(super) fn bounds(&self) -> (Instant, Instant) {
         (self.earliest, self.latest)
     }
 
-    /// What was granted lately and given back need not be charged.
+    /// Takes off what was granted lately and is given back.
     pub(super) fn forget(&mut self, unused: &[Unused]) {
         let (incarnation, from) = (self.incarnation, self.granted.from);
         let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// What the store is told with the next call. A machine that slept since the last answer remembers nothing: for how
-    /// long it slept, the monotonic clock does not know.
+    /// Returns what the next call tells the store. After a sleep of the machine that is nothing, since the monotonic clock does not
+    /// know how long it slept.
     pub(super) fn tell(&self, now: Instant) -> Memory {
         let since = now.saturating_duration_since(self.heard);
         if now >= self.until || self.incarnation == 0 || clock::has_slept(self.wall_ahead, since) {
@@ -138,17 +150,17 @@ impl Remembered {
         self.incarnation
     }
 
-    /// Whether what was granted before may still be used, or the store has to be asked first.
+    /// Returns whether earlier permits may be used, or the store has to confirm them first.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
         self.incarnation == 0 || (!self.doubted && now.saturating_duration_since(self.sent) <= trust)
     }
 
-    /// What others did may have been missed: before what was granted is used, the store is asked.
+    /// Notes that a message may have been missed: the store has to confirm earlier permits before they are used.
     pub(super) fn doubt(&mut self) {
         self.doubted = true;
     }
 
-    /// Until when it is of use.
+    /// Returns until when the session is of use.
     pub(super) fn until(&self) -> Instant {
         self.until
     }

@@ -9,7 +9,7 @@ use crate::error::StoreError;
 use crate::limit::Terms;
 use crate::limiter::queue::Answered;
 use crate::limiter::reservation::{Settled, Slot};
-use crate::limiter::session::Remembered;
+use crate::limiter::session::StoreSession;
 use crate::quota::LIFE;
 use crate::store::{Lease, Refusal, Segment, trust};
 use crate::wakers::Wakers;
@@ -119,8 +119,8 @@ impl Line {
             self.free = if is_alone { 0 } else { lease.free };
             self.remember_session(desk, lease, sent, now)
         } else {
-            if let Some(memory) = &mut self.memory {
-                memory.count(lease, desk.terms.quota().longest_memory(), now);
+            if let Some(session) = &mut self.session {
+                session.count(lease, desk.terms.quota().longest_memory(), now);
             }
             None
         };
@@ -130,7 +130,7 @@ impl Line {
             (None, None) => (sent, now),
         };
         if let Some(segment) = &lease.prefetched {
-            self.stock.fill(&slot(lease, segment, (bounds.0, bounds.0)));
+            self.prefetched.fill(&slot(lease, segment, (bounds.0, bounds.0)));
         }
         bounds
     }
@@ -146,7 +146,7 @@ impl Line {
         if !self.later {
             return None;
         }
-        let session = self.memory.get_or_insert_with(|| Box::new(Remembered::new(lease, sent, now)));
+        let session = self.session.get_or_insert_with(|| Box::new(StoreSession::new(lease, sent, now)));
         let has_lost_state = session.incarnation() != lease.incarnation;
         session.update(lease, desk.terms.quota().longest_memory(), sent, now);
         let bounds = session.bounds();
@@ -159,7 +159,7 @@ impl Line {
 
     /// The store does not know of the permits that it granted before. Waiters keep their places.
     fn forget_permits(&mut self) {
-        self.stock.clear();
+        self.prefetched.clear();
         if let Some(queue) = &mut self.queue {
             queue.void();
         }
@@ -168,8 +168,8 @@ impl Line {
     /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
     pub(super) fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
         let is_trusted =
-            |session: &Remembered| session.is_trusted(trust(desk.terms.quota().longest_memory()), now);
-        self.alone || self.memory.as_deref().is_none_or(is_trusted)
+            |session: &StoreSession| session.is_trusted(trust(desk.terms.quota().longest_memory()), now);
+        self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
     /// Returns whether the store is asked now to confirm the next slot, so that its answer is there when the slot is due. If that
@@ -217,7 +217,7 @@ impl Line {
     }
 
     /// Returns the validity of permits that are fetched in advance: a two-hundredth of the window at most.
-    pub(super) fn stock_life(&self, desk: &Desk<'_>) -> Duration {
+    pub(super) fn prefetch_life(&self, desk: &Desk<'_>) -> Duration {
         self.life.max(desk.terms.quota().shortest_window() / 200)
     }
 }

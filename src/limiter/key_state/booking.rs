@@ -92,7 +92,7 @@ impl Line {
         };
         let is_probe = most == 1;
         let queue = self.queue.as_mut()?;
-        queue.take_from(&mut self.stock, now);
+        queue.take_from(&mut self.prefetched, now);
         let handed_out = queue.hand_out(most, now, me, wakers);
         if is_probe && handed_out.count > 0 {
             self.probe_leaves(now);
@@ -160,11 +160,11 @@ impl Line {
         let latest = queue.latest().unwrap_or(desk.now);
         let mut returns = std::mem::take(&mut queue.returns);
         let prefetch = if self.later && !is_scarce && !needs.is_empty() && is_open {
-            self.stock.order(desk.terms, self.stock_life(desk), desk.now)
+            self.prefetched.order(desk.terms, self.prefetch_life(desk), desk.now)
         } else {
             0
         };
-        returns.extend(self.stock.clear());
+        returns.extend(self.prefetched.clear());
         if died {
             self.lengthen_life(desk);
         }
@@ -202,9 +202,9 @@ impl Line {
         latest: Instant,
         returns: &'a [Unused],
     ) -> Ask<'a> {
-        let memory = self.memory.as_mut().map(|memory| {
-            memory.forget(returns);
-            memory.tell(desk.now)
+        let memory = self.session.as_mut().map(|session| {
+            session.forget(returns);
+            session.tell(desk.now)
         });
         Ask {
             key: desk.key,
@@ -213,7 +213,7 @@ impl Line {
             prefetch,
             latest: latest.saturating_duration_since(desk.now),
             life: self.life,
-            prefetch_life: self.stock_life(desk),
+            prefetch_life: self.prefetch_life(desk),
             returns,
             charges: &[],
             memory: memory.unwrap_or_default(),

@@ -345,7 +345,7 @@ impl Line {
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
         // What goes back with the next call is forgotten then.
-        let unused = self.stock.clear();
+        let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.withdraw(clock::after(now, left), now, wakers);
@@ -442,8 +442,8 @@ impl Line {
         if let Some(hold) = &mut self.hold {
             hold.heard = None;
         }
-        if let Some(memory) = &mut self.memory {
-            memory.doubt();
+        if let Some(session) = &mut self.session {
+            session.doubt();
         }
         self.refused = None;
     }

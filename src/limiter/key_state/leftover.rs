@@ -13,14 +13,14 @@ impl Line {
     /// Returns when to [`sweep`](Line::sweep), if no task is about to.
     pub(in crate::limiter) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
         let is_lost = self.sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
-        let until = self.stock.until();
-        (is_lost && self.stock.units(now) > 0).then(|| *self.sweep_at.insert(until))
+        let until = self.prefetched.until();
+        (is_lost && self.prefetched.units(now) > 0).then(|| *self.sweep_at.insert(until))
     }
 
     /// Gives back the permits that have expired, so that an idle process takes nothing from the others. Returns when to look
     /// again.
     pub(in crate::limiter) fn sweep(&mut self, desk: &Desk<'_>) -> Option<Instant> {
-        self.sweep_at = Some(self.stock.until()).filter(|until| *until > desk.now);
+        self.sweep_at = Some(self.prefetched.until()).filter(|until| *until > desk.now);
         if self.sweep_at.is_none()
             && let Some(left) = self.clear()
         {
@@ -31,16 +31,16 @@ impl Line {
 
     /// Gives back its permits, before the state of the key is dropped for want of room.
     pub(in crate::limiter) fn forgotten(&mut self, desk: &Desk<'_>) {
-        if let Some(left) = self.stock.clear() {
+        if let Some(left) = self.prefetched.clear() {
             desk.store.give_back(desk.key, desk.terms, &[left]);
         }
     }
 
     /// Takes out the permits at hand, for the store.
     pub(in crate::limiter) fn clear(&mut self) -> Option<Unused> {
-        let unused = self.stock.clear();
-        if let Some(memory) = &mut self.memory {
-            memory.forget(unused.as_slice());
+        let unused = self.prefetched.clear();
+        if let Some(session) = &mut self.session {
+            session.forget(unused.as_slice());
         }
         unused
     }

@@ -21,10 +21,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::prefetched::Stock;
+use super::prefetched::Prefetched;
 use super::queue::{Number, Queue};
 use super::reservation::{Patience, Settled, Slot};
-use super::session::Remembered;
+use super::session::StoreSession;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -64,7 +64,7 @@ impl Desk<'_> {
 }
 
 pub(super) struct Line {
-    stock: Stock,
+    prefetched: Prefetched,
     /// Only while somebody waits.
     queue: Option<Box<Queue>>,
     life: Duration,
@@ -72,8 +72,8 @@ pub(super) struct Line {
     later: bool,
     /// When somebody looks whether permits at hand were left over.
     sweep_at: Option<Instant>,
-    /// What is remembered of a store that may lose its state.
-    memory: Option<Box<Remembered>>,
+    /// The session with a store that has a server, which may lose its state.
+    session: Option<Box<StoreSession>>,
     /// Whether what is booked was granted by this process, as the store is away.
     alone: bool,
     hold: Option<Box<Holding>>,
@@ -121,13 +121,14 @@ impl Idle for Line {
 
     fn idle_from(&self) -> Option<Instant> {
         let hold = self.hold_matters_until();
-        self.queue.is_none().then(|| self.stock.until().max(hold.unwrap_or(self.stock.until())))
+        self.queue.is_none().then(|| self.prefetched.until().max(hold.unwrap_or(self.prefetched.until())))
     }
 
     fn worthless_from(&self) -> Option<Instant> {
-        let remembered = self.memory.as_ref().map(|memory| memory.until());
+        let remembered = self.session.as_ref().map(|session| session.until());
         let learned = self.learned_until();
-        let last = |idle: Instant| idle.max(self.stock.soon()).max(remembered.max(learned).unwrap_or(idle));
+        let last =
+            |idle: Instant| idle.max(self.prefetched.soon()).max(remembered.max(learned).unwrap_or(idle));
         self.idle_from().map(last)
     }
 }
@@ -136,12 +137,12 @@ impl Line {
     /// A line in which nobody waits. `life` is how long its permits live at first.
     pub(super) fn new(life: Duration, now: Instant) -> Self {
         Line {
-            stock: Stock::new(now),
+            prefetched: Prefetched::new(now),
             queue: None,
             life,
             later: false,
             sweep_at: None,
-            memory: None,
+            session: None,
             alone: false,
             hold: None,
             words: None,
@@ -160,19 +161,19 @@ impl Line {
 
     /// Units at hand.
     pub(super) fn at_hand(&self, now: Instant) -> u32 {
-        self.stock.units(now)
+        self.prefetched.units(now)
     }
 
     /// A permit at hand, if nobody waits for one.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
-        if self.waiting() > 0 { None } else { self.stock.take(cost, now) }
+        if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
     }
 
     /// The same, for a request that leaves at once.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
-        self.waiting() == 0 && self.stock.spend(cost, now)
+        self.waiting() == 0 && self.prefetched.spend(cost, now)
     }
 
     /// One enters, whose number in the line is `number`: it gets a permit, a place, or a refusal.
@@ -230,8 +231,8 @@ impl Line {
         patience: Patience,
         number: Number,
     ) -> (Entered, Option<Errand>) {
-        let prefetch = self.stock.order(desk.terms, self.stock_life(desk), desk.now);
-        let left = self.stock.clear();
+        let prefetch = self.prefetched.order(desk.terms, self.prefetch_life(desk), desk.now);
+        let left = self.prefetched.clear();
         let need = Need { cost, count: 1 };
         let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, patience.latest, left.as_slice());
         match desk.store.lease(ask) {
@@ -270,7 +271,7 @@ impl Line {
         self.probe_comes_back();
         self.refused = None;
         let Some(queue) = &mut self.queue else {
-            if held || !self.stock.put(&slot, desk.now) {
+            if held || !self.prefetched.put(&slot, desk.now) {
                 desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
             }
             return None;

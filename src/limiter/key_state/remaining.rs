@@ -206,7 +206,7 @@ impl Line {
         sent: Instant,
         now: Instant,
     ) -> bool {
-        let at_hand = u64::from(self.stock.units(now));
+        let at_hand = u64::from(self.prefetched.units(now));
         let mut is_less = false;
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
@@ -258,7 +258,7 @@ impl Line {
         writes: u64,
         wakers: &mut Wakers,
     ) -> Option<Errand> {
-        let is_news = self.memory.as_ref().is_some_and(|memory| memory.writes() < writes);
+        let is_news = self.session.as_ref().is_some_and(|session| session.writes() < writes);
         if is_news { self.tighten(desk, wakers) } else { None }
     }
 

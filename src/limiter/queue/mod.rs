@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::key_state::CallNumber;
-use super::prefetched::Stock;
+use super::prefetched::Prefetched;
 use super::reservation::{Patience, Settled, Slot};
 use crate::clock::{self, Timer};
 use crate::limit::Unused;
@@ -195,9 +195,9 @@ impl Queue {
     }
 
     /// Moves permits at hand to waiters without a slot.
-    pub(super) fn take_from(&mut self, stock: &mut Stock, now: Instant) {
+    pub(super) fn take_from(&mut self, prefetched: &mut Prefetched, now: Instant) {
         for (cost, class) in &mut self.classes {
-            if let Some(slot) = stock.take_many(*cost, class.missing(), now) {
+            if let Some(slot) = prefetched.take_many(*cost, class.missing(), now) {
                 class.add(slot);
             }
         }
