@@ -28,7 +28,7 @@ fn anchor() -> (Instant, SystemTime) {
     *ANCHOR.get_or_init(|| (Instant::now(), SystemTime::now()))
 }
 
-/// The wall time at `instant`, by the system's clock as it is set now.
+/// Returns the wall time at `instant`, by the present setting of the system's clock.
 pub(crate) fn wall(instant: Instant) -> SystemTime {
     let (anchor, wall) = anchor();
     let moment = match instant.checked_duration_since(anchor) {
@@ -41,8 +41,8 @@ pub(crate) fn wall(instant: Instant) -> SystemTime {
     moment.unwrap_or(wall)
 }
 
-/// By how many microseconds the wall clock has gone further than the monotonic clock since both were first asked: because
-/// the wall clock was set, or because the monotonic clock stood still while the machine slept.
+/// Returns by how many microseconds the wall clock is ahead of the monotonic clock, compared with when both were first asked. It
+/// is ahead if the wall clock was set, or if the machine slept, during which the monotonic clock stands still.
 pub(crate) fn wall_ahead() -> i64 {
     #[cfg(feature = "sim")]
     if laboratory::START.get().is_some() {
@@ -59,8 +59,8 @@ pub(crate) fn wall_ahead() -> i64 {
     ahead.filter(|ahead| ahead.unsigned_abs() >= SMALLEST_STEP).unwrap_or(0)
 }
 
-/// Whether the machine seems to have slept, or its wall clock to have been set forward, within the last `span`, before
-/// which [`wall_ahead`] was `before`. Clocks that run apart by a thousandth are allowed for.
+/// Returns whether the machine slept, or its wall clock was set forward, within the last `span`, before which [`wall_ahead`] was
+/// `before`. The clocks may run apart by a thousandth.
 pub(crate) fn has_slept(before: i64, span: Duration) -> bool {
     const LEAST: i64 = 250_000;
     let drift = i64::try_from(span.as_micros() / 1000).unwrap_or(i64::MAX / 2);

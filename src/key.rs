@@ -18,16 +18,15 @@ use crate::rng::secret_of_process;
 /// # What logs show of a key
 ///
 /// Errors and events show a label: `all` for [`Key::ALL`], the host if that is the key, else eight hex digits. These are a
-/// digest under a secret, so that nobody who reads a log can find out whether a guessed name, such as an e-mail address, is
+/// digest under a secret, so that a reader of the log cannot find out whether a guessed name, such as an e-mail address, is
 /// in it. The secret is that of the [store](crate::store::Store::label), if it has one: then a key has the same label in
 /// all processes. Otherwise each process draws one when it starts. `Debug` and `Display` always show digits under the
 /// secret of the process.
 ///
-/// # Names that others choose
+/// # Names that tenants choose
 ///
-/// No two names will ever share a key by accident. The hash itself has no secret, so it is not made to withstand a tenant
-/// who may choose any name and computes one that collides with another's. If that matters, name tenants by what you have
-/// given them, such as a number, or by a digest of their name that is made for it.
+/// No two names share a key by accident. The hash has no secret, so a tenant that may choose any name could compute one that
+/// collides with another's. If that matters, name tenants by a number that you gave them, or by a keyed digest of their name.
 ///
 /// ```
 /// use tollgate::Key;
@@ -51,13 +50,13 @@ impl Key {
     /// [`host_hold`](Key::host_hold).
     pub const ALL: Key = Key { high: 0x746f_6c6c_6761_7465, low: 0x0061_6c6c };
 
-    /// The key of `name`.
+    /// Makes the key of `name`.
     pub fn new(name: impl AsRef<[u8]>) -> Self {
         let hash = SipHasher13::new().hash(name.as_ref());
         Key { high: hash.h1, low: hash.h2 }
     }
 
-    /// The key of this and `part` together, as in host *and* token.
+    /// Makes the key of this key and `part` together, as in host *and* token.
     ///
     /// `a.and("b")` differs from `Key::new("ab")`, and the order counts.
     #[must_use]
@@ -98,12 +97,12 @@ impl Key {
         Key::host(host).within_all()
     }
 
-    /// What is held under [`Key::ALL`] by what the host says whose key this is. No counter has this key.
+    /// Returns the key for holds of [`Key::ALL`] that concern the host of this key only. No counter has this key.
     pub(crate) fn within_all(self) -> Self {
         Key { high: self.high ^ Key::ALL.high, low: self.low ^ Key::ALL.low }
     }
 
-    /// The key under a secret: who does not know it cannot make it.
+    /// Returns the key under a secret. It cannot be computed without the secret.
     pub(crate) fn sealed(self, secret: Key) -> Key {
         secret.and(self.bytes())
     }
@@ -195,10 +194,10 @@ pub struct Cost(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadline(pub Instant);
 
-/// What tollgate wants to know of a request.
+/// The properties of a request that tollgate uses.
 ///
 /// Implemented for `http::Request<B>` and, with the feature `reqwest`, for `reqwest::Request`. Implement it for
-/// requests of your own; every answer has a default, and what a type cannot tell it leaves out.
+/// requests of your own; every method has a default.
 ///
 /// ```
 /// struct Job {

@@ -1,11 +1,11 @@
-//! The only file that rolls dice.
+//! Random numbers. No other file asks for any.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A number that nobody can foretell, seeded by the operating system for each process anew.
+/// Returns an unpredictable number, from a seed of the operating system for each process.
 pub(crate) fn dice() -> u64 {
     static ROLLS: AtomicU64 = AtomicU64::new(0);
     #[cfg(feature = "sim")]
@@ -15,7 +15,7 @@ pub(crate) fn dice() -> u64 {
     RandomState::new().hash_one(ROLLS.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Two numbers that this process alone knows, for as long as it runs.
+/// Returns two random numbers, the same for as long as the process runs.
 pub(crate) fn secret_of_process() -> [u64; 2] {
     static SECRET: LazyLock<[u64; 2]> =
         LazyLock::new(|| [0, 1].map(|half| RandomState::new().hash_one(half)));
@@ -43,7 +43,7 @@ pub(crate) mod laboratory {
     }
 }
 
-/// Between half of `span` and all of it, so that those who failed together do not come back together.
+/// Returns a random span from half of `span` to all of it, so that processes that failed together do not retry together.
 pub(crate) fn jittered(span: Duration) -> Duration {
     let half = span / 2;
     half.saturating_add(half.mul_f64(dice() as f64 / u64::MAX as f64))

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::config_error::ConfigError;
 pub use limit::Limit;
 
-/// What is allowed: one or more [`Limit`]s on one key, taken all or nothing; the wait is the longest of theirs.
+/// What is allowed: one or more [`Limit`]s on one key. A request is counted in all of them or in none, and waits for the longest.
 ///
 /// ```
 /// use std::time::Duration;
@@ -30,13 +30,13 @@ pub use limit::Limit;
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 ///
-/// Nothing is checked here; [`build`](crate::RateLimitBuilder::build) checks all of it and names what is wrong.
+/// A quota is checked by [`build`](crate::RateLimitBuilder::build), whose error names what to change.
 ///
-/// **A long window spends itself in its first seconds** under load, and then refuses for the rest: 5000 per hour
-/// may go in five seconds. Where the calls should be spread, add [`burst`](Quota::burst).
+/// **A long window is used up in its first seconds** under load, and refuses for the rest: 5000 per hour may leave in five
+/// seconds. To spread the requests, add [`burst`](Quota::burst).
 #[derive(Clone, Copy)]
 pub struct Quota {
-    /// The first `len` are limits of rate; those behind them mean nothing.
+    /// The first `len` are the limits of rate. The others are unused.
     limits: [Limit; Quota::MOST_LIMITS],
     len: usize,
     in_flight: Option<u32>,
@@ -96,9 +96,9 @@ impl Quota {
 
     /// At least `spacing` between two calls.
     ///
-    /// Only sensible when `spacing` is long against the margin (life of a permit and `transit_slack`, 20 to 60 ms by
-    /// default): the margin is lost with every call. If more than a tenth would be lost, permits live shorter, down to
-    /// 2 ms. If that is not enough, `build` says so and names the burst that would work, or how much
+    /// The margin (validity of a permit and `transit_slack`, 20 to 60 ms by default) is lost with every request, so `spacing` should be
+    /// long against it. If more than a tenth would be lost, permits are valid for less, down to 2 ms. If that is not enough, the
+    /// error of `build` names the burst that would work, and the loss that
     /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) would have to accept.
     pub const fn every(spacing: Duration) -> Self {
         Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
@@ -107,8 +107,8 @@ impl Quota {
     /// A token bucket that holds `capacity`, as servers that run GCRA have it; say next how it
     /// [`refill`](Bucket::refill)s.
     ///
-    /// A full bucket gives a little less than `capacity` at once, one by one: what comes back within the margin of a
-    /// permit (20 to 60 ms by default), and at least one, is kept, because the upstream may see the first permit late.
+    /// A full bucket grants a little less than `capacity` at once, because the upstream may see the first request late: it keeps at
+    /// least one unit, and as many as are refilled within the margin of a permit (20 to 60 ms by default).
     pub const fn bucket(capacity: u32) -> Bucket {
         Bucket { capacity }
     }
@@ -116,8 +116,8 @@ impl Quota {
     /// At most `count` in each window, the windows aligned to the Unix epoch, as servers with a counter per window
     /// have it.
     ///
-    /// Nothing is sent within `boundary_slack` of a boundary. Where the windows of the upstream may be aligned
-    /// otherwise, take [`Quota::new`]: it is safe for every alignment.
+    /// No request is sent within `boundary_slack` of a boundary. If the windows of the upstream may be aligned in another way, use
+    /// [`Quota::new`]: it is safe for every alignment.
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Fixed { count, window })
     }
@@ -129,7 +129,7 @@ impl Quota {
     /// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end). Each call counts as one, whatever its cost;
     /// one of cost 0 does not.
     ///
-    /// Together with limits of rate, a call first waits for its turn in flight, then for its slot.
+    /// With limits of rate besides, a request first waits for its place in flight, then for its slot.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -154,9 +154,9 @@ impl Quota {
 
     /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
     ///
-    /// Like a [`bucket`](Quota::bucket), it gives a little less than `burst` at once. Take it for large counts: a
-    /// thousand calls sent in one go keep each other waiting on the way, and what they wait there is jitter that
-    /// `transit_slack` does not cover. `per_second(1000).burst(50)` sends the same number, one every millisecond.
+    /// Like a [`bucket`](Quota::bucket), it grants a little less than `burst` at once. Use it for large counts: a thousand requests
+    /// sent at once queue on their way, and that jitter is more than `transit_slack` covers. `per_second(1000).burst(50)` sends
+    /// the same number, one every millisecond.
     ///
     /// It shapes the last limit only; in `a.and(b)` that is `b`.
     #[must_use]
@@ -172,7 +172,7 @@ impl Quota {
         self
     }
 
-    /// Both quotas on one key: a call goes when all limits of both allow it, and is counted in all or in none.
+    /// Puts both quotas on one key: a request leaves when all limits of both allow it, and is counted in all or in none.
     #[must_use]
     pub const fn and(mut self, other: Quota) -> Self {
         let mut index = 0;
@@ -200,17 +200,17 @@ impl Quota {
         }
     }
 
-    /// The limits of rate, in the order in which they were given.
+    /// Returns the limits of rate, in the order in which they were given.
     pub fn limits(&self) -> &[Limit] {
         &self.limits[..self.len]
     }
 
-    /// How many calls may be in flight at the same time, where that is limited.
+    /// Returns how many requests may be in flight at the same time, if that is limited.
     pub fn most_in_flight(&self) -> Option<u32> {
         self.in_flight
     }
 
-    /// The most units one call can cost: the smallest count, capacity or burst.
+    /// Returns the largest cost of a request: the smallest count, capacity or burst.
     pub fn largest_cost(&self) -> u32 {
         self.limits().iter().map(Limit::largest_cost).min().unwrap_or(u32::MAX)
     }
@@ -309,7 +309,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// `count` units come back every `window`, evenly.
+    /// Refills `count` units every `window`, evenly.
     pub const fn refill(self, count: u32, window: Duration) -> Quota {
         Quota::of(Limit::Bucket { capacity: self.capacity, count, window })
     }

@@ -1,20 +1,21 @@
-//! What a response says about our speed.
+//! What a response says about limits.
 //!
-//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It tells whether the
-//! request was refused because of a limit, when to come back, and which quotas the server states. Nobody has to say
-//! which server it is: everything is told from the names and values of the headers, in the spellings of the standard,
-//! of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the guide](crate::guide::headers) lists them.
+//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It holds whether the request
+//! was refused because of a limit, when to retry, and which quotas the server states. The vendor need not be configured:
+//! tollgate recognises the headers of the standard, of the generic families (`X-RateLimit-…`) and of a table of vendors.
+//! [A page of the guide](crate::guide::headers) lists them.
 //!
-//! Reading never fails and never panics: what cannot be read is not there. It takes time linear in the size of the
-//! headers and at most 1 kB of memory, and next to nothing for a response without such headers.
+//! Reading never fails and never panics: unreadable values are ignored. It takes time linear in the size of the headers and at
+//! most 1 kB of memory, and about 10 ns for a response without such headers.
 //!
 //! # How it works
 //!
-//! `lines` finds the few headers that matter in one pass. Each then goes to one of three readers: `ratelimit` (the
-//! structured fields of the IETF), `family` and `group` (any name with `ratelimit` in it), or a row of `vendor`.
-//! `combine` makes one quota of what describes the same bucket; `retry_after` reads the hints; `refusal` decides.
+//! `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three readers: `standard` (the
+//! structured fields of the IETF), `generic` (any name with `ratelimit` in it), or a row of `vendor`. `combine` makes one quota of
+//! the headers that describe the same bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of
+//! values are in `parse`.
 //!
-//! What this does not do: wait, or judge how long a wait is worth waiting. A signal says what the server said.
+//! A signal only says what the server said. Waiting is the limiter's and the throttle's.
 
 #[cfg(feature = "body")]
 mod body;
@@ -44,10 +45,10 @@ pub use observed::Observed;
 
 use crate::clock;
 
-/// What tollgate wants to know of a response.
+/// The properties of a response that tollgate uses.
 ///
 /// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`. Implement it for
-/// responses of your own; one that tells nothing is never limited.
+/// responses of your own; without a status and headers a response is never a refusal.
 ///
 /// ```
 /// struct Done;
@@ -91,15 +92,14 @@ impl<B> AsResponseInfo for http::Response<B> {
     }
 }
 
-/// What a response says about our speed.
+/// What a response says about limits.
 ///
-/// It is told from the headers alone, whoever sends them; [`guide::headers`](crate::guide::headers) lists those that
-/// are understood. What cannot be read is not there.
+/// It is read from the headers alone; [`guide::headers`](crate::guide::headers) lists those that tollgate recognises. Unreadable
+/// values are ignored.
 ///
 /// # A dialect of your own
 ///
-/// Where a server says things in a way that tollgate does not know, build the signal yourself, or amend the one that
-/// was read:
+/// If a server uses headers that tollgate does not know, build the signal yourself, or amend the one that was read:
 ///
 /// ```
 /// use std::time::Duration;
@@ -134,7 +134,7 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// How many quotas a signal holds at most; of what a response states, those that come first.
+    /// The most quotas that a signal holds. Further ones of a response are ignored.
     pub const MOST_QUOTAS: usize = 16;
 
     /// Reads status and headers of a response that has just come.
@@ -165,7 +165,7 @@ impl Signal {
         }
     }
 
-    /// Whether a response may say anything of limits: most say nothing, and need not be read.
+    /// Returns whether a response may say anything about limits. Most do not, and are not read.
     #[inline]
     pub(crate) fn is_any_in(response: &impl AsResponseInfo) -> bool {
         response.status().is_some_and(refusal::is_always)
@@ -174,8 +174,8 @@ impl Signal {
 
     /// Reads status, headers and body of a response that has just come.
     ///
-    /// Some servers say only in the body that a limit was hit, or when to come back. Give it the body as a whole: one
-    /// that was cut off cannot be read as JSON. What the headers say about waiting goes before what the body says.
+    /// Some servers say only in the body that a limit was hit, or when to retry. Pass the whole body: a part of one is not valid
+    /// JSON. Headers about waiting take precedence over the body.
     ///
     /// ```
     /// # use tollgate::Signal;
@@ -190,29 +190,29 @@ impl Signal {
         read::signal(response.status(), response.headers(), Some(body), clock::wall(clock::now()))
     }
 
-    /// The status with which the upstream refused the request because of a limit or too much load, if it did.
+    /// Returns the status with which the upstream refused the request because of a limit or too much load, if it did.
     ///
     /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some evidence: a hint when to
-    /// come back, a quota that is spent, a header or a code that says so. A redirection never does.
+    /// retry, a quota that is used up, a header or an error code. A redirection never does.
     pub fn limited(&self) -> Option<StatusCode> {
         self.limited
     }
 
-    /// How long the upstream asked to wait, at most 366 days: what it said in so many words, else, for a refusal, when
-    /// the quotas that are spent are reset.
+    /// Returns how long the upstream asked to wait, at most 366 days: by a hint such as `Retry-After`; else, for a refusal, by the
+    /// reset of the quotas that are used up.
     ///
-    /// `Duration::ZERO` means: come back at once. `None`: it did not say. Responses that are no refusal may state it as
-    /// well (RFC 9110, section 10.2.3).
+    /// `Duration::ZERO` means that the client may retry at once, `None` that the response does not say. Responses other than refusals
+    /// may state it as well (RFC 9110, section 10.2.3).
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
     }
 
-    /// Which limiter refused, if it has a name, in lower case: `global`, `shared`, `service`.
+    /// Returns the name of the limiter that refused, in lower case: `global`, `shared`, `service`.
     pub fn scope(&self) -> Option<&str> {
         self.scope.as_deref()
     }
 
-    /// The quotas that the response states, in no order; at most [`MOST_QUOTAS`](Self::MOST_QUOTAS).
+    /// Returns the quotas that the response states, in no order; at most [`MOST_QUOTAS`](Self::MOST_QUOTAS).
     pub fn quotas(&self) -> &[Observed] {
         &self.quotas
     }
