@@ -13,7 +13,7 @@ use crate::limit::Terms;
 use crate::limiter::{Learn, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 use crate::signal::Signal;
-use crate::store::{MemoryStore, Share, ShareStore, Store};
+use crate::store::{FallbackStore, MemoryStore, Share, Store};
 
 /// Sets up a [`RateLimitLayer`].
 ///
@@ -371,7 +371,7 @@ impl RateLimitBuilder {
         let share = self.share()?;
         let mut store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
         if self.on_store_error == OnStoreError::FallbackShare {
-            store = Arc::new(ShareStore::new(store, share, self.max_keys));
+            store = Arc::new(FallbackStore::new(store, share, self.max_keys));
         }
         let limiter = Limiter::new(Settings {
             terms: Arc::new(Terms::new(self.quota, transit, boundary).with_life(life)),

@@ -54,7 +54,7 @@ pub use crate::error::StoreError;
 use crate::key::{Key, RequestInfo};
 pub use crate::limit::{Charge, Left, Terms, Unused};
 pub(crate) use asked::Asked;
-pub(crate) use fallback::{Share, ShareStore};
+pub(crate) use fallback::{FallbackStore, Share};
 pub use hold::Held;
 pub use in_flight::{Claim, Listener, News};
 pub use lease::{Ask, Lease, Memory, Need, Refusal, Segment, Segments};

@@ -1,18 +1,19 @@
-//! A store whose processes go on with their share of a limit while it is away.
+//! A store whose processes go on with a fallback share of the limit while it cannot be reached.
 //!
 //! ```text
-//!  with the store ──> it fails: alone ──> it answers again: back ──> 2.5 s later: with the store
+//!  together ──> the store fails: alone ──> it answers again: back ──> 2.5 s later: together
 //! ```
 //!
-//! *With the store*, what it grants is noted. *Alone*, the process has a ledger of its own with its share of every limit,
-//! in which what was noted counts. *Back*, it charges the store with what it used alone, each unit once and with its age,
-//! and asks it for what its share allows: so all others have done so too before one of them takes more than its share.
+//! *Together*, the process notes what the store grants. *Alone*, it has a ledger of its own with its share of every limit, in which
+//! the noted grants count. *Back*, it charges the store with what it used alone, each unit once and with its age, and asks the
+//! store for no more than its share. After 2.5 s all processes have done so, and the limit is shared again.
 //!
 //! A charge is never repeated: before the first one, a call that books nothing finds out whether the store answers.
 //!
-//! What this does not do: calls in flight. They have no shares; while the store is away, nobody is given a place.
+//! Calls in flight have no shares: while the store cannot be reached, none is granted.
 
 mod history;
+mod standalone;
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -33,7 +34,8 @@ use crate::events;
 use crate::key::Key;
 use crate::key_map::Keyed;
 use crate::limit::Micros;
-use history::{Alone, Kept, Stage};
+use history::GrantHistory;
+use standalone::{Stage, StandaloneLedger};
 
 /// A share of a limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,38 +47,38 @@ pub(crate) struct Share {
 impl Share {
     const WHOLE: u64 = 1_000_000_000;
 
-    /// Of more than nothing and no more than all.
+    /// Makes a share of more than nothing and at most all.
     pub(crate) fn new(share: f64) -> Option<Self> {
         let part = (share * Share::WHOLE as f64).round();
-        // A number that is none is in no range.
+        // NaN is in no range.
         (1.0..=Share::WHOLE as f64).contains(&part).then_some(Share { part: part as u64, of: Share::WHOLE })
     }
 }
 
-/// Stands before a store.
-pub(crate) struct ShareStore(Arc<Inner>);
+/// A store with a fallback.
+pub(crate) struct FallbackStore(Arc<Inner>);
 
 struct Inner {
     store: Arc<dyn Store>,
-    /// Of those who were granted nothing lately.
+    /// The share of a process that was granted nothing lately.
     share: Option<Share>,
-    kept: Keyed<Kept>,
-    /// Whether somebody looks after keys that are alone and not asked for.
-    kept_after: AtomicBool,
+    histories: Keyed<GrantHistory>,
+    /// Whether a task charges the store for keys that no request asks for.
+    is_charging: AtomicBool,
 }
 
-impl ShareStore {
+impl FallbackStore {
     pub(crate) fn new(store: Arc<dyn Store>, share: Option<Share>, max_keys: usize) -> Self {
-        ShareStore(Arc::new(Inner {
+        FallbackStore(Arc::new(Inner {
             store,
             share,
-            kept: Keyed::new(max_keys),
-            kept_after: AtomicBool::new(false),
+            histories: Keyed::new(max_keys),
+            is_charging: AtomicBool::new(false),
         }))
     }
 }
 
-/// What a lease grants, as it was asked for.
+/// Returns the needs that a lease grants.
 fn needs_of(lease: &Lease) -> SmallVec<[Need; 2]> {
     let mut needs: SmallVec<[Need; 2]> = SmallVec::new();
     for segment in lease.segments.iter() {
@@ -88,7 +90,7 @@ fn needs_of(lease: &Lease) -> SmallVec<[Need; 2]> {
     needs
 }
 
-/// What the store has granted, no earlier than it was planned.
+/// Returns what the store granted, no earlier than it was planned.
 fn no_earlier(granted: &[Segment], plan: &[Segment]) -> Segments {
     let mut planned: VecDeque<Segment> = plan.iter().copied().collect();
     let mut segments = Segments::default();
@@ -114,13 +116,13 @@ fn no_earlier(granted: &[Segment], plan: &[Segment]) -> Segments {
     segments
 }
 
-/// Whether the process goes on alone because of `error`.
+/// Returns whether the process goes on alone after `error`.
 fn is_away(error: &StoreError) -> bool {
     !matches!(error, StoreError::Full { .. } | StoreError::Unsupported(_))
 }
 
 impl Inner {
-    /// The store has answered one who is with it.
+    /// Takes in an answer to a call of a process that shares the limit.
     fn answered(
         self: &Arc<Self>,
         asked: &Asked,
@@ -129,23 +131,31 @@ impl Inner {
         let now = clock::now();
         match answer {
             Ok(lease) => {
-                let note = |kept: &mut Kept| kept.note(&lease, &asked.terms, now);
+                let note = |kept: &mut GrantHistory| kept.note(&lease, &asked.terms, now);
                 // Without room for one more key, nothing is known of it.
-                let _ = self.kept.enter(asked.key, clock::micros(now), Kept::default, |_, _| (), note);
+                let _ = self.histories.enter(
+                    asked.key,
+                    clock::micros(now),
+                    GrantHistory::default,
+                    |_, _| (),
+                    note,
+                );
                 Ok(lease)
             }
             Err(error) if is_away(&error) => {
-                let part = |kept: &mut Kept| {
+                let part = |kept: &mut GrantHistory| {
                     let alone = kept.part(asked, now, self.share)?;
                     events::alone(&label(&*self.store, asked.key, None), alone.terms.quota(), &error);
                     let plan = alone.book(&asked.ask(&asked.needs), now);
                     Some(plan.map(|plan| alone.grant(plan, now, None)))
                 };
-                let lease =
-                    self.kept.enter(asked.key, clock::micros(now), Kept::default, |_, _| (), part).ok();
+                let lease = self
+                    .histories
+                    .enter(asked.key, clock::micros(now), GrantHistory::default, |_, _| (), part)
+                    .ok();
                 let lease = lease.flatten();
                 if lease.is_some() {
-                    self.keep();
+                    self.keep_charging();
                 }
                 lease.unwrap_or(Err(error))
             }
@@ -153,7 +163,7 @@ impl Inner {
         }
     }
 
-    /// A process that is alone asks. `is_back` says whether the store answered it last time.
+    /// Asks for a process that is alone. `is_back` says whether the store answered the last call.
     async fn ask_alone(self: &Arc<Self>, mut asked: Asked, is_back: bool) -> Result<Lease, StoreError> {
         let word = match is_back {
             true => None,
@@ -164,7 +174,7 @@ impl Inner {
             },
         };
         let now = clock::now();
-        let stage = self.kept.find(asked.key, |kept| {
+        let stage = self.histories.find(asked.key, |kept| {
             let alone = kept.alone()?;
             if !is_back && word.as_ref().is_none_or(|word| word.learning.is_some()) {
                 let plan = alone.book(&asked.ask(&asked.needs), now);
@@ -207,8 +217,8 @@ impl Inner {
             && is_away(error)
         {
             let now = clock::now();
-            let grant = |kept: &mut Kept| Some(kept.alone()?.gone_again(plan, now));
-            return self.kept.find(asked.key, grant).flatten().ok_or(StoreError::Lost);
+            let grant = |kept: &mut GrantHistory| Some(kept.alone()?.gone_again(plan, now));
+            return self.histories.find(asked.key, grant).flatten().ok_or(StoreError::Lost);
         }
         let mut lease = self.answered(&asked, answer)?;
         if stage == Stage::Back {
@@ -217,15 +227,16 @@ impl Inner {
         Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
     }
 
-    /// Asks for nothing, to find out whether the store answers and knows its state.
+    /// Calls the store without needs, to find out whether it answers and knows its state.
     fn probe(&self, asked: &Asked) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
         let probe = Ask { prefetch: 0, left: None, returns: &[], ..asked.ask(&[]) };
         self.store.lease(probe).arrives()
     }
 
-    /// Looks after keys that are alone and not asked for: others rely on it that the store is charged soon when it is back.
-    fn keep(self: &Arc<Self>) {
-        if self.kept_after.swap(true, Ordering::Relaxed) {
+    /// Starts the task that charges the store for keys that no request asks for. Other processes rely on it that the store is charged
+    /// soon after it answers again.
+    fn keep_charging(self: &Arc<Self>) {
+        if self.is_charging.swap(true, Ordering::Relaxed) {
             return;
         }
         let keeper = Keeper(Arc::downgrade(self));
@@ -233,20 +244,20 @@ impl Inner {
             loop {
                 clock::sleep_until(clock::after(clock::now(), OFTEN)).await;
                 let Some(inner) = keeper.0.upgrade() else { return };
-                if inner.look_after().await == 0 {
+                if inner.charge_quiet_keys().await == 0 {
                     return;
                 }
             }
         });
     }
 
-    /// Returns how many keys are alone.
-    async fn look_after(&self) -> usize {
+    /// Charges the store for keys that no request asks for. Returns how many keys are alone.
+    async fn charge_quiet_keys(&self) -> usize {
         let now = clock::micros(clock::now());
         let (mut alone, mut quiet) = (0, Vec::new());
-        self.kept.for_each(|key, kept| {
+        self.histories.for_each(|key, kept| {
             alone += usize::from(kept.alone().is_some());
-            quiet.extend(kept.quiet(key, now));
+            quiet.extend(kept.alone().and_then(|alone| alone.call_in_its_place(key, now)));
         });
         for (mut asked, is_back) in quiet {
             if !is_back {
@@ -255,31 +266,31 @@ impl Inner {
                     continue;
                 }
             }
-            let charges = |kept: &mut Kept| Some(kept.alone()?.take_charges(clock::now()));
-            let Some(charges) = self.kept.find(asked.key, charges).flatten() else { continue };
+            let charges = |kept: &mut GrantHistory| Some(kept.alone()?.take_charges(clock::now()));
+            let Some(charges) = self.histories.find(asked.key, charges).flatten() else { continue };
             asked.charges = charges;
             let answer = self.store.lease(asked.ask(&[])).arrives().await;
-            let charged = |kept: &mut Kept| {
-                // If permits lie ahead, the line joins when it asks: it gives them up.
-                let joins = |alone: &mut Alone| alone.charged(answer.is_ok(), clock::now());
+            let charged = |kept: &mut GrantHistory| {
+                // If permits lie ahead, the key joins when the limiter asks: it gives them up then.
+                let joins = |alone: &mut StandaloneLedger| alone.charged(answer.is_ok(), clock::now());
                 if kept.alone().is_some_and(joins) {
                     kept.join();
                     events::together(&label(&*self.store, asked.key, None));
                 }
             };
-            self.kept.find(asked.key, charged);
+            self.histories.find(asked.key, charged);
         }
         alone
     }
 
-    /// What comes back goes where it was granted.
+    /// Takes back permits where they were granted.
     fn take_back(&self, key: Key, unused: &[Unused]) {
         let now = clock::micros(clock::now());
-        self.kept.find(key, |kept| unused.iter().for_each(|unused| kept.take_back(*unused, now)));
+        self.histories.find(key, |kept| unused.iter().for_each(|unused| kept.take_back(*unused, now)));
     }
 }
 
-impl Store for ShareStore {
+impl Store for FallbackStore {
     crate::delegate_store!(self => *self.0.store; implements lease, give_back, peek);
 
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
@@ -287,8 +298,8 @@ impl Store for ShareStore {
         if !ask.returns.is_empty() {
             inner.take_back(ask.key, ask.returns);
         }
-        let asks = |kept: &mut Kept| kept.asks(ask.memory, clock::micros(asked.at));
-        if let Some(is_back) = inner.kept.find(ask.key, asks).flatten() {
+        let asks = |kept: &mut GrantHistory| Some(kept.alone()?.asks(ask.memory, clock::micros(asked.at)));
+        if let Some(is_back) = inner.histories.find(ask.key, asks).flatten() {
             let inner = inner.clone();
             return Answer::Later(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
         }
@@ -313,8 +324,9 @@ impl Store for ShareStore {
     fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
         let (inner, answer) = (self.0.clone(), self.0.store.peek(key, terms));
         let own = move |error| {
-            let look = |alone: &mut Alone| Usage { alone: true, ..alone.look(clock::now(), usage) };
-            inner.kept.find(key, |kept| kept.alone().map(look)).flatten().ok_or(error)
+            let look =
+                |alone: &mut StandaloneLedger| Usage { alone: true, ..alone.look(clock::now(), usage) };
+            inner.histories.find(key, |kept| kept.alone().map(look)).flatten().ok_or(error)
         };
         match answer {
             Answer::Now(usage) => Answer::Now(usage.or_else(own)),
@@ -323,22 +335,22 @@ impl Store for ShareStore {
     }
 }
 
-/// Whoever comes after it looks anew.
+/// The task that charges the store. When it ends, a new one may start.
 struct Keeper(Weak<Inner>);
 
 impl Drop for Keeper {
     fn drop(&mut self) {
         if let Some(inner) = self.0.upgrade() {
-            inner.kept_after.store(false, Ordering::Relaxed);
+            inner.is_charging.store(false, Ordering::Relaxed);
         }
     }
 }
 
-/// How often somebody looks whether the store is back, for keys that nobody asks for; jittered.
+/// How often the task calls the store for a key that no request asks for, while it fails; jittered.
 const LOOK: Duration = Duration::from_millis(1000);
 
-/// How often one that is back charges what it uses.
+/// How often it charges the store once that answers.
 const OFTEN: Duration = Duration::from_millis(100);
 
-/// How long one that is back waits for the others, who look for the store once a second.
+/// How long a process uses its share only after the store answers again. The other processes call the store once a second.
 const OTHERS: Micros = 2_500_000;

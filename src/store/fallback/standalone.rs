@@ -1,0 +1,228 @@
+//! A process on its own: the ledger of its fallback share, and what it owes the store for it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{LOOK, OFTEN, OTHERS};
+use crate::clock;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
+use crate::rng::jittered;
+use crate::store::lease::{STANDALONE, Standalone};
+use crate::store::memory::book;
+use crate::store::{Ask, Asked, Lease, Memory, Need, Refusal, Segment};
+
+/// The most entries of permits that the store does not know of. Beyond it, entries that lie close together are joined.
+const MOST_OWED: usize = 400;
+
+/// Entries are joined within this part of the longest window.
+const PARTS: u64 = 20;
+
+/// The state of a key while the store cannot be reached.
+pub(super) struct StandaloneLedger {
+    /// The limits of the share.
+    pub(super) terms: Arc<Terms>,
+    ledger: Ledger,
+    /// Permits that the process granted itself and the store does not know of, by their slots, in order.
+    owed: VecDeque<Unused>,
+    /// The longest window, for which permits count.
+    window: Micros,
+    /// When the store began to answer again.
+    back: Option<Micros>,
+    /// When the limiter last asked for permits.
+    asked_at: Micros,
+    /// What the limiter knew of the store then.
+    session: Memory,
+    /// When the store was last charged, or an attempt was made.
+    tried: Micros,
+    /// The limits that the store is charged under.
+    all: Arc<Terms>,
+}
+
+/// The stage of a process that goes on with its share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// The store cannot be reached.
+    Alone,
+    /// The store answers again. Other processes may not have charged it yet.
+    Back,
+    /// All processes have charged the store: the limit is shared again.
+    Together,
+}
+
+impl StandaloneLedger {
+    /// Makes the ledger of a process whose share of the quota is `own`. `ledger` holds what was used lately.
+    pub(super) fn new(ledger: Ledger, own: Terms, asked: &Asked, now: Micros) -> Self {
+        StandaloneLedger {
+            terms: Arc::new(own),
+            ledger,
+            owed: VecDeque::new(),
+            window: micros_up(asked.terms.quota().longest_memory()),
+            back: None,
+            asked_at: now,
+            session: asked.memory,
+            tried: now,
+            all: asked.terms.clone(),
+        }
+    }
+
+    /// Returns from when the ledger can be dropped.
+    pub(super) fn idle_from(&self) -> Micros {
+        self.ledger.fresh_from().max(self.owed.back().map_or(0, |owed| owed.slot + self.window))
+    }
+
+    /// The limiter asks for permits, and knows `session` of the store. Returns whether the store answered the last call.
+    pub(super) fn asks(&mut self, session: Memory, now: Micros) -> bool {
+        self.asked_at = now;
+        self.session = session;
+        self.tried = now;
+        self.back.is_some()
+    }
+
+    /// Returns a call without needs if the limiter has not asked lately, and whether the store answered the last call.
+    pub(super) fn call_in_its_place(&mut self, key: Key, now: Micros) -> Option<(Asked, bool)> {
+        let since = |moment: Micros| Duration::from_micros(now.saturating_sub(moment));
+        // Once the store answers, the other processes rely on what this one uses being charged at once.
+        let interval = if self.back.is_some() { OFTEN } else { jittered(LOOK) };
+        if since(self.tried) < interval {
+            return None;
+        }
+        self.tried = now;
+        let session =
+            Memory { since: self.session.since.saturating_add(since(self.asked_at)), ..self.session };
+        Some((Asked::without_needs(key, &self.all, session), self.back.is_some()))
+    }
+
+    /// Books what is needed. The lease is a plan until it is granted.
+    pub(super) fn book(&mut self, ask: &Ask<'_>, now: Instant) -> Result<Lease, StoreError> {
+        let at = clock::micros(now);
+        let moment = self.ledger.advance(&self.terms, at);
+        let largest = self.terms.quota().largest_cost();
+        let needs: Vec<Need> = ask.needs.iter().copied().filter(|need| need.cost <= largest).collect();
+        if let (None, Some(need)) = (needs.first(), ask.needs.first()) {
+            return Err(StoreError::AboveShare { cost: need.cost, share: largest });
+        }
+        let own = Ask { terms: &self.terms, needs: &needs, prefetch: 0, returns: &[], ..*ask };
+        let mut lease = book(&mut self.ledger, moment, &own);
+        if needs.len() < ask.needs.len() {
+            lease.refused = lease.refused.or(Some(Refusal::NEVER));
+        }
+        Ok(lease)
+    }
+
+    /// Grants a plan. `word` is the store's answer, if there is one.
+    pub(super) fn grant(&mut self, plan: Lease, now: Instant, word: Option<&Lease>) -> Lease {
+        for &Segment { cost, count, slot, stamp, .. } in plan.segments.iter() {
+            let after = self.owed.partition_point(|other| other.slot <= slot);
+            let units = u64::from(cost) * u64::from(count);
+            self.owed.insert(after, Unused { slot, stamp, units, incarnation: STANDALONE });
+        }
+        self.thin();
+        let own = Some(Standalone { at: now, answered: word.is_some() });
+        let Lease { segments, refused, .. } = plan;
+        let word = word.cloned().unwrap_or_default();
+        Lease { segments, refused, prefetched: None, learning: None, own, ..word }
+    }
+
+    /// The store had answered, and fails again: the process grants the plan itself.
+    pub(super) fn gone_again(&mut self, plan: Lease, now: Instant) -> Lease {
+        self.back = None;
+        self.grant(plan, now, None)
+    }
+
+    pub(super) fn look<T>(&mut self, now: Instant, look: impl FnOnce(&mut Ledger, Micros) -> T) -> T {
+        let now = self.ledger.advance(&self.terms, clock::micros(now));
+        look(&mut self.ledger, now)
+    }
+
+    /// Takes back a permit that the process granted itself.
+    pub(super) fn take_back(&mut self, unused: Unused, now: Micros) {
+        self.ledger.advance(&self.terms, now);
+        self.ledger.take_back(unused);
+        let mut units = unused.units;
+        for owed in self.owed.iter_mut().filter(|owed| owed.slot == unused.slot) {
+            let back = units.min(owed.units);
+            owed.units -= back;
+            units -= back;
+        }
+        self.owed.retain(|owed| owed.units > 0);
+    }
+
+    /// The store answers again, and is asked from now on. Gives up permits that lie ahead.
+    pub(super) fn back(&mut self, now: Instant) -> Stage {
+        let now = clock::micros(now);
+        while let Some(ahead) = self.owed.back().copied().filter(|owed| owed.slot > now) {
+            self.owed.pop_back();
+            self.ledger.take_back(ahead);
+        }
+        let since = *self.back.get_or_insert(now);
+        if now >= since + OTHERS { Stage::Together } else { Stage::Back }
+    }
+
+    /// The store was charged although the limiter did not ask; `answered` says whether it answered. Returns whether the limit is shared
+    /// again. It is not while permits lie ahead: the limiter gives them up when it asks.
+    pub(super) fn charged(&mut self, answered: bool, now: Instant) -> bool {
+        if !answered {
+            self.back = None;
+            return false;
+        }
+        let now = clock::micros(now);
+        let since = *self.back.get_or_insert(now);
+        now >= since + OTHERS && self.owed.is_empty()
+    }
+
+    /// Takes out what can be charged: permits whose deadline has passed, in a few parts, the oldest first. They count as charged
+    /// whatever the outcome of the call.
+    pub(super) fn take_charges(&mut self, now: Instant) -> Vec<Charge> {
+        let now = clock::micros(now);
+        let slack = micros_up(self.all.transit_slack());
+        let width = self.window / Charge::MOST as u64 + 1;
+        let mut charges: Vec<Charge> = Vec::new();
+        let (mut part, mut later) = (None, VecDeque::new());
+        for owed in std::mem::take(&mut self.owed) {
+            let end = owed.stamp.saturating_sub(slack);
+            let age = now.saturating_sub(end);
+            if end > now {
+                later.push_back(owed);
+            } else if age < self.window {
+                let age_of_part = age / width;
+                // A permit that was valid for longer than those after it goes with them: counting it later is safe.
+                match charges.last_mut().filter(|_| part.is_some_and(|part| age_of_part >= part)) {
+                    Some(last) => {
+                        last.units = last.units.saturating_add(owed.units);
+                        last.age = last.age.min(Duration::from_micros(age));
+                    }
+                    None => {
+                        charges.push(Charge::new(Duration::from_micros(age), owed.units));
+                        part = Some(age_of_part);
+                    }
+                }
+            }
+        }
+        self.owed = later;
+        charges
+    }
+
+    /// Joins entries that lie close together. They count from the last of them.
+    fn thin(&mut self) {
+        let near = (self.window / PARTS).max(1);
+        while self.owed.len() > MOST_OWED {
+            let before = self.owed.len();
+            let mut joined: VecDeque<Unused> = VecDeque::new();
+            for owed in self.owed.drain(..) {
+                match joined.back_mut() {
+                    Some(last) if owed.slot / near == last.slot / near => {
+                        *last = Unused { units: last.units + owed.units, ..owed };
+                    }
+                    _ => joined.push_back(owed),
+                }
+            }
+            self.owed = joined;
+            if self.owed.len() == before {
+                break;
+            }
+        }
+    }
+}
