@@ -1,4 +1,8 @@
-//! What a line leaves to be done without its lock: calls to run to their end, and permits at hand to be looked after.
+//! Access to the state of a key, and the work that is done after its lock is released.
+//!
+//! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and an
+//! [`Errand`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run the rest.
+//! They are the only callers of [`Core::run`].
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,81 +11,166 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
-use super::engine::{Gate, Limiter};
-use super::key_state::{CallNumber, Errand};
+use super::engine::Core;
+use super::key_state::{CallNumber, Desk, Errand, Line};
+use super::reservation::Slot;
 use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
+use crate::key_map::Full;
 use crate::store::{Lease, spawn};
 use crate::wakers::Wakers;
 
-impl Limiter {
-    /// Does what a line left to be done without its lock.
+/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime does not run
+/// them in this time, the next call is sent without them.
+const LONGEST_TURN: Duration = Duration::from_millis(5);
+
+impl Core {
+    /// Runs `act` on the state of `key`, then the effect it returns. Returns `None` if the key has no state.
+    pub(super) fn with_line<R>(
+        self: &Arc<Self>,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
+    ) -> Option<R> {
+        let mut wakers = Wakers::default();
+        let (done, errand) = self.lines.find(key, |line| {
+            self.hosts.touch(key);
+            let learned = self.learned(line, now);
+            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+        })?;
+        self.run(key, now, errand, wakers);
+        Some(done)
+    }
+
+    /// Runs `act` on the state of `key`, which is made if there is none, then the effect it returns.
     ///
-    /// It runs on the store's own thread if there is one, else in the current runtime. Dropped with that runtime, or without
-    /// one, a call ends as lost, and the end of a delay comes at once.
-    pub(super) fn finish(&self, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
+    /// # Errors
+    ///
+    /// [`Full`] if the key has no state and there is no room for one.
+    pub(super) fn with_new_line<R>(
+        self: &Arc<Self>,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
+    ) -> Result<R, Full> {
+        let mut wakers = Wakers::default();
+        let new = || Line::new(self.settings.terms.life(), now);
+        let forgotten = |key, mut line: Line| {
+            let learned = self.learned(&mut line, now);
+            line.forgotten(&self.desk(key, now, learned.as_ref()));
+        };
+        let with = |line: &mut Line| {
+            self.hosts.touch(key);
+            let learned = self.learned(line, now);
+            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+        };
+        let (done, errand) = self.lines.enter(key, now, new, forgotten, with)?;
+        self.run(key, now, errand, wakers);
+        Ok(done)
+    }
+
+    /// The same as [`with_line`](Core::with_line) for an `act` whose result is its effect. Returns whether the key has a
+    /// state.
+    pub(super) fn at_line(
+        self: &Arc<Self>,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> Option<Errand>,
+    ) -> bool {
+        self.with_line(key, now, |line, desk, wakers| ((), act(line, desk, wakers))).is_some()
+    }
+
+    /// The same as [`with_new_line`](Core::with_new_line) for an `act` whose result is its effect.
+    pub(super) fn at_new_line(
+        self: &Arc<Self>,
+        key: Key,
+        now: Instant,
+        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> Option<Errand>,
+    ) -> Result<(), Full> {
+        self.with_new_line(key, now, |line, desk, wakers| ((), act(line, desk, wakers)))
+    }
+
+    /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
+    pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Slot) {
+        if !self.at_line(key, clock::now(), |line, desk, wakers| line.give_back(desk, slot, wakers)) {
+            let Settings { store, terms, .. } = &self.settings;
+            store.give_back(key, terms, &[slot.unused()]);
+        }
+    }
+
+    /// Wakes the tasks and starts the effect that the state of `key` has left.
+    ///
+    /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime is dropped, or
+    /// there is none, a call ends as lost and a delay ends at once.
+    fn run(self: &Arc<Self>, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
         wakers.wake();
         match errand {
             Some(Errand::Call(number, call)) => {
-                let mut called = Called { limiter: self.clone(), key, since: now, number, open: true };
+                let mut called = Called { core: self.clone(), key, since: now, number, open: true };
                 self.spawn(async move {
                     let answer = call.await;
                     called.answered(answer);
                 });
             }
-            Some(Errand::Gather(delay)) => {
-                let gathering = Gathering::new(&self.0, key);
-                // Tasks that are about to ask are those of the caller's runtime. It may not be driven any more.
-                let delay = match Handle::try_current() {
-                    Ok(runtime) if delay.is_zero() && self.0.settings.store.background().is_some() => {
-                        let gathering = gathering.clone();
-                        drop(runtime.spawn(async move {
-                            tokio::task::yield_now().await;
-                            gathering.joined();
-                        }));
-                        LONGEST_TURN
-                    }
-                    _ => delay,
-                };
-                self.spawn(async move {
-                    wait_for(now, delay).await;
-                    gathering.joined();
-                });
-            }
+            Some(Errand::Gather(delay)) => self.gather(key, now, delay),
             Some(Errand::PassOn(delay)) => {
-                let gate = Arc::downgrade(&self.0);
+                let core = Arc::downgrade(self);
                 self.spawn(async move {
                     wait_for(now, delay).await;
-                    let Some(limiter) = gate.upgrade().map(Limiter) else { return };
-                    let now = clock::now();
-                    limiter.at_line(key, now, |line, desk, wakers| ((), line.pass_on_now(desk, wakers)));
+                    if let Some(core) = core.upgrade() {
+                        core.at_line(key, clock::now(), |line, desk, wakers| line.pass_on_now(desk, wakers));
+                    }
                 });
             }
             None => {}
         }
     }
 
-    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        spawn(&*self.0.settings.store, task);
+    /// Starts the batching delay of the next call of `key`.
+    fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
+        let gathering = Gathering::new(self, key);
+        // The tasks that are about to ask belong to the caller's runtime, and the store has a thread of its own. The
+        // caller's runtime may not be driven any more: the task on the store's thread ends the delay in that case.
+        if delay.is_zero()
+            && self.settings.store.background().is_some()
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let gathering = gathering.clone();
+            drop(runtime.spawn(async move {
+                tokio::task::yield_now().await;
+                gathering.complete();
+            }));
+            delay = LONGEST_TURN;
+        }
+        self.spawn(async move {
+            wait_for(now, delay).await;
+            gathering.complete();
+        });
     }
 
-    /// Looks after permits that were fetched ahead, until none are left.
-    fn sweep(&self, key: Key, at: Instant) {
-        let (gate, mut next) = (Arc::downgrade(&self.0), Some(at));
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        spawn(&*self.settings.store, task);
+    }
+
+    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left. `at` is when it
+    /// looks first.
+    fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
+        let core = Arc::downgrade(self);
         self.spawn(async move {
+            let mut next = Some(at);
             while let Some(at) = next {
                 clock::sleep_until(at).await;
-                let Some(limiter) = gate.upgrade().map(Limiter) else { return };
-                next = limiter.at_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
+                let Some(core) = core.upgrade() else { return };
+                next = core.with_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
             }
         });
     }
 }
 
-/// Waits until `delay` after `now`. If that is no time, other tasks that are about to run go first.
+/// Waits until `delay` after `now`. If `delay` is zero, yields once to the other tasks that are ready to run.
 async fn wait_for(now: Instant, delay: Duration) {
     if delay.is_zero() {
         tokio::task::yield_now().await;
@@ -90,12 +179,15 @@ async fn wait_for(now: Instant, delay: Duration) {
     }
 }
 
-/// A call that a line waits for. It ends exactly once; dropped, it ends as lost.
+/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped before its answer, it ends as
+/// [`StoreError::Lost`].
 struct Called {
-    limiter: Limiter,
+    core: Arc<Core>,
     key: Key,
+    /// When the call was sent.
     since: Instant,
     number: CallNumber,
+    /// Whether the call has not ended.
     open: bool,
 }
 
@@ -103,26 +195,23 @@ impl Called {
     fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
-            && !self.limiter.0.warned.swap(true, Ordering::Relaxed)
+            && !self.core.warned.swap(true, Ordering::Relaxed)
         {
-            events::foreign_limit(
-                &self.limiter.label(self.key, None),
-                *limit,
-                self.limiter.0.settings.terms.quota(),
-            );
+            let quota = self.core.settings.terms.quota();
+            events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
-        let sweep_at = self.limiter.at_line(self.key, clock::now(), |line, desk, wakers| {
+        let sweep_at = self.core.with_line(self.key, clock::now(), |line, desk, wakers| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
             let errand = line.call_answered(desk, self.number, answer, self.since, wakers);
             (line.start_sweep(desk.now), errand)
         });
         if let Some(at) = sweep_at.flatten() {
-            self.limiter.sweep(self.key, at);
+            self.core.sweep(self.key, at);
         }
-        // The line is gone: nobody here can use what was granted.
+        // The state of the key is gone: this process cannot use what was granted.
         if let Some(Ok(lease)) = answer {
-            let Settings { store, terms, .. } = &self.limiter.0.settings;
+            let Settings { store, terms, .. } = &self.core.settings;
             store.give_back(self.key, terms, &lease.unused());
         }
     }
@@ -136,38 +225,40 @@ impl Drop for Called {
     }
 }
 
-/// How long the tasks of a runtime that are about to run take at most to have their turn; a runtime that takes longer is not
-/// waited for.
-const LONGEST_TURN: Duration = Duration::from_millis(5);
-
-/// A delay in which others may join the next call of a line. It keeps no gate alive: a hold may last for long.
+/// A batching delay: requests that arrive before its end join the next call of their key.
+///
+/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because a store may
+/// ask for a long pause.
 #[derive(Clone)]
 struct Gathering {
-    gate: Weak<Gate>,
+    core: Weak<Core>,
     key: Key,
-    /// Whether the others had the time to join.
-    joined: bool,
-    /// Whether it is over: it may end in two places.
+    /// Whether the delay has ended. Shared by its clones.
     over: Arc<AtomicBool>,
 }
 
 impl Gathering {
-    fn new(gate: &Arc<Gate>, key: Key) -> Self {
-        Gathering { gate: Arc::downgrade(gate), key, joined: false, over: Arc::default() }
+    fn new(core: &Arc<Core>, key: Key) -> Self {
+        Gathering { core: Arc::downgrade(core), key, over: Arc::default() }
     }
 
-    fn joined(mut self) {
-        self.joined = true;
+    /// Ends the delay after its full time.
+    fn complete(self) {
+        self.end(true);
+    }
+
+    /// Ends the delay, if it has not ended. `joined` says whether other requests had the time to join.
+    fn end(&self, joined: bool) {
+        let Some(core) = self.core.upgrade() else { return };
+        if !self.over.swap(true, Ordering::Relaxed) {
+            core.at_line(self.key, clock::now(), |line, desk, wakers| line.gathered(desk, joined, wakers));
+        }
     }
 }
 
 impl Drop for Gathering {
+    /// Ends the delay early: its task was dropped with its runtime.
     fn drop(&mut self) {
-        let Some(limiter) = self.gate.upgrade().map(Limiter) else { return };
-        if self.over.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let (now, joined) = (clock::now(), self.joined);
-        limiter.at_line(self.key, now, |line, desk, wakers| ((), line.gathered(desk, joined, wakers)));
+        self.end(false);
     }
 }

@@ -1,149 +1,83 @@
-//! Hosts under one key: without a key function all requests share one count, and holds go by host.
+//! The hosts of requests that share [`Key::ALL`].
 //!
-//! What a host says holds the key [`within_all`](Key::within_all) of that host, whose line in this process holds and never
-//! counts. A request waits for the end of that hold first. It then takes its place in the line of [`Key::ALL`], and looks
-//! again when it is its turn. So a request that is held keeps neither a slot nor a place in flight from the others.
+//! Without a key function all requests share one count, but each host has holds of its own. A hold that a host causes is kept
+//! under another key, the host's [`within_all`](Key::within_all). The state of that key holds and never counts.
+//!
+//! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and looks at the hold again when it
+//! gets its slot. So a request to a host on hold keeps neither slots nor calls in flight from requests to other hosts.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Context;
-use std::time::{Duration, Instant};
 
-use super::engine::{Entry, Limiter, Reached};
-use super::key_state::Line;
-use super::queue::Number;
-use super::reservation::Patience;
-use super::settings::Settings;
-use crate::clock;
-use crate::error::Reason;
 use crate::key::Key;
-use crate::store::Refusal;
 
 /// The hosts of requests under [`Key::ALL`].
 #[derive(Debug, Default)]
 pub(super) struct Hosts {
-    first: OnceLock<First>,
+    first: OnceLock<FirstHost>,
+    /// Whether requests went to another host than the first.
     several: AtomicBool,
 }
 
-/// The first host: most programs call one, and look for its line only after something was done to that.
+/// The host of the first request. Most programs call one host, so its requests skip the look at its hold.
 #[derive(Debug)]
-struct First {
+pub(super) struct FirstHost {
     host: Key,
-    /// Whether nothing is known that holds it. Written under the lock of the line of its hold.
+    /// Whether no hold is known. Written under the lock of the state that has the host's holds.
     is_clear: AtomicBool,
 }
 
-impl Hosts {
-    /// Notices a request to `host`. Returns the first host, if it is that.
+impl FirstHost {
+    /// Returns whether no hold of the host is known.
     #[inline]
-    fn notice(&self, host: Key) -> Option<&First> {
-        let new = || First { host, is_clear: AtomicBool::new(false) };
-        let first = self.first.get_or_init(new);
-        if first.host != host {
-            // Read first: with many hosts, each request of each thread comes here.
-            if !self.are_several() {
-                self.several.store(true, Ordering::Relaxed);
-            }
-            return None;
-        }
-        Some(first)
+    pub(super) fn is_clear(&self) -> bool {
+        self.is_clear.load(Ordering::Relaxed)
     }
 
-    /// Something is done to the line of `key`, which is locked.
+    /// Remembers whether a hold of the host is known. The caller holds the lock of the state that has these holds.
+    pub(super) fn set_clear(&self, is_clear: bool) {
+        self.is_clear.store(is_clear, Ordering::Relaxed);
+    }
+}
+
+impl Hosts {
+    /// Notes a request to `host`. Returns the first host, if it is `host`.
+    #[inline]
+    pub(super) fn notice(&self, host: Key) -> Option<&FirstHost> {
+        let new = || FirstHost { host, is_clear: AtomicBool::new(false) };
+        let first = self.first.get_or_init(new);
+        if first.host == host {
+            return Some(first);
+        }
+        // With many hosts, each request of each thread comes here: a load is cheaper than a store.
+        if !self.are_several() {
+            self.several.store(true, Ordering::Relaxed);
+        }
+        None
+    }
+
+    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds the lock of its state.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
         if let Some(first) = self.first.get().filter(|first| first.host.within_all() == key) {
-            first.is_clear.store(false, Ordering::Relaxed);
+            first.set_clear(false);
         }
     }
 
-    /// Whether there was any request with a host: then holds go by host.
+    /// Returns whether a request with a host has entered. From then on holds go by host.
     pub(super) fn are_any(&self) -> bool {
         self.first.get().is_some()
     }
 
-    /// Whether what one host says of its quotas may be of another count than that of all.
+    /// Returns whether requests went to several hosts. Then what one host states of its quotas may be another count than
+    /// that of [`Key::ALL`].
     pub(super) fn are_several(&self) -> bool {
         self.several.load(Ordering::Relaxed)
     }
 }
 
-/// What is held by what `host` says to a request under `key`, if that is not `key`.
+/// Returns the key that has the holds of `host`, if requests under `key` have holds by host.
 #[inline]
-pub(super) fn apart(key: Key, host: Option<Key>) -> Option<Key> {
+pub(super) fn host_hold(key: Key, host: Option<Key>) -> Option<Key> {
     if key == Key::ALL { host.map(Key::within_all) } else { None }
-}
-
-impl Entry {
-    /// What is held by what its host says, if that is not its key.
-    #[inline]
-    pub(super) fn apart(&self) -> Option<Key> {
-        apart(self.key, self.host)
-    }
-}
-
-impl Limiter {
-    /// Whether nothing is known that may hold the requests to the host of `entry` alone.
-    #[inline]
-    pub(super) fn is_clear(&self, entry: &Entry, now: Instant) -> bool {
-        let Some((hold, host)) = entry.apart().zip(entry.host) else { return true };
-        let first = self.0.hosts.notice(host);
-        if first.is_some_and(|first| first.is_clear.load(Ordering::Relaxed)) {
-            return true;
-        }
-        let max_hold = self.0.settings.max_hold;
-        let look = |line: &mut Line| {
-            let is_clear = line.is_clear(max_hold, now);
-            if let Some(first) = first {
-                first.is_clear.store(is_clear, Ordering::Relaxed);
-            }
-            is_clear
-        };
-        self.0.lines.find(hold, look).unwrap_or(false)
-    }
-
-    /// What keeps a request from the line of all, if its host is held: it comes later or is refused.
-    pub(super) fn held_apart(&self, entry: &Entry, patience: Patience, now: Instant) -> Option<Reached> {
-        let hold = entry.apart()?;
-        self.0.hosts.notice(entry.host?);
-        let Settings { max_hold, max_waiting, .. } = self.0.settings;
-        let look = || self.0.lines.find(hold, |line| (line.waits(max_hold, now), line.waiting_for_hold()));
-        let (left, waiting) = look().or_else(|| {
-            // Another process may know of a hold: the store is asked once. If it takes a trip, this request does not wait.
-            let _ = self.open_line(hold, now, |line, desk, wakers| ((), line.inquire(desk, wakers)));
-            look()
-        })?;
-        let until = clock::after(now, left?);
-        Some(if until > patience.latest {
-            self.at_line(hold, now, |line, desk, wakers| {
-                let asks = line.asks_for_release(now);
-                ((), if asks { line.confirm(desk, wakers) } else { None })
-            });
-            Reached::Refused(Reason::Held, Refusal { wait: left, limit: None })
-        } else if waiting >= max_waiting {
-            Reached::Refused(Reason::LineFull(max_waiting), Refusal::NEVER)
-        } else {
-            Reached::Later(until)
-        })
-    }
-
-    /// For how long a request whose turn it is may not leave, because its host is on `hold`. If the hold ends on probation, the
-    /// request is the probe.
-    pub(super) fn leaves_apart(&self, hold: Key, now: Instant) -> Option<Duration> {
-        let max_hold = self.0.settings.max_hold;
-        self.0.lines.find(hold, |line| line.blocked(max_hold, now)).flatten()
-    }
-
-    /// For how long a request has to wait for the end of `hold`, if at all. The task is woken when that changes.
-    pub(super) fn poll_apart(
-        &self,
-        hold: Key,
-        number: Number,
-        now: Instant,
-        cx: &Context<'_>,
-    ) -> Option<Duration> {
-        let max_hold = self.0.settings.max_hold;
-        self.0.lines.find(hold, |line| line.watch_hold(number, max_hold, now, cx)).flatten()
-    }
 }

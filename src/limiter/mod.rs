@@ -1,35 +1,60 @@
-//! The gate: a key enters and a [`Permit`] comes out, at once or after a wait; the permit ends exactly once.
+//! Rate limiting with a quota: a request enters with its key, and a [`Permit`] comes out, at once or after a wait.
 //!
-//! [`Limiter`] is the gate with a quota; [`Throttle`], in a folder of its own, is the one that learns its pace. Each key has a *line* in this process: what is at hand, and who waits. All of
-//! a line's state is behind one lock that is never held across an `await`; a waiting future holds a number in the line
-//! and nothing else, so it can be dropped at any time.
+//! All state of a key in this process is behind one lock that is never held across an `await`. A waiting future holds a number
+//! in the key's queue and can be dropped at any time. The limiter does not count: the store does.
 //!
-//! What this does not do: count. Counting is the store's.
+//! The imports point one way: a file imports only files that stand above it in this table.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `reservation`, `limited`, `hosts` | values: booked slots, errors, hosts |
+//! | `session`, `prefetched`, `queue`, `key_state` | the state of one key: permits at hand, waiters, bookings, holds |
+//! | `settings` | what a limiter is built from |
+//! | `in_flight` | the calls in flight of all keys |
+//! | `engine` | `Core`: the state of all keys |
+//! | `effects` | access to the state of a key, and the effects that it returns |
+//! | `holds`, `seat` | holds of keys, places among the calls in flight |
+//! | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
+//! | `admission` | the way of a request to its permit |
+//! | `permit` | the right to send one request |
+//! | `waiter` | a request that waits |
+//! | `start`, `acquire` | the entrance: fast path, slow path, and the public future |
+//! | `limiter` | [`Limiter`], the public face |
 
 mod acquire;
+mod admission;
 mod effects;
 mod engine;
 mod holds;
 mod hosts;
 mod in_flight;
 mod key_state;
+mod limited;
+// The type, and the folder around it: `crate::limiter::Limiter` is the path to it.
+#[allow(clippy::module_inception)]
+mod limiter;
+mod listener;
 mod permit;
 mod prefetched;
 mod queue;
 mod reservation;
+mod responses;
 mod seat;
 mod session;
 mod settings;
+mod start;
 mod status;
+mod waiter;
 
 pub use acquire::Acquire;
-pub(crate) use acquire::Waiter;
-pub use engine::Limiter;
-pub(crate) use engine::{Entry, Started};
+pub(crate) use admission::Entry;
 pub use key_state::{Learn, Learned};
+pub use limiter::Limiter;
 pub use permit::Permit;
 pub(crate) use permit::Sent;
 pub(crate) use seat::Seat;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
+pub(crate) use start::Started;
 pub use status::Peek;
+pub(crate) use waiter::Waiter;

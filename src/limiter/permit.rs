@@ -1,16 +1,18 @@
 //! The right to send one request.
 
 use std::future::poll_fn;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
-use super::engine::{Entry, Limiter};
-use super::holds::GateId;
-use super::hosts::apart;
+use super::admission::Entry;
+use super::engine::{Core, CoreId};
+use super::hosts::host_hold;
 use super::key_state::is_any_uncertain;
 use super::reservation::Slot;
+use super::responses::Answered;
 use super::seat::Seat;
 use crate::clock;
 use crate::error::{Facts, Limited, Report, StoreError};
@@ -27,7 +29,7 @@ use crate::signal::Signal;
 /// ends: keep it until the response is there.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct Permit {
-    limiter: Limiter,
+    core: Arc<Core>,
     key: Key,
     /// `None` for a request that costs nothing, or where rates are not limited.
     slot: Option<Slot>,
@@ -49,8 +51,8 @@ pub(super) struct Wait {
 
 impl Permit {
     #[inline]
-    pub(super) fn new(limiter: Limiter, key: Key, slot: Option<Slot>, seat: Option<Seat>) -> Self {
-        Permit { limiter, key, slot, seat, wait: None }
+    pub(super) fn new(core: Arc<Core>, key: Key, slot: Option<Slot>, seat: Option<Seat>) -> Self {
+        Permit { core, key, slot, seat, wait: None }
     }
 
     pub(super) fn after(self, wait: Wait) -> Self {
@@ -103,11 +105,11 @@ impl Permit {
 
     /// The request leaves now.
     pub(crate) fn sent(self) -> Sent {
-        let Permit { limiter, key, slot, seat, wait } = self;
+        let Permit { core, key, slot, seat, wait } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let host = wait.as_ref().and_then(|wait| wait.host);
         let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
-        Sent { gate: limiter.id(), cost, key, host, at, more }
+        Sent { core: core.id, cost, key, host, at, more }
     }
 
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
@@ -117,14 +119,14 @@ impl Permit {
     /// The request was surely not sent: the next in line gets the slot, or the store.
     pub fn give_back(self) {
         if let Some(slot) = self.slot {
-            self.limiter.give_back(self.key, slot);
+            self.core.give_back(self.key, slot);
         }
     }
 }
 
 /// A request on its way: its permit is spent, its answer is to come.
 pub(crate) struct Sent {
-    gate: GateId,
+    core: CoreId,
     cost: u32,
     key: Key,
     host: Option<Key>,
@@ -143,10 +145,10 @@ struct More {
 impl Sent {
     /// One that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(gate: GateId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
+    pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
         let &Entry { key, cost, host, .. } = entry;
         let more = seat.map(|seat| Box::new(More { seat: Some(seat), wait: None }));
-        Sent { gate, cost, key, host, at, more }
+        Sent { core, cost, key, host, at, more }
     }
 
     /// The same, and it keeps the name of its key.
@@ -180,8 +182,9 @@ impl Sent {
     /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
     /// it has one, is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
-        let hold = apart(self.key, self.host).unwrap_or(self.key);
-        self.gate.answered(self.key, hold, self.cost, self.at, signal);
+        let Sent { key, host, cost, at, .. } = self;
+        let hold = host_hold(key, host).unwrap_or(key);
+        Answered { key, hold, cost, sent: at }.tell(self.core, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }
@@ -197,7 +200,7 @@ impl Sent {
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
         let Wait { label, waited, turns, .. } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => Wait { label: self.gate.label(self.key), waited: Duration::ZERO, turns: 0, host: None },
+            None => Wait { label: self.core.label(self.key), waited: Duration::ZERO, turns: 0, host: None },
         };
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);

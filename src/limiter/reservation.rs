@@ -55,20 +55,17 @@ impl Patience {
     }
 }
 
-/// How the wait of one ended; kept until its future is polled.
-#[derive(Debug)]
-pub(super) enum Settled {
-    Granted(Slot),
+/// How an attempt to get a `T` ended: a slot, or a place among the calls in flight.
+///
+/// This is what the state of a key returns, and what it keeps for a waiter until the waiter's future is polled. What does
+/// not fit here because it spans several keys and both kinds of limits is an `Admission`.
+#[derive(Clone, Debug)]
+pub(super) enum Settled<T = Slot> {
+    Granted(T),
+    /// The wait would be too long, or was.
     Refused(Refusal),
+    /// Too many requests wait already.
+    QueueFull,
+    /// The store failed.
     Failed(StoreError),
-}
-
-impl Settled {
-    pub(super) fn again(&self) -> Settled {
-        match self {
-            Settled::Granted(slot) => Settled::Granted(*slot),
-            Settled::Refused(refusal) => Settled::Refused(*refusal),
-            Settled::Failed(error) => Settled::Failed(error.clone()),
-        }
-    }
 }

@@ -1,192 +1,62 @@
-//! A seat in flight: held from the permit to the end of the call, whatever that is.
+//! A place among the calls in flight of a key, held from the permit to the end of the call.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::engine::{Gate, Limiter, Reached, report, told};
-use super::in_flight::{Flight, Seated, Unseated};
-use super::key_state::next_number;
+use super::engine::Core;
+use super::in_flight::Flight;
+use super::limited::Request;
 use super::queue::Number;
-use super::reservation::Patience;
-use super::settings::{OnStoreError, Settings};
+use super::reservation::Settled;
+use super::settings::OnStoreError;
 use crate::clock;
-use crate::error::{Limited, Reason};
+use crate::error::{Limited, StoreError};
 use crate::key::Key;
-use crate::key_map::{Full, Keyed};
+use crate::key_map::Full;
 use crate::quota::Limit;
-use crate::store::{Listener, News, Refusal, StoreError};
+use crate::store::{Claim, Listener, News, Refusal};
 use crate::wakers::Wakers;
 
 /// A call in flight. Dropping it ends the call.
+///
+/// Boxed, so that calls without a limit in flight stay small.
 #[derive(Debug)]
 pub(crate) struct Seat(Box<Taken>);
 
-/// Boxed, so that calls that need no seat stay small.
 #[derive(Debug)]
 struct Taken {
-    limiter: Limiter,
+    core: Arc<Core>,
     key: Key,
+    /// The number under which the key's calls in flight know it.
     number: Number,
 }
 
-/// The calls in flight of all keys.
-pub(super) struct Flights {
-    keyed: Keyed<Flight>,
-    /// How many there may be at the same time, for each key.
-    most: u32,
-    life: Duration,
-}
-
-/// What came of coming for a seat.
-pub(super) enum Sitting {
-    /// With a seat, or without where there is no need for one.
-    Sits(Option<Seat>),
-    Waits(Number),
-    Ended(Reached),
-}
-
-impl Flights {
-    pub(super) fn new(settings: &Settings) -> Option<Self> {
-        let most = settings.terms.quota().most_in_flight()?;
-        Some(Flights { keyed: Keyed::new(settings.max_keys), most, life: settings.in_flight_life })
-    }
-}
-
-impl Limiter {
-    /// One comes for a seat.
-    pub(super) fn sit(&self, flights: &Flights, key: Key, patience: Patience, now: Instant) -> Sitting {
-        let Settings { max_waiting, max_keys, .. } = self.0.settings;
-        let number = next_number();
-        let enter = |flight: &mut Flight| {
-            if flight.waiting() >= max_waiting {
-                return Err(Reason::LineFull(max_waiting));
-            }
-            flight.enter(number, patience.latest <= now, now);
-            Ok(flight.claim(key, flights.most, flights.life))
-        };
-        let claim = match flights.keyed.enter(key, now, || Flight::new(now), |_, _| (), enter) {
-            Ok(Ok(claim)) => claim,
-            Ok(Err(reason)) => return Sitting::Ended(Reached::Refused(reason, self.no_seat())),
-            Err(Full) => {
-                return Sitting::Ended(Reached::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER));
-            }
-        };
-        if let Some(claim) = claim {
-            self.0.settings.store.claim(claim, &self.listener());
-        }
-        let seated = flights.keyed.find(key, |flight| flight.collect(number, now)).flatten();
-        seated.map_or(Sitting::Waits(number), |seated| self.seated(key, patience, seated))
-    }
-
-    /// What the end of a wait for a seat comes to.
-    pub(super) fn seated(&self, key: Key, patience: Patience, seated: Seated) -> Sitting {
-        match seated {
-            Ok(number) => Sitting::Sits(Some(Seat(Box::new(Taken { limiter: self.clone(), key, number })))),
-            Err(Unseated::Failed(source)) if self.passes(&source) => Sitting::Sits(None),
-            Err(Unseated::Failed(source)) => Sitting::Ended(Reached::Failed(source)),
-            Err(Unseated::Refused) => {
-                let reason = patience.reason(self.max_wait());
-                Sitting::Ended(Reached::Refused(reason, self.no_seat()))
-            }
-        }
-    }
-
-    /// Nobody knows when a call ends.
-    pub(super) fn no_seat(&self) -> Refusal {
-        let limit = self.0.flights.as_ref().map(|flights| Limit::InFlight { count: flights.most });
-        Refusal { wait: None, limit }
-    }
-
-    /// How one fares that waits for a seat.
-    pub(super) fn poll_seat(&self, key: Key, number: Number, now: Instant, cx: &Context<'_>) -> Poll<Seated> {
-        let polled = self.0.clone().at_flight(key, |flight, _| flight.poll(number, now, cx));
-        polled.unwrap_or(Poll::Ready(Err(Unseated::Refused)))
-    }
-
-    /// One stops waiting for a seat.
-    pub(super) fn leave_seats(&self, key: Key, number: Number) {
-        let now = clock::now();
-        self.0.clone().at_flight(key, |flight, wakers| flight.leave(number, now, wakers));
-    }
-
-    /// How many wait for a seat.
-    pub(super) fn waiting_for_seats(&self, key: Key) -> usize {
-        let flights = self.0.flights.as_ref();
-        flights.and_then(|flights| flights.keyed.find(key, |flight| flight.waiting())).unwrap_or(0)
-    }
-
-    fn listener(&self) -> Arc<dyn Listener> {
-        self.0.clone()
-    }
-}
-
-impl Gate {
-    /// Does something to the calls of a key in flight, and tells the store what came of it.
-    fn at_flight<R>(self: Arc<Self>, key: Key, act: impl FnOnce(&mut Flight, &mut Wakers) -> R) -> Option<R> {
-        let flights = self.flights.as_ref()?;
-        let mut wakers = Wakers::default();
-        let (done, claim) = flights.keyed.find(key, |flight| {
-            let done = act(flight, &mut wakers);
-            (done, flight.claim(key, flights.most, flights.life))
-        })?;
-        wakers.wake();
-        if let Some(claim) = claim {
-            let store = self.settings.store.clone();
-            let listener: Arc<dyn Listener> = self;
-            store.claim(claim, &listener);
-        }
-        Some(done)
-    }
-}
-
-impl Listener for Gate {
-    fn hear(self: Arc<Self>, key: Key, holder: u64, news: News) {
-        let now = clock::now();
-        match news {
-            News::Held(held) => return Limiter(self).hold_heard(key, held),
-            News::Less { writes } => return Limiter(self).less_heard(key, writes),
-            News::Missed => return Limiter(self).news_missed(false, now),
-            News::Reconnected => return Limiter(self).news_missed(true, now),
-            _ => {}
-        }
-        self.at_flight(key, |flight, wakers| {
-            if flight.holder() == holder {
-                flight.hear(news, now, wakers);
-            }
-        });
-    }
-}
-
 impl Seat {
-    /// Whether the store may have given the seat to others, where its word counts.
-    pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let Taken { limiter, key, number } = &*self.0;
-        let Gate { flights, settings, .. } = &*limiter.0;
-        let flights = flights.as_ref().filter(|_| settings.on_store_error != OnStoreError::FailOpen);
-        let lost = |flights: &Flights| flights.keyed.find(*key, |flight| flight.is_lost(*number, now));
-        flights.and_then(lost).unwrap_or(false)
+    pub(super) fn new(core: Arc<Core>, key: Key, number: Number) -> Self {
+        Seat(Box::new(Taken { core, key, number }))
     }
 
-    /// Answers when the store may have given the seat to others: then the call has to end. Never where the store's word
-    /// is not waited for.
+    /// Returns whether the store may have given the place to another call. Always `false` with
+    /// [`OnStoreError::FailOpen`].
+    pub(super) fn is_lost(&self, now: Instant) -> bool {
+        let Taken { core, key, number } = &*self.0;
+        core.at_guarded_flight(*key, |flight| flight.is_lost(*number, now)).unwrap_or(false)
+    }
+
+    /// Ready when the store may have given the place to another call: then this call has to end. Never ready with
+    /// [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
-        let Taken { limiter, key, number } = &*self.0;
-        let Gate { flights, settings, .. } = &*limiter.0;
-        let Some(flights) = flights.as_ref().filter(|_| settings.on_store_error != OnStoreError::FailOpen)
-        else {
-            return Poll::Pending;
-        };
-        let lost = flights.keyed.find(*key, |flight| flight.poll_lost(*number, cx));
+        let Taken { core, key, number } = &*self.0;
+        let lost = core.at_guarded_flight(*key, |flight| flight.poll_lost(*number, cx));
         lost.unwrap_or(Poll::Pending).map(|()| StoreError::SeatLost)
     }
 
-    /// The same, as an error.
+    /// The same as [`poll_lost`](Seat::poll_lost), with the error of the call.
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
-            let report = report(self.0.limiter.label(self.0.key, None), Refusal::NEVER, now, now, 0);
-            told(Limited::Store { source, report })
+            Request::new(self.0.core.label(self.0.key, None), now).fail(source, now)
         })
     }
 }
@@ -194,7 +64,100 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let now = clock::now();
-        let Taken { limiter, key, number } = &*self.0;
-        limiter.0.clone().at_flight(*key, |flight, wakers| flight.end(*number, now, wakers));
+        let Taken { core, key, number } = &*self.0;
+        core.at_flight(*key, |flight, wakers| flight.end(*number, now, wakers));
+    }
+}
+
+impl Core {
+    /// Asks for a place among the calls in flight of `key`, under `number`. Returns `None` if the request waits. An `impatient`
+    /// request waits for an answer of the store only.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`] if there is no room for one more key.
+    pub(super) fn enter_flight(
+        self: &Arc<Self>,
+        key: Key,
+        number: Number,
+        impatient: bool,
+        now: Instant,
+    ) -> Result<Option<Settled<Number>>, Full> {
+        let Some(flights) = &self.flights else { return Ok(None) };
+        let max_waiting = self.settings.max_waiting;
+        let entered = flights.with_new(key, now, |flight| {
+            if flight.waiting() >= max_waiting {
+                return false;
+            }
+            flight.enter(number, impatient, now);
+            true
+        })?;
+        if !entered.done {
+            return Ok(Some(Settled::QueueFull));
+        }
+        self.send(entered.claim);
+        Ok(flights.with(key, |flight| flight.collect(number, now)).flatten())
+    }
+
+    /// Polls the wait of `number` for a place among the calls in flight of `key`.
+    pub(super) fn poll_flight(
+        self: &Arc<Self>,
+        key: Key,
+        number: Number,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Poll<Settled<Number>> {
+        let polled = self.at_flight(key, |flight, _| flight.poll(number, now, cx));
+        polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
+    }
+
+    /// Ends the wait of `number` for a place among the calls in flight of `key`.
+    pub(super) fn leave_flight(self: &Arc<Self>, key: Key, number: Number) {
+        let now = clock::now();
+        self.at_flight(key, |flight, wakers| flight.leave(number, now, wakers));
+    }
+
+    /// Takes in what the store states about the claims of `holder` for `key`.
+    pub(super) fn in_flight_heard(self: &Arc<Self>, key: Key, holder: u64, news: News) {
+        let now = clock::now();
+        self.at_flight(key, |flight, wakers| {
+            if flight.holder() == holder {
+                flight.hear(news, now, wakers);
+            }
+        });
+    }
+
+    /// Returns the refusal of a request that got no place. When a call will end is unknown.
+    pub(super) fn flight_refusal(&self) -> Refusal {
+        let limit = self.flights.as_ref().map(|flights| Limit::InFlight { count: flights.limit() });
+        Refusal { wait: None, limit }
+    }
+
+    /// Runs `act` on the calls in flight of `key`, wakes tasks, and sends the claim that follows.
+    fn at_flight<R>(
+        self: &Arc<Self>,
+        key: Key,
+        act: impl FnOnce(&mut Flight, &mut Wakers) -> R,
+    ) -> Option<R> {
+        let mut wakers = Wakers::default();
+        let acted = self.flights.as_ref()?.act(key, |flight| act(flight, &mut wakers))?;
+        wakers.wake();
+        self.send(acted.claim);
+        Some(acted.done)
+    }
+
+    /// Runs `act` on the calls in flight of `key`, if they have to end when the store cannot be told of them.
+    fn at_guarded_flight<R>(&self, key: Key, act: impl FnOnce(&mut Flight) -> R) -> Option<R> {
+        if self.settings.on_store_error == OnStoreError::FailOpen {
+            return None;
+        }
+        self.flights.as_ref()?.with(key, act)
+    }
+
+    fn send(self: &Arc<Self>, claim: Option<Claim>) {
+        if let Some(claim) = claim {
+            let listener: Arc<dyn Listener> = self.clone();
+            self.settings.store.claim(claim, &listener);
+        }
     }
 }

@@ -1,8 +1,8 @@
-//! The state of a key, to look at.
+//! The state of a key, as operators and tests see it.
 
 use std::time::Duration;
 
-use super::engine::Limiter;
+use super::engine::Core;
 use super::key_state::Learned;
 use crate::clock;
 use crate::error::StoreError;
@@ -10,47 +10,67 @@ use crate::key::Key;
 use crate::quota::Limit;
 use crate::store::{LimitUsage, Usage};
 
-/// The state of a key, as [`Limiter::peek`] tells it.
+/// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Peek {
-    /// Each limit with the units used of it.
+    /// Each limit, with the units used of it.
     pub limits: Vec<LimitUsage>,
-    /// How many units could go now, those this process has at hand included.
+    /// Units that could be used now. Includes those that this process has fetched ahead.
     pub free: u64,
-    /// Until one unit could go: zero when `free` is not 0. Nobody knows when a call in flight ends: as far as rates allow.
+    /// How long until one unit is free. Zero if `free` is not 0.
+    ///
+    /// Takes rates and holds into account. When a call in flight will end is unknown.
     pub next_slot: Duration,
-    /// How many wait in this process.
+    /// Requests that wait in this process.
     pub waiting: usize,
-    /// For how long the key is held: nothing is sent, because the upstream or an operator said so.
+    /// How long the key stays on hold, because the upstream or an operator demanded it. Nothing is sent until then.
     pub held: Option<Duration>,
-    /// The limits that the upstream has stated to this process, if it [learns](crate::Learn) them, and in which quotas.
+    /// The limits that the upstream has stated to this process, with their quotas. Empty unless the limiter
+    /// [learns](crate::Learn) them.
     pub learned: Vec<Learned>,
-    /// Whether the store is away, and `limits` are the share with which this process goes on: see
+    /// Whether the store is away. Then `limits` are the share with which this process goes on: see
     /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
     pub alone: bool,
 }
 
-impl Limiter {
-    /// The state of `key`: limits, used, free, waiting. Consumes nothing.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError`] when the store could not be asked.
-    pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
-        let answer = self.0.settings.store.peek(key, &self.terms(key));
-        let Usage { limits, free, next_slot, held, alone } = answer.arrives().await?;
+impl Core {
+    /// Reads the state of `key`, and consumes nothing.
+    pub(super) async fn status(&self, key: Key) -> Result<Peek, StoreError> {
+        let answer = self.settings.store.peek(key, &self.terms(key));
+        let Usage { limits, free: free_in_store, next_slot, held, alone } = answer.arrives().await?;
         let now = clock::now();
-        let (waiting, at_hand) =
-            self.0.lines.find(key, |line| (line.waiting(), line.at_hand(now))).unwrap_or_default();
-        let seats = limits.iter().filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
-        let free = seats.fold(free.saturating_add(u64::from(at_hand)), |free, seats| free.min(seats.free));
-        let waiting = waiting + self.waiting_for_seats(key);
-        let next_slot = if free > 0 { Duration::ZERO } else { next_slot };
-        let held = self.held(key, now).max(Some(held.left).filter(|left| !left.is_zero()));
-        let free = if held.is_some() { 0 } else { free };
-        let next_slot = next_slot.max(held.unwrap_or_default());
-        let learned = self.0.lines.find(key, |line| line.learned()).unwrap_or_default();
-        Ok(Peek { limits, free, next_slot, waiting, held, learned, alone })
+        let local = self.lines.find(key, |line| Local {
+            queued: line.waiting(),
+            prefetched: line.at_hand(now),
+            held: line.held(now),
+            learned: line.learned(),
+        });
+        let Local { queued, prefetched, held: held_here, learned } = local.unwrap_or_default();
+        let held = held_here.max(Some(held.left).filter(|left| !left.is_zero()));
+        let in_flight = limits.iter().filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
+        let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
+        let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
+        let until_free = if limits_allow > 0 { Duration::ZERO } else { next_slot };
+        Ok(Peek {
+            free: if held.is_some() { 0 } else { limits_allow },
+            next_slot: until_free.max(held.unwrap_or_default()),
+            waiting: queued + self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
+            limits,
+            held,
+            learned,
+            alone,
+        })
     }
+}
+
+/// What this process alone knows of a key.
+#[derive(Default)]
+struct Local {
+    /// Requests that wait for a slot.
+    queued: usize,
+    /// Units that were fetched ahead.
+    prefetched: u32,
+    held: Option<Duration>,
+    learned: Vec<Learned>,
 }

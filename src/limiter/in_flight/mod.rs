@@ -4,6 +4,7 @@
 //! without a word to the store, unless others wait elsewhere: then it goes back, and the store gives it to whoever
 //! came first.
 
+mod flights;
 #[cfg(test)]
 mod properties;
 
@@ -13,11 +14,13 @@ use std::time::{Duration, Instant};
 
 use super::key_state::next_number;
 use super::queue::Number;
-use crate::error::StoreError;
+use super::reservation::Settled;
 use crate::key::Key;
 use crate::key_map::Idle;
-use crate::store::{Claim, News};
+use crate::store::{Claim, News, Refusal};
 use crate::wakers::Wakers;
+
+pub(super) use flights::Flights;
 
 pub(super) struct Flight {
     /// Who it is to the store.
@@ -29,7 +32,7 @@ pub(super) struct Flight {
     /// Seats that were given and that nobody sits on.
     free: u32,
     waiting: BTreeMap<Number, Waiting>,
-    settled: BTreeMap<Number, Seated>,
+    settled: BTreeMap<Number, Settled<Number>>,
     /// How many of those who wait cannot: they want what is free now.
     impatient: usize,
     /// The claim by whose answer the last of them is told.
@@ -64,16 +67,6 @@ struct Waiting {
     until_answer: Option<u64>,
     waker: Option<Waker>,
 }
-
-/// Why one got no seat.
-#[derive(Clone, Debug)]
-pub(super) enum Unseated {
-    Refused,
-    Failed(StoreError),
-}
-
-/// How a wait for a seat ended: with the number of the seat, or without one.
-pub(super) type Seated = Result<Number, Unseated>;
 
 impl Idle for Flight {
     type Now = Instant;
@@ -130,7 +123,7 @@ impl Flight {
         // Where some wait and all was answered, nothing is free.
         let waits = !self.waiting.is_empty() || self.known.1 > 0;
         if impatient && waits && self.free == 0 && !self.asking && !self.failed {
-            self.settled.insert(number, Err(Unseated::Refused));
+            self.settled.insert(number, Settled::Refused(Refusal::NEVER));
             return;
         }
         self.impatient += usize::from(impatient);
@@ -172,9 +165,9 @@ impl Flight {
     }
 
     /// How the wait of `number` ended, if it did. If its seat may be another process's by now, it waits on, as the first.
-    pub(super) fn collect(&mut self, number: Number, now: Instant) -> Option<Seated> {
+    pub(super) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
         let seated = self.settled.remove(&number)?;
-        if let Ok(seat) = seated
+        if let Settled::Granted(seat) = seated
             && self.is_lost(seat, now)
         {
             self.sits -= 1;
@@ -190,13 +183,13 @@ impl Flight {
     }
 
     /// The same; where it did not, the task is woken when it does.
-    pub(super) fn poll(&mut self, number: Number, now: Instant, cx: &Context<'_>) -> Poll<Seated> {
+    pub(super) fn poll(&mut self, number: Number, now: Instant, cx: &Context<'_>) -> Poll<Settled<Number>> {
         let seated = self.collect(number, now);
         if let Some(waiting) = self.waiting.get_mut(&number) {
             waiting.waker = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        Poll::Ready(seated.unwrap_or(Err(Unseated::Refused)))
+        Poll::Ready(seated.unwrap_or(Settled::Refused(Refusal::NEVER)))
     }
 
     /// Answers when the seat is lost; until then the task is woken when it is.
@@ -215,7 +208,7 @@ impl Flight {
             self.impatient -= usize::from(impatient);
             self.gave_up |= !impatient;
             self.used_at = now;
-        } else if let Some(Ok(seat)) = self.settled.remove(&number) {
+        } else if let Some(Settled::Granted(seat)) = self.settled.remove(&number) {
             self.end(seat, now, wakers);
         }
     }
@@ -240,7 +233,7 @@ impl Flight {
             self.free -= 1;
             self.sits += 1;
             self.impatient -= usize::from(waiting.until_answer.is_some());
-            self.settled.insert(number, Ok(next_number()));
+            self.settled.insert(number, Settled::Granted(next_number()));
             wakers.add(waiting.waker);
         }
     }
@@ -262,12 +255,12 @@ impl Flight {
                 if self.impatient > 0 {
                     let answered =
                         |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
-                    self.settle(answered, &Unseated::Refused, wakers);
+                    self.settle(answered, &Settled::Refused(Refusal::NEVER), wakers);
                 }
             }
             News::Failed(error) => {
                 (self.asking, self.failed) = (false, true);
-                self.settle(|_| true, &Unseated::Failed(error), wakers);
+                self.settle(|_| true, &Settled::Failed(error), wakers);
             }
             News::Held(_) | News::Less { .. } | News::Register(_) => {}
             News::Missed | News::Reconnected | News::Deaf => {}
@@ -281,13 +274,13 @@ impl Flight {
     }
 
     /// Some of those who wait get no seat.
-    fn settle(&mut self, which: impl Fn(&Waiting) -> bool, why: &Unseated, wakers: &mut Wakers) {
+    fn settle(&mut self, which: impl Fn(&Waiting) -> bool, end: &Settled<Number>, wakers: &mut Wakers) {
         let Flight { waiting, settled, impatient, .. } = self;
         waiting.retain(|&number, waiting| {
             let stays = !which(waiting);
             if !stays {
                 *impatient -= usize::from(waiting.until_answer.is_some());
-                settled.insert(number, Err(why.clone()));
+                settled.insert(number, end.clone());
                 wakers.add(waiting.waker.take());
             }
             stays
@@ -301,6 +294,7 @@ mod tests {
 
     use super::*;
     use crate::clock;
+    use crate::error::StoreError;
 
     const LIFE: Duration = Duration::from_secs(10);
 
@@ -327,6 +321,13 @@ mod tests {
         number
     }
 
+    fn granted(flight: &mut Flight, number: Number, now: Instant) -> Number {
+        match flight.collect(number, now) {
+            Some(Settled::Granted(seat)) => seat,
+            settled => panic!("no seat: {settled:?}"),
+        }
+    }
+
     fn is_lost(flight: &mut Flight, seat: Number) -> bool {
         flight.poll_lost(seat, &Context::from_waker(Waker::noop())).is_ready()
     }
@@ -337,11 +338,11 @@ mod tests {
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
         told(&mut flight, 1);
-        let first = flight.collect(first, clock::now()).unwrap().unwrap();
+        let first = granted(&mut flight, first, clock::now());
         assert!(!is_lost(&mut flight, first));
         hear(&mut flight, News::Lost);
         told(&mut flight, 2);
-        let second = flight.collect(second, clock::now()).unwrap().unwrap();
+        let second = granted(&mut flight, second, clock::now());
         assert!(is_lost(&mut flight, first));
         assert!(!is_lost(&mut flight, second));
     }
@@ -352,7 +353,7 @@ mod tests {
         let first = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 1);
-        let first = flight.collect(first, clock::now()).unwrap().unwrap();
+        let first = granted(&mut flight, first, clock::now());
         let second = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((1, 1)));
         told(&mut flight, 1);
@@ -369,7 +370,7 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 2)));
         hear(&mut flight, News::seats(1, 1, true, 2));
         hear(&mut flight, News::seats(1, 0, false, 1));
-        let first = flight.collect(first, clock::now()).unwrap().unwrap();
+        let first = granted(&mut flight, first, clock::now());
         flight.end(first, clock::now(), &mut Wakers::default());
         assert!(flight.collect(second, clock::now()).is_none(), "others wait");
         assert_eq!(claim(&mut flight), Some((0, 1)));
@@ -383,15 +384,12 @@ mod tests {
         let second = come(&mut flight, true);
         assert_eq!(claim(&mut flight), None, "one at a time");
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(first, clock::now()), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(first, clock::now()), Some(Settled::Refused(_))));
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(second, clock::now()), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(second, clock::now()), Some(Settled::Refused(_))));
         let third = come(&mut flight, true);
-        assert!(
-            matches!(flight.collect(third, clock::now()), Some(Err(Unseated::Refused))),
-            "nothing is free"
-        );
+        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "nothing is free");
         assert_eq!(claim(&mut flight), None);
     }
 
@@ -401,7 +399,7 @@ mod tests {
         let number = come(&mut flight, true);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         told(&mut flight, 0);
-        assert!(matches!(flight.collect(number, clock::now()), Some(Err(Unseated::Refused))));
+        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Refused(_))));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
         told(&mut flight, 1);
         assert_eq!(claim(&mut flight), Some((0, 0)));
@@ -430,7 +428,7 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 0)));
         hear(&mut flight, News::Failed(StoreError::Lost));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
-        assert!(matches!(flight.collect(number, clock::now()), Some(Err(Unseated::Failed(_)))));
+        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Failed(_))));
         assert!(flight.idle_from().is_some());
     }
 
@@ -442,7 +440,7 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 3)));
         hear(&mut flight, News::Good(start + LIFE));
         told(&mut flight, 2);
-        let first = flight.collect(numbers[0], start).unwrap().unwrap();
+        let first = granted(&mut flight, numbers[0], start);
         let late = start + LIFE;
         assert!(flight.collect(numbers[1], late).is_none(), "its seat may be another's");
         flight.end(first, late, &mut Wakers::default());

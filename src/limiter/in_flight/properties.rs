@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{Flight, Number, next_number};
+use super::{Flight, Number, Settled, next_number};
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Claimed, Micros, Seats, Told};
@@ -98,11 +98,11 @@ impl World {
         }
         let Gate { flight, waiting, sitting, .. } = gate;
         waiting.retain(|&number| match flight.collect(number, clock::now()) {
-            Some(Ok(seat)) => {
+            Some(Settled::Granted(seat)) => {
                 sitting.push(seat);
                 false
             }
-            Some(Err(_)) => false,
+            Some(_) => false,
             None => true,
         });
     }

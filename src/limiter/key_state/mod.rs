@@ -107,15 +107,6 @@ pub(super) type CallNumber = u64;
 /// A store's answer that is still to come.
 pub(super) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
 
-/// What came of entering a line.
-pub(super) enum Entered {
-    Granted(Slot),
-    Waiting(Number),
-    Refused(Refusal),
-    Failed(StoreError),
-    LineFull,
-}
-
 impl Idle for Line {
     type Now = Instant;
 
@@ -176,7 +167,7 @@ impl Line {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
     }
 
-    /// One enters, whose number in the line is `number`: it gets a permit, a place, or a refusal.
+    /// Enters a request. Returns `None` if it waits, under `number`.
     pub(super) fn enter(
         &mut self,
         desk: &Desk<'_>,
@@ -184,20 +175,20 @@ impl Line {
         patience: Patience,
         number: Number,
         wakers: &mut Wakers,
-    ) -> (Entered, Option<Errand>) {
+    ) -> (Option<Settled>, Option<Errand>) {
         if let Some(slot) = self.take(cost, desk.now) {
-            return (Entered::Granted(slot), None);
+            return (Some(Settled::Granted(slot)), None);
         }
         let held = self.held(desk.now);
         let too_long = held.filter(|left| clock::after(desk.now, *left) > patience.latest);
         if let Some(left) = too_long
             && !self.asks_for_release(desk.now)
         {
-            return (Entered::Refused(Refusal { wait: Some(left), limit: None }), None);
+            return (Some(Settled::Refused(Refusal { wait: Some(left), limit: None })), None);
         }
         let refused = self.refused.as_ref();
         if let Some(refusal) = refused.and_then(|refused| refused.of(cost, patience, desk.now)) {
-            return (Entered::Refused(refusal), None);
+            return (Some(Settled::Refused(refusal)), None);
         }
         let is_open = held.is_none() && self.passage(desk.max_hold, desk.now) == Passage::Open;
         if self.queue.is_none() && !self.later && is_open {
@@ -205,22 +196,17 @@ impl Line {
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= desk.max_waiting {
-            return (Entered::LineFull, None);
+            return (Some(Settled::QueueFull), None);
         }
         if let Some(wait) = queue.paused_beyond(patience, desk.now) {
-            return (Entered::Refused(Refusal { wait: Some(wait), limit: None }), None);
+            return (Some(Settled::Refused(Refusal { wait: Some(wait), limit: None })), None);
         }
         queue.wait(number, cost, patience, desk.now, held);
         let asked = if too_long.is_some() { self.inquire(desk, wakers) } else { None };
         let errand = asked.or_else(|| self.step(desk, Some(number), wakers));
-        let entered = match self.collect(number) {
-            Some(Settled::Granted(slot)) => Entered::Granted(slot),
-            Some(Settled::Refused(refusal)) => Entered::Refused(refusal),
-            Some(Settled::Failed(error)) => Entered::Failed(error),
-            None => Entered::Waiting(number),
-        };
+        let settled = self.collect(number);
         self.close(desk);
-        (entered, errand)
+        (settled, errand)
     }
 
     /// Nobody waits: a store that answers at once is asked for this one alone, and for what may be fetched ahead.
@@ -230,13 +216,13 @@ impl Line {
         cost: u32,
         patience: Patience,
         number: Number,
-    ) -> (Entered, Option<Errand>) {
+    ) -> (Option<Settled>, Option<Errand>) {
         let prefetch = self.prefetched.order(desk.terms, self.prefetch_life(desk), desk.now);
         let left = self.prefetched.clear();
         let need = Need { cost, count: 1 };
         let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, patience.latest, left.as_slice());
         match desk.store.lease(ask) {
-            Answer::Now(Err(error)) => (Entered::Failed(error), None),
+            Answer::Now(Err(error)) => (Some(Settled::Failed(error)), None),
             Answer::Now(Ok(lease)) => {
                 let bounds = self.remember(desk, &lease, desk.now, desk.now);
                 if lease.is_word_of_store() {
@@ -244,23 +230,24 @@ impl Line {
                 }
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
-                    return (Entered::Refused(lease.refused.or(learning).unwrap_or(Refusal::NEVER)), None);
+                    let refusal = lease.refused.or(learning).unwrap_or(Refusal::NEVER);
+                    return (Some(Settled::Refused(refusal)), None);
                 };
                 let slot = slot(&lease, segment, (desk.now, clock::now()));
                 if segment.wait.is_zero() {
-                    return (Entered::Granted(slot), None);
+                    return (Some(Settled::Granted(slot)), None);
                 }
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, patience, desk.now, None);
                 queue.answered([slot], None, Duration::ZERO, desk.now, &mut Wakers::default());
-                (Entered::Waiting(number), None)
+                (None, None)
             }
             Answer::Later(call) => {
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, patience, desk.now, None);
                 let called = queue.asking(&[need], desk.now, desk.is_watched());
                 self.later = true;
-                (Entered::Waiting(number), Some(Errand::Call(called, call)))
+                (None, Some(Errand::Call(called, call)))
             }
         }
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Call, CallNumber, Desk, Entered, Errand, Line, Place};
+use super::{Call, CallNumber, Desk, Errand, Line, Place, next_number};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -241,22 +241,21 @@ impl World {
         let now = clock::now();
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
         let patience = Patience::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
-        let entered = self.act(|line, desk, wakers, _| {
-            line.enter(desk, cost, patience, crate::limiter::key_state::next_number(), wakers)
-        });
+        let number = next_number();
+        let entered = self.act(|line, desk, wakers, _| line.enter(desk, cost, patience, number, wakers));
         let (number, stage) = match entered {
-            Entered::Granted(slot) => {
+            Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
                 let waits = |one: &One| one.place.cost == cost && self.is_in_line(one);
                 assert!(!self.all.iter().any(waits), "who comes last goes first");
                 (0, Stage::Has(slot))
             }
-            Entered::Waiting(number) => (number, Stage::Waiting),
-            Entered::Failed(_) => {
+            None => (number, Stage::Waiting),
+            Some(Settled::Failed(_)) => {
                 assert!(self.faults, "the store is there");
                 return;
             }
-            Entered::Refused(_) | Entered::LineFull => return,
+            Some(Settled::Refused(_) | Settled::QueueFull) => return,
         };
         let task = Arc::new(Task { woken: AtomicBool::new(true), anybody: self.anybody.clone() });
         let place = Place { number, cost, patience, turns: 1 };
@@ -304,7 +303,7 @@ impl World {
                 self.spoilt = true;
                 Stage::Ended
             }
-            Poll::Ready(Settled::Refused(_)) => Stage::Ended,
+            Poll::Ready(Settled::Refused(_) | Settled::QueueFull) => Stage::Ended,
         };
         self.all[index].stage = stage;
     }

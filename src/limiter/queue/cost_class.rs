@@ -99,7 +99,7 @@ impl Class {
             // A waiter that leaves frees its slot for the first that was left out.
             let still_left_out = left_out.len().saturating_sub(leaving.len());
             let asked = left_out.iter().take(still_left_out).filter(|waiter| waiter.asked_for);
-            leaving.extend(asked.map(|waiter| (waiter.number, end.again())));
+            leaving.extend(asked.map(|waiter| (waiter.number, end.clone())));
         }
         let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
         leaving.into_iter().filter_map(take).collect()

@@ -1,0 +1,273 @@
+//! The way of a request to its permit, and the outcome of each step.
+//!
+//! A request passes up to three stages, in this order:
+//!
+//! 1. It waits until its host is not on hold, if holds go by host.
+//! 2. It gets a place among the calls in flight of its key, if their number is limited.
+//! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
+//!
+//! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait. A request that has
+//! to wait comes back when it has what it waited for.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::engine::Core;
+use super::hosts::host_hold;
+use super::key_state::next_number;
+use super::queue::Number;
+use super::reservation::{Patience, Settled, Slot};
+use super::seat::Seat;
+use super::settings::Settings;
+use crate::clock;
+use crate::error::{Reason, StoreError};
+use crate::key::Key;
+use crate::key_map::Full;
+use crate::store::Refusal;
+
+/// A request that enters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) key: Key,
+    pub(crate) cost: u32,
+    pub(crate) deadline: Option<Instant>,
+    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    pub(crate) host: Option<Key>,
+}
+
+/// How far a request has come.
+///
+/// It is passed through unchanged from the stage that decides to the waiting future. Two other types remain beside it.
+/// [`Settled`] is the result of one queue, which knows neither the other stages nor reasons. `Started` is what the layers
+/// get: a future and an error, which both cost an allocation that this type does not need.
+pub(super) enum Admission {
+    /// The request may leave now.
+    Granted {
+        /// `None` if the request costs nothing, or if rates are not limited.
+        slot: Option<Slot>,
+        /// `None` if calls in flight are not limited, or could not be counted.
+        seat: Option<Seat>,
+    },
+    /// The request may leave without a slot, because the store failed and the limiter fails open.
+    Uncounted { cause: StoreError, seat: Option<Seat> },
+    /// The request waits, and keeps its `seat` meanwhile.
+    Waits { wait: WaitFor, seat: Option<Seat> },
+    /// The request is refused by this process.
+    Refused(Reason, Refusal),
+    /// The request is refused because the store failed.
+    Failed(StoreError),
+}
+
+/// What a request waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum WaitFor {
+    /// The end of its host's hold, expected at this moment.
+    HostHold(Instant),
+    /// A place among the calls in flight, under this number.
+    Seat(Number),
+    /// A slot, under this number.
+    Slot(Number),
+    /// The end of its key's hold, expected at this moment.
+    Hold(Instant),
+}
+
+impl Admission {
+    fn waits(wait: WaitFor, seat: Option<Seat>) -> Self {
+        Admission::Waits { wait, seat }
+    }
+
+    /// Refuses a request because of a hold that ends after `left`.
+    pub(super) fn held(left: Duration) -> Self {
+        Admission::Refused(Reason::Held, Refusal { wait: Some(left), limit: None })
+    }
+}
+
+impl Core {
+    /// Enters a request at the first stage.
+    pub(super) fn admit(self: &Arc<Self>, entry: &Entry, patience: Patience, now: Instant) -> Admission {
+        match self.stopped_by_host(entry, patience, now) {
+            Some(stopped) => stopped,
+            None => self.admit_past_host(entry, None, patience, now),
+        }
+    }
+
+    /// Returns what stops a request because its host is on hold.
+    fn stopped_by_host(
+        self: &Arc<Self>,
+        entry: &Entry,
+        patience: Patience,
+        now: Instant,
+    ) -> Option<Admission> {
+        let hold = host_hold(entry.key, entry.host)?;
+        self.hosts.notice(entry.host?);
+        let Settings { max_hold, max_waiting, .. } = self.settings;
+        let look = || self.lines.find(hold, |line| (line.waits(max_hold, now), line.waiting_for_hold()));
+        let (left, waiting) = look().or_else(|| {
+            // Another process may know of a hold.
+            self.inquire(hold, now);
+            look()
+        })?;
+        let left = left?;
+        let until = clock::after(now, left);
+        if until > patience.latest {
+            self.at_line(hold, now, |line, desk, wakers| {
+                if line.asks_for_release(now) { line.confirm(desk, wakers) } else { None }
+            });
+            return Some(Admission::held(left));
+        }
+        if waiting >= max_waiting {
+            return Some(Admission::Refused(Reason::LineFull(max_waiting), Refusal::NEVER));
+        }
+        Some(Admission::waits(WaitFor::HostHold(until), None))
+    }
+
+    /// Enters a request at the second stage. `number` is its number in the queue, if it has waited before.
+    pub(super) fn admit_past_host(
+        self: &Arc<Self>,
+        entry: &Entry,
+        number: Option<Number>,
+        patience: Patience,
+        now: Instant,
+    ) -> Admission {
+        match self.admit_in_flight(entry.key, patience, now) {
+            Ok(seat) => self.admit_with_seat(entry, seat, number, patience, now),
+            Err(stopped) => stopped,
+        }
+    }
+
+    fn admit_in_flight(
+        self: &Arc<Self>,
+        key: Key,
+        patience: Patience,
+        now: Instant,
+    ) -> Result<Option<Seat>, Admission> {
+        if self.flights.is_none() {
+            return Ok(None);
+        }
+        let number = next_number();
+        match self.enter_flight(key, number, patience.latest <= now, now) {
+            Ok(None) => Err(Admission::waits(WaitFor::Seat(number), None)),
+            Ok(Some(settled)) => self.seat_settled(key, patience, settled),
+            Err(Full) => {
+                let reason = Reason::TooManyKeys(self.settings.max_keys);
+                Err(Admission::Refused(reason, Refusal::NEVER))
+            }
+        }
+    }
+
+    /// Returns the place among the calls in flight that a request got, if it needs one, or what stops the request.
+    pub(super) fn seat_settled(
+        self: &Arc<Self>,
+        key: Key,
+        patience: Patience,
+        settled: Settled<Number>,
+    ) -> Result<Option<Seat>, Admission> {
+        let Settings { max_wait, max_waiting, .. } = self.settings;
+        match settled {
+            Settled::Granted(number) => Ok(Some(Seat::new(self.clone(), key, number))),
+            Settled::Failed(source) if self.passes(&source) => Ok(None),
+            Settled::Failed(source) => Err(Admission::Failed(source)),
+            Settled::Refused(_) => Err(Admission::Refused(patience.reason(max_wait), self.flight_refusal())),
+            Settled::QueueFull => {
+                Err(Admission::Refused(Reason::LineFull(max_waiting), self.flight_refusal()))
+            }
+        }
+    }
+
+    /// Enters a request at the third stage. `number` is its number in the queue, if it has waited before.
+    pub(super) fn admit_with_seat(
+        self: &Arc<Self>,
+        entry: &Entry,
+        seat: Option<Seat>,
+        number: Option<Number>,
+        patience: Patience,
+        now: Instant,
+    ) -> Admission {
+        if self.settings.terms.quota().limits().is_empty() {
+            return self.admit_without_rates(entry.key, seat, patience, now);
+        }
+        let number = number.unwrap_or_else(next_number);
+        let entered = self.with_new_line(entry.key, now, |line, desk, wakers| {
+            line.enter(desk, entry.cost, patience, number, wakers)
+        });
+        let settled = match entered {
+            Ok(None) => return Admission::waits(WaitFor::Slot(number), seat),
+            Ok(Some(settled)) => settled,
+            Err(Full) => Settled::Failed(StoreError::Full { max_keys: self.settings.max_keys }),
+        };
+        if let Settled::Failed(StoreError::Full { max_keys }) = settled {
+            // The store is in this process, and has no room. It is not away.
+            return Admission::Refused(Reason::TooManyKeys(max_keys), Refusal::NEVER);
+        }
+        if let Settled::Failed(source) = &settled
+            && self.passes(source)
+            && let Some(left) = self.held(entry.key, now)
+        {
+            // No request passes uncounted while its key is on hold.
+            return Admission::held(left);
+        }
+        self.slot_settled(entry.key, patience, settled, seat, now)
+    }
+
+    /// Enters a request whose key has no limits of rates: only a hold stops it.
+    fn admit_without_rates(
+        self: &Arc<Self>,
+        key: Key,
+        seat: Option<Seat>,
+        patience: Patience,
+        now: Instant,
+    ) -> Admission {
+        // The requests of this key do not ask the store for slots, so the first one asks for a hold.
+        if self.lines.find(key, |_| ()).is_none() {
+            self.inquire(key, now);
+        }
+        let Some(left) = self.blocked(key, now) else { return Admission::Granted { slot: None, seat } };
+        let until = clock::after(now, left);
+        if until <= patience.latest {
+            Admission::waits(WaitFor::Hold(until), seat)
+        } else {
+            Admission::held(until.saturating_duration_since(now))
+        }
+    }
+
+    /// Returns what follows from the end of a request's wait for a slot, or from an attempt without a wait.
+    pub(super) fn slot_settled(
+        &self,
+        key: Key,
+        patience: Patience,
+        settled: Settled,
+        seat: Option<Seat>,
+        now: Instant,
+    ) -> Admission {
+        match settled {
+            Settled::Granted(slot) => Admission::Granted { slot: Some(slot), seat },
+            Settled::Refused(refusal) => self.refused(key, patience, refusal, now),
+            Settled::QueueFull => {
+                Admission::Refused(Reason::LineFull(self.settings.max_waiting), Refusal::NEVER)
+            }
+            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted { cause, seat },
+            Settled::Failed(source) => Admission::Failed(source),
+        }
+    }
+
+    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has one limit, the refusal names it.
+    fn refused(&self, key: Key, patience: Patience, refusal: Refusal, now: Instant) -> Admission {
+        if self.held(key, now).is_some() {
+            return Admission::Refused(Reason::Held, Refusal { limit: None, ..refusal });
+        }
+        let refusal = match self.settings.terms.quota().limits() {
+            [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
+            _ => refusal,
+        };
+        Admission::Refused(patience.reason(self.settings.max_wait), refusal)
+    }
+
+    /// Returns how many requests of `key` wait for the same as one that `wait`s, itself included.
+    pub(super) fn queued(&self, key: Key, wait: WaitFor) -> usize {
+        match wait {
+            WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
+            WaitFor::Seat(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
+            WaitFor::Slot(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! The errors of refused requests.
+
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::error::{Facts, Limited, Reason, Report, StoreError};
+use crate::events;
+use crate::store::Refusal;
+
+/// The shortest time after which a refused request is advised to retry.
+///
+/// A caller that retries at once, as often as it is refused, would spin.
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
+
+/// What is known about a request when it is refused.
+pub(super) struct Request {
+    /// The name of its key.
+    pub(super) label: Box<str>,
+    /// When it entered.
+    pub(super) since: Instant,
+    /// How often it got a slot. 0 if it never waited.
+    pub(super) turns: u32,
+}
+
+impl Request {
+    /// A request that has not waited.
+    pub(super) fn new(label: Box<str>, now: Instant) -> Self {
+        Request { label, since: now, turns: 0 }
+    }
+
+    /// Builds and reports the error of a request that this process refuses.
+    pub(super) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
+        reported(Limited::Local { reason, report: self.report(refusal, now) })
+    }
+
+    /// Builds and reports the error of a request that failed because the store did.
+    pub(super) fn fail(self, source: StoreError, now: Instant) -> Limited {
+        reported(Limited::Store { source, report: self.report(Refusal::NEVER, now) })
+    }
+
+    fn report(self, refusal: Refusal, now: Instant) -> Report {
+        Report::new(Facts {
+            key: self.label,
+            limit: refusal.limit,
+            retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),
+            at: clock::wall(now),
+            waited: now.saturating_duration_since(self.since),
+            turns: self.turns,
+        })
+    }
+}
+
+fn reported(limited: Limited) -> Limited {
+    events::limited(&limited);
+    limited
+}

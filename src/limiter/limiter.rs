@@ -1,0 +1,254 @@
+//! The public face of the limiter.
+//!
+//! [`Limiter`] lies on top of all other files of this folder, and none of them imports it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::acquire::Acquire;
+use super::admission::Entry;
+use super::engine::{Core, CoreId};
+use super::limited::Request;
+use super::settings::Settings;
+use super::start::Started;
+use super::status::Peek;
+use crate::clock;
+use crate::error::{Limited, Reason, StoreError};
+use crate::key::{Key, RequestInfo};
+use crate::store::Refusal;
+
+/// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
+///
+/// Made by [`RateLimitLayer::limiter`](crate::RateLimitLayer::limiter).
+///
+/// ```
+/// use tollgate::{Key, Quota, RateLimitLayer};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
+///
+/// let permit = limiter.acquire(Key::new("customer 17")).await?;
+/// // ... send the request ...
+/// drop(permit);
+///
+/// assert_eq!(limiter.peek(Key::new("customer 17")).await?.limits[0].used, 1);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Two limits with different keys
+///
+/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is valid for some
+/// milliseconds only, so the first permit can expire during the wait for the second. In this case, give the first permit back
+/// and acquire it again, until both are valid:
+///
+/// ```
+/// use std::{mem::swap, time::{Duration, Instant}};
+/// use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
+///
+/// async fn both(
+///     mut first: (&Limiter, Key),
+///     mut second: (&Limiter, Key),
+///     deadline: Instant,
+/// ) -> Result<[Permit; 2], Limited> {
+///     let mut held = first.0.acquire(first.1).deadline(deadline).await?;
+///     loop {
+///         let next = match second.0.acquire(second.1).deadline(deadline).await {
+///             Ok(next) => next,
+///             Err(limited) => {
+///                 held.give_back();
+///                 return Err(limited);
+///             }
+///         };
+///         if held.is_alive() {
+///             return Ok([held, next]);
+///         }
+///         held.give_back();
+///         held = next;
+///         swap(&mut first, &mut second);
+///     }
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let channels = RateLimitLayer::new(Quota::per_second(1))?.limiter();
+/// let all = RateLimitLayer::new(Quota::per_minute(30))?.limiter();
+///
+/// # let start = tokio::time::Instant::now();
+/// # for _ in 0..2 {
+/// let deadline = Instant::now() + Duration::from_secs(10);
+/// # let deadline = tokio::time::Instant::now().into_std() + Duration::from_secs(10);
+/// let permits = both((&channels, Key::new("general")), (&all, Key::ALL), deadline).await?;
+/// // ... send the request ...
+/// drop(permits);
+/// # }
+/// # assert!(start.elapsed() > Duration::from_secs(1));
+/// # assert_eq!(all.peek(Key::ALL).await?.limits[0].used, 2);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Put the limiter first that usually makes requests wait longer. Two [layers](crate::RateLimitLayer#two-layers) around each
+/// other do not do this.
+///
+/// # Cancel safety
+///
+/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its place in the queue is
+/// freed.
+#[derive(Clone)]
+pub struct Limiter(Arc<Core>);
+
+impl Limiter {
+    /// Acquires a permit for one request of `key`, at once or after a wait of at most `max_wait`.
+    ///
+    /// The request enters the queue when the future is first polled.
+    ///
+    /// # Errors
+    ///
+    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the queue is full, or if the
+    /// cost is above the limit. [`Limited::Store`] if the store could not be asked.
+    ///
+    /// # Cancel safety
+    ///
+    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes to the next waiter.
+    ///
+    /// # Panics
+    ///
+    /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
+    pub fn acquire(&self, key: Key) -> Acquire {
+        Acquire::new(self.0.clone(), Entry { key, cost: 1, deadline: None, host: None })
+    }
+
+    /// Reads the state of `key`: its limits, what is used and free, and how many requests wait. Consumes nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the store could not be asked.
+    pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
+        self.0.status(key).await
+    }
+
+    /// Holds `key` for `span`: no process that shares the store sends anything for it.
+    ///
+    /// The limiter does the same when the upstream answers 429. Another hold can only prolong this one, and
+    /// [`release`](Limiter::release) ends it. Waiters that cannot wait until its end are refused at once, with
+    /// [`Reason::Held`](crate::Reason::Held).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Key, Quota, RateLimitLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = RateLimitLayer::new(Quota::per_second(50))?.limiter();
+    /// limiter.hold_for(Key::ALL, Duration::from_secs(60)).await?;
+    /// let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+    /// assert_eq!(refused.report().retry_after().map(|wait| wait.as_secs_f64().round()), Some(60.0));
+    ///
+    /// limiter.release(Key::ALL).await?;
+    /// assert!(limiter.acquire(Key::ALL).await.is_ok());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the hold. It counts in this process.
+    ///
+    /// # Cancel safety
+    ///
+    /// The hold counts in this process once the future was polled.
+    pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
+        self.0.hold_for(key, span).await
+    }
+
+    /// Holds `key` until a moment, like [`hold_for`](Limiter::hold_for). Does nothing if `until` has passed.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the hold. It counts in this process.
+    pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
+        match until.checked_duration_since(clock::now()) {
+            Some(span) if !span.is_zero() => self.0.hold_for(key, span).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the hold of `key`, for all processes that share the store.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the key may still be on hold.
+    pub async fn release(&self, key: Key) -> Result<(), StoreError> {
+        self.0.release(key).await
+    }
+
+    /// Gives back the permits that this process has fetched ahead, and waits until the store has received all permits that
+    /// were given back.
+    ///
+    /// Call it at the end of a program whose other processes go on. Without it, they cannot use these permits until the
+    /// permits expire, a window later at most. The limiter can be used again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the store may not have received all of them.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, permits that were sent to the store stay on their way.
+    pub async fn shutdown(&self) -> Result<(), StoreError> {
+        self.0.shutdown().await
+    }
+}
+
+/// What the layers use.
+impl Limiter {
+    pub(crate) fn new(settings: Settings) -> Self {
+        let core = Core::new(settings);
+        core.listen();
+        Limiter(core)
+    }
+
+    /// Sends a request if a permit is at hand. Both results are the time, which
+    /// [`start_slow`](Limiter::start_slow) wants: `Ok` if the request was sent, `Err` if not.
+    #[inline]
+    pub(crate) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
+        self.0.send_at_once(entry)
+    }
+
+    /// Enters a request for which no permit is at hand. `label` returns the name of its key.
+    #[cold]
+    pub(crate) fn start_slow(
+        &self,
+        entry: &Entry,
+        now: Instant,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Started {
+        self.0.start_slow(entry, now, label)
+    }
+
+    /// Returns the name of `key`, which came with `request`, for errors and events.
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        self.0.label(key, request)
+    }
+
+    #[inline]
+    pub(crate) fn id(&self) -> CoreId {
+        self.0.id
+    }
+
+    /// Returns the error of a request in which the key function found no key.
+    #[cold]
+    pub(crate) fn no_key(&self) -> Limited {
+        let now = clock::now();
+        Request::new("none".into(), now).refuse(Reason::NoKey, Refusal::NEVER, now)
+    }
+}
+
+impl fmt::Debug for Limiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}

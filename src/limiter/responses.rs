@@ -1,0 +1,166 @@
+//! What the limiter learns from the responses of the upstream: holds, limits, and how much of them is left.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::engine::{Core, CoreId};
+use super::key_state::{Desk, Errand, Learn, Line, is_any_uncertain, is_of_use};
+use super::settings::Settings;
+use crate::clock;
+use crate::events;
+use crate::key::Key;
+use crate::limit::Terms;
+use crate::signal::{Observed, Signal};
+use crate::wakers::Wakers;
+
+/// A response that takes no longer than this states how things are when it arrives.
+const QUICK: Duration = Duration::from_millis(250);
+
+/// The shortest time until a reset for which a used-up quota holds the key.
+///
+/// Resets are often stated in whole seconds. For shorter times this error is large, and the limit here knows better.
+const SHORTEST_RESET: Duration = Duration::from_secs(5);
+
+/// A call that was answered.
+#[derive(Clone, Copy)]
+pub(super) struct Answered {
+    pub(super) key: Key,
+    /// The key that a refusal holds: that of the host's holds, or `key`.
+    pub(super) hold: Key,
+    pub(super) cost: u32,
+    /// When the call was sent, or a little before.
+    pub(super) sent: Instant,
+}
+
+impl Answered {
+    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that matters, or if the limiter
+    /// was dropped.
+    #[inline]
+    pub(super) fn tell(&self, id: CoreId, signal: &Signal) {
+        if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
+            self.tell_slow(id, signal);
+        }
+    }
+
+    #[cold]
+    fn tell_slow(&self, id: CoreId, signal: &Signal) {
+        if let Some(core) = id.find() {
+            core.answered(self, signal);
+        }
+    }
+}
+
+impl Core {
+    fn answered(self: &Arc<Self>, call: &Answered, signal: &Signal) {
+        let &Answered { key, hold, sent, .. } = call;
+        let now = clock::now();
+        let limited = signal.limited().is_some();
+        let accept = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
+            if !limited && line.accepted_upstream(sent, now) {
+                (true, line.hold_changed(desk, wakers))
+            } else {
+                (false, None)
+            }
+        };
+        let mut is_released = false;
+        if hold == key {
+            let take_in = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
+                let (is_released, errand) = accept(line, desk, wakers);
+                (is_released, self.learn(call, signal, line, desk, wakers, errand))
+            };
+            is_released |= self.with_line(key, now, take_in) == Some(true);
+        } else {
+            is_released |= self.with_line(hold, now, accept) == Some(true);
+            self.at_line(key, now, |line, desk, wakers| self.learn(call, signal, line, desk, wakers, None));
+        }
+        if is_released {
+            // The probe was accepted, so the other requests may leave, in all processes. The answer is of no interest.
+            drop(self.settings.store.release(hold, &self.terms(hold)));
+        }
+        let retry_after = if limited {
+            signal.retry_after()
+        } else {
+            // The time until the reset was stated after the call was sent. If the response took long, it is not known how
+            // long after.
+            let slow = now.saturating_duration_since(sent).saturating_sub(QUICK);
+            used_up_for(signal).map(|span| span.saturating_sub(slow))
+        };
+        if limited || retry_after.is_some() {
+            self.hold_by_signal(call, signal, retry_after, now);
+        }
+        self.at_line(key, now, |line, desk, wakers| line.pass_on(desk, wakers));
+    }
+
+    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `errand`, if there is one
+    /// already.
+    fn learn(
+        &self,
+        call: &Answered,
+        signal: &Signal,
+        line: &mut Line,
+        desk: &Desk<'_>,
+        wakers: &mut Wakers,
+        errand: Option<Errand>,
+    ) -> Option<Errand> {
+        let Settings { terms, learn, .. } = &self.settings;
+        let by_host = call.hold != call.key;
+        // Each of several hosts under one key has quotas of its own.
+        if *learn == Learn::Nothing || (by_host && self.hosts.are_several()) {
+            return errand;
+        }
+        let limited = signal.limited().is_some();
+        line.learn(*learn, terms, signal, desk);
+        // What is left is left of the limits that count from now on.
+        let learned = self.learned(line, desk.now);
+        let refused = if limited { call.cost } else { 0 };
+        let is_less =
+            line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, call.sent, desk.now);
+        // A refusal holds the key, and the store gets what is left with the hold.
+        if errand.is_none() && is_less && (!limited || by_host) {
+            return line.tighten(desk, wakers);
+        }
+        errand
+    }
+
+    /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds the key of the
+    /// scope that the response names, else `call.hold`.
+    fn hold_by_signal(
+        self: &Arc<Self>,
+        call: &Answered,
+        signal: &Signal,
+        retry_after: Option<Duration>,
+        now: Instant,
+    ) {
+        let Settings { max_hold, store, on_scope, .. } = &self.settings;
+        let scoped = match (signal.scope(), on_scope) {
+            (Some(scope), Some(on_scope)) => on_scope(call.key, scope),
+            _ => Some(call.hold),
+        };
+        let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
+        let held = self.with_new_line(key, now, |line, desk, _| {
+            let held = line.refused_upstream(retry_after, *max_hold, call.sent, now);
+            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(desk.terms, *max_hold, now));
+            (held.map(|(held, tells)| (held, tells, left)), None)
+        });
+        let Ok(Some((held, tells, left))) = held else { return };
+        events::held(&self.label(key, None), held.left);
+        if tells {
+            // Another key may have other limits: the store keeps those it knows.
+            let terms = if key == call.key { self.terms(key) } else { Arc::new(Terms::none()) };
+            // The store comes before the waiters, which ask it anew and are to find what is left. The answer is of no
+            // interest: the next call brings what holds.
+            drop(store.hold(key, &terms, held, left));
+        }
+        self.set_hold(key, held, now);
+    }
+}
+
+/// Returns how long nothing is left of a quota, as the upstream states in a response that is no refusal.
+///
+/// Counts only quotas of all calls, in whatever unit: others may be of other calls than those of the key.
+fn used_up_for(signal: &Signal) -> Option<Duration> {
+    let quotas = signal.quotas().iter();
+    let used_up = quotas.filter(|quota| quota.remaining() == Some(0) && quota.is_of_all_calls());
+    let longest = used_up.filter_map(Observed::reset_after).max()?;
+    (longest >= SHORTEST_RESET).then_some(longest)
+}

@@ -1,0 +1,118 @@
+//! The entrance: a request gets its permit at once, or a future that waits for it, or an error.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::admission::{Admission, Entry, WaitFor};
+use super::engine::Core;
+use super::hosts::host_hold;
+use super::key_state::Line;
+use super::limited::Request;
+use super::reservation::{Patience, Slot};
+use super::seat::Seat;
+use super::waiter::Waiter;
+use crate::clock;
+use crate::error::{Limited, Reason};
+use crate::events;
+use crate::store::Refusal;
+
+/// What a request gets when it enters.
+pub(crate) enum Started {
+    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The seat is `None` if calls
+    /// in flight are not limited.
+    Granted(Option<Slot>, Option<Seat>),
+    Waiting(Box<Waiter>),
+    Limited(Limited),
+}
+
+impl Core {
+    /// Lets `pick` take a permit that is at hand. Returns what it took, or nothing for a request that costs nothing.
+    ///
+    /// # Errors
+    ///
+    /// The time, if the request has to take the slow path.
+    #[inline]
+    fn take<R>(
+        &self,
+        entry: &Entry,
+        pick: impl FnOnce(&mut Line, u32, Instant) -> Option<R>,
+    ) -> Result<(Option<R>, Instant), Instant> {
+        let now = clock::now();
+        if entry.cost == 0 {
+            return Ok((None, now));
+        }
+        if self.flights.is_some() {
+            return Err(now);
+        }
+        if !self.is_host_clear(entry.key, entry.host, now) {
+            return Err(now);
+        }
+        if entry.deadline.is_some_and(|deadline| deadline < now) {
+            return Err(now);
+        }
+        let taken = self.lines.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
+        taken.map(|taken| (Some(taken), now)).ok_or(now)
+    }
+
+    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was sent, `Err` if not.
+    #[inline]
+    pub(super) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
+        self.take(entry, |line, cost, now| line.spend(cost, now).then_some(())).map(|(_, now)| now)
+    }
+
+    /// Enters a request. `label` returns the name of its key, and is called on the slow path only.
+    #[inline]
+    pub(super) fn start(self: &Arc<Self>, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
+        match self.take(entry, Line::take) {
+            Ok((slot, _)) => Started::Granted(slot, None),
+            Err(now) => self.start_slow(entry, now, label),
+        }
+    }
+
+    /// Enters a request for which no permit is at hand. `label` returns the name of its key.
+    #[cold]
+    pub(super) fn start_slow(
+        self: &Arc<Self>,
+        entry: &Entry,
+        now: Instant,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Started {
+        let settings = &self.settings;
+        let patience = Patience::new(entry.deadline, now, settings.max_wait);
+        let refuse =
+            |label, reason, refusal| Started::Limited(Request::new(label, now).refuse(reason, refusal, now));
+        let largest = settings.terms.quota().largest_cost();
+        if entry.cost > largest {
+            let reason = Reason::CostAboveLimit { cost: entry.cost, largest };
+            return refuse(label(), reason, Refusal::NEVER);
+        }
+        if patience.latest < now {
+            return refuse(label(), Reason::Deadline, Refusal::NEVER);
+        }
+        match self.admit(entry, patience, now) {
+            Admission::Granted { slot, seat } => {
+                let Some(left) = host_hold(entry.key, entry.host).and_then(|hold| self.blocked(hold, now))
+                else {
+                    return Started::Granted(slot, seat);
+                };
+                // Another request has become the probe of the host meanwhile.
+                if let Some(slot) = slot {
+                    self.give_back(entry.key, slot);
+                }
+                let wait = WaitFor::HostHold(clock::after(now, left));
+                Started::Waiting(Waiter::new(self, entry, patience, now, label()).waits(wait, None, now))
+            }
+            Admission::Uncounted { cause, seat } => {
+                events::passed(&label(), &cause);
+                Started::Granted(None, seat)
+            }
+            Admission::Waits { wait, seat } => {
+                let label = label();
+                events::waiting(&label, self.queued(entry.key, wait));
+                Started::Waiting(Waiter::new(self, entry, patience, now, label).waits(wait, seat, now))
+            }
+            Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
+            Admission::Failed(source) => Started::Limited(Request::new(label(), now).fail(source, now)),
+        }
+    }
+}

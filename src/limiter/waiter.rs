@@ -1,0 +1,337 @@
+//! The future of a request that waits for its permit.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use super::admission::{Admission, Entry, WaitFor};
+use super::engine::Core;
+use super::hosts::host_hold;
+use super::key_state::{Place, next_number};
+use super::limited::Request;
+use super::permit::{Permit, Wait};
+use super::queue::{ANSWER, Number};
+use super::reservation::{Patience, Settled, Slot};
+use super::seat::Seat;
+use crate::clock::{self, Timer};
+use crate::error::{Limited, StoreError};
+use crate::events;
+use crate::key::Key;
+use crate::store::Refusal;
+
+/// A request that waits. Dropping it frees its place in the queue.
+#[derive(Debug)]
+pub(crate) struct Waiter {
+    core: Arc<Core>,
+    key: Key,
+    /// The key of its host, if holds go by host or a redirect may lead to another host.
+    host: Option<Key>,
+    place: Place,
+    stage: Stage,
+    /// Its place among the calls in flight, once it has one.
+    seat: Option<Seat>,
+    /// When the wait began.
+    since: Instant,
+    /// The name of its key in errors and events.
+    label: Box<str>,
+}
+
+// HostHold => Seat | Slot | Hold | Done
+// Seat => Slot | Hold | Done
+// Slot, Hold => Done, and HostHold if the host was held meanwhile
+// Done => Slot, if the permit expired before it could be used
+#[derive(Debug)]
+enum Stage {
+    /// Waits until its host is not on hold. Requests to other hosts go on.
+    HostHold { until: Instant, timer: Option<Timer> },
+    /// Waits for a place among the calls in flight, but not longer than `until`.
+    Seat { number: Number, until: Instant, timer: Option<Timer> },
+    /// Waits for a slot.
+    Slot,
+    /// Waits until its key is not on hold. Only for keys without limits of rates.
+    Hold { until: Instant, timer: Option<Timer> },
+    /// Waits for nothing: the future is about to end, or has ended.
+    Done,
+}
+
+impl Waiter {
+    /// Makes a waiter that does not wait yet. `since` is when its request entered.
+    pub(super) fn new(
+        core: &Arc<Core>,
+        &Entry { key, cost, host, .. }: &Entry,
+        patience: Patience,
+        since: Instant,
+        label: Box<str>,
+    ) -> Self {
+        // Under this number the waiter watches its host's hold, in all stages.
+        let number = if host_hold(key, host).is_some() { next_number() } else { 0 };
+        let place = Place { number, cost, patience, turns: 1 };
+        Waiter { core: core.clone(), key, host, place, stage: Stage::Done, seat: None, since, label }
+    }
+
+    /// Begins a wait.
+    pub(super) fn waits(mut self, wait: WaitFor, seat: Option<Seat>, now: Instant) -> Box<Self> {
+        self.wait(wait, seat, now);
+        Box::new(self)
+    }
+
+    fn wait(&mut self, wait: WaitFor, seat: Option<Seat>, now: Instant) {
+        self.seat = seat;
+        self.stage = match wait {
+            WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
+            WaitFor::Seat(number) => {
+                let latest = self.place.patience.latest;
+                // A request that cannot wait still waits for the store's answer.
+                let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
+                Stage::Seat { number, until, timer: None }
+            }
+            WaitFor::Slot(number) => {
+                self.place.number = number;
+                Stage::Slot
+            }
+            WaitFor::Hold(until) => {
+                if self.place.number == 0 {
+                    self.place.number = next_number();
+                }
+                Stage::Hold { until, timer: None }
+            }
+        };
+    }
+
+    /// Waits again, in its old place in the queue, because `permit` expired before it could be used.
+    pub(crate) fn wait_again(&mut self, permit: Permit) {
+        let (slot, seat) = permit.into_parts();
+        self.seat = seat;
+        let Some(slot) = slot else { return };
+        self.stage = Stage::Slot;
+        let place = &mut self.place;
+        let opened = self.core.at_new_line(self.key, clock::now(), |line, desk, wakers| {
+            line.return_late(desk, place, slot, wakers)
+        });
+        // Without room for the key's state, the next poll finds no place and ends the wait.
+        if opened.is_err() {
+            self.core.give_back(self.key, slot);
+        }
+    }
+
+    /// Goes on to the next stage, or ends the wait. If it is pending, the caller polls the new stage.
+    fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Permit, Limited>> {
+        let result = match admission {
+            Admission::Waits { wait, seat } => {
+                self.wait(wait, seat, now);
+                return Poll::Pending;
+            }
+            Admission::Granted { slot, seat } => Ok(self.permit(slot, seat, now)),
+            Admission::Uncounted { cause, seat } => {
+                events::passed(&self.label, &cause);
+                Ok(self.permit(None, seat, now))
+            }
+            Admission::Refused(reason, refusal) => Err(self.request().refuse(reason, refusal, now)),
+            Admission::Failed(source) => Err(self.request().fail(source, now)),
+        };
+        self.stage = Stage::Done;
+        Poll::Ready(result)
+    }
+
+    fn permit(&self, slot: Option<Slot>, seat: Option<Seat>, now: Instant) -> Permit {
+        let (turns, label) = (self.place.turns, self.label.clone());
+        let waited = now.saturating_duration_since(self.since);
+        events::waited(&label, waited, turns);
+        let permit = Permit::new(self.core.clone(), self.key, slot, seat);
+        permit.after(Wait { label, waited, turns, host: self.host })
+    }
+
+    fn request(&self) -> Request {
+        Request { label: self.label.clone(), since: self.since, turns: self.place.turns }
+    }
+
+    fn entry(&self) -> Entry {
+        Entry { key: self.key, cost: self.place.cost, deadline: None, host: self.host }
+    }
+
+    /// Returns its number in the queue. A waiter that watched its host's hold has one already, and with it a place in front
+    /// of all later requests.
+    fn number(&self) -> Option<Number> {
+        (self.place.number > 0).then_some(self.place.number)
+    }
+
+    /// Polls the hold of its host. Ready if the waiter may go on: with the end of its wait, if the wait ended.
+    fn poll_host_hold(
+        &mut self,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Permit, Limited>>> {
+        let Some(hold) = host_hold(self.key, self.host) else { return Poll::Ready(None) };
+        let Place { number, patience, .. } = self.place;
+        if let Some(left) = self.core.poll_host_hold(hold, number, now, cx) {
+            // What the waiter has would keep other requests waiting.
+            self.leave_stage();
+            let end = clock::after(now, left);
+            if end > patience.latest {
+                return self.proceed(Admission::held(left), now).map(Some);
+            }
+            let mut timer = match std::mem::replace(&mut self.stage, Stage::Done) {
+                Stage::HostHold { until, timer } if until == end => timer,
+                _ => None,
+            };
+            let is_over = timer.get_or_insert_with(|| Timer::at(end)).poll(cx).is_ready();
+            self.stage = Stage::HostHold { until: end, timer };
+            if is_over {
+                // The timer fired after the hold was looked at.
+                cx.waker().wake_by_ref();
+            }
+            return Poll::Pending;
+        }
+        if matches!(self.stage, Stage::HostHold { .. }) {
+            self.stage = Stage::Done;
+            let admission = self.core.admit_past_host(&self.entry(), self.number(), patience, now);
+            return match self.proceed(admission, now) {
+                Poll::Ready(result) => Poll::Ready(Some(result)),
+                Poll::Pending => Poll::Ready(None),
+            };
+        }
+        Poll::Ready(None)
+    }
+
+    /// Polls what the waiter waits for, its host's hold aside.
+    fn poll_stage(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        if matches!(self.stage, Stage::Seat { .. })
+            && let Poll::Ready(result) = self.poll_seat(now, cx)
+        {
+            return Poll::Ready(result);
+        }
+        match self.stage {
+            Stage::Slot => self.poll_slot(now, cx),
+            Stage::Hold { .. } => self.poll_hold(now, cx),
+            Stage::HostHold { .. } | Stage::Seat { .. } | Stage::Done => Poll::Pending,
+        }
+    }
+
+    fn poll_seat(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let Stage::Seat { number, until, timer } = &mut self.stage else { return Poll::Pending };
+        let settled = match self.core.poll_flight(self.key, *number, now, cx) {
+            Poll::Ready(settled) => settled,
+            Poll::Pending => {
+                ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));
+                self.core.leave_flight(self.key, *number);
+                Settled::Refused(Refusal::NEVER)
+            }
+        };
+        self.stage = Stage::Done;
+        let patience = &mut self.place.patience;
+        if patience.is_none {
+            // It waited for the store's answer only, and asks for its slot as it asked for its place in flight.
+            patience.latest = patience.latest.max(now);
+        }
+        let patience = *patience;
+        let admission = match self.core.seat_settled(self.key, patience, settled) {
+            Ok(seat) => self.core.admit_with_seat(&self.entry(), seat, self.number(), patience, now),
+            Err(stopped) => stopped,
+        };
+        self.proceed(admission, now)
+    }
+
+    fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let place = &mut self.place;
+        let polled =
+            self.core.with_line(self.key, now, |line, desk, wakers| line.poll(desk, place, cx, wakers));
+        let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
+        self.stage = Stage::Done;
+        let seat = self.seat.take();
+        if let Settled::Granted(slot) = settled
+            && seat.as_ref().is_some_and(|seat| seat.is_lost(now))
+        {
+            // The process stood still while the request waited for its slot.
+            self.core.give_back(self.key, slot);
+            return self.proceed(Admission::Failed(StoreError::SeatLost), now);
+        }
+        let admission = self.core.slot_settled(self.key, self.place.patience, settled, seat, now);
+        self.proceed(admission, now)
+    }
+
+    fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let Stage::Hold { until, timer } = &mut self.stage else { return Poll::Pending };
+        let Place { number, patience, .. } = self.place;
+        let Some(left) = self.core.poll_hold(self.key, number, now, cx) else {
+            let seat = self.seat.take();
+            return self.proceed(Admission::Granted { slot: None, seat }, now);
+        };
+        let end = clock::after(now, left);
+        if end > patience.latest {
+            self.core.leave_hold(self.key, number);
+            let refusal = Refusal { wait: Some(left), limit: None };
+            let seat = self.seat.take();
+            let admission = self.core.slot_settled(self.key, patience, Settled::Refused(refusal), seat, now);
+            return self.proceed(admission, now);
+        }
+        if end != *until {
+            *until = end;
+            *timer = None;
+        }
+        ready!(timer.get_or_insert_with(|| Timer::at(end)).poll(cx));
+        // The timer fired after the hold was looked at.
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Returns `permit`, unless its host is on hold by now. Then the waiter gives up what it has and waits again.
+    fn past_host(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
+        let hold = host_hold(self.key, self.host);
+        let Some(left) = hold.and_then(|hold| self.core.blocked(hold, now)) else { return Some(permit) };
+        if let (Some(slot), _) = permit.into_parts() {
+            self.core.give_back(self.key, slot);
+        }
+        self.place.turns += 1;
+        self.wait(WaitFor::HostHold(clock::after(now, left)), None, now);
+        None
+    }
+
+    /// Gives up what the waiter waits for, and its place among the calls in flight. A wait for its host's hold goes on.
+    fn leave_stage(&mut self) {
+        self.seat = None;
+        match self.stage {
+            Stage::HostHold { .. } => return,
+            Stage::Seat { number, .. } => self.core.leave_flight(self.key, number),
+            Stage::Slot => {
+                let place = &self.place;
+                self.core
+                    .at_line(self.key, clock::now(), |line, desk, wakers| line.leave(desk, place, wakers));
+            }
+            Stage::Hold { .. } => self.core.leave_hold(self.key, self.place.number),
+            Stage::Done => {}
+        }
+        self.stage = Stage::Done;
+    }
+}
+
+impl Future for Waiter {
+    type Output = Result<Permit, Limited>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        loop {
+            let now = clock::now();
+            let result = match ready!(self.poll_host_hold(now, cx)) {
+                Some(result) => result,
+                None => ready!(self.poll_stage(now, cx)),
+            };
+            let permit = match result {
+                Ok(permit) => permit,
+                Err(limited) => return Poll::Ready(Err(limited)),
+            };
+            if let Some(permit) = self.past_host(permit, now) {
+                return Poll::Ready(Ok(permit));
+            }
+        }
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        self.leave_stage();
+        if let Some(hold) = host_hold(self.key, self.host) {
+            self.core.leave_hold(hold, self.place.number);
+        }
+    }
+}
