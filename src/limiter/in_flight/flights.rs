@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Flight;
+use super::flight::Flight;
 use crate::key::Key;
 use crate::key_map::{Full, Keyed};
 use crate::limiter::settings::Settings;

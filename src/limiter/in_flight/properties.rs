@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{Flight, Number, Settled, next_number};
+use super::Flight;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Claimed, Micros, Seats, Told};
+use crate::limiter::key_state::next_number;
+use crate::limiter::queue::Number;
+use crate::limiter::reservation::Settled;
 use crate::store::{Claim, News};
 use crate::wakers::Wakers;
 

@@ -1,0 +1,138 @@
+//! What a process and the store tell each other about the calls in flight of one key.
+
+use std::time::Duration;
+
+use crate::key::Key;
+use crate::limiter::key_state::next_number;
+use crate::store::Claim;
+
+/// What a process has at the same moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    /// Calls in flight.
+    pub(super) in_use: u32,
+    /// Requests that wait for a seat.
+    pub(super) queued: u32,
+}
+
+impl Counts {
+    pub(super) const NONE: Counts = Counts { in_use: 0, queued: 0 };
+}
+
+/// The state of the exchange with the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Exchange {
+    /// The last claim was answered.
+    Idle,
+    /// The last claim was sent and not answered. No other claim is sent until then.
+    Asking,
+    /// The last claim failed. The store repeats it.
+    Failed,
+}
+
+/// The claims of a process and their answers.
+#[derive(Debug)]
+pub(super) struct Claims {
+    /// Identifies this process and key to the store.
+    pub(super) holder: u64,
+    /// The number of the last claim.
+    pub(super) number: u64,
+    exchange: Exchange,
+    /// What the last claim stated.
+    claimed: Counts,
+    /// What the store counts for this process: what the last claim stated, with the seats granted since.
+    pub(super) known: Counts,
+    /// Seats that the store has granted since the beginning, as far as its answers have arrived.
+    granted: u64,
+    /// The version of the last answer to the last claim. An answer with a smaller version is older, and is ignored.
+    version: u64,
+    /// Whether requests of other processes wait for a seat.
+    pub(super) others_wait: bool,
+}
+
+impl Claims {
+    pub(super) fn new() -> Self {
+        Claims {
+            holder: next_number(),
+            number: 0,
+            exchange: Exchange::Idle,
+            claimed: Counts::NONE,
+            known: Counts::NONE,
+            granted: 0,
+            version: 0,
+            others_wait: false,
+        }
+    }
+
+    /// Returns whether the store has answered the last claim, so that what it knows is what is.
+    pub(super) fn is_answered(&self) -> bool {
+        self.exchange == Exchange::Idle
+    }
+
+    /// Returns whether a claim is to be sent now that the process has `counts`.
+    ///
+    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says whether the last request
+    /// has left without having used a seat.
+    pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
+        match self.exchange {
+            Exchange::Asking => false,
+            // The store repeats the last claim anyway.
+            Exchange::Failed => self.claimed != counts,
+            Exchange::Idle => {
+                let fewer_wait = counts.queued < self.known.queued && (self.others_wait || has_left);
+                counts.in_use < self.known.in_use
+                    || counts.queued > self.known.queued
+                    || fewer_wait
+                    || wants_answer
+            }
+        }
+    }
+
+    /// Makes the next claim, which states `counts`.
+    pub(super) fn make(&mut self, key: Key, limit: u32, ttl: Duration, counts: Counts) -> Claim {
+        self.number += 1;
+        // The store may have forgotten this process, and begin a new sequence of versions.
+        self.version = 0;
+        self.exchange = Exchange::Asking;
+        self.claimed = counts;
+        self.known = counts;
+        Claim {
+            key,
+            holder: self.holder,
+            number: self.number,
+            most: limit,
+            sits: counts.in_use,
+            wants: counts.queued,
+            heard: self.granted,
+            life: ttl,
+        }
+    }
+
+    /// Takes in an answer to the claim `number`: the seats that were granted since the beginning, and whether other processes
+    /// wait. Returns how many of the seats are new, or `None` if the answer is older than another one.
+    pub(super) fn answered(
+        &mut self,
+        number: u64,
+        granted: u64,
+        others_wait: bool,
+        version: u64,
+    ) -> Option<u32> {
+        if number != self.number || version < self.version {
+            return None;
+        }
+        self.version = version;
+        self.others_wait = others_wait;
+        self.exchange = Exchange::Idle;
+        let more = granted.saturating_sub(self.granted);
+        self.granted += more;
+        let more = u32::try_from(more).unwrap_or(u32::MAX);
+        self.known.in_use = self.known.in_use.saturating_add(more);
+        self.known.queued = self.known.queued.saturating_sub(more);
+        Some(more)
+    }
+
+    /// Notes that the last claim failed.
+    pub(super) fn failed(&mut self) {
+        self.exchange = Exchange::Failed;
+    }
+}

@@ -1,0 +1,419 @@
+//! The calls in flight of one key from this process, and the requests that wait for a seat.
+
+use std::collections::BTreeMap;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use super::claims::{Claims, Counts};
+use super::validity::Validity;
+use crate::key::Key;
+use crate::key_map::Idle;
+use crate::limiter::key_state::next_number;
+use crate::limiter::queue::Number;
+use crate::limiter::reservation::Settled;
+use crate::store::{Claim, News, Refusal};
+use crate::wakers::Wakers;
+
+/// The calls in flight of one key.
+pub(in crate::limiter) struct Flight {
+    /// Calls in flight.
+    in_use: u32,
+    /// Seats that were granted and are not in use.
+    free: u32,
+    /// The requests that wait, in order.
+    waiting: BTreeMap<Number, Waiting>,
+    /// The waits that have ended, until their futures are polled.
+    settled: BTreeMap<Number, Settled<Number>>,
+    impatient: Impatient,
+    /// Whether a request that could have waited longer has left since the last claim.
+    gave_up: bool,
+    claims: Claims,
+    validity: Validity,
+    /// When this last changed.
+    used_at: Instant,
+}
+
+/// A request that waits.
+struct Waiting {
+    /// The claim whose answer ends the wait of a request that cannot wait.
+    until_answer: Option<u64>,
+    waker: Option<Waker>,
+}
+
+impl Waiting {
+    fn is_impatient(&self) -> bool {
+        self.until_answer.is_some()
+    }
+}
+
+/// The requests that cannot wait. Each waits for the answer to one claim only.
+#[derive(Default)]
+struct Impatient {
+    /// How many of them wait.
+    count: usize,
+    /// The claim whose answer ends the wait of the last of them.
+    until_answer: u64,
+}
+
+impl Impatient {
+    fn remove(&mut self, waiting: &Waiting) {
+        self.count -= usize::from(waiting.is_impatient());
+    }
+}
+
+impl Idle for Flight {
+    type Now = Instant;
+
+    fn idle_from(&self) -> Option<Instant> {
+        let is_empty = self.in_use == 0 && self.waiting.is_empty() && self.settled.is_empty();
+        // The store may still grant seats to requests that have left, and these seats have to be returned.
+        (is_empty && self.claims.known == Counts::NONE).then_some(self.used_at)
+    }
+}
+
+impl Flight {
+    pub(in crate::limiter) fn new(now: Instant) -> Self {
+        Flight {
+            in_use: 0,
+            free: 0,
+            waiting: BTreeMap::new(),
+            settled: BTreeMap::new(),
+            impatient: Impatient::default(),
+            gave_up: false,
+            claims: Claims::new(),
+            validity: Validity::default(),
+            used_at: now,
+        }
+    }
+
+    /// Returns the number by which the store knows this process and key.
+    pub(in crate::limiter) fn holder(&self) -> u64 {
+        self.claims.holder
+    }
+
+    /// Returns how many requests wait.
+    pub(in crate::limiter) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Enters a request, which waits even if a seat is free: [`collect`](Flight::collect) returns its result. An `impatient`
+    /// request waits for the answer to one claim at most.
+    pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
+        // If requests wait although the last claim was answered, no seat is free anywhere.
+        let none_left = !self.waiting.is_empty() || self.claims.known.queued > 0;
+        if impatient && none_left && self.free == 0 && self.claims.is_answered() {
+            self.settled.insert(number, Settled::Refused(Refusal::NEVER));
+            return;
+        }
+        let mut until_answer = None;
+        if impatient {
+            let next_claim = self.claims.number + 1;
+            self.impatient = Impatient { count: self.impatient.count + 1, until_answer: next_claim };
+            until_answer = Some(next_claim);
+        }
+        self.waiting.insert(number, Waiting { until_answer, waker: None });
+        self.seat(now, &mut Wakers::default());
+    }
+
+    /// Returns the claim to send to the store, if one is due.
+    pub(in crate::limiter) fn claim(&mut self, key: Key, limit: u32, ttl: Duration) -> Option<Claim> {
+        let queued = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
+        let counts = Counts { in_use: self.in_use, queued };
+        // The answer ends the wait of requests that cannot wait, even if it grants nothing.
+        let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
+        // A process that has left keeps its place in the store's queue until a claim says so. It does not claim for requests
+        // that cannot wait: they come again, and while the store counts one of them as waiting, no seat is free.
+        let has_left = self.gave_up && counts == Counts::NONE;
+        if !self.claims.is_due(counts, wants_answer, has_left) {
+            return None;
+        }
+        self.gave_up = false;
+        // The claim does not state free seats, and so gives them back.
+        self.free = 0;
+        Some(self.claims.make(key, limit, ttl, counts))
+    }
+
+    /// Returns how the wait of `number` ended, if it did. If the seat it got may belong to another process by now, the request
+    /// waits on, in its old place.
+    pub(in crate::limiter) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
+        let settled = self.settled.remove(&number)?;
+        if let Settled::Granted(seat) = settled
+            && self.is_lost(seat, now)
+        {
+            self.in_use -= 1;
+            self.waiting.insert(number, Waiting { until_answer: None, waker: None });
+            return None;
+        }
+        Some(settled)
+    }
+
+    /// Returns whether `seat` may belong to another process.
+    pub(in crate::limiter) fn is_lost(&self, seat: Number, now: Instant) -> bool {
+        self.validity.is_lost(seat, now)
+    }
+
+    /// The same as [`collect`](Flight::collect). If the wait has not ended, the task is woken when it does.
+    pub(in crate::limiter) fn poll(
+        &mut self,
+        number: Number,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Poll<Settled<Number>> {
+        let settled = self.collect(number, now);
+        if let Some(waiting) = self.waiting.get_mut(&number) {
+            waiting.waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        Poll::Ready(settled.unwrap_or(Settled::Refused(Refusal::NEVER)))
+    }
+
+    /// Ready if `seat` is lost. Else the task is woken when it is.
+    pub(in crate::limiter) fn poll_lost(&mut self, seat: Number, cx: &Context<'_>) -> Poll<()> {
+        self.validity.poll_lost(seat, cx)
+    }
+
+    /// Ends the wait of `number`. A seat that it got goes to the next request.
+    pub(in crate::limiter) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
+        if let Some(waiting) = self.waiting.remove(&number) {
+            self.impatient.remove(&waiting);
+            self.gave_up |= !waiting.is_impatient();
+            self.used_at = now;
+        } else if let Some(Settled::Granted(seat)) = self.settled.remove(&number) {
+            self.end(seat, now, wakers);
+        }
+    }
+
+    /// Ends the call on `seat`. The seat goes to the next request, unless other processes wait.
+    pub(in crate::limiter) fn end(&mut self, seat: Number, now: Instant, wakers: &mut Wakers) {
+        self.validity.end(seat);
+        self.in_use -= 1;
+        if !self.is_lost(seat, now) && !self.claims.others_wait {
+            self.free += 1;
+            self.seat(now, wakers);
+        }
+        self.used_at = now;
+    }
+
+    /// Takes in an event of the store.
+    pub(in crate::limiter) fn hear(&mut self, news: News, now: Instant, wakers: &mut Wakers) {
+        match news {
+            News::Seats { number, given, others_wait, version } => {
+                if let Some(more) = self.claims.answered(number, given, others_wait, version) {
+                    self.free = self.free.saturating_add(more);
+                    self.seat(now, wakers);
+                    self.refuse_impatient(number, wakers);
+                }
+            }
+            News::Failed(error) => {
+                self.claims.failed();
+                self.settle(|_| true, &Settled::Failed(error), wakers);
+            }
+            News::Good(until) => self.validity.until = Some(until),
+            News::Lost => self.validity.lose_all(wakers),
+            News::Held(_) | News::Less { .. } | News::Register(_) => {}
+            News::Missed | News::Reconnected | News::Deaf => {}
+        }
+        self.used_at = now;
+    }
+
+    /// Gives the free seats to the requests that came first.
+    fn seat(&mut self, now: Instant, wakers: &mut Wakers) {
+        while self.free > 0
+            && self.validity.is_valid(now)
+            && let Some((number, waiting)) = self.waiting.pop_first()
+        {
+            self.free -= 1;
+            self.in_use += 1;
+            self.impatient.remove(&waiting);
+            self.settled.insert(number, Settled::Granted(next_number()));
+            wakers.add(waiting.waker);
+        }
+    }
+
+    /// Refuses the requests that waited for the answer to the claim `number`, or an earlier one.
+    fn refuse_impatient(&mut self, number: u64, wakers: &mut Wakers) {
+        if self.impatient.count > 0 {
+            let is_answered = |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
+            self.settle(is_answered, &Settled::Refused(Refusal::NEVER), wakers);
+        }
+    }
+
+    /// Ends the waits of the requests that `which` selects.
+    fn settle(&mut self, which: impl Fn(&Waiting) -> bool, end: &Settled<Number>, wakers: &mut Wakers) {
+        let Flight { waiting, settled, impatient, .. } = self;
+        waiting.retain(|&number, waiting| {
+            if !which(waiting) {
+                return true;
+            }
+            impatient.remove(waiting);
+            settled.insert(number, end.clone());
+            wakers.add(waiting.waker.take());
+            false
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+    use crate::clock;
+    use crate::error::StoreError;
+
+    const LIFE: Duration = Duration::from_secs(10);
+
+    fn flight() -> Flight {
+        Flight::new(clock::now())
+    }
+
+    fn claim(flight: &mut Flight) -> Option<(u32, u32)> {
+        flight.claim(Key::ALL, 8, LIFE).map(|claim| (claim.sits, claim.wants))
+    }
+
+    fn hear(flight: &mut Flight, news: News) {
+        flight.hear(news, clock::now(), &mut Wakers::default());
+    }
+
+    fn told(flight: &mut Flight, given: u64) {
+        let number = flight.claims.number;
+        hear(flight, News::seats(number, given, false, 1));
+    }
+
+    fn come(flight: &mut Flight, impatient: bool) -> Number {
+        let number = next_number();
+        flight.enter(number, impatient, clock::now());
+        number
+    }
+
+    fn granted(flight: &mut Flight, number: Number, now: Instant) -> Number {
+        match flight.collect(number, now) {
+            Some(Settled::Granted(seat)) => seat,
+            settled => panic!("no seat: {settled:?}"),
+        }
+    }
+
+    fn is_lost(flight: &mut Flight, seat: Number) -> bool {
+        flight.poll_lost(seat, &Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    #[test]
+    fn a_seat_that_is_given_later_is_not_lost_though_its_call_waited_before() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        told(&mut flight, 1);
+        let first = granted(&mut flight, first, clock::now());
+        assert!(!is_lost(&mut flight, first));
+        hear(&mut flight, News::Lost);
+        told(&mut flight, 2);
+        let second = granted(&mut flight, second, clock::now());
+        assert!(is_lost(&mut flight, first));
+        assert!(!is_lost(&mut flight, second));
+    }
+
+    #[test]
+    fn a_lost_seat_goes_to_nobody_here_and_back_to_the_store() {
+        let mut flight = flight();
+        let first = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 1);
+        let first = granted(&mut flight, first, clock::now());
+        let second = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((1, 1)));
+        told(&mut flight, 1);
+        hear(&mut flight, News::Lost);
+        flight.end(first, clock::now(), &mut Wakers::default());
+        assert!(flight.collect(second, clock::now()).is_none());
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+    }
+
+    #[test]
+    fn news_that_is_older_is_passed_over() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        hear(&mut flight, News::seats(1, 1, true, 2));
+        hear(&mut flight, News::seats(1, 0, false, 1));
+        let first = granted(&mut flight, first, clock::now());
+        flight.end(first, clock::now(), &mut Wakers::default());
+        assert!(flight.collect(second, clock::now()).is_none(), "others wait");
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+    }
+
+    #[test]
+    fn one_who_cannot_wait_and_came_during_a_claim_is_told_by_the_next() {
+        let mut flight = flight();
+        let first = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        let second = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), None, "one at a time");
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(first, clock::now()), Some(Settled::Refused(_))));
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(second, clock::now()), Some(Settled::Refused(_))));
+        let third = come(&mut flight, true);
+        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "nothing is free");
+        assert_eq!(claim(&mut flight), None);
+    }
+
+    #[test]
+    fn what_may_be_given_still_is_not_forgotten_and_goes_back() {
+        let mut flight = flight();
+        let number = come(&mut flight, true);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        told(&mut flight, 0);
+        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Refused(_))));
+        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
+        told(&mut flight, 1);
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        assert!(flight.idle_from().is_some());
+    }
+
+    #[test]
+    fn when_the_last_gives_up_the_store_hears_of_it() {
+        let mut flight = flight();
+        let (first, second) = (come(&mut flight, false), come(&mut flight, false));
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        told(&mut flight, 0);
+        flight.leave(first, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut flight), None);
+        flight.leave(second, clock::now(), &mut Wakers::default());
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        assert!(flight.idle_from().is_some());
+    }
+
+    #[test]
+    fn one_whose_wait_failed_is_forgotten_when_it_was_told() {
+        let mut flight = flight();
+        let number = come(&mut flight, false);
+        assert_eq!(claim(&mut flight), Some((0, 1)));
+        hear(&mut flight, News::Failed(StoreError::Lost));
+        assert_eq!(claim(&mut flight), Some((0, 0)));
+        hear(&mut flight, News::Failed(StoreError::Lost));
+        assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
+        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Failed(_))));
+        assert!(flight.idle_from().is_some());
+    }
+
+    /// A process that stood still for longer than its claim is good passes no seat on, and uses none.
+    #[test]
+    fn seats_are_used_no_longer_than_their_claim_is_good() {
+        let (mut flight, start) = (flight(), clock::now());
+        let numbers: Vec<_> = (0..3).map(|_| come(&mut flight, false)).collect();
+        assert_eq!(claim(&mut flight), Some((0, 3)));
+        hear(&mut flight, News::Good(start + LIFE));
+        told(&mut flight, 2);
+        let first = granted(&mut flight, numbers[0], start);
+        let late = start + LIFE;
+        assert!(flight.collect(numbers[1], late).is_none(), "its seat may be another's");
+        flight.end(first, late, &mut Wakers::default());
+        assert!(flight.collect(numbers[2], late).is_none(), "and the first one's is not passed on");
+        assert_eq!(claim(&mut flight), Some((0, 2)));
+        hear(&mut flight, News::Good(late + LIFE));
+        told(&mut flight, 3);
+        assert!(flight.collect(numbers[1], late).is_some(), "it comes first");
+        assert!(flight.collect(numbers[2], late).is_none());
+    }
+}

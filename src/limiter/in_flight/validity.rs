@@ -1,0 +1,55 @@
+//! Whether the seats of a process still count at the store.
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use crate::limiter::key_state::next_number;
+use crate::limiter::queue::Number;
+use crate::wakers::Wakers;
+
+/// Until when the seats of a process count, and which of them are lost.
+///
+/// A claim that is not repeated expires at the store, which then grants its seats to other processes.
+#[derive(Debug, Default)]
+pub(super) struct Validity {
+    /// When the last confirmed claim expires. `None` if the store sets no end.
+    pub(super) until: Option<Instant>,
+    /// Seats with a smaller number are lost: their claim has expired.
+    lost_before: Number,
+    /// The tasks to wake when their seat is lost.
+    calls: BTreeMap<Number, Waker>,
+}
+
+impl Validity {
+    /// Returns whether the seats surely belong to this process.
+    pub(super) fn is_valid(&self, now: Instant) -> bool {
+        self.until.is_none_or(|until| now < until)
+    }
+
+    /// Returns whether `seat` may belong to another process.
+    pub(super) fn is_lost(&self, seat: Number, now: Instant) -> bool {
+        seat < self.lost_before || !self.is_valid(now)
+    }
+
+    /// Ready if `seat` is lost. Else the task is woken when it is.
+    pub(super) fn poll_lost(&mut self, seat: Number, cx: &Context<'_>) -> Poll<()> {
+        if seat < self.lost_before {
+            return Poll::Ready(());
+        }
+        self.calls.insert(seat, cx.waker().clone());
+        Poll::Pending
+    }
+
+    /// Forgets the task of a call that has ended.
+    pub(super) fn end(&mut self, seat: Number) {
+        self.calls.remove(&seat);
+    }
+
+    /// Notes that all seats of now are lost.
+    pub(super) fn lose_all(&mut self, wakers: &mut Wakers) {
+        self.lost_before = next_number();
+        wakers.add(mem::take(&mut self.calls).into_values());
+    }
+}
