@@ -37,14 +37,16 @@ pub(super) struct Core {
 
 /// Identifies a limiter's core without keeping it alive.
 ///
-/// A call on its way ([`Sent`](super::permit::Sent)) holds this number instead of an `Arc<Core>`. The number takes 4 bytes,
-/// an `Arc` takes 8 and two atomic operations on a counter that all threads share. Only few responses need the core:
-/// those that state something about limits, and those of keys with a hold on probation. They look it up in [`CORES`].
-/// If the limiter was dropped meanwhile, nothing is found and the response is ignored.
+/// A call on its way ([`Sent`](super::Sent)) holds this number instead of an `Arc<Core>`, because of the fast path. Measured
+/// through a Tower service with a permit at hand, an `Arc` makes a call take 95 ns instead of 77 ns on one thread, and 187 ns
+/// instead of 161 ns on each of two threads that share the limiter.
+///
+/// Only few responses need the core: those that state something about limits, and all responses while a key is on
+/// probation. They look it up in [`CORES`]. If the limiter was dropped meanwhile, the response is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CoreId(u32);
 
-/// All cores of this process.
+/// The cores of this process. A core is added when it is made, and removed when it is dropped.
 static CORES: RwLock<BTreeMap<CoreId, Weak<Core>>> = RwLock::new(BTreeMap::new());
 
 impl CoreId {

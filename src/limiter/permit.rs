@@ -22,30 +22,32 @@ use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
 ///
-/// It ends exactly once: [`answered`](Permit::answered), or [`give_back`](Permit::give_back), which is only for a
-/// request that was surely not sent. Dropped, it counts as spent: nobody knows whether the request had left.
+/// A permit ends exactly once: with [`answered`](Permit::answered), or with [`give_back`](Permit::give_back) if the request was
+/// surely not sent. A permit that is dropped counts as spent, because the request may have left.
 ///
-/// Where calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), its call is in flight until it
-/// ends: keep it until the response is there.
+/// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in flight until its permit ends.
+/// Keep the permit until the response has arrived.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct Permit {
     core: Arc<Core>,
     key: Key,
-    /// `None` for a request that costs nothing, or where rates are not limited.
+    /// `None` if the request costs nothing, or if rates are not limited.
     slot: Option<Slot>,
-    /// Where calls in flight are limited.
+    /// `None` if calls in flight are not limited, or could not be counted.
     seat: Option<Seat>,
-    /// How the request waited for it.
+    /// `None` if the request did not wait.
     wait: Option<Box<Wait>>,
 }
 
-/// The wait of a request that did not get its permit at once.
+/// The wait of a request that did not get its permit at once, for errors.
 #[derive(Debug)]
 pub(super) struct Wait {
+    /// The name of the key.
     pub(super) label: Box<str>,
     pub(super) waited: Duration,
+    /// How often the request got a slot.
     pub(super) turns: u32,
-    /// The key of its host, if it matters which host answers.
+    /// The key of its host, if holds go by host or a redirect may lead to another host.
     pub(super) host: Option<Key>,
 }
 
@@ -55,34 +57,37 @@ impl Permit {
         Permit { core, key, slot, seat, wait: None }
     }
 
+    /// Adds how the request waited.
     pub(super) fn after(self, wait: Wait) -> Self {
         Permit { wait: Some(Box::new(wait)), ..self }
     }
 
-    /// The key it is for.
+    /// Returns the key of the request.
     pub fn key(&self) -> Key {
         self.key
     }
 
-    /// Until when the request must have left. `None` when it costs nothing, or rates are not limited.
+    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if rates are not limited.
     ///
-    /// A permit that is used later may put the upstream over its limit: give it back and acquire anew.
+    /// A permit that is used later may exceed the upstream's limit. Give it back and acquire another one.
     pub fn deadline(&self) -> Option<Instant> {
         self.slot.map(|slot| slot.until)
     }
 
-    /// Whether its deadline still lies ahead.
+    /// Returns whether the deadline has not passed.
     pub fn is_alive(&self) -> bool {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
-    /// Ends when the store may have given this call's place in flight to others, because it could not be told for too long
-    /// that the call is still there: then the call has to end. Never ends where calls in flight are not limited, where
-    /// they are counted in memory, or with [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
+    /// Waits until this call may no longer be counted as in flight, because this process has lost contact with the store for
+    /// longer than `in_flight_life`. The call has to end then: the store may have allowed another call instead.
+    ///
+    /// Never ends if calls in flight are not limited, if they are counted in memory, or with
+    /// [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
     ///
     /// # Cancel safety
     ///
-    /// May be dropped at any time.
+    /// The future may be dropped at any time.
     pub async fn lost(&self) -> StoreError {
         poll_fn(|cx| match &self.seat {
             Some(seat) => seat.poll_lost(cx),
@@ -91,19 +96,19 @@ impl Permit {
         .await
     }
 
-    /// How long the request waited for it.
+    /// Returns how long the request waited for this permit.
     pub fn waited(&self) -> Duration {
         self.wait.as_ref().map_or(Duration::ZERO, |wait| wait.waited)
     }
 
-    /// The request was sent and this came back. Answers the error that a refusal by the upstream makes, for callers
-    /// that want one.
+    /// Ends the permit of a request that was sent, with what the response states. If the response is a refusal, returns it as
+    /// an error, for callers that want one.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
         self.sent().answered(signal).1
     }
 
-    /// The request leaves now.
+    /// Marks the request as sent.
     pub(crate) fn sent(self) -> Sent {
         let Permit { core, key, slot, seat, wait } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
@@ -112,11 +117,12 @@ impl Permit {
         Sent { core: core.id, cost, key, host, at, more }
     }
 
+    /// Takes the permit apart: its slot, and its place among the calls in flight.
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
         (self.slot, self.seat)
     }
 
-    /// The request was surely not sent: the next in line gets the slot, or the store.
+    /// Ends the permit of a request that was surely not sent. Its slot goes to the next waiter, else to the store.
     pub fn give_back(self) {
         if let Some(slot) = self.slot {
             self.core.give_back(self.key, slot);
@@ -124,18 +130,22 @@ impl Permit {
     }
 }
 
-/// A request on its way: its permit is spent, its answer is to come.
+/// A request that was sent and not yet answered. Its permit is spent.
+///
+/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a [`CoreId`] instead of an
+/// `Arc<Core>`, and puts what few requests need into a box.
 pub(crate) struct Sent {
     core: CoreId,
     cost: u32,
     key: Key,
+    /// The key of its host, if holds go by host or a redirect may lead to another host.
     host: Option<Key>,
-    /// When it left, or a little before.
+    /// When the request was sent, or a little before.
     at: Instant,
     more: Option<Box<More>>,
 }
 
-/// What few requests have on their way. Boxed, so that the others stay small.
+/// What only few requests have on their way.
 #[derive(Default)]
 struct More {
     seat: Option<Seat>,
@@ -143,7 +153,7 @@ struct More {
 }
 
 impl Sent {
-    /// One that got its permit at once.
+    /// Makes one for a request that got its permit at once.
     #[inline]
     pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
         let &Entry { key, cost, host, .. } = entry;
@@ -151,7 +161,7 @@ impl Sent {
         Sent { core, cost, key, host, at, more }
     }
 
-    /// The same, and it keeps the name of its key.
+    /// Adds the name of its key, for the error of a refusal.
     pub(crate) fn named(mut self, label: Box<str>) -> Self {
         let wait = Wait { label, waited: Duration::ZERO, turns: 0, host: None };
         self.more.get_or_insert_default().wait = Some(Box::new(wait));
@@ -162,25 +172,25 @@ impl Sent {
         self.key
     }
 
-    /// The key of the host it was sent to, if it matters which host answers.
+    /// Returns the key of its host, if holds go by host or a redirect may lead to another host.
     pub(crate) fn host(&self) -> Option<Key> {
         self.host
     }
 
-    /// Whether it matters that its answer is none in which anything is said of limits.
+    /// Returns whether a response matters that states nothing about limits: it may end the probation of a key.
     #[inline]
     pub(crate) fn is_listened_for(&self) -> bool {
         is_any_uncertain()
     }
 
-    /// Its answer has come, and says nothing of limits.
+    /// Ends the request after a response that states nothing about limits. Its call is in flight until the seat is dropped.
     #[inline]
     pub(crate) fn into_seat(self) -> Option<Seat> {
         self.more?.seat
     }
 
-    /// Its answer has come, with the error that a refusal by the upstream makes. Its call is in flight until its seat, if
-    /// it has one, is dropped.
+    /// Ends the request with what its response states. Returns the error of a response that is a refusal. The call is in flight
+    /// until the seat is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
         let Sent { key, host, cost, at, .. } = self;
         let hold = host_hold(key, host).unwrap_or(key);
@@ -189,7 +199,7 @@ impl Sent {
         (self.into_seat(), limited)
     }
 
-    /// The error of a call that has to end, because its seat may have been given to others.
+    /// Ready with an error if the call has to end, because it may no longer be counted as in flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
         let seat = self.more.as_ref().and_then(|more| more.seat.as_ref());

@@ -1,4 +1,4 @@
-//! What one waits for: a slot, how long, and how the wait ends.
+//! What a request waits for: a slot, the bound on its wait, and how the wait ends.
 
 use std::time::{Duration, Instant};
 
@@ -10,38 +10,43 @@ use crate::store::Refusal;
 /// Permits of one slot, as this process may use them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    /// The first moment.
+    /// The moment from which they may be used.
     pub(super) at: Instant,
-    /// From this moment no more.
+    /// The moment from which they may no longer be used.
     pub(super) until: Instant,
     /// The units of each permit.
     pub(super) cost: u32,
-    /// How many permits.
+    /// How many permits there are.
     pub(super) count: u32,
-    /// Slot and stamp in the store's time.
+    /// The slot, in the store's time.
     pub(super) slot: u64,
+    /// The moment from which used permits count, in the store's time.
     pub(super) stamp: u64,
-    /// Which life of the store's state granted them.
+    /// The incarnation of the store's state that granted them. A store that has lost its state begins a new one.
     pub(super) incarnation: u64,
 }
 
 impl Slot {
+    /// Returns what the store gets back if none of the permits was used.
     pub(super) fn unused(&self) -> Unused {
         let &Slot { cost, count, slot, stamp, incarnation, .. } = self;
         Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
     }
 }
 
-/// How long one waits, and which bound that is.
+/// How long a request waits, and which bound that is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
+    /// The latest slot that the request waits for.
     pub(super) latest: Instant,
+    /// Whether the request's own deadline is the bound. Else it is `max_wait`.
     pub(super) by_deadline: bool,
-    /// Whether it cannot wait at all.
+    /// Whether `max_wait` is zero, so that no request waits for a slot.
     pub(super) is_none: bool,
 }
 
 impl Patience {
+    /// Takes the earlier of a request's `deadline` and `max_wait` after `now`.
     pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
         let (latest, is_none) = (clock::after(now, max_wait), max_wait.is_zero());
         match deadline {
@@ -50,6 +55,7 @@ impl Patience {
         }
     }
 
+    /// Returns the reason for which a request is refused whose slot is too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
         if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
     }
@@ -57,8 +63,8 @@ impl Patience {
 
 /// How an attempt to get a `T` ended: a slot, or a place among the calls in flight.
 ///
-/// This is what the state of a key returns, and what it keeps for a waiter until the waiter's future is polled. What does
-/// not fit here because it spans several keys and both kinds of limits is an `Admission`.
+/// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is polled. It is
+/// the result of one queue: an `Admission` is the result of all stages that a request passes.
 #[derive(Clone, Debug)]
 pub(super) enum Settled<T = Slot> {
     Granted(T),

@@ -1,4 +1,4 @@
-//! What a gate is built from.
+//! What a limiter is built from.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,38 +10,51 @@ use crate::key::Key;
 use crate::limit::Terms;
 use crate::store::Store;
 
-/// The key that a refusal of a key's call holds, by the name of its scope.
+/// Returns the key to hold after a refusal of a key's call that names a scope. `None` to hold none.
 pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 
-/// What a gate is built from, checked.
+/// What a limiter is built from. The builder has checked it.
 pub(crate) struct Settings {
+    /// The limits of each key.
     pub(crate) terms: Arc<Terms>,
+    /// Where permits are counted.
     pub(crate) store: Arc<dyn Store>,
+    /// The longest wait of a request.
     pub(crate) max_wait: Duration,
+    /// How many requests of one key may wait in this process.
     pub(crate) max_waiting: usize,
+    /// How many keys may have state in this process.
     pub(crate) max_keys: usize,
+    /// How long a crashed process's calls in flight keep counting against the limit.
     pub(crate) in_flight_life: Duration,
+    /// The longest hold that a response of the upstream causes. Zero if responses cause none.
     pub(crate) max_hold: Duration,
+    /// Which limits that the upstream states replace the configured ones.
     pub(crate) learn: Learn,
     pub(crate) on_scope: Option<OnScope>,
     pub(crate) on_store_error: OnStoreError,
 }
 
-/// What becomes of a request when the store cannot be asked.
+/// What happens to a request when the store cannot be asked.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnStoreError {
-    /// It is refused with [`Limited::Store`]: the limit holds, whatever it costs.
+    /// The request is refused with [`Limited::Store`]. The limit is kept, and nothing is sent while the store is away.
+    ///
+    /// This is the default, because only this keeps the limit in all cases.
     #[default]
     FailClosed,
-    /// It passes, uncounted: the upstream may be called more often than the limit allows.
+    /// The request passes uncounted. The upstream may receive more requests than the limit allows.
     FailOpen,
-    /// It goes on with the share of this process: what the store granted it in each window lately, the least of them; over
-    /// all processes that is no more than the limit. A process that was granted nothing has the share that
-    /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) says, or none: then it is as with `FailClosed`.
+    /// The process goes on with its share of the limit.
     ///
-    /// What the store granted lately counts in the share, and what was used alone is told to the store when it is back,
-    /// before anybody takes more than a share: the page `guide::many_processes` tells the bounds. Calls in flight have no
-    /// shares: nobody is given a place while the store is away.
+    /// The share is the least that the store has granted to this process in a window lately. The shares of all processes
+    /// together do not exceed the limit. A process that was granted nothing has the share that
+    /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without one, its requests are refused, as with
+    /// `FailClosed`.
+    ///
+    /// What the store granted lately counts against the share. When the store is back, it learns what was used meanwhile
+    /// before any process takes more than its share. The page `guide::many_processes` has the bounds. Calls in flight have no
+    /// shares: no call is admitted while the store is away.
     FallbackShare,
 }
