@@ -1,30 +1,73 @@
-//! Pages for people: what does not belong to one item.
+//! The guide: one page for each task. Each page begins with code that works.
+//!
+//! To use tollgate:
+//!
+//! - [First steps](first_steps): the first program, and one for each kind of client.
+//! - [Choosing a quota](choosing_a_quota): how to describe the limit of a server.
+//! - [Keys](keys): whose limit it is; several limits with different keys.
+//! - [Handling a refusal](refusals): why a request was not sent, and when to try again.
+//! - [Retry and timeout](retry_and_timeout): the order of the layers.
+//! - [Calls in flight](in_flight): limits on calls at the same time.
+//! - [Limits you do not know](pace): a layer that finds the speed by itself.
+//! - [Learning from responses](learning): other clients of the same limit, and limits that a server states.
+//! - [Testing](testing): tests that wait for nothing.
+//!
+//! To operate a fleet:
+//!
+//! - [Many processes](many_processes): one limit, counted in Redis.
+//! - [Guarantees](guarantees): what tollgate promises, and where each promise ends.
+//! - [Costs](costs): calls, CPU and memory, and how they grow.
+//!
+//! To look things up, or to change tollgate:
+//!
+//! - [Headers](headers): the response headers that tollgate understands.
+//! - [The format in Redis](redis_format): for clients in other languages.
+//! - [Architecture](architecture): the modules, five walks through the code, and the glossary.
 
-#[cfg(feature = "redis")]
-#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+// The pages are the same with and without features: a link to an item whose feature is off leads nowhere.
+#![cfg_attr(not(all(feature = "redis", feature = "retry")), allow(rustdoc::broken_intra_doc_links))]
+
+#[doc = include_str!("architecture.md")]
+pub mod architecture {}
+
+#[doc = include_str!("choosing_a_quota.md")]
+pub mod choosing_a_quota {}
+
 #[doc = include_str!("costs.md")]
 pub mod costs {}
 
-#[cfg(feature = "redis")]
-#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
+#[doc = include_str!("first_steps.md")]
+pub mod first_steps {}
+
 #[doc = include_str!("guarantees.md")]
 pub mod guarantees {}
 
 #[doc = include_str!("headers.md")]
 pub mod headers {}
 
+#[doc = include_str!("in_flight.md")]
+pub mod in_flight {}
+
+#[doc = include_str!("keys.md")]
+pub mod keys {}
+
 #[doc = include_str!("learning.md")]
 pub mod learning {}
 
-#[cfg(feature = "redis")]
-#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("many_processes.md")]
 pub mod many_processes {}
 
 #[doc = include_str!("pace.md")]
 pub mod pace {}
 
-#[cfg(feature = "redis")]
-#[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 #[doc = include_str!("redis_format.md")]
 pub mod redis_format {}
+
+#[doc = include_str!("refusals.md")]
+pub mod refusals {}
+
+#[doc = include_str!("retry_and_timeout.md")]
+pub mod retry_and_timeout {}
+
+#[doc = include_str!("testing.md")]
+pub mod testing {}
