@@ -89,7 +89,8 @@
 //! tollgate needs 64-bit atomics and a working `std::time::Instant`. It does not compile for targets without 64-bit atomics,
 //! such as 32-bit MIPS, 32-bit PowerPC and ARMv5. `wasm32-unknown-unknown` has no `Instant`: the first request panics there.
 //!
-//! Waiting needs a Tokio runtime with timers. In tests, [pause its clock](guide::testing).
+//! tollgate needs Rust 1.88 or later. A release that needs a later one says so in the changelog. Waiting needs a Tokio runtime
+//! with timers. In tests, [pause its clock](guide::testing).
 //!
 //! # Pitfalls
 //!
