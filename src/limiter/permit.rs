@@ -228,3 +228,14 @@ impl std::fmt::Debug for Permit {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each response future holds one.
+    #[test]
+    fn requests_on_their_way_are_small() {
+        assert!(size_of::<Sent>() <= 72, "{} bytes", size_of::<Sent>());
+    }
+}

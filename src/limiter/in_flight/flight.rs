@@ -275,7 +275,7 @@ mod tests {
         flight.hear(news, clock::now(), &mut Wakers::default());
     }
 
-    fn told(flight: &mut Flight, given: u64) {
+    fn answer(flight: &mut Flight, given: u64) {
         let number = flight.claims.number;
         hear(flight, News::seats(number, given, false, 1));
     }
@@ -298,30 +298,30 @@ mod tests {
     }
 
     #[test]
-    fn a_seat_that_is_given_later_is_not_lost_though_its_call_waited_before() {
+    fn seats_granted_after_a_loss_are_not_lost() {
         let mut flight = flight();
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
-        told(&mut flight, 1);
+        answer(&mut flight, 1);
         let first = granted(&mut flight, first, clock::now());
         assert!(!is_lost(&mut flight, first));
         hear(&mut flight, News::Lost);
-        told(&mut flight, 2);
+        answer(&mut flight, 2);
         let second = granted(&mut flight, second, clock::now());
         assert!(is_lost(&mut flight, first));
         assert!(!is_lost(&mut flight, second));
     }
 
     #[test]
-    fn a_lost_seat_goes_to_nobody_here_and_back_to_the_store() {
+    fn lost_seats_are_not_passed_on() {
         let mut flight = flight();
         let first = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((0, 1)));
-        told(&mut flight, 1);
+        answer(&mut flight, 1);
         let first = granted(&mut flight, first, clock::now());
         let second = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((1, 1)));
-        told(&mut flight, 1);
+        answer(&mut flight, 1);
         hear(&mut flight, News::Lost);
         flight.end(first, clock::now(), &mut Wakers::default());
         assert!(flight.collect(second, clock::now()).is_none());
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn news_that_is_older_is_passed_over() {
+    fn answers_with_an_older_version_are_ignored() {
         let mut flight = flight();
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
@@ -337,46 +337,46 @@ mod tests {
         hear(&mut flight, News::seats(1, 0, false, 1));
         let first = granted(&mut flight, first, clock::now());
         flight.end(first, clock::now(), &mut Wakers::default());
-        assert!(flight.collect(second, clock::now()).is_none(), "others wait");
+        assert!(flight.collect(second, clock::now()).is_none(), "other processes wait");
         assert_eq!(claim(&mut flight), Some((0, 1)));
     }
 
     #[test]
-    fn one_who_cannot_wait_and_came_during_a_claim_is_told_by_the_next() {
+    fn impatient_requests_wait_for_the_next_answer_only() {
         let mut flight = flight();
         let first = come(&mut flight, true);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         let second = come(&mut flight, true);
-        assert_eq!(claim(&mut flight), None, "one at a time");
-        told(&mut flight, 0);
+        assert_eq!(claim(&mut flight), None, "one claim at a time");
+        answer(&mut flight, 0);
         assert!(matches!(flight.collect(first, clock::now()), Some(Settled::Refused(_))));
         assert_eq!(claim(&mut flight), Some((0, 1)));
-        told(&mut flight, 0);
+        answer(&mut flight, 0);
         assert!(matches!(flight.collect(second, clock::now()), Some(Settled::Refused(_))));
         let third = come(&mut flight, true);
-        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "nothing is free");
+        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "no seat is free");
         assert_eq!(claim(&mut flight), None);
     }
 
     #[test]
-    fn what_may_be_given_still_is_not_forgotten_and_goes_back() {
+    fn state_is_kept_while_the_store_may_grant_seats() {
         let mut flight = flight();
         let number = come(&mut flight, true);
         assert_eq!(claim(&mut flight), Some((0, 1)));
-        told(&mut flight, 0);
+        answer(&mut flight, 0);
         assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Refused(_))));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
-        told(&mut flight, 1);
+        answer(&mut flight, 1);
         assert_eq!(claim(&mut flight), Some((0, 0)));
         assert!(flight.idle_from().is_some());
     }
 
     #[test]
-    fn when_the_last_gives_up_the_store_hears_of_it() {
+    fn the_last_request_that_leaves_is_claimed() {
         let mut flight = flight();
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
-        told(&mut flight, 0);
+        answer(&mut flight, 0);
         flight.leave(first, clock::now(), &mut Wakers::default());
         assert_eq!(claim(&mut flight), None);
         flight.leave(second, clock::now(), &mut Wakers::default());
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn one_whose_wait_failed_is_forgotten_when_it_was_told() {
+    fn state_is_idle_once_a_failed_wait_is_collected() {
         let mut flight = flight();
         let number = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((0, 1)));
@@ -397,22 +397,22 @@ mod tests {
         assert!(flight.idle_from().is_some());
     }
 
-    /// A process that stood still for longer than its claim is good passes no seat on, and uses none.
+    /// A process that stood still until its claim expired passes no seat on, and uses none.
     #[test]
-    fn seats_are_used_no_longer_than_their_claim_is_good() {
+    fn seats_are_not_used_after_their_claim_expires() {
         let (mut flight, start) = (flight(), clock::now());
         let numbers: Vec<_> = (0..3).map(|_| come(&mut flight, false)).collect();
         assert_eq!(claim(&mut flight), Some((0, 3)));
         hear(&mut flight, News::Good(start + LIFE));
-        told(&mut flight, 2);
+        answer(&mut flight, 2);
         let first = granted(&mut flight, numbers[0], start);
         let late = start + LIFE;
-        assert!(flight.collect(numbers[1], late).is_none(), "its seat may be another's");
+        assert!(flight.collect(numbers[1], late).is_none(), "its seat may belong to another process");
         flight.end(first, late, &mut Wakers::default());
-        assert!(flight.collect(numbers[2], late).is_none(), "and the first one's is not passed on");
+        assert!(flight.collect(numbers[2], late).is_none(), "the first seat is not passed on");
         assert_eq!(claim(&mut flight), Some((0, 2)));
         hear(&mut flight, News::Good(late + LIFE));
-        told(&mut flight, 3);
+        answer(&mut flight, 3);
         assert!(flight.collect(numbers[1], late).is_some(), "it comes first");
         assert!(flight.collect(numbers[2], late).is_none());
     }

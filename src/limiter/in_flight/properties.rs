@@ -1,5 +1,7 @@
-//! Gates and a store with a bad network between them: claims are lost, late, repeated and overtake each other, news is
-//! lost. What gates sit on is never over, and when the network is good again nothing is lost.
+//! Properties of the in-flight limit under a bad network.
+//!
+//! Three processes claim seats from the store's rule. Claims are lost, late, repeated and overtake each other, and answers are
+//! lost. The seats in use never exceed the limit. Once the network is good again, all seats are in use or free.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -21,47 +23,47 @@ const LIFE: Micros = 10_000_000;
 #[derive(Clone, Debug)]
 enum Step {
     Enter(usize),
-    /// One who cannot wait.
+    /// A request enters that cannot wait.
     Try(usize),
     End(usize, usize),
     Leave(usize, usize),
-    /// A claim arrives: any of those on their way; perhaps it arrives again later.
+    /// One of the claims on their way arrives. It stays on its way if the flag is set, and arrives again.
     Arrives(usize, bool),
     ClaimLost(usize),
     Heard(usize),
     NewsLost(usize),
-    /// The last claim is said again.
+    /// The store client repeats the last claim.
     Repeat(usize),
     Dies(usize),
     Passes(Micros),
 }
 
-fn step(gates: usize) -> impl Strategy<Value = Step> {
-    let gate = 0..gates;
+fn step(processes: usize) -> impl Strategy<Value = Step> {
+    let process = 0..processes;
     prop_oneof![
-        6 => gate.clone().prop_map(Step::Enter),
-        1 => gate.clone().prop_map(Step::Try),
-        4 => (gate.clone(), 0usize..9).prop_map(|(gate, which)| Step::End(gate, which)),
-        1 => (gate.clone(), 0usize..9).prop_map(|(gate, which)| Step::Leave(gate, which)),
+        6 => process.clone().prop_map(Step::Enter),
+        1 => process.clone().prop_map(Step::Try),
+        4 => (process.clone(), 0usize..9).prop_map(|(process, which)| Step::End(process, which)),
+        1 => (process.clone(), 0usize..9).prop_map(|(process, which)| Step::Leave(process, which)),
         8 => (0usize..9, prop::bool::weighted(0.1)).prop_map(|(which, again)| Step::Arrives(which, again)),
         1 => (0usize..9).prop_map(Step::ClaimLost),
-        8 => gate.clone().prop_map(Step::Heard),
-        1 => gate.clone().prop_map(Step::NewsLost),
-        1 => gate.clone().prop_map(Step::Repeat),
-        1 => gate.prop_map(Step::Dies),
+        8 => process.clone().prop_map(Step::Heard),
+        1 => process.clone().prop_map(Step::NewsLost),
+        1 => process.clone().prop_map(Step::Repeat),
+        1 => process.prop_map(Step::Dies),
         1 => (0..LIFE / 4).prop_map(Step::Passes),
     ]
 }
 
-struct Gate {
+struct Process {
     flight: Flight,
     waiting: Vec<Number>,
     sitting: Vec<Number>,
     last: Option<Claim>,
     news: VecDeque<Told>,
-    /// When it last claimed.
+    /// When its last claim arrived.
     claimed_at: Micros,
-    /// How often the last claim was said again.
+    /// How often the last claim was repeated.
     again: u64,
 }
 
@@ -69,12 +71,12 @@ struct World {
     most: u32,
     now: Micros,
     seats: Seats,
-    gates: Vec<Gate>,
+    processes: Vec<Process>,
     claims: Vec<Claim>,
 }
 
-fn gate() -> Gate {
-    Gate {
+fn process() -> Process {
+    Process {
         flight: Flight::new(World::instant()),
         waiting: Vec::new(),
         sitting: Vec::new(),
@@ -91,15 +93,15 @@ impl World {
     }
 
     fn act(&mut self, index: usize, act: impl FnOnce(&mut Flight, &mut Wakers)) {
-        let gate = &mut self.gates[index];
-        act(&mut gate.flight, &mut Wakers::default());
+        let process = &mut self.processes[index];
+        act(&mut process.flight, &mut Wakers::default());
         let life = Duration::from_micros(LIFE);
-        if let Some(claim) = gate.flight.claim(Key::ALL, self.most, life) {
+        if let Some(claim) = process.flight.claim(Key::ALL, self.most, life) {
             let claim = Claim { number: claim.number << 20, ..claim };
-            (gate.last, gate.again) = (Some(claim), 0);
+            (process.last, process.again) = (Some(claim), 0);
             self.claims.push(claim);
         }
-        let Gate { flight, waiting, sitting, .. } = gate;
+        let Process { flight, waiting, sitting, .. } = process;
         waiting.retain(|&number| match flight.collect(number, clock::now()) {
             Some(Settled::Granted(seat)) => {
                 sitting.push(seat);
@@ -113,23 +115,23 @@ impl World {
     fn arrive(&mut self, claim: Claim) {
         let Claim { holder: id, number, most, sits, wants, heard, .. } = claim;
         let claimed = Claimed { id, number, most, sits, wants, heard, life: LIFE };
-        if let Some(gate) = self.gates.iter_mut().find(|gate| gate.flight.holder() == id) {
-            gate.claimed_at = self.now;
+        if let Some(process) = self.processes.iter_mut().find(|process| process.flight.holder() == id) {
+            process.claimed_at = self.now;
         }
         if self.seats.is_empty() {
-            // A store forgets what nobody uses, and begins anew.
+            // A store forgets a key without holders, and starts with an empty state.
             self.seats = Seats::default();
         }
-        let gates = &mut self.gates;
+        let processes = &mut self.processes;
         self.seats.claim(self.now, claimed, |told| {
-            if let Some(gate) = gates.iter_mut().find(|gate| gate.flight.holder() == told.id) {
-                gate.news.push_back(told);
+            if let Some(process) = processes.iter_mut().find(|process| process.flight.holder() == told.id) {
+                process.news.push_back(told);
             }
         });
     }
 
     fn hear(&mut self, index: usize) {
-        if let Some(told) = self.gates[index].news.pop_front() {
+        if let Some(told) = self.processes[index].news.pop_front() {
             let Told { number, given, others_wait, version, .. } = told;
             let news = News::seats(number >> 20, given, others_wait, version);
             self.act(index, |flight, wakers| flight.hear(news, World::instant(), wakers));
@@ -137,10 +139,10 @@ impl World {
     }
 
     fn repeat(&mut self, index: usize) {
-        let gate = &mut self.gates[index];
-        if let Some(last) = gate.last {
-            gate.again += 1;
-            self.claims.push(Claim { number: last.number + gate.again, ..last });
+        let process = &mut self.processes[index];
+        if let Some(last) = process.last {
+            process.again += 1;
+            self.claims.push(Claim { number: last.number + process.again, ..last });
         }
     }
 
@@ -149,23 +151,23 @@ impl World {
         match *step {
             Step::Enter(index) => {
                 let number = next_number();
-                self.gates[index].waiting.push(number);
+                self.processes[index].waiting.push(number);
                 self.act(index, |flight, _| flight.enter(number, false, clock::now()));
             }
             Step::Try(index) => {
                 let number = next_number();
-                self.gates[index].waiting.push(number);
+                self.processes[index].waiting.push(number);
                 self.act(index, |flight, _| flight.enter(number, true, clock::now()));
             }
             Step::End(index, which) => {
-                let sitting = &mut self.gates[index].sitting;
+                let sitting = &mut self.processes[index].sitting;
                 if !sitting.is_empty() {
                     let number = sitting.swap_remove(which % sitting.len());
                     self.act(index, |flight, wakers| flight.end(number, now, wakers));
                 }
             }
             Step::Leave(index, which) => {
-                let waiting = &mut self.gates[index].waiting;
+                let waiting = &mut self.processes[index].waiting;
                 if !waiting.is_empty() {
                     let number = waiting.swap_remove(which % waiting.len());
                     self.act(index, |flight, wakers| flight.leave(number, now, wakers));
@@ -184,42 +186,42 @@ impl World {
                 }
             }
             Step::Heard(index) => self.hear(index),
-            Step::NewsLost(index) => _ = self.gates[index].news.pop_front(),
+            Step::NewsLost(index) => _ = self.processes[index].news.pop_front(),
             Step::Repeat(index) => self.repeat(index),
             Step::Dies(index) => {
-                // Its claims are on their way still.
-                self.gates[index] = gate();
+                // Its claims are still on their way.
+                self.processes[index] = process();
             }
             Step::Passes(span) => {
                 self.now += span;
-                // Those who live are never silent for a third of a life.
-                for index in 0..self.gates.len() {
-                    if self.gates[index].claimed_at + LIFE / 3 < self.now {
+                // A live process repeats its claim every third of the time to live.
+                for index in 0..self.processes.len() {
+                    if self.processes[index].claimed_at + LIFE / 3 < self.now {
                         self.repeat(index);
-                        if let Some(claim) = self.gates[index].last {
-                            let again = self.gates[index].again;
+                        if let Some(claim) = self.processes[index].last {
+                            let again = self.processes[index].again;
                             self.arrive(Claim { number: claim.number + again, ..claim });
                         }
                     }
                 }
             }
         }
-        let sitting: usize = self.gates.iter().map(|gate| gate.sitting.len()).sum();
-        assert!(sitting <= self.most as usize, "{sitting} sit, and {} may", self.most);
+        let sitting: usize = self.processes.iter().map(|process| process.sitting.len()).sum();
+        assert!(sitting <= self.most as usize, "{sitting} seats in use, limit {}", self.most);
     }
 
-    /// Everything arrives, and everybody has his turn.
+    /// Delivers all claims and answers, four times.
     fn settle(&mut self) {
         self.claims.clear();
         for _ in 0..4 {
-            for index in 0..self.gates.len() {
+            for index in 0..self.processes.len() {
                 self.repeat(index);
             }
             for claim in std::mem::take(&mut self.claims) {
                 self.arrive(claim);
             }
-            for index in 0..self.gates.len() {
-                while !self.gates[index].news.is_empty() {
+            for index in 0..self.processes.len() {
+                while !self.processes[index].news.is_empty() {
                     self.hear(index);
                 }
             }
@@ -231,26 +233,26 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn never_over_and_nothing_lost(
+    fn limit_is_kept_and_no_seat_is_lost(
         most in 1u32..6,
         steps in prop::collection::vec(step(3), 0..120),
     ) {
-        let gates = (0..3).map(|_| gate()).collect();
-        let mut world = World { most, now: 0, seats: Seats::default(), gates, claims: Vec::new() };
+        let processes = (0..3).map(|_| process()).collect();
+        let mut world = World { most, now: 0, seats: Seats::default(), processes, claims: Vec::new() };
         for step in &steps {
             world.step(step);
         }
-        // Those who died are silent for a life.
+        // The claims of processes that have died expire.
         for _ in 0..8 {
             world.settle();
             world.step(&Step::Passes(LIFE / 4));
         }
         world.settle();
-        let sitting: usize = world.gates.iter().map(|gate| gate.sitting.len()).sum();
-        let waiting: usize = world.gates.iter().map(|gate| gate.waiting.len()).sum();
+        let sitting: usize = world.processes.iter().map(|process| process.sitting.len()).sum();
+        let waiting: usize = world.processes.iter().map(|process| process.waiting.len()).sum();
         prop_assert_eq!(sitting, (sitting + waiting).min(most as usize));
-        // And when all have had their turn, nothing is taken.
-        while world.gates.iter().any(|gate| !gate.sitting.is_empty()) {
+        // When all calls have ended, no seat is in use.
+        while world.processes.iter().any(|process| !process.sitting.is_empty()) {
             for index in 0..3 {
                 world.step(&Step::End(index, 0));
             }
