@@ -6,8 +6,8 @@
 //! 2. It gets a place among the calls in flight of its key, if their number is limited.
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
-//! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait. A request that has
-//! to wait comes back when it has what it waited for.
+//! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait.
+//! A request that has to wait comes back when it has what it waited for.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,9 +37,10 @@ pub(crate) struct Entry {
 
 /// How far a request has come.
 ///
-/// It is passed through unchanged from the stage that decides to the waiting future. Two other types remain beside it.
-/// [`Settled`] is the result of one queue, which knows neither the other stages nor reasons. `Started` is what the layers
-/// get: a future and an error, which both cost an allocation that this type does not need.
+/// It is passed through unchanged from the stage that decides to the waiting future. Two other types remain
+/// beside it. [`Settled`] is the result of one queue, which knows neither the other stages nor reasons.
+/// `Started` is what the layers get: a future and an error, which both cost an allocation that this type does
+/// not need.
 pub(super) enum Admission {
     /// The request may leave now.
     Granted {
@@ -250,7 +251,8 @@ impl Core {
         }
     }
 
-    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has one limit, the refusal names it.
+    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has one limit,
+    /// the refusal names it.
     fn refused(&self, key: Key, patience: Patience, refusal: Refusal, now: Instant) -> Admission {
         if self.held(key, now).is_some() {
             return Admission::Refused(Reason::Held, Refusal { limit: None, ..refusal });

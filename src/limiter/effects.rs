@@ -1,8 +1,8 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
-//! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and an
-//! [`Errand`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run the rest.
-//! They are the only callers of [`Core::run`].
+//! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and
+//! an [`Errand`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run
+//! the rest. They are the only callers of [`Core::run`].
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,8 +23,8 @@ use crate::key_map::Full;
 use crate::store::{Lease, spawn};
 use crate::wakers::Wakers;
 
-/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime does not run
-/// them in this time, the next call is sent without them.
+/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime does
+/// not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
 
 impl Core {
@@ -72,8 +72,8 @@ impl Core {
         Ok(done)
     }
 
-    /// The same as [`with_line`](Core::with_line) for an `act` whose result is its effect. Returns whether the key has a
-    /// state.
+    /// The same as [`with_line`](Core::with_line) for an `act` whose result is its effect. Returns whether the
+    /// key has a state.
     pub(super) fn at_line(
         self: &Arc<Self>,
         key: Key,
@@ -103,16 +103,16 @@ impl Core {
 
     /// Wakes the tasks and starts the effect that the state of `key` has left.
     ///
-    /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime is dropped, or
-    /// there is none, a call ends as lost and a delay ends at once.
+    /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime
+    /// is dropped, or there is none, a call ends as lost and a delay ends at once.
     fn run(self: &Arc<Self>, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
         wakers.wake();
         match errand {
             Some(Errand::Call(number, call)) => {
-                let mut called = Called { core: self.clone(), key, since: now, number, open: true };
+                let mut pending = PendingCall { core: self.clone(), key, since: now, number, open: true };
                 self.spawn(async move {
                     let answer = call.await;
-                    called.answered(answer);
+                    pending.answered(answer);
                 });
             }
             Some(Errand::Gather(delay)) => self.gather(key, now, delay),
@@ -131,23 +131,23 @@ impl Core {
 
     /// Starts the batching delay of the next call of `key`.
     fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
-        let gathering = Gathering::new(self, key);
+        let batch = BatchDelay::new(self, key);
         // The tasks that are about to ask belong to the caller's runtime, and the store has a thread of its own. The
         // caller's runtime may not be driven any more: the task on the store's thread ends the delay in that case.
         if delay.is_zero()
             && self.settings.store.background().is_some()
             && let Ok(runtime) = Handle::try_current()
         {
-            let gathering = gathering.clone();
+            let batch = batch.clone();
             drop(runtime.spawn(async move {
                 tokio::task::yield_now().await;
-                gathering.complete();
+                batch.complete();
             }));
             delay = LONGEST_TURN;
         }
         self.spawn(async move {
             wait_for(now, delay).await;
-            gathering.complete();
+            batch.complete();
         });
     }
 
@@ -155,8 +155,8 @@ impl Core {
         spawn(&*self.settings.store, task);
     }
 
-    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left. `at` is when it
-    /// looks first.
+    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left. `at`
+    /// is when it looks first.
     fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
         let core = Arc::downgrade(self);
         self.spawn(async move {
@@ -179,9 +179,9 @@ async fn wait_for(now: Instant, delay: Duration) {
     }
 }
 
-/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped before its answer, it ends as
-/// [`StoreError::Lost`].
-struct Called {
+/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped before its
+/// answer, it ends as [`StoreError::Lost`].
+struct PendingCall {
     core: Arc<Core>,
     key: Key,
     /// When the call was sent.
@@ -191,7 +191,7 @@ struct Called {
     open: bool,
 }
 
-impl Called {
+impl PendingCall {
     fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
@@ -217,7 +217,7 @@ impl Called {
     }
 }
 
-impl Drop for Called {
+impl Drop for PendingCall {
     fn drop(&mut self) {
         if self.open {
             self.answered(Err(StoreError::Lost));
@@ -227,19 +227,19 @@ impl Drop for Called {
 
 /// A batching delay: requests that arrive before its end join the next call of their key.
 ///
-/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because a store may
-/// ask for a long pause.
+/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because a
+/// store may ask for a long pause.
 #[derive(Clone)]
-struct Gathering {
+struct BatchDelay {
     core: Weak<Core>,
     key: Key,
     /// Whether the delay has ended. Shared by its clones.
     over: Arc<AtomicBool>,
 }
 
-impl Gathering {
+impl BatchDelay {
     fn new(core: &Arc<Core>, key: Key) -> Self {
-        Gathering { core: Arc::downgrade(core), key, over: Arc::default() }
+        BatchDelay { core: Arc::downgrade(core), key, over: Arc::default() }
     }
 
     /// Ends the delay after its full time.
@@ -256,7 +256,7 @@ impl Gathering {
     }
 }
 
-impl Drop for Gathering {
+impl Drop for BatchDelay {
     /// Ends the delay early: its task was dropped with its runtime.
     fn drop(&mut self) {
         self.end(false);

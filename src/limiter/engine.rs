@@ -1,8 +1,8 @@
 //! The engine of a limiter: the state of all its keys, and what they share.
 //!
-//! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the background tasks and the store.
-//! This file holds its data and what can be read from it. What a limiter does lies in the files above this one, each with
-//! one concern: see the list in `limiter/mod.rs`.
+//! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the background tasks and
+//! the store. This file holds its data and what can be read from it. What a limiter does lies in the files
+//! above this one, each with one concern: see the list in `limiter/mod.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,9 +37,9 @@ pub(super) struct Core {
 
 /// Identifies a limiter's core without keeping it alive.
 ///
-/// A call on its way ([`Sent`](super::Sent)) holds this number instead of an `Arc<Core>`, because of the fast path. Measured
-/// through a Tower service with a permit at hand, an `Arc` makes a call take 95 ns instead of 77 ns on one thread, and 187 ns
-/// instead of 161 ns on each of two threads that share the limiter.
+/// A call on its way ([`Sent`](super::Sent)) holds this number instead of an `Arc<Core>`, because of the fast
+/// path. Measured through a Tower service with a permit at hand, an `Arc` makes a call take 95 ns instead of 77
+/// ns on one thread, and 187 ns instead of 161 ns on each of two threads that share the limiter.
 ///
 /// Only few responses need the core: those that state something about limits, and all responses while a key is on
 /// probation. They look it up in [`CORES`]. If the limiter was dropped meanwhile, the response is ignored.
@@ -84,7 +84,8 @@ impl Core {
         core
     }
 
-    /// Builds the context in which the state of `key` works: under the limits it has `learned`, or the configured ones.
+    /// Builds the context in which the state of `key` works: under the limits it has `learned`, or the
+    /// configured ones.
     pub(super) fn desk<'a>(&'a self, key: Key, now: Instant, learned: Option<&'a Arc<Terms>>) -> Desk<'a> {
         let Settings { terms, store, max_waiting, on_store_error, max_hold, .. } = &self.settings;
         Desk {

@@ -1,7 +1,9 @@
-//! Holds of keys: after a refusal by the upstream, or on an operator's demand, a key sends nothing until the hold ends.
+//! Holds of keys: after a refusal by the upstream, or on an operator's demand, a key sends nothing until the
+//! hold ends.
 //!
-//! A hold counts in this process at once, and in all processes that share the store. This file sets and ends holds, takes in
-//! those of other processes, and lets requests wait for their end. The state of one hold is in `key_state/hold.rs`.
+//! A hold counts in this process at once, and in all processes that share the store. This file sets and ends
+//! holds, takes in those of other processes, and lets requests wait for their end. The state of one hold is in
+//! `key_state/hold.rs`.
 
 use std::sync::Arc;
 use std::task::Context;
@@ -48,8 +50,9 @@ impl Core {
 
     /// Takes in that another process has held or released `key`.
     ///
-    /// A key without state has nothing to hold back, and its first request learns of the hold from the store. State is made
-    /// only if the requests of the key do not ask the store: if no rate is limited, or if holds go by host.
+    /// A key without state has nothing to hold back, and its first request learns of the hold from the store.
+    /// State is made only if the requests of the key do not ask the store: if no rate is limited, or if holds
+    /// go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: Held) {
         let now = clock::now();
         let hear =
@@ -67,8 +70,8 @@ impl Core {
         self.at_line(key, clock::now(), |line, desk, wakers| line.less_heard(desk, writes, wakers));
     }
 
-    /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If it was
-    /// `reconnected`, it may also have lost its state, and is asked about bookings as well.
+    /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If
+    /// it was `reconnected`, it may also have lost its state, and is asked about bookings as well.
     pub(super) fn events_missed(self: &Arc<Self>, reconnected: bool, now: Instant) {
         let mut keys = Vec::new();
         self.lines.for_each(|key, line| {
@@ -82,8 +85,8 @@ impl Core {
         }
     }
 
-    /// Returns how long requests of `key` may not leave, because of a hold or a probe. A request that may leave on probation
-    /// becomes the probe.
+    /// Returns how long requests of `key` may not leave, because of a hold or a probe. A request that may leave
+    /// on probation becomes the probe.
     pub(super) fn blocked(&self, key: Key, now: Instant) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
         self.lines.find(key, |line| line.blocked(max_hold, now)).flatten()
@@ -101,8 +104,8 @@ impl Core {
         self.lines.find(key, |line| line.poll_hold(number, max_hold, now, cx)).flatten()
     }
 
-    /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter becomes no probe, because it
-    /// waits for other things too. Its task is woken when the answer changes.
+    /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter becomes
+    /// no probe, because it waits for other things too. Its task is woken when the answer changes.
     pub(super) fn poll_host_hold(
         &self,
         hold: Key,
@@ -138,8 +141,8 @@ impl Core {
         self.lines.find(hold, look).unwrap_or(false)
     }
 
-    /// Asks the store about a hold of `key`, of which this process has no state. If the answer takes a trip, it comes too late
-    /// for the request that asks.
+    /// Asks the store about a hold of `key`, of which this process has no state. If the answer takes a trip, it
+    /// comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
         // If there is no room for one more key, the request goes on without.
         let _ = self.at_new_line(key, now, |line, desk, wakers| line.inquire(desk, wakers));

@@ -1,10 +1,12 @@
 //! The hosts of requests that share [`Key::ALL`].
 //!
-//! Without a key function all requests share one count, but each host has holds of its own. A hold that a host causes is kept
-//! under another key, the host's [`within_all`](Key::within_all). The state of that key holds and never counts.
+//! Without a key function all requests share one count, but each host has holds of its own. A hold that a host
+//! causes is kept under another key, the host's [`within_all`](Key::within_all). The state of that key holds
+//! and never counts.
 //!
-//! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and looks at the hold again when it
-//! gets its slot. So a request to a host on hold keeps neither slots nor calls in flight from requests to other hosts.
+//! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and looks at the
+//! hold again when it gets its slot. So a request to a host on hold keeps neither slots nor calls in flight
+//! from requests to other hosts.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -56,7 +58,8 @@ impl Hosts {
         None
     }
 
-    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds the lock of its state.
+    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds the lock of
+    /// its state.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
         if let Some(first) = self.first.get().filter(|first| first.host.within_all() == key) {
@@ -69,8 +72,8 @@ impl Hosts {
         self.first.get().is_some()
     }
 
-    /// Returns whether requests went to several hosts. Then what one host states of its quotas may be another count than
-    /// that of [`Key::ALL`].
+    /// Returns whether requests went to several hosts. Then what one host states of its quotas may be another
+    /// count than that of [`Key::ALL`].
     pub(super) fn are_several(&self) -> bool {
         self.several.load(Ordering::Relaxed)
     }

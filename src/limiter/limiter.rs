@@ -40,9 +40,9 @@ use crate::store::Refusal;
 ///
 /// # Two limits with different keys
 ///
-/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is valid for some
-/// milliseconds only, so the first permit can expire during the wait for the second. In this case, give the first permit back
-/// and acquire it again, until both are valid:
+/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is valid for
+/// some milliseconds only, so the first permit can expire during the wait for the second. In this case, give
+/// the first permit back and acquire it again, until both are valid:
 ///
 /// ```
 /// use std::{mem::swap, time::{Duration, Instant}};
@@ -90,13 +90,13 @@ use crate::store::Refusal;
 /// # }
 /// ```
 ///
-/// Put the limiter first that usually makes requests wait longer. Two [layers](crate::RateLimitLayer#two-layers) around each
-/// other do not do this.
+/// Put the limiter first that usually makes requests wait longer. Two
+/// [layers](crate::RateLimitLayer#two-layers) around each other do not do this.
 ///
 /// # Cancel safety
 ///
-/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its place in the queue is
-/// freed.
+/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its place in the
+/// queue is freed.
 #[derive(Clone)]
 pub struct Limiter(Arc<Core>);
 
@@ -107,12 +107,13 @@ impl Limiter {
     ///
     /// # Errors
     ///
-    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the queue is full, or if the
-    /// cost is above the limit. [`Limited::Store`] if the store could not be asked.
+    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the queue is
+    /// full, or if the cost is above the limit. [`Limited::Store`] if the store could not be asked.
     ///
     /// # Cancel safety
     ///
-    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes to the next waiter.
+    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes to the next
+    /// waiter.
     ///
     /// # Panics
     ///
@@ -134,7 +135,7 @@ impl Limiter {
     ///
     /// The limiter does the same when the upstream answers 429. Another hold can only prolong this one, and
     /// [`release`](Limiter::release) ends it. Waiters that cannot wait until its end are refused at once, with
-    /// [`Reason::Held`](crate::Reason::Held).
+    /// [`Reason::Held`].
     ///
     /// ```
     /// use std::time::Duration;
@@ -185,11 +186,11 @@ impl Limiter {
         self.0.release(key).await
     }
 
-    /// Gives back the permits that this process has fetched ahead, and waits until the store has received all permits that
-    /// were given back.
+    /// Gives back the permits that this process has fetched ahead, and waits until the store has received all
+    /// permits that were given back.
     ///
-    /// Call it at the end of a program whose other processes go on. Without it, they cannot use these permits until the
-    /// permits expire, a window later at most. The limiter can be used again afterwards.
+    /// Call it at the end of a program whose other processes go on. Without it, they cannot use these permits
+    /// until the permits expire, a window later at most. The limiter can be used again afterwards.
     ///
     /// # Errors
     ///

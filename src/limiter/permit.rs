@@ -12,7 +12,7 @@ use super::engine::{Core, CoreId};
 use super::hosts::host_hold;
 use super::key_state::is_any_uncertain;
 use super::reservation::Slot;
-use super::responses::Answered;
+use super::responses::AnsweredCall;
 use super::seat::Seat;
 use crate::clock;
 use crate::error::{Facts, Limited, Report, StoreError};
@@ -22,11 +22,12 @@ use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
 ///
-/// A permit ends exactly once: with [`answered`](Permit::answered), or with [`give_back`](Permit::give_back) if the request was
-/// surely not sent. A permit that is dropped counts as spent, because the request may have left.
+/// A permit ends exactly once: with [`answered`](Permit::answered), or with [`give_back`](Permit::give_back) if
+/// the request was surely not sent. A permit that is dropped counts as spent, because the request may have
+/// left.
 ///
-/// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in flight until its permit ends.
-/// Keep the permit until the response has arrived.
+/// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in flight until
+/// its permit ends. Keep the permit until the response has arrived.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct Permit {
     core: Arc<Core>,
@@ -67,7 +68,8 @@ impl Permit {
         self.key
     }
 
-    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if rates are not limited.
+    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if rates are not
+    /// limited.
     ///
     /// A permit that is used later may exceed the upstream's limit. Give it back and acquire another one.
     pub fn deadline(&self) -> Option<Instant> {
@@ -79,8 +81,9 @@ impl Permit {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
-    /// Waits until this call may no longer be counted as in flight, because this process has lost contact with the store for
-    /// longer than `in_flight_life`. The call has to end then: the store may have allowed another call instead.
+    /// Waits until this call may no longer be counted as in flight, because this process has lost contact with
+    /// the store for longer than `in_flight_life`. The call has to end then: the store may have allowed another
+    /// call instead.
     ///
     /// Never ends if calls in flight are not limited, if they are counted in memory, or with
     /// [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
@@ -101,8 +104,8 @@ impl Permit {
         self.wait.as_ref().map_or(Duration::ZERO, |wait| wait.waited)
     }
 
-    /// Ends the permit of a request that was sent, with what the response states. If the response is a refusal, returns it as
-    /// an error, for callers that want one.
+    /// Ends the permit of a request that was sent, with what the response states. If the response is a refusal,
+    /// returns it as an error, for callers that want one.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
         self.sent().answered(signal).1
@@ -132,8 +135,8 @@ impl Permit {
 
 /// A request that was sent and not yet answered. Its permit is spent.
 ///
-/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a [`CoreId`] instead of an
-/// `Arc<Core>`, and puts what few requests need into a box.
+/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a [`CoreId`]
+/// instead of an `Arc<Core>`, and puts what few requests need into a box.
 pub(crate) struct Sent {
     core: CoreId,
     cost: u32,
@@ -183,18 +186,19 @@ impl Sent {
         is_any_uncertain()
     }
 
-    /// Ends the request after a response that states nothing about limits. Its call is in flight until the seat is dropped.
+    /// Ends the request after a response that states nothing about limits. Its call is in flight until the seat
+    /// is dropped.
     #[inline]
     pub(crate) fn into_seat(self) -> Option<Seat> {
         self.more?.seat
     }
 
-    /// Ends the request with what its response states. Returns the error of a response that is a refusal. The call is in flight
-    /// until the seat is dropped.
+    /// Ends the request with what its response states. Returns the error of a response that is a refusal. The
+    /// call is in flight until the seat is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
         let Sent { key, host, cost, at, .. } = self;
         let hold = host_hold(key, host).unwrap_or(key);
-        Answered { key, hold, cost, sent: at }.tell(self.core, signal);
+        AnsweredCall { key, hold, cost, sent: at }.tell(self.core, signal);
         let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }

@@ -63,8 +63,8 @@ impl Patience {
 
 /// How an attempt to get a `T` ended: a slot, or a place among the calls in flight.
 ///
-/// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is polled. It is
-/// the result of one queue: an `Admission` is the result of all stages that a request passes.
+/// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is
+/// polled. It is the result of one queue: an `Admission` is the result of all stages that a request passes.
 #[derive(Clone, Debug)]
 pub(super) enum Settled<T = Slot> {
     Granted(T),

@@ -23,7 +23,7 @@ const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
 /// A call that was answered.
 #[derive(Clone, Copy)]
-pub(super) struct Answered {
+pub(super) struct AnsweredCall {
     pub(super) key: Key,
     /// The key that a refusal holds: that of the host's holds, or `key`.
     pub(super) hold: Key,
@@ -32,9 +32,9 @@ pub(super) struct Answered {
     pub(super) sent: Instant,
 }
 
-impl Answered {
-    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that matters, or if the limiter
-    /// was dropped.
+impl AnsweredCall {
+    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that matters, or
+    /// if the limiter was dropped.
     #[inline]
     pub(super) fn tell(&self, id: CoreId, signal: &Signal) {
         if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
@@ -51,8 +51,8 @@ impl Answered {
 }
 
 impl Core {
-    fn answered(self: &Arc<Self>, call: &Answered, signal: &Signal) {
-        let &Answered { key, hold, sent, .. } = call;
+    fn answered(self: &Arc<Self>, call: &AnsweredCall, signal: &Signal) {
+        let &AnsweredCall { key, hold, sent, .. } = call;
         let now = clock::now();
         let limited = signal.limited().is_some();
         let accept = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
@@ -74,14 +74,15 @@ impl Core {
             self.at_line(key, now, |line, desk, wakers| self.learn(call, signal, line, desk, wakers, None));
         }
         if is_released {
-            // The probe was accepted, so the other requests may leave, in all processes. The answer is of no interest.
+            // The probe was accepted, so the other requests may leave, in all processes. The answer is of no
+            // interest.
             drop(self.settings.store.release(hold, &self.terms(hold)));
         }
         let retry_after = if limited {
             signal.retry_after()
         } else {
-            // The time until the reset was stated after the call was sent. If the response took long, it is not known how
-            // long after.
+            // The time until the reset was stated after the call was sent. If the response took long, it is not
+            // known how long after.
             let slow = now.saturating_duration_since(sent).saturating_sub(QUICK);
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
@@ -91,11 +92,11 @@ impl Core {
         self.at_line(key, now, |line, desk, wakers| line.pass_on(desk, wakers));
     }
 
-    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `errand`, if there is one
-    /// already.
+    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `errand`,
+    /// if there is one already.
     fn learn(
         &self,
-        call: &Answered,
+        call: &AnsweredCall,
         signal: &Signal,
         line: &mut Line,
         desk: &Desk<'_>,
@@ -122,11 +123,11 @@ impl Core {
         errand
     }
 
-    /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds the key of the
-    /// scope that the response names, else `call.hold`.
+    /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds
+    /// the key of the scope that the response names, else `call.hold`.
     fn hold_by_signal(
         self: &Arc<Self>,
-        call: &Answered,
+        call: &AnsweredCall,
         signal: &Signal,
         retry_after: Option<Duration>,
         now: Instant,

@@ -70,8 +70,8 @@ impl Drop for Seat {
 }
 
 impl Core {
-    /// Asks for a place among the calls in flight of `key`, under `number`. Returns `None` if the request waits. An `impatient`
-    /// request waits for an answer of the store only.
+    /// Asks for a place among the calls in flight of `key`, under `number`. Returns `None` if the request
+    /// waits. An `impatient` request waits for an answer of the store only.
     ///
     /// # Errors
     ///

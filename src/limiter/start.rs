@@ -18,8 +18,8 @@ use crate::store::Refusal;
 
 /// What a request gets when it enters.
 pub(crate) enum Started {
-    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The seat is `None` if calls
-    /// in flight are not limited.
+    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The seat is
+    /// `None` if calls in flight are not limited.
     Granted(Option<Slot>, Option<Seat>),
     Waiting(Box<Waiter>),
     Limited(Limited),

@@ -151,8 +151,8 @@ impl Waiter {
         Entry { key: self.key, cost: self.place.cost, deadline: None, host: self.host }
     }
 
-    /// Returns its number in the queue. A waiter that watched its host's hold has one already, and with it a place in front
-    /// of all later requests.
+    /// Returns its number in the queue. A waiter that watched its host's hold has one already, and with it a
+    /// place in front of all later requests.
     fn number(&self) -> Option<Number> {
         (self.place.number > 0).then_some(self.place.number)
     }
@@ -288,7 +288,8 @@ impl Waiter {
         None
     }
 
-    /// Gives up what the waiter waits for, and its place among the calls in flight. A wait for its host's hold goes on.
+    /// Gives up what the waiter waits for, and its place among the calls in flight. A wait for its host's hold
+    /// goes on.
     fn leave_stage(&mut self) {
         self.seat = None;
         match self.stage {

@@ -71,8 +71,8 @@ impl Claims {
 
     /// Returns whether a claim is to be sent now that the process has `counts`.
     ///
-    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says whether the last request
-    /// has left without having used a seat.
+    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says whether the
+    /// last request has left without having used a seat.
     pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
         match self.exchange {
             Exchange::Asking => false,
@@ -108,8 +108,9 @@ impl Claims {
         }
     }
 
-    /// Takes in an answer to the claim `number`: the seats that were granted since the beginning, and whether other processes
-    /// wait. Returns how many of the seats are new, or `None` if the answer is older than another one.
+    /// Takes in an answer to the claim `number`: the seats that were granted since the beginning, and whether
+    /// other processes wait. Returns how many of the seats are new, or `None` if the answer is older than
+    /// another one.
     pub(super) fn answered(
         &mut self,
         number: u64,

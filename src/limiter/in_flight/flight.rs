@@ -96,8 +96,8 @@ impl Flight {
         self.waiting.len()
     }
 
-    /// Enters a request, which waits even if a seat is free: [`collect`](Flight::collect) returns its result. An `impatient`
-    /// request waits for the answer to one claim at most.
+    /// Enters a request, which waits even if a seat is free: [`collect`](Flight::collect) returns its result.
+    /// An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // If requests wait although the last claim was answered, no seat is free anywhere.
         let none_left = !self.waiting.is_empty() || self.claims.known.queued > 0;
@@ -121,8 +121,9 @@ impl Flight {
         let counts = Counts { in_use: self.in_use, queued };
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
         let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
-        // A process that has left keeps its place in the store's queue until a claim says so. It does not claim for requests
-        // that cannot wait: they come again, and while the store counts one of them as waiting, no seat is free.
+        // A process that has left keeps its place in the store's queue until a claim says so. It does not claim
+        // for requests that cannot wait: they come again, and while the store counts one of them as waiting, no
+        // seat is free.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {
             return None;
@@ -133,8 +134,8 @@ impl Flight {
         Some(self.claims.make(key, limit, ttl, counts))
     }
 
-    /// Returns how the wait of `number` ended, if it did. If the seat it got may belong to another process by now, the request
-    /// waits on, in its old place.
+    /// Returns how the wait of `number` ended, if it did. If the seat it got may belong to another process by
+    /// now, the request waits on, in its old place.
     pub(in crate::limiter) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
         let settled = self.settled.remove(&number)?;
         if let Settled::Granted(seat) = settled

@@ -5,16 +5,20 @@
 //!
 //! # The protocol
 //!
-//! A process tells the store what it has: how many seats it uses, and how many requests wait. This is a *claim*. A claim
-//! states totals and no changes, so a claim that is lost, late or repeated harms nothing. The answer states totals too: how many
-//! seats the process was ever granted. The difference to the answers before is what is new.
+//! A process tells the store what it has: how many seats it uses, and how many requests wait. This is a
+//! *claim*. A claim states totals and no changes, so a claim that is lost, late or repeated harms nothing. The
+//! answer states totals too: how many seats the process was ever granted. The difference to the answers before
+//! is what is new.
 //!
 //! - One claim at a time is on its way. What changes meanwhile is in the next one.
-//! - A seat whose call has ended goes to the next request that waits in this process, and the store is not told. If other
-//!   processes wait, the seat goes back with the next claim, and the store grants it to the request that came first.
-//! - A claim counts for a time to live, and the store repeats it while seats are in use. If it expires, the seats are lost, and
-//!   their calls have to end. A process that stood still for longer uses no seat and passes none on, even before it is told.
-//! - If a claim fails, the requests that wait fail with it. The store repeats the claim; it changes with the next request.
+//! - A seat whose call has ended goes to the next request that waits in this process, and the store is not
+//!   told. If other processes wait, the seat goes back with the next claim, and the store grants it to the
+//!   request that came first.
+//! - A claim counts for a time to live, and the store repeats it while seats are in use. If it expires, the
+//!   seats are lost, and their calls have to end. A process that stood still for longer uses no seat and passes
+//!   none on, even before it is told.
+//! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next change in this
+//!   process makes a new one.
 //!
 //! ```text
 //!                 claim                    answer

@@ -1,7 +1,8 @@
 //! Properties of the in-flight limit under a bad network.
 //!
-//! Three processes claim seats from the store's rule. Claims are lost, late, repeated and overtake each other, and answers are
-//! lost. The seats in use never exceed the limit. Once the network is good again, all seats are in use or free.
+//! Three processes claim seats from the store's rule. Claims are lost, late, repeated and overtake each other,
+//! and answers are lost. The seats in use never exceed the limit. Once the network is good again, all seats are
+//! in use or free.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -98,7 +99,8 @@ impl World {
         let life = Duration::from_micros(LIFE);
         if let Some(claim) = process.flight.claim(Key::ALL, self.most, life) {
             let claim = Claim { number: claim.number << 20, ..claim };
-            (process.last, process.again) = (Some(claim), 0);
+            process.last = Some(claim);
+            process.again = 0;
             self.claims.push(claim);
         }
         let Process { flight, waiting, sitting, .. } = process;
