@@ -3,7 +3,7 @@
 //! A request passes up to three stages, in this order:
 //!
 //! 1. It waits until its host is not on hold, if holds go by host.
-//! 2. It gets a place among the calls in flight of its key, if their number is limited.
+//! 2. It gets an in-flight slot of its key, if calls in flight are limited.
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
 //! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait.
@@ -64,7 +64,7 @@ pub(super) enum Admission {
 pub(super) enum WaitFor {
     /// The end of its host's hold, expected at this moment.
     HostHold(Instant),
-    /// A place among the calls in flight, under this number.
+    /// An in-flight slot, under this number.
     Seat(Number),
     /// A slot, under this number.
     Slot(Number),
@@ -156,7 +156,7 @@ impl Core {
         }
     }
 
-    /// Returns the place among the calls in flight that a request got, if it needs one, or what stops the request.
+    /// Returns the in-flight slot that a request got, if it needs one, or what stops the request.
     pub(super) fn seat_settled(
         self: &Arc<Self>,
         key: Key,

@@ -14,7 +14,7 @@
 //! | `in_flight` | the calls in flight of all keys |
 //! | `engine` | `Core`: the state of all keys |
 //! | `effects` | access to the state of a key, and the effects that it returns |
-//! | `holds`, `seat` | holds of keys, places among the calls in flight |
+//! | `holds`, `seat` | holds of keys, in-flight slots |
 //! | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 //! | `admission` | the way of a request to its permit |
 //! | `permit` | the right to send one request |

@@ -120,7 +120,7 @@ impl Permit {
         Sent { core: core.id, cost, key, host, at, more }
     }
 
-    /// Takes the permit apart: its slot, and its place among the calls in flight.
+    /// Takes the permit apart: its slot, and its in-flight slot.
     pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
         (self.slot, self.seat)
     }

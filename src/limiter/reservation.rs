@@ -61,7 +61,7 @@ impl Patience {
     }
 }
 
-/// How an attempt to get a `T` ended: a slot, or a place among the calls in flight.
+/// How an attempt to get a `T` ended: a slot, or an in-flight slot.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is
 /// polled. It is the result of one queue: an `Admission` is the result of all stages that a request passes.

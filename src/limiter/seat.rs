@@ -1,4 +1,4 @@
-//! A place among the calls in flight of a key, held from the permit to the end of the call.
+//! An in-flight slot of a key, held from the permit to the end of the call.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -70,7 +70,7 @@ impl Drop for Seat {
 }
 
 impl Core {
-    /// Asks for a place among the calls in flight of `key`, under `number`. Returns `None` if the request
+    /// Asks for an in-flight slot of `key`, under `number`. Returns `None` if the request
     /// waits. An `impatient` request waits for an answer of the store only.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl Core {
         Ok(flights.with(key, |flight| flight.collect(number, now)).flatten())
     }
 
-    /// Polls the wait of `number` for a place among the calls in flight of `key`.
+    /// Polls the wait of `number` for an in-flight slot of `key`.
     pub(super) fn poll_flight(
         self: &Arc<Self>,
         key: Key,
@@ -111,7 +111,7 @@ impl Core {
         polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
     }
 
-    /// Ends the wait of `number` for a place among the calls in flight of `key`.
+    /// Ends the wait of `number` for an in-flight slot of `key`.
     pub(super) fn leave_flight(self: &Arc<Self>, key: Key, number: Number) {
         let now = clock::now();
         self.at_flight(key, |flight, wakers| flight.leave(number, now, wakers));

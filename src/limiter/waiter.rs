@@ -30,7 +30,7 @@ pub(crate) struct Waiter {
     host: Option<Key>,
     place: Place,
     stage: Stage,
-    /// Its place among the calls in flight, once it has one.
+    /// Its in-flight slot, once it has one.
     seat: Option<Seat>,
     /// When the wait began.
     since: Instant,
@@ -46,7 +46,7 @@ pub(crate) struct Waiter {
 enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
     HostHold { until: Instant, timer: Option<Timer> },
-    /// Waits for a place among the calls in flight, but not longer than `until`.
+    /// Waits for an in-flight slot, but not longer than `until`.
     Seat { number: Number, until: Instant, timer: Option<Timer> },
     /// Waits for a slot.
     Slot,
@@ -222,7 +222,7 @@ impl Waiter {
         self.stage = Stage::Done;
         let patience = &mut self.place.patience;
         if patience.is_none {
-            // It waited for the store's answer only, and asks for its slot as it asked for its place in flight.
+            // It waited for the store's answer only, and asks for its slot as it asked for its in-flight slot.
             patience.latest = patience.latest.max(now);
         }
         let patience = *patience;
@@ -288,7 +288,7 @@ impl Waiter {
         None
     }
 
-    /// Gives up what the waiter waits for, and its place among the calls in flight. A wait for its host's hold
+    /// Gives up what the waiter waits for, and its in-flight slot. A wait for its host's hold
     /// goes on.
     fn leave_stage(&mut self) {
         self.seat = None;

@@ -1,6 +1,7 @@
 //! The calls in flight of this process.
 //!
-//! A limit of `n` calls in flight has `n` *seats* for each key, shared by all processes. The store grants them; see
+//! A limit of `n` calls in flight has `n` in-flight slots for each key, shared by all processes. The code calls
+//! them *seats*, because a slot of a rate is another thing. The store grants them; see
 //! `limit/in_flight.rs` for its side.
 //!
 //! # The protocol
