@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use http::HeaderMap;
 
 use super::RateLimitLayer;
-use super::extractors::Reading;
+use super::extractors::Extractors;
 use crate::config_error::ConfigError;
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
@@ -31,7 +31,7 @@ use crate::store::{FallbackStore, MemoryStore, Share, Store};
 #[must_use = "a builder does nothing until build"]
 pub struct RateLimitBuilder {
     quota: Quota,
-    reading: Reading,
+    extractors: Extractors,
     store: Option<Arc<dyn Store>>,
     on_store_error: OnStoreError,
     fallback_share: Option<f64>,
@@ -58,7 +58,7 @@ impl RateLimitBuilder {
     pub(super) fn new(quota: Quota) -> Self {
         RateLimitBuilder {
             quota,
-            reading: Reading::default(),
+            extractors: Extractors::default(),
             store: None,
             on_store_error: OnStoreError::default(),
             fallback_share: None,
@@ -86,13 +86,13 @@ impl RateLimitBuilder {
         F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.reading.key = Some(Box::new(move |request| key(request).into()));
+        self.extractors.key = Some(Box::new(move |request| key(request).into()));
         self
     }
 
     /// How many units a request takes. Default: 1. A [`Cost`](crate::Cost) in the request's extensions goes first.
     pub fn cost(mut self, cost: impl Fn(&RequestInfo<'_>) -> u32 + Send + Sync + 'static) -> Self {
-        self.reading.cost = Some(Box::new(cost));
+        self.extractors.cost = Some(Box::new(cost));
         self
     }
 
@@ -102,7 +102,7 @@ impl RateLimitBuilder {
     where
         F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,
     {
-        self.reading.deadline = Some(Box::new(deadline));
+        self.extractors.deadline = Some(Box::new(deadline));
         self
     }
 
@@ -302,7 +302,7 @@ impl RateLimitBuilder {
     ///
     /// The body of the response is dropped then.
     pub fn error_on_upstream_limit(mut self) -> Self {
-        self.reading.answers.set_errors();
+        self.extractors.policy.set_error_on_limit();
         self
     }
 
@@ -332,7 +332,7 @@ impl RateLimitBuilder {
     where
         F: Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync + 'static,
     {
-        self.reading.answers.set_dialect(Arc::new(dialect));
+        self.extractors.policy.set_dialect(Arc::new(dialect));
         self
     }
 
@@ -385,7 +385,7 @@ impl RateLimitBuilder {
             on_scope: self.on_scope,
             on_store_error: self.on_store_error,
         });
-        Ok(RateLimitLayer { limiter, reading: Arc::new(self.reading) })
+        Ok(RateLimitLayer { limiter, extractors: Arc::new(self.extractors) })
     }
 
     fn share(&self) -> Result<Option<Share>, ConfigError> {
@@ -413,7 +413,7 @@ impl std::fmt::Debug for RateLimitBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RateLimitBuilder")
             .field("quota", &self.quota)
-            .field("reading", &self.reading)
+            .field("extractors", &self.extractors)
             .field("max_wait", &self.max_wait)
             .finish_non_exhaustive()
     }

@@ -13,35 +13,35 @@ use crate::signal::{AsResponseInfo, Signal};
 
 /// How requests and their answers are read.
 #[derive(Default)]
-pub(super) struct Reading {
-    pub(super) key: Option<Of<Option<Key>>>,
-    pub(super) cost: Option<Of<u32>>,
-    pub(super) deadline: Option<Of<Option<Instant>>>,
-    pub(super) answers: Answers,
+pub(super) struct Extractors {
+    pub(super) key: Option<Extractor<Option<Key>>>,
+    pub(super) cost: Option<Extractor<u32>>,
+    pub(super) deadline: Option<Extractor<Option<Instant>>>,
+    pub(super) policy: ResponsePolicy,
     /// The first host that requests without a key function went to, and its key: most programs call one.
     pub(super) first_host: OnceLock<(Box<str>, Key)>,
 }
 
 /// What a closure finds in a request.
-type Of<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
+type Extractor<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
 
 /// What a closure makes of what was read from the headers.
 type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
 
 /// How the answer to a request is read. A call on its way carries it, so it is small, and mostly nothing.
 #[derive(Clone, Default)]
-pub(crate) struct Answers(Option<Arc<Manner>>);
+pub(crate) struct ResponsePolicy(Option<Arc<Policy>>);
 
 #[derive(Clone, Default)]
-struct Manner {
+struct Policy {
     /// Whether a refusal by the upstream is an error; else it passes.
     errors: bool,
     dialect: Option<Dialect>,
 }
 
-impl Answers {
-    pub(super) fn are_errors(&self) -> bool {
-        self.0.as_ref().is_some_and(|manner| manner.errors)
+impl ResponsePolicy {
+    pub(super) fn error_on_limit(&self) -> bool {
+        self.0.as_ref().is_some_and(|policy| policy.errors)
     }
 
     fn dialect(&self) -> Option<&Dialect> {
@@ -62,7 +62,7 @@ impl Answers {
         }
     }
 
-    pub(super) fn set_errors(&mut self) {
+    pub(super) fn set_error_on_limit(&mut self) {
         Arc::make_mut(self.0.get_or_insert_default()).errors = true;
     }
 
@@ -77,23 +77,27 @@ impl Answers {
 pub(crate) fn leave(
     sent: Sent,
     response: &impl AsResponseInfo,
-    answers: &Answers,
+    policy: &ResponsePolicy,
 ) -> Result<Option<Seat>, Limited> {
-    if answers.0.is_none() && !sent.is_listened_for() && !Signal::is_any_in(response) {
+    if policy.0.is_none() && !sent.is_listened_for() && !Signal::is_any_in(response) {
         return Ok(sent.into_seat());
     }
-    read(sent, response, answers)
+    read(sent, response, policy)
 }
 
-fn read(sent: Sent, response: &impl AsResponseInfo, answers: &Answers) -> Result<Option<Seat>, Limited> {
-    let signal = answers.signal(sent.key(), sent.host(), response);
+fn read(
+    sent: Sent,
+    response: &impl AsResponseInfo,
+    policy: &ResponsePolicy,
+) -> Result<Option<Seat>, Limited> {
+    let signal = policy.signal(sent.key(), sent.host(), response);
     match sent.answered(&signal) {
-        (_, Some(limited)) if answers.are_errors() => Err(limited),
+        (_, Some(limited)) if policy.error_on_limit() => Err(limited),
         (seat, _) => Ok(seat),
     }
 }
 
-impl Reading {
+impl Extractors {
     #[inline]
     pub(super) fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
         let key = match (request.extension::<Key>(), &self.key) {
@@ -132,14 +136,14 @@ impl Reading {
     }
 }
 
-impl fmt::Debug for Reading {
+impl fmt::Debug for Extractors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reading")
+        f.debug_struct("Extractors")
             .field("key", &self.key.is_some())
             .field("cost", &self.cost.is_some())
             .field("deadline", &self.deadline.is_some())
-            .field("error_on_upstream_limit", &self.answers.are_errors())
-            .field("dialect", &self.answers.dialect().is_some())
+            .field("error_on_upstream_limit", &self.policy.error_on_limit())
+            .field("dialect", &self.policy.dialect().is_some())
             .finish()
     }
 }

@@ -15,7 +15,7 @@ mod throttle;
 pub(crate) mod throttle_service;
 
 pub use builder::RateLimitBuilder;
-pub(crate) use extractors::{Answers, leave};
+pub(crate) use extractors::{ResponsePolicy, leave};
 pub(crate) use rate_limit::Entered;
 pub use rate_limit::RateLimitLayer;
 pub(crate) use throttle::Begun;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::builder::RateLimitBuilder;
-use super::extractors::{Answers, Reading};
+use super::extractors::{Extractors, ResponsePolicy};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::RequestInfo;
@@ -52,7 +52,7 @@ use crate::quota::Quota;
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
     pub(super) limiter: Limiter,
-    pub(super) reading: Arc<Reading>,
+    pub(super) extractors: Arc<Extractors>,
 }
 
 impl RateLimitLayer {
@@ -78,7 +78,7 @@ impl RateLimitLayer {
     /// A request enters the gate.
     #[inline]
     pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Entered {
-        let Some(entry) = self.reading.entry(request) else {
+        let Some(entry) = self.extractors.entry(request) else {
             return Entered::Limited(self.limiter.no_key());
         };
         let label = || self.limiter.label(entry.key, Some(request));
@@ -103,13 +103,13 @@ impl RateLimitLayer {
         label: impl FnOnce() -> Box<str>,
     ) -> Sent {
         let sent = Sent::at_once(self.limiter.id(), entry, now, seat);
-        if self.reading.answers.are_errors() { sent.named(label()) } else { sent }
+        if self.extractors.policy.error_on_limit() { sent.named(label()) } else { sent }
     }
 
     /// How the answer to a request is read.
     #[inline]
-    pub(crate) fn answers(&self) -> Answers {
-        self.reading.answers.clone()
+    pub(crate) fn policy(&self) -> ResponsePolicy {
+        self.extractors.policy.clone()
     }
 }
 

@@ -129,7 +129,7 @@ mod middleware {
             ready => ready,
         })
         .await?;
-        let seat = leave(sent, &response, &layer.answers()).map_err(Error::from)?;
+        let seat = leave(sent, &response, &layer.policy()).map_err(Error::from)?;
         Ok((response, seat))
     }
 
@@ -181,7 +181,9 @@ mod middleware {
             };
             let wait: Box<Wait> = match permit.answered_or_back(&signal) {
                 Some(Back::Waits(wait)) => wait,
-                Some(Back::Ended(limited)) if layer.are_errors() => return Err(Error::from(limited).into()),
+                Some(Back::Ended(limited)) if layer.error_on_limit() => {
+                    return Err(Error::from(limited).into());
+                }
                 _ => return Ok(response),
             };
             // Its body may hold a connection and a place in flight, which the next attempt needs.

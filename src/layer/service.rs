@@ -11,7 +11,7 @@ use tower_service::Service;
 
 use crate::error::{BoxError, Error, Limited};
 use crate::key::{AsRequestInfo, RequestInfo};
-use crate::layer::{Answers, Entered, RateLimitLayer, leave};
+use crate::layer::{Entered, RateLimitLayer, ResponsePolicy, leave};
 use crate::limiter::{Permit, Seat, Sent, Waiter};
 use crate::signal::AsResponseInfo;
 
@@ -75,7 +75,7 @@ where
         match self.layer.enter(&RequestInfo::new(&request)) {
             Entered::Sent(sent) => {
                 let state = State::Calling { call: self.inner.call(request) };
-                ResponseFuture { state, sent: Some(sent), answers: self.layer.answers() }
+                ResponseFuture { state, sent: Some(sent), policy: self.layer.policy() }
             }
             Entered::Waiting(waiter) => self.call_later(Ok(waiter), request),
             Entered::Limited(limited) => self.call_later(Err(limited), request),
@@ -101,7 +101,7 @@ impl<S: Clone> RateLimit<S> {
             }
             Err(limited) => State::Refused { limited: Some(limited) },
         };
-        ResponseFuture { state, sent: None, answers: self.layer.answers() }
+        ResponseFuture { state, sent: None, policy: self.layer.policy() }
     }
 }
 
@@ -114,7 +114,7 @@ pin_project! {
         #[pin]
         state: State<S, R>,
         sent: Option<Sent>,
-        answers: Answers,
+        policy: ResponsePolicy,
     }
 }
 
@@ -194,7 +194,7 @@ where
                 StateProj::Calling { call } => match call.poll(cx) {
                     Poll::Ready(Ok(response)) => {
                         let sent = this.sent.take().expect("a future is not polled after it was ready");
-                        let seat = leave(sent, &response, this.answers)?;
+                        let seat = leave(sent, &response, this.policy)?;
                         return Poll::Ready(Ok(made(response, seat)));
                     }
                     Poll::Ready(Err(error)) => {

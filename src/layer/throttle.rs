@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use http::HeaderMap;
 
 use super::builder::at_most;
-use super::extractors::Reading;
+use super::extractors::Extractors;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo};
@@ -63,7 +63,7 @@ use crate::throttle::{Throttle, ThrottlePermit, ThrottleSettings};
 #[derive(Clone, Debug)]
 pub struct AdaptiveThrottleLayer {
     throttle: Throttle,
-    reading: Arc<Reading>,
+    extractors: Arc<Extractors>,
 }
 
 impl AdaptiveThrottleLayer {
@@ -76,7 +76,7 @@ impl AdaptiveThrottleLayer {
     /// A builder, to change the defaults.
     pub fn builder() -> AdaptiveThrottleBuilder {
         AdaptiveThrottleBuilder {
-            reading: Reading::default(),
+            extractors: Extractors::default(),
             pace: Box::new(|| Box::new(Fair::new())),
             max_wait: Duration::from_secs(15),
             max_waiting: 10_000,
@@ -98,30 +98,30 @@ impl AdaptiveThrottleLayer {
 
     /// A request enters the gate.
     pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Begun {
-        let Some(entry) = self.reading.entry(request) else {
+        let Some(entry) = self.extractors.entry(request) else {
             return Begun::Limited(self.throttle.no_key());
         };
         let label = || self.throttle.label(entry.key, Some(request));
         match self.throttle.begin(entry.key, entry.deadline, label) {
-            Begun::Leaves(permit) if self.are_errors() => Begun::Leaves(permit.named(label())),
+            Begun::Leaves(permit) if self.error_on_limit() => Begun::Leaves(permit.named(label())),
             begun => begun,
         }
     }
 
     /// What `response` says to a request to `host` under `key`.
     pub(crate) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
-        self.reading.answers.signal(key, host, response)
+        self.extractors.policy.signal(key, host, response)
     }
 
     /// Whether a refusal by the upstream is an error.
-    pub(crate) fn are_errors(&self) -> bool {
-        self.reading.answers.are_errors()
+    pub(crate) fn error_on_limit(&self) -> bool {
+        self.extractors.policy.error_on_limit()
     }
 
     /// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors.
     pub(crate) fn leave(&self, permit: ThrottlePermit, signal: &Signal) -> Result<(), Limited> {
         match permit.answered(signal) {
-            Some(limited) if self.are_errors() => Err(limited),
+            Some(limited) if self.error_on_limit() => Err(limited),
             _ => Ok(()),
         }
     }
@@ -183,7 +183,7 @@ pub struct RetryingThrottleLayer {
 /// ```
 #[must_use = "a builder does nothing until build"]
 pub struct AdaptiveThrottleBuilder {
-    reading: Reading,
+    extractors: Extractors,
     pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
     max_wait: Duration,
     max_waiting: usize,
@@ -202,7 +202,7 @@ impl AdaptiveThrottleBuilder {
         F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,
         K: Into<Option<Key>>,
     {
-        self.reading.key = Some(Box::new(move |request| key(request).into()));
+        self.extractors.key = Some(Box::new(move |request| key(request).into()));
         self
     }
 
@@ -212,7 +212,7 @@ impl AdaptiveThrottleBuilder {
     where
         F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,
     {
-        self.reading.deadline = Some(Box::new(deadline));
+        self.extractors.deadline = Some(Box::new(deadline));
         self
     }
 
@@ -279,7 +279,7 @@ impl AdaptiveThrottleBuilder {
 
     /// Turns a refusal by the upstream into [`Limited::Upstream`]. Default: it passes as a response.
     pub fn error_on_upstream_limit(mut self) -> Self {
-        self.reading.answers.set_errors();
+        self.extractors.policy.set_error_on_limit();
         self
     }
 
@@ -288,7 +288,7 @@ impl AdaptiveThrottleBuilder {
     where
         F: Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync + 'static,
     {
-        self.reading.answers.set_dialect(Arc::new(dialect));
+        self.extractors.policy.set_dialect(Arc::new(dialect));
         self
     }
 
@@ -314,14 +314,14 @@ impl AdaptiveThrottleBuilder {
             max_hold: self.max_hold,
             store: self.store,
         })?;
-        Ok(AdaptiveThrottleLayer { throttle, reading: Arc::new(self.reading) })
+        Ok(AdaptiveThrottleLayer { throttle, extractors: Arc::new(self.extractors) })
     }
 }
 
 impl fmt::Debug for AdaptiveThrottleBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AdaptiveThrottleBuilder")
-            .field("reading", &self.reading)
+            .field("extractors", &self.extractors)
             .field("max_wait", &self.max_wait)
             .finish_non_exhaustive()
     }

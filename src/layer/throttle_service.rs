@@ -288,7 +288,7 @@ where
                                 Errand { wait, permit: Unsent(None), inner, request, clones: Some(clones) };
                             this.state.set(State::Waiting { errand: Some(Box::new(errand)) });
                         }
-                        Some(Back::Ended(limited)) if this.layer.are_errors() => {
+                        Some(Back::Ended(limited)) if this.layer.error_on_limit() => {
                             return Poll::Ready(Err(limited.into()));
                         }
                         _ => return Poll::Ready(Ok(response)),
