@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::builder::RateLimitBuilder;
-use super::extractors::{Extractors, ResponsePolicy};
+use super::extractors::Extractors;
+use super::rate_limit_builder::RateLimitBuilder;
+use super::response_policy::ResponsePolicy;
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::RequestInfo;
 use crate::limiter::{Entry, Limiter, Seat, Sent, Started, Waiter};
 use crate::quota::Quota;
+use crate::signal::{AsResponseInfo, Signal};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
@@ -118,4 +120,30 @@ pub(crate) enum Entered {
     Sent(Sent),
     Waiting(Box<Waiter>),
     Limited(Limited),
+}
+
+/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors. Its call is in
+/// flight until the seat, if there is one, is dropped.
+#[inline]
+pub(crate) fn leave(
+    sent: Sent,
+    response: &impl AsResponseInfo,
+    policy: &ResponsePolicy,
+) -> Result<Option<Seat>, Limited> {
+    if policy.is_default() && !sent.is_listened_for() && !Signal::is_any_in(response) {
+        return Ok(sent.into_seat());
+    }
+    read(sent, response, policy)
+}
+
+fn read(
+    sent: Sent,
+    response: &impl AsResponseInfo,
+    policy: &ResponsePolicy,
+) -> Result<Option<Seat>, Limited> {
+    let signal = policy.signal(sent.key(), sent.host(), response);
+    match sent.answered(&signal) {
+        (_, Some(limited)) if policy.error_on_limit() => Err(limited),
+        (seat, _) => Ok(seat),
+    }
 }
