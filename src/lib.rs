@@ -176,10 +176,10 @@ pub use layer::body::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFutu
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::{AsError, RetryLimited};
-pub use layer::service::{RateLimit, ResponseFuture};
-pub use layer::throttle_service::{AdaptiveThrottle, CloneRequest, RetryingThrottle, ThrottledFuture};
 pub use layer::{
-    AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer, RetryingThrottleLayer,
+    AdaptiveThrottle, AdaptiveThrottleBuilder, AdaptiveThrottleLayer, CloneRequest, RateLimit,
+    RateLimitBuilder, RateLimitLayer, ResponseFuture, RetryingThrottle, RetryingThrottleLayer,
+    ThrottledFuture,
 };
 pub use limiter::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
 pub use quota::{Bucket, Limit, Quota};

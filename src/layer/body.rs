@@ -10,7 +10,7 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::service::{RateLimit, ResponseFuture};
+use super::service::{Gated, GatedFuture};
 use crate::error::{BoxError, Error};
 use crate::key::AsRequestInfo;
 use crate::layer::RateLimitLayer;
@@ -65,15 +65,13 @@ impl<S> Layer<S> for HoldUntilBodyEnd {
     type Service = Holding<S>;
 
     fn layer(&self, inner: S) -> Holding<S> {
-        Holding { inner: self.layer.layer(inner) }
+        Holding(Gated { gate: self.layer.clone(), inner })
     }
 }
 
-/// The service of a [`HoldUntilBodyEnd`].
+/// The Tower service of a [`HoldUntilBodyEnd`].
 #[derive(Clone, Debug)]
-pub struct Holding<S> {
-    inner: RateLimit<S>,
-}
+pub struct Holding<S>(Gated<RateLimitLayer, S>);
 
 impl<S, R> Service<R> for Holding<S>
 where
@@ -87,11 +85,11 @@ where
     type Future = HoldingFuture<S, R>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        self.inner.poll_ready(cx)
+        self.0.inner.poll_ready(cx).map_err(Error::inner)
     }
 
     fn call(&mut self, request: R) -> HoldingFuture<S, R> {
-        HoldingFuture { inner: self.inner.call(request) }
+        HoldingFuture { inner: self.0.call(request, None) }
     }
 }
 
@@ -102,21 +100,20 @@ pin_project! {
         S: Service<R>,
     {
         #[pin]
-        inner: ResponseFuture<S, R>,
+        inner: GatedFuture<RateLimitLayer, S, R>,
     }
 }
 
 impl<S, R> Future for HoldingFuture<S, R>
 where
-    R: AsRequestInfo,
-    S: Service<R>,
+    S: Service<R> + Clone,
     S::Response: AsResponseInfo + HoldBody,
     S::Error: Into<BoxError>,
 {
     type Output = Result<<S::Response as HoldBody>::Held, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.project().inner.poll_answer(cx, |response, seat| response.hold(InFlight(seat)))
+        self.project().inner.poll_with(cx, S::Response::hold)
     }
 }
 

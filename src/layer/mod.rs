@@ -1,6 +1,6 @@
 //! The layers, their builders, and the services where requests arrive: Tower and reqwest-middleware.
 //!
-//! Thin: no rule of limiting lives here.
+//! No rule of limiting is here. Each layer is a gate and each service an edge; they meet at one [seam].
 
 pub(crate) mod body;
 mod extractors;
@@ -11,16 +11,14 @@ mod reqwest;
 mod response_policy;
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 pub(crate) mod retry;
-pub(crate) mod service;
+mod retrying;
+mod seam;
+mod service;
 mod throttle;
 mod throttle_builder;
-pub(crate) mod throttle_service;
 
-pub(crate) use rate_limit::Entered;
-pub use rate_limit::RateLimitLayer;
-pub(crate) use rate_limit::leave;
+pub use rate_limit::{RateLimit, RateLimitLayer, ResponseFuture};
 pub use rate_limit_builder::RateLimitBuilder;
-pub(crate) use response_policy::ResponsePolicy;
-pub(crate) use throttle::Begun;
-pub use throttle::{AdaptiveThrottleLayer, RetryingThrottleLayer};
+pub use retrying::{CloneRequest, RetryingThrottle, RetryingThrottleLayer};
+pub use throttle::{AdaptiveThrottle, AdaptiveThrottleLayer, ThrottledFuture};
 pub use throttle_builder::AdaptiveThrottleBuilder;

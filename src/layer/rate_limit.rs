@@ -1,15 +1,23 @@
 //! The words a user says: the layer and its builder.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Instant;
 
+use tower_layer::Layer;
+
+use super::body::InFlight;
 use super::extractors::Extractors;
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::ResponsePolicy;
+use super::seam::{Admission, Departure, Gate};
+use super::service::{gated_future, gated_service};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::key::RequestInfo;
-use crate::limiter::{Entry, Limiter, Seat, Sent, Started, Waiter};
+use crate::key::{AsRequestInfo, RequestInfo};
+use crate::limiter::{Entry, Limiter, Permit, Seat, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{AsResponseInfo, Signal};
 
@@ -77,25 +85,10 @@ impl RateLimitLayer {
         self.limiter.clone()
     }
 
-    /// A request enters the gate.
-    #[inline]
-    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Entered {
-        let Some(entry) = self.extractors.entry(request) else {
-            return Entered::Limited(self.limiter.no_key());
-        };
-        let label = || self.limiter.label(entry.key, Some(request));
-        let (started, now) = match self.limiter.send_at_once(&entry) {
-            Ok(now) => return Entered::Sent(self.sent(&entry, now, None, label)),
-            Err(now) => (self.limiter.start_slow(&entry, now, label), now),
-        };
-        match started {
-            Started::Granted(_, seat) => Entered::Sent(self.sent(&entry, now, seat, label)),
-            Started::Waiting(waiter) => Entered::Waiting(waiter),
-            Started::Limited(limited) => Entered::Limited(limited),
-        }
-    }
-
-    /// Later the request is gone, and with it the host: where its name may be asked for, it is kept.
+    /// Makes the call of a request that is sent at `now`.
+    ///
+    /// Later the request is gone, and with it the host. An error names the host, so the call keeps the name if a refusal may
+    /// become an error.
     #[inline]
     fn sent(
         &self,
@@ -107,43 +100,111 @@ impl RateLimitLayer {
         let sent = Sent::at_once(self.limiter.id(), entry, now, seat);
         if self.extractors.policy.error_on_limit() { sent.named(label()) } else { sent }
     }
+}
 
-    /// How the answer to a request is read.
+impl Gate for RateLimitLayer {
+    type Wait = Box<Waiter>;
+    type Permit = Permit;
+    type Call = Sent;
+
     #[inline]
-    pub(crate) fn policy(&self) -> ResponsePolicy {
+    fn enter(&self, request: &RequestInfo<'_>) -> Admission<Sent, Box<Waiter>> {
+        let Some(entry) = self.extractors.entry(request) else {
+            return Admission::No(self.limiter.no_key());
+        };
+        let label = || self.limiter.label(entry.key, Some(request));
+        let now = match self.limiter.send_at_once(&entry) {
+            Ok(now) => return Admission::Go(self.sent(&entry, now, None, label)),
+            Err(now) => now,
+        };
+        match self.limiter.start_slow(&entry, now, label) {
+            Started::Granted(_, seat) => Admission::Go(self.sent(&entry, now, seat, label)),
+            Started::Waiting(waiter) => Admission::Wait(waiter),
+            Started::Limited(limited) => Admission::No(limited),
+        }
+    }
+
+    #[inline]
+    fn policy(&self) -> ResponsePolicy {
         self.extractors.policy.clone()
     }
-}
 
-/// What came of a request at the gate; one that may leave is taken to leave now.
-pub(crate) enum Entered {
-    Sent(Sent),
-    Waiting(Box<Waiter>),
-    Limited(Limited),
-}
-
-/// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors. Its call is in
-/// flight until the seat, if there is one, is dropped.
-#[inline]
-pub(crate) fn leave(
-    sent: Sent,
-    response: &impl AsResponseInfo,
-    policy: &ResponsePolicy,
-) -> Result<Option<Seat>, Limited> {
-    if policy.is_default() && !sent.is_listened_for() && !Signal::is_any_in(response) {
-        return Ok(sent.into_seat());
+    fn poll_permit(waiter: &mut Box<Waiter>, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        Pin::new(&mut **waiter).poll(cx)
     }
-    read(sent, response, policy)
+
+    fn send(permit: Permit, waiter: &mut Box<Waiter>) -> Option<Sent> {
+        if permit.is_alive() {
+            return Some(permit.sent());
+        }
+        waiter.wait_again(permit);
+        None
+    }
+
+    fn give_back(permit: Permit) {
+        permit.give_back();
+    }
+
+    #[inline]
+    fn poll_lost(call: &Sent, cx: &mut Context<'_>) -> Poll<Limited> {
+        call.poll_lost(cx)
+    }
+
+    /// Ends `call`. A limiter never retries: that is for a policy outside of the layer.
+    #[inline]
+    fn leave<T>(
+        call: Sent,
+        response: &impl AsResponseInfo,
+        policy: &ResponsePolicy,
+        _repeat: Option<T>,
+    ) -> Departure<Box<Waiter>, T> {
+        if policy.is_default() && !call.is_listened_for() && !Signal::is_any_in(response) {
+            return Departure::Pass(InFlight(call.into_seat()));
+        }
+        read(call, response, policy)
+    }
 }
 
-fn read(
-    sent: Sent,
-    response: &impl AsResponseInfo,
-    policy: &ResponsePolicy,
-) -> Result<Option<Seat>, Limited> {
-    let signal = policy.signal(sent.key(), sent.host(), response);
-    match sent.answered(&signal) {
-        (_, Some(limited)) if policy.error_on_limit() => Err(limited),
-        (seat, _) => Ok(seat),
+/// Ends `call` with a response that may say something of limits.
+fn read<T>(call: Sent, response: &impl AsResponseInfo, policy: &ResponsePolicy) -> Departure<Box<Waiter>, T> {
+    let signal = policy.signal(call.key(), call.host(), response);
+    match call.answered(&signal) {
+        (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
+        (seat, _) => Departure::Pass(InFlight(seat)),
     }
+}
+
+impl<S> Layer<S> for RateLimitLayer {
+    type Service = RateLimit<S>;
+
+    fn layer(&self, inner: S) -> RateLimit<S> {
+        RateLimit::new(self.clone(), inner)
+    }
+}
+
+gated_service! {
+    /// The Tower service of a [`RateLimitLayer`].
+    ///
+    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when
+    /// the request is there.
+    ///
+    /// Poll the response future as soon as you have it. If the request need not wait, `call` has called the inner service, but
+    /// most services send a request when their future is first polled. A request that is sent long after its permit may exceed
+    /// the limit.
+    ///
+    /// # Cancel safety
+    ///
+    /// A response future may be dropped at any time. A request that waits gives up its place in the queue, and an unused slot
+    /// goes to the next request. Once the inner service was called, the permit counts as spent.
+    RateLimit {
+        gate: RateLimitLayer,
+        request: AsRequestInfo,
+        clone: None,
+        future: ResponseFuture,
+    }
+}
+
+gated_future! {
+    /// The response future of a [`RateLimit`] service.
+    ResponseFuture { gate: RateLimitLayer }
 }

@@ -74,9 +74,9 @@ mod middleware {
     use crate::error::Error;
     use crate::key::RequestInfo;
     use crate::layer::body::{HoldBody, HoldUntilBodyEnd, InFlight};
-    use crate::layer::{AdaptiveThrottleLayer, Begun, Entered, RateLimitLayer, RetryingThrottleLayer, leave};
-    use crate::limiter::Seat;
-    use crate::throttle::{Back, Wait};
+    use crate::layer::seam::{Admission, Departure, Gate};
+    use crate::layer::service::CloneFn;
+    use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
 
     /// A limit is a [`MiddlewareError::Middleware`] in which [`Limited::find`](crate::Limited::find) finds it; errors
     /// of the client inside stay as they are.
@@ -94,7 +94,8 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            run(self, request, extensions, next).await.map(|(response, _)| response)
+            let (response, _) = run(self, request, extensions, next, None).await?;
+            Ok(response)
         }
     }
 
@@ -106,31 +107,9 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            let (response, seat) = run(&self.layer, request, extensions, next).await?;
-            Ok(response.hold(InFlight(seat)))
+            let (response, in_flight) = run(&self.layer, request, extensions, next, None).await?;
+            Ok(response.hold(in_flight))
         }
-    }
-
-    async fn run(
-        layer: &RateLimitLayer,
-        request: Request,
-        extensions: &mut Extensions,
-        next: Next<'_>,
-    ) -> Result<(Response, Option<Seat>)> {
-        let entered = layer.enter(&RequestInfo::new(&request).with_extensions(extensions));
-        let sent = match entered {
-            Entered::Sent(sent) => sent,
-            Entered::Waiting(waiter) => waiter.await.map_err(Error::from)?.sent(),
-            Entered::Limited(limited) => return Err(Error::from(limited).into()),
-        };
-        let mut call = pin!(next.run(request, extensions));
-        let response = poll_fn(|cx| match call.as_mut().poll(cx) {
-            Poll::Pending => sent.poll_lost(cx).map(|limited| Err(Error::from(limited).into())),
-            ready => ready,
-        })
-        .await?;
-        let seat = leave(sent, &response, &layer.policy()).map_err(Error::from)?;
-        Ok((response, seat))
     }
 
     #[async_trait::async_trait]
@@ -141,7 +120,8 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            throttled(self, request, extensions, next, |_| None).await
+            let (response, _) = run(self, request, extensions, next, None).await?;
+            Ok(response)
         }
     }
 
@@ -153,43 +133,64 @@ mod middleware {
             extensions: &mut Extensions,
             next: Next<'_>,
         ) -> Result<Response> {
-            throttled(&self.layer, request, extensions, next, Request::try_clone).await
+            let (response, _) = run(&self.layer, request, extensions, next, Some(Request::try_clone)).await?;
+            Ok(response)
         }
     }
 
-    async fn throttled(
-        layer: &AdaptiveThrottleLayer,
+    /// Sends `request` through `gate`, and returns its response. The call is in flight until the [`InFlight`] is dropped.
+    ///
+    /// If `clone` is given, a refused request is sent again.
+    async fn run<G: Gate>(
+        gate: &G,
         mut request: Request,
         extensions: &mut Extensions,
         next: Next<'_>,
-        clones: fn(&Request) -> Option<Request>,
-    ) -> Result<Response> {
-        let host = RequestInfo::new(&request).host_if_redirected();
-        let begun = layer.enter(&RequestInfo::new(&request).with_extensions(extensions));
-        let mut permit = match begun {
-            Begun::Leaves(permit) => permit,
-            Begun::Waits(wait) => wait.await.map_err(Error::from)?,
-            Begun::Limited(limited) => return Err(Error::from(limited).into()),
+        clone: Option<CloneFn<Request>>,
+    ) -> Result<(Response, InFlight)> {
+        let policy = gate.policy();
+        let admission = gate.enter(&RequestInfo::new(&request).with_extensions(extensions));
+        let mut call = match admission {
+            Admission::Go(call) => call,
+            Admission::Wait(wait) => wait_for_permit::<G>(wait).await?,
+            Admission::No(limited) => return Err(Error::from(limited).into()),
         };
         loop {
-            let again = clones(&request);
-            let response = next.clone().run(request, extensions).await?;
-            let signal = layer.signal(permit.key(), host, &response);
-            let Some(repeated) = again.filter(|_| signal.limited().is_some()) else {
-                layer.leave(permit, &signal).map_err(Error::from)?;
-                return Ok(response);
-            };
-            let wait: Box<Wait> = match permit.answered_or_back(&signal) {
-                Some(Back::Waits(wait)) => wait,
-                Some(Back::Ended(limited)) if layer.error_on_limit() => {
-                    return Err(Error::from(limited).into());
+            let repeat = clone.and_then(|clone| clone(&request));
+            let response = send::<G>(&call, next.clone().run(request, extensions)).await?;
+            match G::leave(call, &response, &policy, repeat) {
+                Departure::Pass(in_flight) => return Ok((response, in_flight)),
+                Departure::Refuse(limited) => return Err(Error::from(limited).into()),
+                Departure::Retry(wait, repeated) => {
+                    // The body may hold a connection and an in-flight slot that the next attempt needs.
+                    drop(response);
+                    call = wait_for_permit::<G>(wait).await?;
+                    request = repeated;
                 }
-                _ => return Ok(response),
-            };
-            // Its body may hold a connection and a place in flight, which the next attempt needs.
-            drop(response);
-            permit = wait.await.map_err(Error::from)?;
-            request = repeated;
+            }
         }
+    }
+
+    /// Waits until the request may be sent.
+    async fn wait_for_permit<G: Gate>(mut wait: G::Wait) -> std::result::Result<G::Call, Error> {
+        loop {
+            let permit = poll_fn(|cx| G::poll_permit(&mut wait, cx)).await?;
+            if let Some(call) = G::send(permit, &mut wait) {
+                return Ok(call);
+            }
+        }
+    }
+
+    /// Waits for the response of `call`, or for the loss of its in-flight slot.
+    async fn send<G: Gate>(
+        call: &G::Call,
+        response: impl Future<Output = Result<Response>>,
+    ) -> Result<Response> {
+        let mut response = pin!(response);
+        poll_fn(|cx| match response.as_mut().poll(cx) {
+            Poll::Pending => G::poll_lost(call, cx).map(|limited| Err(Error::from(limited).into())),
+            ready => ready,
+        })
+        .await
     }
 }

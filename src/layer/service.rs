@@ -1,226 +1,209 @@
-//! The Tower service and its future.
+//! The Tower service of every gate, and its future.
+//!
+//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public services and futures are newtypes of them,
+//! made by [`gated_service!`] and [`gated_future!`].
 
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tower_layer::Layer;
 use tower_service::Service;
 
+use super::body::InFlight;
+use super::response_policy::ResponsePolicy;
+use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use crate::error::{BoxError, Error, Limited};
 use crate::key::{AsRequestInfo, RequestInfo};
-use crate::layer::{Entered, RateLimitLayer, ResponsePolicy, leave};
-use crate::limiter::{Permit, Seat, Sent, Waiter};
 use crate::signal::AsResponseInfo;
 
-impl<S> Layer<S> for RateLimitLayer {
-    type Service = RateLimit<S>;
-
-    fn layer(&self, inner: S) -> RateLimit<S> {
-        RateLimit { inner, layer: self.clone() }
-    }
-}
-
-/// The service of a [`RateLimitLayer`].
-///
-/// `poll_ready` asks the service inside and nothing else; the permit is taken in `call`, because only there the request,
-/// and with it the key, is known.
-///
-/// A response future may be dropped at any time: a place in the line is given up, a slot that was not used goes to the
-/// next. Once the service inside was called, the permit counts as spent.
-///
-/// Poll a response future as soon as you have it: where it need not wait, the service inside has been called, but most
-/// services send when they are first polled, and a request that is sent long after its permit may be one too many.
+/// A Tower service behind a gate.
 #[derive(Clone, Debug)]
-pub struct RateLimit<S> {
-    inner: S,
-    layer: RateLimitLayer,
+pub(super) struct Gated<G, S> {
+    pub(super) gate: G,
+    pub(super) inner: S,
 }
 
-impl<S> RateLimit<S> {
-    /// The service inside.
-    pub fn get_ref(&self) -> &S {
-        &self.inner
-    }
+/// Copies a request, so that it can be sent again. Returns `None` for a request that can be sent only once.
+pub(super) type CloneFn<R> = fn(&R) -> Option<R>;
 
-    /// The service inside, to be changed.
-    pub fn get_mut(&mut self) -> &mut S {
-        &mut self.inner
-    }
-
-    /// Takes it out of the layer.
-    pub fn into_inner(self) -> S {
-        self.inner
-    }
-}
-
-impl<S, R> Service<R> for RateLimit<S>
-where
-    R: AsRequestInfo,
-    S: Service<R> + Clone,
-    S::Response: AsResponseInfo,
-    S::Error: Into<BoxError>,
-{
-    type Response = S::Response;
-    type Error = Error;
-    type Future = ResponseFuture<S, R>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        self.inner.poll_ready(cx).map_err(Error::inner)
-    }
-
-    fn call(&mut self, request: R) -> ResponseFuture<S, R> {
-        match self.layer.enter(&RequestInfo::new(&request)) {
-            Entered::Sent(sent) => {
-                let state = State::Calling { call: self.inner.call(request) };
-                ResponseFuture { state, sent: Some(sent), policy: self.layer.policy() }
+impl<G: Gate, S: Clone> Gated<G, S> {
+    /// Brings `request` to the gate. If `clone` is given, the future sends a refused request again.
+    #[inline]
+    pub(super) fn call<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
+    where
+        R: AsRequestInfo,
+        S: Service<R>,
+    {
+        match self.gate.enter(&RequestInfo::new(&request)) {
+            Admission::Go(call) => {
+                let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
+                let state = State::Calling { response: self.inner.call(request), call: Some(call), repeat };
+                GatedFuture { state, policy: self.gate.policy() }
             }
-            Entered::Waiting(waiter) => self.call_later(Ok(waiter), request),
-            Entered::Limited(limited) => self.call_later(Err(limited), request),
+            Admission::Wait(wait) => self.call_later(Ok(wait), request, clone),
+            Admission::No(limited) => self.call_later(Err(limited), request, clone),
         }
     }
-}
 
-impl<S: Clone> RateLimit<S> {
-    /// The service that is ready now can neither wait with the request, where it would keep others from its resources,
-    /// nor stay here, where it might keep the only one: a fresh clone takes its place.
+    /// Makes the future of a request that is not sent now.
+    ///
+    /// The inner service is ready, and that may reserve a resource in it, such as its only connection. A request that waits
+    /// must not keep that reservation, nor may it stay in `self`. So a fresh clone replaces the ready service.
     #[cold]
-    fn call_later<R>(&mut self, waiter: Result<Box<Waiter>, Limited>, request: R) -> ResponseFuture<S, R>
+    fn call_later<R>(
+        &mut self,
+        wait: Result<G::Wait, Limited>,
+        request: R,
+        clone: Option<CloneFn<R>>,
+    ) -> GatedFuture<G, S, R>
     where
         S: Service<R>,
     {
         let fresh = self.inner.clone();
-        let readied = std::mem::replace(&mut self.inner, fresh);
-        drop(readied);
-        let state = match waiter {
-            Ok(waiter) => {
-                let errand = Errand { waiter, permit: Unsent(None), inner: self.inner.clone(), request };
-                State::Waiting { errand: Some(Box::new(errand)) }
-            }
+        drop(std::mem::replace(&mut self.inner, fresh));
+        let state = match wait {
+            Ok(wait) => State::waiting(wait, self.inner.clone(), request, clone),
             Err(limited) => State::Refused { limited: Some(limited) },
         };
-        ResponseFuture { state, sent: None, policy: self.layer.policy() }
+        GatedFuture { state, policy: self.gate.policy() }
     }
 }
 
 pin_project! {
-    /// The future of a [`RateLimit`] service.
-    pub struct ResponseFuture<S, R>
+    /// The future of a [`Gated`] service.
+    pub(super) struct GatedFuture<G, S, R>
     where
+        G: Gate,
         S: Service<R>,
     {
         #[pin]
-        state: State<S, R>,
-        sent: Option<Sent>,
+        state: State<G, S, R>,
         policy: ResponsePolicy,
     }
 }
 
 pin_project! {
-    // Waiting => Calling | done(Limited) | done(Inner)     the service inside is asked only after the wait,
-    // Calling => done                                      so it holds nothing while we queue
+    // Waiting => Calling | done(Limited) | done(Inner)     the inner service gets ready only after the wait
+    // Calling => done(Response) | done(Limited) | done(Inner)
+    // Calling => Waiting                                   the upstream refused the request, and it is sent again
     // Refused => done(Limited)
     #[project = StateProj]
-    enum State<S, R>
+    enum State<G, S, R>
     where
+        G: Gate,
         S: Service<R>,
     {
-        Calling { #[pin] call: S::Future },
-        Waiting { errand: Option<Box<Errand<S, R>>> },
+        Calling {
+            #[pin]
+            response: S::Future,
+            call: Option<G::Call>,
+            repeat: Option<Box<Repeat<S, R>>>,
+        },
+        Waiting { pending: Option<Box<PendingCall<G, S, R>>> },
         Refused { limited: Option<Limited> },
     }
 }
 
-/// What waits: first in line for a permit, then for the service inside. Boxed, so that the fast path stays small.
-struct Errand<S, R> {
-    waiter: Box<Waiter>,
-    permit: Unsent,
-    inner: S,
-    request: R,
-}
-
-/// A permit under which nothing was sent yet.
-struct Unsent(Option<Permit>);
-
-impl Drop for Unsent {
-    fn drop(&mut self) {
-        if let Some(permit) = self.0.take() {
-            permit.give_back();
-        }
+impl<G: Gate, S: Service<R>, R> State<G, S, R> {
+    fn waiting(wait: G::Wait, inner: S, request: R, clone: Option<CloneFn<R>>) -> Self {
+        let pending = PendingCall { wait, permit: GiveBackOnDrop::empty(), inner, request, clone };
+        State::Waiting { pending: Some(Box::new(pending)) }
     }
 }
 
-impl<S, R> Errand<S, R>
+/// What the future needs to send a request again.
+struct Repeat<S, R> {
+    inner: S,
+    request: R,
+    clone: CloneFn<R>,
+}
+
+impl<S: Clone, R> Repeat<S, R> {
+    /// Copies `request` and the service. Returns `None` if the request cannot be copied.
+    fn new(request: &R, inner: &S, clone: CloneFn<R>) -> Option<Box<Self>> {
+        let request = clone(request)?;
+        Some(Box::new(Repeat { inner: inner.clone(), request, clone }))
+    }
+}
+
+/// A request that waits: first for a permit, then for the inner service.
+///
+/// It is boxed, so that the future of a request that need not wait stays small.
+struct PendingCall<G: Gate, S, R> {
+    wait: G::Wait,
+    permit: GiveBackOnDrop<G>,
+    inner: S,
+    request: R,
+    clone: Option<CloneFn<R>>,
+}
+
+impl<G, S, R> PendingCall<G, S, R>
 where
+    G: Gate,
     S: Service<R>,
     S::Error: Into<BoxError>,
 {
-    // in line => readying | Err(Limited)
-    // readying => Ok | Err(Inner) | in line, in its old place, when the permit died while the service got ready
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Permit, Error>> {
+    /// Polls until the request may be sent and the inner service is ready for it.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<G::Call, Error>> {
         loop {
-            if self.permit.0.is_none() {
-                self.permit.0 = Some(ready!(Pin::new(&mut *self.waiter).poll(cx))?);
+            if self.permit.is_empty() {
+                self.permit.put(ready!(G::poll_permit(&mut self.wait, cx))?);
             }
             ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
-            match self.permit.0.take() {
-                Some(permit) if permit.is_alive() => return Poll::Ready(Ok(permit)),
-                Some(permit) => self.waiter.wait_again(permit),
-                None => {}
+            // The permit may have expired while the inner service got ready. Then the request waits again.
+            if let Some(call) = self.permit.take().and_then(|permit| G::send(permit, &mut self.wait)) {
+                return Poll::Ready(Ok(call));
             }
         }
     }
 }
 
-impl<S, R> ResponseFuture<S, R>
+impl<G, S, R> GatedFuture<G, S, R>
 where
-    R: AsRequestInfo,
-    S: Service<R>,
+    G: Gate,
+    S: Service<R> + Clone,
     S::Response: AsResponseInfo,
     S::Error: Into<BoxError>,
 {
-    /// What `made` makes of the response, whose call is in flight until its seat, if it has one, is dropped.
+    /// Polls for the response, and returns what `finish` makes of it. The call is in flight until the [`InFlight`] is
+    /// dropped.
     #[inline]
-    pub(super) fn poll_answer<T>(
+    pub(super) fn poll_with<T>(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        made: impl FnOnce(S::Response, Option<Seat>) -> T,
+        finish: impl FnOnce(S::Response, InFlight) -> T,
     ) -> Poll<Result<T, Error>> {
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                StateProj::Calling { call } => match call.poll(cx) {
-                    Poll::Ready(Ok(response)) => {
-                        let sent = this.sent.take().expect("a future is not polled after it was ready");
-                        let seat = leave(sent, &response, this.policy)?;
-                        return Poll::Ready(Ok(made(response, seat)));
-                    }
-                    Poll::Ready(Err(error)) => {
-                        *this.sent = None;
-                        return Poll::Ready(Err(Error::inner(error)));
-                    }
-                    Poll::Pending => {
-                        let lost = this.sent.as_ref().map_or(Poll::Pending, |sent| sent.poll_lost(cx));
+                StateProj::Calling { response, call, repeat } => {
+                    let Poll::Ready(result) = response.poll(cx) else {
+                        let lost = call.as_ref().map_or(Poll::Pending, |call| G::poll_lost(call, cx));
                         return lost.map(|limited| Err(limited.into()));
-                    }
-                },
-                StateProj::Waiting { errand } => {
-                    let waiting = errand.as_mut().expect("a future is not polled after it was ready");
-                    let permit = match ready!(waiting.poll(cx)) {
-                        Ok(permit) => permit,
-                        Err(error) => {
-                            *errand = None;
-                            return Poll::Ready(Err(error));
+                    };
+                    let call = call.take().expect("a future is not polled after it was ready");
+                    let response = result.map_err(Error::inner)?;
+                    match G::leave(call, &response, this.policy, repeat.take()) {
+                        Departure::Pass(in_flight) => return Poll::Ready(Ok(finish(response, in_flight))),
+                        Departure::Refuse(limited) => return Poll::Ready(Err(limited.into())),
+                        Departure::Retry(wait, repeat) => {
+                            // The body may hold a connection and an in-flight slot that the next attempt needs.
+                            drop(response);
+                            let Repeat { inner, request, clone } = *repeat;
+                            this.state.set(State::waiting(wait, inner, request, Some(clone)));
                         }
-                    };
-                    let Some(Errand { mut inner, request, .. }) = errand.take().map(|errand| *errand) else {
-                        unreachable!("it was just polled");
-                    };
-                    let call = inner.call(request);
-                    *this.sent = Some(permit.sent());
-                    this.state.set(State::Calling { call });
+                    }
+                }
+                StateProj::Waiting { pending } => {
+                    let waiting = pending.as_mut().expect("a future is not polled after it was ready");
+                    let result = ready!(waiting.poll(cx));
+                    let waited = pending.take().expect("it was just polled");
+                    let call = result?;
+                    let PendingCall { mut inner, request, clone, .. } = *waited;
+                    let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
+                    let response = inner.call(request);
+                    this.state.set(State::Calling { response, call: Some(call), repeat });
                 }
                 StateProj::Refused { limited } => {
                     let limited = limited.take().expect("a future is not polled after it was ready");
@@ -231,25 +214,109 @@ where
     }
 }
 
-impl<S, R> Future for ResponseFuture<S, R>
-where
-    R: AsRequestInfo,
-    S: Service<R>,
-    S::Response: AsResponseInfo,
-    S::Error: Into<BoxError>,
-{
-    type Output = Result<S::Response, Error>;
+/// Defines the public Tower service of a layer, a newtype of [`Gated`].
+///
+/// `clone` copies a request, if the service sends refused requests again.
+macro_rules! gated_service {
+    (
+        $(#[$doc:meta])*
+        $name:ident {
+            gate: $gate:ty,
+            request: $($bound:ident)&+,
+            clone: $clone:expr,
+            future: $future:ident,
+        }
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug)]
+        pub struct $name<S>($crate::layer::service::Gated<$gate, S>);
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.poll_answer(cx, |response, _| response)
-    }
+        impl<S> $name<S> {
+            pub(super) fn new(gate: $gate, inner: S) -> Self {
+                $name($crate::layer::service::Gated { gate, inner })
+            }
+
+            /// Returns the inner service.
+            pub fn get_ref(&self) -> &S {
+                &self.0.inner
+            }
+
+            /// Returns the inner service, to be changed.
+            pub fn get_mut(&mut self) -> &mut S {
+                &mut self.0.inner
+            }
+
+            /// Returns the inner service without the layer.
+            pub fn into_inner(self) -> S {
+                self.0.inner
+            }
+        }
+
+        impl<S, R> tower_service::Service<R> for $name<S>
+        where
+            R: $($bound +)+,
+            S: tower_service::Service<R> + Clone,
+            S::Response: $crate::AsResponseInfo,
+            S::Error: Into<$crate::BoxError>,
+        {
+            type Response = S::Response;
+            type Error = $crate::Error;
+            type Future = $future<S, R>;
+
+            fn poll_ready(
+                &mut self,
+                cx: &mut std::task::Context<'_>,
+            ) -> std::task::Poll<Result<(), $crate::Error>> {
+                self.0.inner.poll_ready(cx).map_err($crate::Error::inner)
+            }
+
+            #[inline]
+            fn call(&mut self, request: R) -> $future<S, R> {
+                $future { inner: self.0.call(request, $clone) }
+            }
+        }
+    };
 }
 
-impl<S, R> fmt::Debug for ResponseFuture<S, R>
-where
-    S: Service<R>,
-{
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResponseFuture").finish_non_exhaustive()
-    }
+/// Defines the public future of a service, a newtype of [`GatedFuture`].
+macro_rules! gated_future {
+    ($(#[$doc:meta])* $name:ident { gate: $gate:ty }) => {
+        pin_project_lite::pin_project! {
+            $(#[$doc])*
+            pub struct $name<S, R>
+            where
+                S: tower_service::Service<R>,
+            {
+                #[pin]
+                pub(super) inner: $crate::layer::service::GatedFuture<$gate, S, R>,
+            }
+        }
+
+        impl<S, R> std::future::Future for $name<S, R>
+        where
+            S: tower_service::Service<R> + Clone,
+            S::Response: $crate::AsResponseInfo,
+            S::Error: Into<$crate::BoxError>,
+        {
+            type Output = Result<S::Response, $crate::Error>;
+
+            fn poll(
+                self: std::pin::Pin<&mut Self>,
+                cx: &mut std::task::Context<'_>,
+            ) -> std::task::Poll<Self::Output> {
+                self.project().inner.poll_with(cx, |response, _| response)
+            }
+        }
+
+        impl<S, R> std::fmt::Debug for $name<S, R>
+        where
+            S: tower_service::Service<R>,
+        {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_struct(stringify!($name)).finish_non_exhaustive()
+            }
+        }
+    };
 }
+
+pub(super) use {gated_future, gated_service};

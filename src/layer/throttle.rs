@@ -1,16 +1,25 @@
 //! The words a user says about a limit that is not known.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
+use tower_layer::Layer;
+
+use super::body::InFlight;
 use super::extractors::Extractors;
+use super::response_policy::ResponsePolicy;
+use super::retrying::RetryingThrottleLayer;
+use super::seam::{Admission, Departure, Gate};
+use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::error::Limited;
-use crate::key::{Key, RequestInfo};
+use crate::key::{AsRequestInfo, Key, RequestInfo};
 #[cfg(doc)]
 use crate::pace::Fair;
-use crate::signal::{AsResponseInfo, Signal};
-pub(crate) use crate::throttle::Begun;
-use crate::throttle::{Throttle, ThrottlePermit};
+use crate::signal::AsResponseInfo;
+use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
 /// Finds the pace that a server allows, where its limit is unknown or moves, and is fair to every other client without
 /// talking to them. Clones share what they learn.
@@ -81,73 +90,117 @@ impl AdaptiveThrottleLayer {
     pub fn retrying(self) -> RetryingThrottleLayer {
         RetryingThrottleLayer { layer: self }
     }
+}
 
-    /// A request enters the gate.
-    pub(crate) fn enter(&self, request: &RequestInfo<'_>) -> Begun {
+/// A request that waits at a throttle.
+pub(super) struct ThrottleWait {
+    wait: Box<Wait>,
+    /// The key of its host, if another host may answer.
+    host: Option<Key>,
+}
+
+/// A request at a throttle that may be sent, or was sent.
+pub(super) struct ThrottleCall {
+    permit: ThrottlePermit,
+    /// The key of its host, if another host may answer.
+    host: Option<Key>,
+}
+
+impl Gate for AdaptiveThrottleLayer {
+    type Wait = ThrottleWait;
+    type Permit = ThrottleCall;
+    type Call = ThrottleCall;
+
+    fn enter(&self, request: &RequestInfo<'_>) -> Admission<ThrottleCall, ThrottleWait> {
         let Some(entry) = self.extractors.entry(request) else {
-            return Begun::Limited(self.throttle.no_key());
+            return Admission::No(self.throttle.no_key());
         };
+        let host = request.host_if_redirected();
         let label = || self.throttle.label(entry.key, Some(request));
         match self.throttle.begin(entry.key, entry.deadline, label) {
-            Begun::Leaves(permit) if self.error_on_limit() => Begun::Leaves(permit.named(label())),
-            begun => begun,
+            Begun::Leaves(permit) => {
+                let is_named = self.extractors.policy.error_on_limit();
+                let permit = if is_named { permit.named(label()) } else { permit };
+                Admission::Go(ThrottleCall { permit, host })
+            }
+            Begun::Waits(wait) => Admission::Wait(ThrottleWait { wait: Box::new(wait), host }),
+            Begun::Limited(limited) => Admission::No(limited),
         }
     }
 
-    /// What `response` says to a request to `host` under `key`.
-    pub(crate) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
-        self.extractors.policy.signal(key, host, response)
+    fn policy(&self) -> ResponsePolicy {
+        self.extractors.policy.clone()
     }
 
-    /// Whether a refusal by the upstream is an error.
-    pub(crate) fn error_on_limit(&self) -> bool {
-        self.extractors.policy.error_on_limit()
+    fn poll_permit(waiting: &mut ThrottleWait, cx: &mut Context<'_>) -> Poll<Result<ThrottleCall, Limited>> {
+        let host = waiting.host;
+        Pin::new(&mut *waiting.wait).poll(cx).map_ok(|permit| ThrottleCall { permit, host })
     }
 
-    /// The response to a request leaves the gate: an error where it is a refusal, and refusals are errors.
-    pub(crate) fn leave(&self, permit: ThrottlePermit, signal: &Signal) -> Result<(), Limited> {
-        match permit.answered(signal) {
-            Some(limited) if self.error_on_limit() => Err(limited),
-            _ => Ok(()),
+    /// Sends the request. The permits of a throttle do not expire.
+    fn send(call: ThrottleCall, _waiting: &mut ThrottleWait) -> Option<ThrottleCall> {
+        Some(call)
+    }
+
+    fn give_back(call: ThrottleCall) {
+        call.permit.give_back();
+    }
+
+    /// Never ends: a throttle has no in-flight slots.
+    fn poll_lost(_call: &ThrottleCall, _cx: &mut Context<'_>) -> Poll<Limited> {
+        Poll::Pending
+    }
+
+    fn leave<T>(
+        call: ThrottleCall,
+        response: &impl AsResponseInfo,
+        policy: &ResponsePolicy,
+        repeat: Option<T>,
+    ) -> Departure<ThrottleWait, T> {
+        let ThrottleCall { permit, host } = call;
+        let signal = policy.signal(permit.key(), host, response);
+        let limited = match repeat {
+            Some(repeat) => match permit.answered_or_back(&signal) {
+                Some(Back::Waits(wait)) => return Departure::Retry(ThrottleWait { wait, host }, repeat),
+                Some(Back::Ended(limited)) => Some(limited),
+                None => None,
+            },
+            None => permit.answered(&signal),
+        };
+        match limited {
+            Some(limited) if policy.error_on_limit() => Departure::Refuse(limited),
+            _ => Departure::Pass(InFlight(None)),
         }
     }
 }
 
-/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the line, for as long as
-/// `max_wait` from its arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
-///
-/// A refusal that says that the request would have to wait for longer passes as a response. Any other is dropped before
-/// the wait, so that it holds neither its connection nor, with
-/// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its place in flight. If the request then gets no
-/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal.
-///
-/// A request has to be one that can be sent twice ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as
-/// one with a streaming body, is sent once. So mind requests that do something each time they arrive: a server that refuses a
-/// request has, as a rule, not acted on it.
-///
-/// ```
-/// use http::{Request, Response};
-/// use tollgate::AdaptiveThrottleLayer;
-/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
-///
-/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
-/// # async fn main() -> Result<(), BoxError> {
-/// # let mut refusals = 2;
-/// let client = service_fn(move |_: Request<String>| {
-///     let status = if refusals > 0 { 429 } else { 200 };
-///     refusals -= 1;
-///     async move { Response::builder().status(status).header("retry-after", 1).body("hello") }
-/// });
-/// # let client = { let client = std::sync::Arc::new(std::sync::Mutex::new(client)); service_fn(move |request: Request<String>| client.lock().unwrap().call(request)) };
-/// let mut service = ServiceBuilder::new().layer(AdaptiveThrottleLayer::new().retrying()).service(client);
-///
-/// let request = Request::get("https://api.example.com/users").body(String::new())?;
-/// let response = service.ready().await?.call(request).await?;
-/// assert_eq!(response.status(), 200);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-pub struct RetryingThrottleLayer {
-    pub(crate) layer: AdaptiveThrottleLayer,
+impl<S> Layer<S> for AdaptiveThrottleLayer {
+    type Service = AdaptiveThrottle<S>;
+
+    fn layer(&self, inner: S) -> AdaptiveThrottle<S> {
+        AdaptiveThrottle::new(self.clone(), inner)
+    }
+}
+
+gated_service! {
+    /// The Tower service of an [`AdaptiveThrottleLayer`].
+    ///
+    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when
+    /// the request is there.
+    ///
+    /// # Cancel safety
+    ///
+    /// A response future may be dropped at any time. A request that waits gives up its place in the queue. A request that was
+    /// sent counts as one without a response.
+    AdaptiveThrottle {
+        gate: AdaptiveThrottleLayer,
+        request: AsRequestInfo,
+        clone: None,
+        future: ThrottledFuture,
+    }
+}
+
+gated_future! {
+    /// The response future of an [`AdaptiveThrottle`] or a [`RetryingThrottle`](super::RetryingThrottle) service.
+    ThrottledFuture { gate: AdaptiveThrottleLayer }
 }

@@ -1,0 +1,88 @@
+//! The adaptive layer that sends refused requests again, and its Tower service.
+
+use tower_layer::Layer;
+
+use super::service::gated_service;
+use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
+#[cfg(doc)]
+use crate::error::Limited;
+use crate::key::AsRequestInfo;
+
+/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the line, for as long as
+/// `max_wait` from its arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
+///
+/// A refusal that says that the request would have to wait for longer passes as a response. Any other is dropped before
+/// the wait, so that it holds neither its connection nor, with
+/// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its place in flight. If the request then gets no
+/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal.
+///
+/// A request has to be one that can be sent twice ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as
+/// one with a streaming body, is sent once. So mind requests that do something each time they arrive: a server that refuses a
+/// request has, as a rule, not acted on it.
+///
+/// ```
+/// use http::{Request, Response};
+/// use tollgate::AdaptiveThrottleLayer;
+/// use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), BoxError> {
+/// # let mut refusals = 2;
+/// let client = service_fn(move |_: Request<String>| {
+///     let status = if refusals > 0 { 429 } else { 200 };
+///     refusals -= 1;
+///     async move { Response::builder().status(status).header("retry-after", 1).body("hello") }
+/// });
+/// # let client = { let client = std::sync::Arc::new(std::sync::Mutex::new(client)); service_fn(move |request: Request<String>| client.lock().unwrap().call(request)) };
+/// let mut service = ServiceBuilder::new().layer(AdaptiveThrottleLayer::new().retrying()).service(client);
+///
+/// let request = Request::get("https://api.example.com/users").body(String::new())?;
+/// let response = service.ready().await?.call(request).await?;
+/// assert_eq!(response.status(), 200);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RetryingThrottleLayer {
+    pub(crate) layer: AdaptiveThrottleLayer,
+}
+
+impl<S> Layer<S> for RetryingThrottleLayer {
+    type Service = RetryingThrottle<S>;
+
+    fn layer(&self, inner: S) -> RetryingThrottle<S> {
+        RetryingThrottle::new(self.layer.clone(), inner)
+    }
+}
+
+gated_service! {
+    /// The Tower service of a [`RetryingThrottleLayer`]: an [`AdaptiveThrottle`](super::AdaptiveThrottle) that sends refused
+    /// requests again.
+    RetryingThrottle {
+        gate: AdaptiveThrottleLayer,
+        request: AsRequestInfo & CloneRequest,
+        clone: Some(R::clone_request),
+        future: ThrottledFuture,
+    }
+}
+
+/// Requests that can be sent twice.
+///
+/// Implemented for `http::Request<B>` where the body is `Clone`, and, with the feature `reqwest`, for `reqwest::Request`.
+pub trait CloneRequest: Sized {
+    /// The same request, if it can be had a second time.
+    fn clone_request(&self) -> Option<Self>;
+}
+
+impl<B: Clone> CloneRequest for http::Request<B> {
+    fn clone_request(&self) -> Option<Self> {
+        Some(self.clone())
+    }
+}
+
+#[cfg(feature = "reqwest")]
+impl CloneRequest for reqwest::Request {
+    fn clone_request(&self) -> Option<Self> {
+        self.try_clone()
+    }
+}

@@ -1,0 +1,123 @@
+//! The seam between gates and edges.
+//!
+//! A gate decides when a request may be sent: a [`RateLimitLayer`](super::RateLimitLayer) by a quota, an
+//! [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) by the pace it has learned. An edge is the place where requests
+//! arrive: the Tower service in `service.rs`, the middleware in `reqwest.rs`. Each gate implements [`Gate`] once, and each
+//! edge is written once over it.
+//!
+//! ```text
+//!               ┌──────── the permit has expired ─────────┐
+//!               v                                         │
+//! enter ─┬─> Wait ── poll_permit ─┬─> Permit ── send ─────┴─> Call ── leave ─┬─> Departure::Pass
+//!        │      ^                 └─> Limited                  ^  │          ├─> Departure::Refuse
+//!        ├─> Go ┼──────────────────────────────────────────────┘  │          │
+//!        └─> No │                                    poll_lost <──┘          │
+//!               └────────────────────────────────────────────────────────────┴── Departure::Retry
+//! ```
+//!
+//! The futures of the edges do not keep the gate: each value above holds what it needs of it.
+
+use std::task::{Context, Poll};
+
+use super::body::InFlight;
+use super::response_policy::ResponsePolicy;
+use crate::error::Limited;
+use crate::key::RequestInfo;
+use crate::signal::AsResponseInfo;
+
+/// Decides when a request may be sent, and learns from its response.
+pub(super) trait Gate: Send + Sync {
+    /// A request that waits for its permit. Dropping it gives up its place in the queue.
+    type Wait: Send;
+
+    /// The right to send one request, not used yet. Dropped, it counts as spent.
+    type Permit: Send;
+
+    /// A request that was sent and has no response yet. Dropping it ends the call.
+    type Call: Send + Sync;
+
+    /// Admits `request`, makes it wait, or refuses it.
+    ///
+    /// The edge sends an admitted request at once.
+    fn enter(&self, request: &RequestInfo<'_>) -> Admission<Self::Call, Self::Wait>;
+
+    /// Returns what the gate does with responses.
+    fn policy(&self) -> ResponsePolicy;
+
+    /// Polls for the permit of a waiting request.
+    fn poll_permit(wait: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Self::Permit, Limited>>;
+
+    /// Uses `permit` for a request that the edge sends now.
+    ///
+    /// If the permit has expired, returns `None`: the request waits again, in its old place.
+    fn send(permit: Self::Permit, wait: &mut Self::Wait) -> Option<Self::Call>;
+
+    /// Returns a permit under which nothing was sent.
+    fn give_back(permit: Self::Permit);
+
+    /// Polls for the loss of the call's in-flight slot. After it, the edge has to cancel the call.
+    fn poll_lost(call: &Self::Call, cx: &mut Context<'_>) -> Poll<Limited>;
+
+    /// Ends `call` with its response.
+    ///
+    /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is not retried.
+    fn leave<T>(
+        call: Self::Call,
+        response: &impl AsResponseInfo,
+        policy: &ResponsePolicy,
+        repeat: Option<T>,
+    ) -> Departure<Self::Wait, T>;
+}
+
+/// The gate's decision about a request.
+pub(super) enum Admission<C, W> {
+    /// The request is sent now.
+    Go(C),
+    /// The request waits for its permit.
+    Wait(W),
+    /// The request is refused.
+    No(Limited),
+}
+
+/// The gate's decision about a response.
+pub(super) enum Departure<W, T> {
+    /// The caller gets the response. The call is in flight until the [`InFlight`] is dropped.
+    Pass(InFlight),
+    /// The upstream refused the request, which waits to be sent again. The edge drops the response.
+    Retry(W, T),
+    /// The upstream refused the request, and the caller gets an error.
+    Refuse(Limited),
+}
+
+/// A permit that is given back when it is dropped unused.
+pub(super) struct GiveBackOnDrop<G: Gate>(Option<G::Permit>);
+
+impl<G: Gate> GiveBackOnDrop<G> {
+    /// Creates a guard without a permit.
+    pub(super) fn empty() -> Self {
+        GiveBackOnDrop(None)
+    }
+
+    /// Returns whether the guard has no permit.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Puts `permit` under guard.
+    pub(super) fn put(&mut self, permit: G::Permit) {
+        self.0 = Some(permit);
+    }
+
+    /// Takes the permit out, to be used.
+    pub(super) fn take(&mut self) -> Option<G::Permit> {
+        self.0.take()
+    }
+}
+
+impl<G: Gate> Drop for GiveBackOnDrop<G> {
+    fn drop(&mut self) {
+        if let Some(permit) = self.0.take() {
+            G::give_back(permit);
+        }
+    }
+}
