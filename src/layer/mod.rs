@@ -14,6 +14,7 @@ pub(crate) mod retry;
 mod retrying;
 mod seam;
 mod service;
+mod settings;
 mod throttle;
 mod throttle_builder;
 

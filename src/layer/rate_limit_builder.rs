@@ -1,21 +1,21 @@
 //! The builder of a [`RateLimitLayer`].
 
+use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use http::HeaderMap;
-
-use super::RateLimitLayer;
-use super::extractors::Extractors;
+use super::rate_limit::RateLimitLayer;
+use super::settings::{Common, at_most, common_setters};
 use crate::config_error::ConfigError;
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
 use crate::limiter::{Learn, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
+#[cfg(doc)]
 use crate::signal::Signal;
-use crate::store::{FallbackStore, MemoryStore, Share, Store};
+use crate::store::{MemoryStore, Share, FallbackStore};
 
-/// Sets up a [`RateLimitLayer`].
+/// Configures a [`RateLimitLayer`].
 ///
 /// ```
 /// use std::time::Duration;
@@ -31,25 +31,24 @@ use crate::store::{FallbackStore, MemoryStore, Share, Store};
 #[must_use = "a builder does nothing until build"]
 pub struct RateLimitBuilder {
     quota: Quota,
-    extractors: Extractors,
-    store: Option<Arc<dyn Store>>,
+    common: Common,
     on_store_error: OnStoreError,
+    /// Between 0 and 1; see [`RateLimitBuilder::fallback_share`].
     fallback_share: Option<f64>,
-    max_wait: Duration,
-    max_waiting: usize,
-    max_keys: usize,
     transit_slack: Duration,
     boundary_slack: Duration,
-    rate_loss: u32,
+    /// Per cent of the rate.
+    max_rate_loss: u32,
     in_flight_life: Duration,
-    max_hold: Duration,
     learn: Learn,
     on_scope: Option<OnScope>,
 }
 
 impl RateLimitBuilder {
-    const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
-    const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
+    const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
+    const DEFAULT_TRANSIT_SLACK: Duration = Duration::from_millis(10);
+    const DEFAULT_BOUNDARY_SLACK: Duration = Duration::from_millis(100);
+    const DEFAULT_IN_FLIGHT_LIFE: Duration = Duration::from_secs(10);
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
     const SHORTEST_LIFE: Duration = Duration::from_millis(300);
     const LONGEST_LIFE: Duration = Duration::from_secs(3600);
@@ -58,97 +57,92 @@ impl RateLimitBuilder {
     pub(super) fn new(quota: Quota) -> Self {
         RateLimitBuilder {
             quota,
-            extractors: Extractors::default(),
-            store: None,
+            common: Common::new(RateLimitBuilder::DEFAULT_MAX_HOLD),
             on_store_error: OnStoreError::default(),
             fallback_share: None,
-            max_wait: RateLimitBuilder::DEFAULT_MAX_WAIT,
-            max_waiting: 10_000,
-            max_keys: MemoryStore::DEFAULT_MAX_KEYS,
-            transit_slack: Duration::from_millis(10),
-            boundary_slack: Duration::from_millis(100),
-            rate_loss: Slacks::RATE_LOSS,
-            in_flight_life: Duration::from_secs(10),
-            max_hold: Duration::from_secs(60),
+            transit_slack: RateLimitBuilder::DEFAULT_TRANSIT_SLACK,
+            boundary_slack: RateLimitBuilder::DEFAULT_BOUNDARY_SLACK,
+            max_rate_loss: Slacks::RATE_LOSS,
+            in_flight_life: RateLimitBuilder::DEFAULT_IN_FLIGHT_LIFE,
             learn: Learn::default(),
             on_scope: None,
         }
     }
 
-    /// The key of a request: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure that returns a
-    /// [`Key`] or an `Option<Key>`. Default: one key for everything ([`Key::ALL`]): one count, and
-    /// [holds](Self::max_hold) by host.
-    ///
-    /// A request for which it returns `None` is refused ([`Reason::NoKey`](crate::Reason::NoKey)). A [`Key`] in the
-    /// request's extensions goes first.
-    pub fn key<F, K>(mut self, key: F) -> Self
-    where
-        F: Fn(&RequestInfo<'_>) -> K + Send + Sync + 'static,
-        K: Into<Option<Key>>,
-    {
-        self.extractors.key = Some(Box::new(move |request| key(request).into()));
-        self
+    common_setters! {
+        /// Without a key function, all requests are counted together, and a refusal [holds](Self::max_hold) the requests to
+        /// the host that refused.
+        key;
+        /// If the slot of a request lies further away, the request is refused at once and uses no permits. The error says when
+        /// the request could have been sent.
+        max_wait;
+        /// The default store has room for the same number of keys. Keys that are not in use cost nothing and do not count. If
+        /// there is no room, requests with a new key are refused. Without a [key function](Self::key), each host on hold counts
+        /// as a key, and a refusal holds nothing if there is no room.
+        max_keys;
+        /// Default: 60 s, so that one wrong response costs about a minute; at most a day. With `Duration::ZERO`, a refusal holds
+        /// nothing.
+        ///
+        /// If the upstream states a time, the key is held for that time, cut to `max_hold`. If it states none, the key is held for
+        /// about a second, and twice as long each time it is refused again. If the upstream refuses again after the time it stated,
+        /// the key is held for at least 0.4 s, and twice as long each time.
+        ///
+        /// After a hold that was cut, one request is sent as a probe. When the probe has passed, the others follow. If the probe
+        /// has no response, another one follows after 5 s. All requests may be sent a minute after the hold, or after `max_hold` if
+        /// that is shorter.
+        ///
+        /// Usage by others that is [learned](Self::learn) from one response is reserved for a minute, or for `max_hold` if that is
+        /// shorter.
+        ///
+        /// Without a [key function](Self::key), a refusal holds the requests to its host ([`Key::host_hold`]) and no others; the
+        /// refusal of a request without a host holds all requests. With a key function, it holds the key of the request, whatever
+        /// the host.
+        max_hold;
+        /// Sets the store in which permits are counted. Default: a [`MemoryStore`] of its own.
+        ///
+        /// Layers with the same store share the counts of equal keys.
+        store;
+        /// ```
+        /// use std::time::Duration;
+        /// use http::{HeaderMap, StatusCode};
+        /// use tollgate::{Key, Quota, RateLimitLayer, Signal, by_host};
+        ///
+        /// // One of the servers sends `X-Pause: 3` where others send `429` and `Retry-After: 3`.
+        /// let theirs = Key::host("api.example.com");
+        /// let pause = move |key, headers: &HeaderMap, signal: Signal| {
+        ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok()?.parse().ok());
+        ///     match seconds {
+        ///         Some(seconds) if key == theirs => signal
+        ///             .with_limited(StatusCode::TOO_MANY_REQUESTS)
+        ///             .with_retry_after(Duration::from_secs(seconds)),
+        ///         _ => signal,
+        ///     }
+        /// };
+        /// let limit = RateLimitLayer::builder(Quota::per_second(50)).key(by_host).dialect(pause).build()?;
+        /// # Ok::<(), tollgate::ConfigError>(())
+        /// ```
+        dialect;
     }
 
-    /// How many units a request takes. Default: 1. A [`Cost`](crate::Cost) in the request's extensions goes first.
+    /// Sets how the cost of a request is found: how many units of the limit it takes. Default: 1.
+    ///
+    /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
     pub fn cost(mut self, cost: impl Fn(&RequestInfo<'_>) -> u32 + Send + Sync + 'static) -> Self {
-        self.extractors.cost = Some(Box::new(cost));
+        self.common.extractors.cost = Some(Box::new(cost));
         self
     }
 
-    /// The moment by which a request must leave; a slot beyond is refused at once. Default: none. A
-    /// [`Deadline`](crate::Deadline) in the request's extensions goes first; `max_wait` holds besides.
-    pub fn deadline<F>(mut self, deadline: F) -> Self
-    where
-        F: Fn(&RequestInfo<'_>) -> Option<Instant> + Send + Sync + 'static,
-    {
-        self.extractors.deadline = Some(Box::new(deadline));
-        self
-    }
-
-    /// The longest a request may wait at the gate. Default: 15 s; at most a day.
-    ///
-    /// A request whose slot lies further away is refused at once, before it costs anything, and the error tells when
-    /// it could have been. `Duration::ZERO` means: never wait.
-    pub fn max_wait(mut self, max_wait: Duration) -> Self {
-        self.max_wait = max_wait;
-        self
-    }
-
-    /// How many may wait for one key in this process; the next is refused. Default: 10,000; at least 1.
-    pub fn max_waiting(mut self, max_waiting: usize) -> Self {
-        self.max_waiting = max_waiting;
-        self
-    }
-
-    /// How many keys may be in use at once in this process, and in the default store. Default: 100,000; at least 1.
-    ///
-    /// Keys that are not in use cost nothing and do not count. Beyond, a request with a new key is refused. Without a
-    /// [key function](Self::key), each host that is held counts as a key, and is not held if there is no room.
-    pub fn max_keys(mut self, max_keys: usize) -> Self {
-        self.max_keys = max_keys;
-        self
-    }
-
-    /// Where permits are counted. Default: a [`MemoryStore`] of its own.
-    ///
-    /// Layers that share a store share the counts of equal keys.
-    pub fn store(mut self, store: Arc<dyn Store>) -> Self {
-        self.store = Some(store);
-        self
-    }
-
-    /// What becomes of a request when the store cannot be asked. Default: [`OnStoreError::FailClosed`].
+    /// Sets what happens to a request if the store fails. Default: [`OnStoreError::FailClosed`].
     pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
         self.on_store_error = on_store_error;
         self
     }
 
-    /// The share of the limit with which a process goes on while the store is away that was granted nothing in the last
-    /// window before; with [`OnStoreError::FallbackShare`] only. Default: none, such a process is refused. Above 0 and at
-    /// most 1: one divided by the number of processes.
+    /// Sets the fraction of the limit that this process may use during an outage of the store, if the store granted it nothing in
+    /// the last window before. Only with [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
     ///
-    /// A share of less than one unit is one unit in a longer time.
+    /// The fraction is above 0 and at most 1: one divided by the number of processes. If it comes to less than one unit, the
+    /// process may use one unit in a longer time.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -158,7 +152,7 @@ impl RateLimitBuilder {
     /// let limit = RateLimitLayer::builder(Quota::per_second(50))
     ///     .store(store)
     ///     .on_store_error(OnStoreError::FallbackShare)
-    ///     .fallback_share(1.0 / 8.0) // we are eight
+    ///     .fallback_share(1.0 / 8.0) // eight processes
     ///     .build()?;
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
@@ -167,30 +161,29 @@ impl RateLimitBuilder {
         self
     }
 
-    /// By how much the time that a request takes to the upstream may vary. Default: 10 ms; at most 60 s, else
-    /// [`build`](Self::build) fails.
+    /// Sets by how much the time may vary that a request takes to the upstream. Default: 10 ms; at most 60 s.
     ///
-    /// Opening a connection is part of that time: where the first request on a connection takes 150 ms longer than the
-    /// next, 10 ms of slack let the upstream see up to twice the limit at the start.
+    /// Opening a connection is part of that time. If the first request on a connection takes 150 ms longer than the next, then with
+    /// 10 ms of slack the upstream may see up to twice the limit at the start.
     ///
-    /// Together with the life of a permit it is the margin by which every window is longer than the quota says. A permit lives
-    /// for a fiftieth of the window divided by the count, at least 10 ms and at most 50 ms: the margin costs 2 % of the rate at 50
-    /// per second, and 3 % at one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth of
-    /// the window: at 100 per minute, at most 0.5 % besides.
+    /// The slack and the life of a permit are the margin by which every window is longer than the quota says. A permit lives for a
+    /// fiftieth of the window divided by the count, at least 10 ms and at most 50 ms. The margin costs 2 % of the rate at 50
+    /// requests per second, and 3 % at one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth
+    /// of the window: at 100 requests per minute, they cost at most 0.5 % more.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
         self.transit_slack = transit_slack;
         self
     }
 
-    /// The most of the rate, in per cent, that the margin of permits may cost under a fine spacing. Default: 10; at most 50.
+    /// Sets how many per cent of the rate the margin of permits may cost under a fine spacing. Default: 10; at most 50.
     ///
-    /// Requests of a burst or of [`Quota::every`] leave farther apart than the limit says if its spacing is short against the
-    /// margin: the life of a permit and [`transit_slack`](Self::transit_slack). If that costs too much, permits live shorter,
-    /// down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be lost; this accepts the loss.
-    /// Sliding and fixed windows do not need it.
+    /// The margin is the life of a permit and [`transit_slack`](Self::transit_slack). If the spacing of a burst or of
+    /// [`Quota::every`] is short against the margin, requests are sent farther apart than the limit says. If that costs more than
+    /// `percent`, permits live shorter, down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be
+    /// lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need it.
     ///
-    /// A permit that lives for 2 ms often ends before it is used on a busy machine. Over a store with a trip, permits live for
-    /// at least twice the trip and 5 ms.
+    /// On a busy machine, a permit that lives for 2 ms often expires before it is used. If the store is remote, permits live for at
+    /// least twice the round trip and 5 ms.
     ///
     /// # Errors
     ///
@@ -201,7 +194,7 @@ impl RateLimitBuilder {
     /// use std::time::Duration;
     /// use tollgate::{Quota, RateLimitLayer};
     ///
-    /// // A server that refuses whatever comes within 20 ms of the request before, on the same network.
+    /// // A server that refuses a request within 20 ms of the one before, on the same network.
     /// let limit = RateLimitLayer::builder(Quota::every(Duration::from_millis(20)))
     ///     .transit_slack(Duration::from_millis(1))
     ///     .max_rate_loss(14)
@@ -209,64 +202,46 @@ impl RateLimitBuilder {
     /// # Ok::<(), tollgate::ConfigError>(())
     /// ```
     pub fn max_rate_loss(mut self, percent: u32) -> Self {
-        self.rate_loss = percent;
+        self.max_rate_loss = percent;
         self
     }
 
-    /// How long before and after the boundary of a [fixed](Quota::fixed) window nothing is sent: the way to the upstream
-    /// and the difference of the clocks. Default: 100 ms; at most a quarter of the window.
+    /// Sets for how long before and after the boundary of a [fixed](Quota::fixed) window no request is sent. Default: 100 ms; at
+    /// most a quarter of the window.
+    ///
+    /// It covers the time that a request takes to the upstream, and the difference between the clocks.
     pub fn boundary_slack(mut self, boundary_slack: Duration) -> Self {
         self.boundary_slack = boundary_slack;
         self
     }
 
-    /// For how long the calls [in flight](Quota::in_flight) of a process stay counted that can no longer say that they are
-    /// there. Default: 10 s; from 300 ms to an hour.
+    /// Sets for how long the calls [in flight](Quota::in_flight) of a crashed process keep counting against the limit. Default:
+    /// 10 s; from 300 ms to an hour.
     ///
-    /// A process that dies leaves its places to others after so long. One that lives says every third of it that its calls
-    /// are there, and gives them up, with [`StoreError::SeatLost`](crate::store::StoreError::SeatLost), when it could not
-    /// for all of it: so a store may be away for so long before calls in flight are harmed. Of no use in memory.
+    /// A running process renews its calls at every third of this time. If it cannot reach the store for all of it, it cancels its
+    /// calls with [`StoreError::SeatLost`](crate::store::StoreError::SeatLost). So calls in flight survive a store outage of that
+    /// length. With a store in memory, the setting has no effect.
     pub fn in_flight_life(mut self, in_flight_life: Duration) -> Self {
         self.in_flight_life = in_flight_life;
         self
     }
 
-    /// The longest that a refusal by the upstream holds a key. Default: 60 s, so that one wrong response costs about a minute;
-    /// at most a day, else [`build`](Self::build) fails. `Duration::ZERO`: a refusal holds nothing.
+    /// Sets what the layer learns from what the upstream says about its quotas. Default: [`Learn::Remaining`].
     ///
-    /// If the upstream says for how long, the key is held for that, cut to `max_hold`. If it does not, the key is held for about a
-    /// second, and twice as long each time it is refused again. If it refuses again when the time that it named is over, the key is
-    /// held for at least 0.4 s, and twice that each time.
+    /// Without a [key function](Self::key), nothing is learned from requests to several hosts: each host has quotas of its own.
     ///
-    /// A hold that was cut ends with one request, the probe: the others leave when it has passed. If it has no response, another
-    /// one follows after 5 s, and all may leave a minute after the hold, or `max_hold` if that is shorter.
-    ///
-    /// What is [learned](Self::learn) of others from one response is reserved for a minute, or `max_hold` if that is shorter.
-    ///
-    /// Without a [key function](Self::key), a refusal holds the requests to its host
-    /// ([`Key::host_hold`]) and no others; a request without a host is held with all. With one, it holds the key of the
-    /// request, whatever its host. A refusal by another host, to which reqwest followed a redirect, holds nothing.
-    pub fn max_hold(mut self, max_hold: Duration) -> Self {
-        self.max_hold = max_hold;
-        self
-    }
-
-    /// What is made of what the upstream says about its quotas. Default: [`Learn::Remaining`].
-    ///
-    /// Nothing is learned of requests to several hosts without a [key function](Self::key): each host has quotas of its own.
-    ///
-    /// [`Limiter::peek`](crate::Limiter::peek) tells what was learned.
+    /// [`Limiter::peek`](crate::Limiter::peek) shows what was learned.
     pub fn learn(mut self, learn: Learn) -> Self {
         self.learn = learn;
         self
     }
 
-    /// The key that a refusal holds, where the upstream names the limiter that refused ([`Signal::scope`]); `None` for none.
-    /// Default: the key of the call, or of its host: see [`max_hold`](Self::max_hold).
+    /// Sets the key that a refusal holds if the upstream names the limiter that refused ([`Signal::scope`]). If the function
+    /// returns `None`, the refusal holds nothing. Default: the key of the call, or of its host: see [`max_hold`](Self::max_hold).
     ///
-    /// If one limiter counts each route and another the whole account, on one store, a refusal is of one of them. Their permits
-    /// are taken [by hand](crate::Limiter#two-limits-with-different-keys), and both are told the
-    /// [answer](crate::Permit::answered); a layer around the other would not keep its limit.
+    /// Suppose one limiter counts each route and another the whole account, on one store. Then a refusal is about one of them.
+    /// Take both permits [by hand](crate::Limiter#two-limits-with-different-keys), and give the signal to
+    /// [both](crate::Permit::answered). One layer around the other would not keep its limit.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -296,110 +271,78 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). Default: it passes as a response.
-    ///
-    /// [`Signal::limited`] says what is a refusal: a 429, and others such as a 503 that say when to come back.
-    ///
-    /// The body of the response is dropped then.
-    pub fn error_on_upstream_limit(mut self) -> Self {
-        self.extractors.policy.set_error_on_limit();
-        self
-    }
-
-    /// Reads what the upstream says in a way of its own. `dialect` is told the key of the request, the headers of the answer,
-    /// and the [`Signal`] that was read; what it returns counts. Default: none.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    /// use http::{HeaderMap, StatusCode};
-    /// use tollgate::{Key, Quota, RateLimitLayer, Signal, by_host};
-    ///
-    /// // One of the servers says `X-Pause: 3` where others say `429` and `Retry-After: 3`.
-    /// let theirs = Key::host("api.example.com");
-    /// let pause = move |key, headers: &HeaderMap, signal: Signal| {
-    ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok()?.parse().ok());
-    ///     match seconds {
-    ///         Some(seconds) if key == theirs => signal
-    ///             .with_limited(StatusCode::TOO_MANY_REQUESTS)
-    ///             .with_retry_after(Duration::from_secs(seconds)),
-    ///         _ => signal,
-    ///     }
-    /// };
-    /// let limit = RateLimitLayer::builder(Quota::per_second(50)).key(by_host).dialect(pause).build()?;
-    /// # Ok::<(), tollgate::ConfigError>(())
-    /// ```
-    pub fn dialect<F>(mut self, dialect: F) -> Self
-    where
-        F: Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync + 'static,
-    {
-        self.extractors.policy.set_dialect(Arc::new(dialect));
-        self
-    }
-
-    /// Checks everything and makes the layer.
+    /// Checks the settings and builds the layer.
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
+    /// [`ConfigError`] names the first setting that is out of range, and what to change.
     pub fn build(self) -> Result<RateLimitLayer, ConfigError> {
-        at_most("max_wait", self.max_wait, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
-        at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
-        at_most("max_hold", self.max_hold, RateLimitBuilder::LONGEST_WAIT, "at most a day")?;
-        if !(RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE).contains(&self.in_flight_life)
-        {
-            let value = format!("{:?}", self.in_flight_life);
-            let allowed = "from 300 ms to an hour";
-            return Err(ConfigError::OutOfRange { setting: "in_flight_life", value, allowed });
-        }
-        if self.max_waiting == 0 {
-            let allowed = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
-            return Err(ConfigError::OutOfRange { setting: "max_waiting", value: "0".into(), allowed });
-        }
-        if self.max_keys == 0 {
-            return Err(ConfigError::OutOfRange {
-                setting: "max_keys",
-                value: "0".into(),
-                allowed: "at least 1",
-            });
-        }
-        if self.rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
-            let (setting, value) = ("max_rate_loss", self.rate_loss.to_string());
-            return Err(ConfigError::OutOfRange { setting, value, allowed: "at most 50" });
-        }
-        let (transit, boundary) = (self.transit_slack, self.boundary_slack);
-        let life = self.quota.check(Slacks { transit, boundary, rate_loss: self.rate_loss })?;
+        self.check()?;
+        let slacks = Slacks {
+            transit: self.transit_slack,
+            boundary: self.boundary_slack,
+            rate_loss: self.max_rate_loss,
+        };
+        let life = self.quota.check(slacks)?;
         let share = self.share()?;
-        let mut store = self.store.unwrap_or_else(|| Arc::new(MemoryStore::new(self.max_keys)));
+        let Common { extractors, store, max_wait, max_waiting, max_keys, max_hold } = self.common;
+        let mut store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
         if self.on_store_error == OnStoreError::FallbackShare {
-            store = Arc::new(FallbackStore::new(store, share, self.max_keys));
+            store = Arc::new(FallbackStore::new(store, share, max_keys));
         }
+        let terms = Terms::new(self.quota, self.transit_slack, self.boundary_slack).with_life(life);
         let limiter = Limiter::new(Settings {
-            terms: Arc::new(Terms::new(self.quota, transit, boundary).with_life(life)),
+            terms: Arc::new(terms),
             store,
-            max_wait: self.max_wait,
-            max_waiting: self.max_waiting,
-            max_keys: self.max_keys,
+            max_wait,
+            max_waiting,
+            max_keys,
             in_flight_life: self.in_flight_life,
-            max_hold: self.max_hold,
+            max_hold,
             learn: self.learn,
             on_scope: self.on_scope,
             on_store_error: self.on_store_error,
         });
-        Ok(RateLimitLayer { limiter, extractors: Arc::new(self.extractors) })
+        Ok(RateLimitLayer { limiter, extractors: Arc::new(extractors) })
     }
 
+    /// Checks that each setting is in its range.
+    fn check(&self) -> Result<(), ConfigError> {
+        self.common.check()?;
+        at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
+        if !lives.contains(&self.in_flight_life) {
+            return Err(ConfigError::OutOfRange {
+                setting: "in_flight_life",
+                value: format!("{:?}", self.in_flight_life),
+                allowed: "from 300 ms to an hour",
+            });
+        }
+        if self.max_rate_loss > RateLimitBuilder::LARGEST_RATE_LOSS {
+            return Err(ConfigError::OutOfRange {
+                setting: "max_rate_loss",
+                value: self.max_rate_loss.to_string(),
+                allowed: "at most 50",
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the share of the limit during an outage of the store, if one is set.
     fn share(&self) -> Result<Option<Share>, ConfigError> {
         let falls_back = self.on_store_error == OnStoreError::FallbackShare;
         if falls_back && self.quota.limits().is_empty() {
-            let allowed =
-                "FailClosed or FailOpen where only calls in flight are limited: they have no shares";
-            let value = "FallbackShare".into();
-            return Err(ConfigError::OutOfRange { setting: "on_store_error", value, allowed });
+            return Err(ConfigError::OutOfRange {
+                setting: "on_store_error",
+                value: "FallbackShare".into(),
+                allowed: "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
+            });
         }
         let Some(share) = self.fallback_share else { return Ok(None) };
-        let out_of_range = |allowed| {
-            let value = format!("{share:?}");
-            ConfigError::OutOfRange { setting: "fallback_share", value, allowed }
+        let out_of_range = |allowed| ConfigError::OutOfRange {
+            setting: "fallback_share",
+            value: format!("{share:?}"),
+            allowed,
         };
         if !falls_back {
             return Err(out_of_range("left out, or go with on_store_error(OnStoreError::FallbackShare)"));
@@ -409,24 +352,11 @@ impl RateLimitBuilder {
     }
 }
 
-impl std::fmt::Debug for RateLimitBuilder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RateLimitBuilder")
-            .field("quota", &self.quota)
-            .field("extractors", &self.extractors)
-            .field("max_wait", &self.max_wait)
-            .finish_non_exhaustive()
+impl fmt::Debug for RateLimitBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("RateLimitBuilder");
+        shown.field("quota", &self.quota);
+        self.common.debug(&mut shown);
+        shown.finish_non_exhaustive()
     }
-}
-
-pub(super) fn at_most(
-    setting: &'static str,
-    value: Duration,
-    most: Duration,
-    allowed: &'static str,
-) -> Result<(), ConfigError> {
-    if value <= most {
-        return Ok(());
-    }
-    Err(ConfigError::OutOfRange { setting, value: format!("{value:?}"), allowed })
 }

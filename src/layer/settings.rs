@@ -1,0 +1,184 @@
+//! The settings that both builders have.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::extractors::Extractors;
+use crate::config_error::ConfigError;
+use crate::store::{MemoryStore, Store};
+
+/// The settings that both builders have. [`common_setters!`] makes their setters.
+pub(super) struct Common {
+    pub(super) extractors: Extractors,
+    /// `None`: each builder has a default of its own.
+    pub(super) store: Option<Arc<dyn Store>>,
+    pub(super) max_wait: Duration,
+    /// Waiters per key.
+    pub(super) max_waiting: usize,
+    pub(super) max_keys: usize,
+    pub(super) max_hold: Duration,
+}
+
+const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
+const DEFAULT_MAX_WAITING: usize = 10_000;
+const DAY: Duration = Duration::from_secs(86_400);
+
+impl Common {
+    /// Creates the defaults, with the builder's own `max_hold`.
+    pub(super) fn new(max_hold: Duration) -> Self {
+        Common {
+            extractors: Extractors::default(),
+            store: None,
+            max_wait: DEFAULT_MAX_WAIT,
+            max_waiting: DEFAULT_MAX_WAITING,
+            max_keys: MemoryStore::DEFAULT_MAX_KEYS,
+            max_hold,
+        }
+    }
+
+    /// Checks that each setting is in its range.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        at_most("max_wait", self.max_wait, DAY, "at most a day")?;
+        at_most("max_hold", self.max_hold, DAY, "at most a day")?;
+        let no_wait = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
+        at_least_one("max_waiting", self.max_waiting, no_wait)?;
+        at_least_one("max_keys", self.max_keys, "at least 1")
+    }
+
+    /// Adds the settings that a builder shows in its `Debug`.
+    pub(super) fn debug(&self, shown: &mut fmt::DebugStruct<'_, '_>) {
+        shown.field("extractors", &self.extractors).field("max_wait", &self.max_wait);
+    }
+}
+
+/// Returns an error if `value` is above `most`.
+pub(super) fn at_most(
+    setting: &'static str,
+    value: Duration,
+    most: Duration,
+    allowed: &'static str,
+) -> Result<(), ConfigError> {
+    if value <= most {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange { setting, value: format!("{value:?}"), allowed })
+}
+
+fn at_least_one(setting: &'static str, value: usize, allowed: &'static str) -> Result<(), ConfigError> {
+    if value >= 1 {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange { setting, value: value.to_string(), allowed })
+}
+
+/// Defines the setters of [`Common`] for a builder with a field `common`.
+///
+/// A setter's doc starts with what is true of both builders. What is true of one builder is passed in before the name of
+/// the setter.
+macro_rules! common_setters {
+    (
+        $(#[$key:meta])* key;
+        $(#[$max_wait:meta])* max_wait;
+        $(#[$max_keys:meta])* max_keys;
+        $(#[$max_hold:meta])* max_hold;
+        $(#[$store:meta])* store;
+        $(#[$dialect:meta])* dialect;
+    ) => {
+        /// Sets how the key of a request is found: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure
+        /// that returns a [`Key`](crate::Key) or an `Option<Key>`. Default: one key for all requests
+        /// ([`Key::ALL`](crate::Key::ALL)).
+        ///
+        /// If the function returns `None`, the request is refused ([`Reason::NoKey`](crate::Reason::NoKey)). A
+        /// [`Key`](crate::Key) in the extensions of the request takes precedence over the function.
+        ///
+        $(#[$key])*
+        pub fn key<F, K>(mut self, key: F) -> Self
+        where
+            F: Fn(&$crate::RequestInfo<'_>) -> K + Send + Sync + 'static,
+            K: Into<Option<$crate::Key>>,
+        {
+            self.common.extractors.key = Some(Box::new(move |request| key(request).into()));
+            self
+        }
+
+        /// Sets how the deadline of a request is found: the moment by which it must be sent. Default: none.
+        ///
+        /// A request whose slot lies beyond the deadline is refused. A [`Deadline`](crate::Deadline) in the extensions of the
+        /// request takes precedence over the function. [`max_wait`](Self::max_wait) applies besides.
+        pub fn deadline<F>(mut self, deadline: F) -> Self
+        where
+            F: Fn(&$crate::RequestInfo<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
+        {
+            self.common.extractors.deadline = Some(Box::new(deadline));
+            self
+        }
+
+        /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at most a day.
+        ///
+        /// With `Duration::ZERO`, requests never wait.
+        ///
+        $(#[$max_wait])*
+        pub fn max_wait(mut self, max_wait: std::time::Duration) -> Self {
+            self.common.max_wait = max_wait;
+            self
+        }
+
+        /// Sets how many requests of one key may wait in this process. Further requests of the key are refused. Default: 10,000;
+        /// at least 1.
+        pub fn max_waiting(mut self, max_waiting: usize) -> Self {
+            self.common.max_waiting = max_waiting;
+            self
+        }
+
+        /// Sets how many keys may be in use at once in this process. Default: 100,000; at least 1.
+        ///
+        $(#[$max_keys])*
+        pub fn max_keys(mut self, max_keys: usize) -> Self {
+            self.common.max_keys = max_keys;
+            self
+        }
+
+        /// Sets the longest time for which a response of the upstream holds a key.
+        ///
+        $(#[$max_hold])*
+        ///
+        /// If reqwest followed a redirect to another host, a refusal by that host holds nothing.
+        pub fn max_hold(mut self, max_hold: std::time::Duration) -> Self {
+            self.common.max_hold = max_hold;
+            self
+        }
+
+        $(#[$store])*
+        pub fn store(mut self, store: std::sync::Arc<dyn $crate::store::Store>) -> Self {
+            self.common.store = Some(store);
+            self
+        }
+
+        /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is
+        /// dropped. Default: a refusal passes as a response.
+        ///
+        /// [`Signal::limited`](crate::Signal::limited) says which responses are refusals: a 429, and others, such as a 503
+        /// with `Retry-After`.
+        pub fn error_on_upstream_limit(mut self) -> Self {
+            self.common.extractors.policy.set_error_on_limit();
+            self
+        }
+
+        /// Sets a function that changes how responses are read. Default: none.
+        ///
+        /// `dialect` receives the key of the request, the headers of the response, and the [`Signal`](crate::Signal) that was
+        /// read from them. The signal that it returns takes effect.
+        ///
+        $(#[$dialect])*
+        pub fn dialect<F>(mut self, dialect: F) -> Self
+        where
+            F: Fn($crate::Key, &http::HeaderMap, $crate::Signal) -> $crate::Signal + Send + Sync + 'static,
+        {
+            self.common.extractors.policy.set_dialect(std::sync::Arc::new(dialect));
+            self
+        }
+    };
+}
+
+pub(super) use common_setters;
