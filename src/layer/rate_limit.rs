@@ -166,6 +166,8 @@ impl Gate for RateLimitLayer {
 }
 
 /// Ends `call` with a response that may say something of limits.
+// Not inlined, so that the common path of `leave` stays small.
+#[inline(never)]
 fn read<T>(call: Sent, response: &impl AsResponseInfo, policy: &ResponsePolicy) -> Departure<Box<Waiter>, T> {
     let signal = policy.signal(call.key(), call.host(), response);
     match call.answered(&signal) {
