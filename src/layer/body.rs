@@ -1,4 +1,4 @@
-//! Calls that are in flight until the body of their response has been read.
+//! Calls that are in flight until the body of their response ends.
 
 use std::fmt;
 use std::future::Future;
@@ -18,11 +18,11 @@ use crate::limiter::Seat;
 use crate::signal::AsResponseInfo;
 
 impl RateLimitLayer {
-    /// The same layer, under which a call is [in flight](crate::Quota::in_flight) until the body of its response has been read or
-    /// dropped, not only until the head is there.
+    /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body of their response ends or is
+    /// dropped. Without it, a call ends with the head of its response.
     ///
-    /// Around a service of `http::Request` it makes the response an `http::Response<`[`HeldBody<B>`](crate::HeldBody)`>`;
-    /// around a `reqwest::Client` and in reqwest-middleware its type stays as it is.
+    /// Around a service of `http::Request`, the response becomes an `http::Response<`[`HeldBody<B>`]`>`. Around a
+    /// `reqwest::Client` and in reqwest-middleware, the type of the response stays the same.
     ///
     /// ```
     /// use bytes::Bytes;
@@ -52,10 +52,10 @@ impl RateLimitLayer {
     }
 }
 
-/// A [`RateLimitLayer`] under which a call is in flight until the body of its response has been read or dropped; made by
+/// A [`RateLimitLayer`] with calls that are in flight until the body of their response ends or is dropped. Made by
 /// [`RateLimitLayer::hold_until_body_end`].
 ///
-/// Like that, it is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`.
+/// It is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`, as the [`RateLimitLayer`] is.
 #[derive(Clone, Debug)]
 pub struct HoldUntilBodyEnd {
     pub(super) layer: RateLimitLayer,
@@ -94,7 +94,7 @@ where
 }
 
 pin_project! {
-    /// The future of a [`Holding`] service.
+    /// The response future of a [`Holding`] service.
     pub struct HoldingFuture<S, R>
     where
         S: Service<R>,
@@ -126,14 +126,14 @@ where
     }
 }
 
-/// A call in flight. Dropping it ends the call.
+/// A call in flight. Dropping the value ends the call.
 #[must_use = "dropping it ends the call"]
 #[derive(Debug)]
 pub struct InFlight(pub(super) Option<Seat>);
 
 impl InFlight {
-    /// Answers the error of a call that has to end, because its place may have been given to others; see
-    /// [`Permit::lost`](crate::Permit::lost).
+    /// Polls for the error of a call that must be cancelled, because the store may have given its in-flight slot to another call;
+    /// see [`Permit::lost`](crate::Permit::lost).
     pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
         match &self.0 {
             Some(seat) => seat.poll_limited(cx).map(Error::from),
@@ -142,14 +142,14 @@ impl InFlight {
     }
 }
 
-/// Responses that can keep their call in flight until their body ends.
+/// A response that can keep its call in flight until its body ends.
 ///
 /// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
 pub trait HoldBody {
-    /// The response that does.
+    /// The response with the call in its body.
     type Held;
 
-    /// Keeps `call` until the body of this response ends or is dropped.
+    /// Keeps `call` in flight until the body of this response ends or is dropped.
     fn hold(self, call: InFlight) -> Self::Held;
 }
 
@@ -162,16 +162,18 @@ impl<B: Body> HoldBody for http::Response<B> {
 }
 
 pin_project! {
-    /// A body whose call is in flight until it ends or is dropped.
+    /// A response body that keeps its call in flight until it ends or is dropped.
     #[derive(Debug)]
     pub struct HeldBody<B> {
         #[pin]
         body: B,
+        // `None` once the body has ended.
         call: Option<InFlight>,
     }
 }
 
 impl<B: Body> HeldBody<B> {
+    /// Wraps `body`. If it is empty, the call ends now.
     pub(super) fn new(body: B, call: InFlight) -> Self {
         let call = (!body.is_end_stream()).then_some(call);
         HeldBody { body, call }

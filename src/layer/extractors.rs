@@ -1,4 +1,4 @@
-//! How requests and their answers are read.
+//! What a layer reads from a request.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -8,21 +8,24 @@ use super::response_policy::ResponsePolicy;
 use crate::key::{Cost, Deadline, Key, RequestInfo};
 use crate::limiter::Entry;
 
-/// How requests and their answers are read.
+/// What a layer reads from a request, and its policy for responses.
 #[derive(Default)]
 pub(super) struct Extractors {
     pub(super) key: Option<Extractor<Option<Key>>>,
     pub(super) cost: Option<Extractor<u32>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
     pub(super) policy: ResponsePolicy,
-    /// The first host that requests without a key function went to, and its key: most programs call one.
+    /// The host of the first request under [`Key::ALL`], and its key. Most programs call one host, so this saves the hash.
     pub(super) first_host: OnceLock<(Box<str>, Key)>,
 }
 
-/// What a closure finds in a request.
+/// A closure that reads one value from a request.
 type Extractor<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
 
 impl Extractors {
+    /// Reads key, cost, deadline and host of `request`. Returns `None` if the key function finds no key.
+    ///
+    /// Values in the extensions of the request take precedence over the functions.
     #[inline]
     pub(super) fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
         let key = match (request.extension::<Key>(), &self.key) {
@@ -44,6 +47,7 @@ impl Extractors {
         Some(Entry { key, cost, deadline, host })
     }
 
+    /// Returns the key of the request's host.
     #[inline]
     fn host_key(&self, request: &RequestInfo<'_>) -> Option<Key> {
         let host = request.host()?;

@@ -1,4 +1,4 @@
-//! The words a user says: the layer and its builder.
+//! The layer that keeps a known quota, and its Tower service.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -23,9 +23,9 @@ use crate::signal::{AsResponseInfo, Signal};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
-/// It is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client` (feature `reqwest`) and over
-/// services of your own requests ([`AsRequestInfo`](crate::AsRequestInfo)), and it is a `reqwest_middleware::Middleware` (feature
-/// `reqwest-middleware`). Without HTTP, take its [`limiter`](RateLimitLayer::limiter).
+/// The layer is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client` (feature `reqwest`) and over
+/// services of your own requests ([`AsRequestInfo`]). It is also a `reqwest_middleware::Middleware` (feature
+/// `reqwest-middleware`). For calls that are not HTTP, use its [`limiter`](RateLimitLayer::limiter).
 ///
 /// ```
 /// use http::{Request, Response};
@@ -47,17 +47,17 @@ use crate::signal::{AsResponseInfo, Signal};
 ///
 /// # What happens to a request
 ///
-/// The permit is taken in `call`, because only there the request, and with it the key, is known; `poll_ready` only asks
-/// the service inside. A request that has to wait holds nothing of the service inside while it waits: it takes a clone,
-/// and asks that one when its permit is there.
+/// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when the
+/// request is there. A request that waits reserves nothing in the inner service: it keeps a clone of the service, and polls the
+/// clone for readiness when the permit is there.
 ///
-/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own deadline. An outer timeout
-/// should be longer than both: when it fires first, its error is all that is left.
+/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own deadline. An outer timeout should be
+/// longer than both. If it fires first, the caller sees neither the reason nor the time to retry.
 ///
 /// # Two layers
 ///
-/// One `RateLimitLayer` around another does not keep its limit: its permit is spent while the request waits in the inner
-/// one. Limits of the same key go into one quota, with [`and`](Quota::and). For limits of different keys, take both permits
+/// One `RateLimitLayer` around another does not keep its limit: the outer permit is spent while the request waits in the inner
+/// layer. Put limits of the same key into one quota, with [`and`](Quota::and). For limits of different keys, take both permits
 /// [by hand](Limiter#two-limits-with-different-keys).
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
@@ -66,21 +66,22 @@ pub struct RateLimitLayer {
 }
 
 impl RateLimitLayer {
-    /// A layer that keeps everything that passes it, together, within `quota`. Waits up to 15 s; counts in memory.
+    /// Creates a layer that keeps all its requests, together, within `quota`. Requests wait for up to 15 s; permits are counted in
+    /// memory.
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] when the quota makes no sense; it says what to change.
+    /// [`ConfigError`] if the quota is out of range. It says what to change.
     pub fn new(quota: Quota) -> Result<Self, ConfigError> {
         RateLimitLayer::builder(quota).build()
     }
 
-    /// A builder, to change the defaults.
+    /// Creates a builder, to change the defaults.
     pub fn builder(quota: Quota) -> RateLimitBuilder {
         RateLimitBuilder::new(quota)
     }
 
-    /// The gate behind this layer, for what is not HTTP. It shares the layer's count.
+    /// Returns the limiter of this layer, for calls that are not HTTP. It shares the layer's count.
     pub fn limiter(&self) -> Limiter {
         self.limiter.clone()
     }

@@ -1,4 +1,4 @@
-//! reqwest: its requests and responses, and the middleware of reqwest-middleware.
+//! The requests and responses of reqwest, and the middleware of reqwest-middleware.
 
 use http::{HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
@@ -29,7 +29,7 @@ impl AsRequestInfo for reqwest::Request {
     }
 }
 
-/// What reqwest takes for the host of a response that was made of an `http::Response` without a URL.
+/// The host that reqwest makes up for a response that was made from an `http::Response` without a URL.
 const NO_HOST: &str = "no.url.provided.local";
 
 impl AsResponseInfo for reqwest::Response {
@@ -50,13 +50,14 @@ impl HoldBody for reqwest::Response {
     type Held = reqwest::Response;
 
     fn hold(self, call: InFlight) -> reqwest::Response {
-        // On its way through `http` a response forgets its URL, unless it is told again.
+        // The conversion to `http::Response` loses the URL, so the new response gets it anew.
         let url = self.url().clone();
         let (parts, body) = http::Response::from(self).into_parts();
         let held = reqwest::Body::wrap(HeldBody::new(body, call));
-        let told = http::Response::builder().url(url).body(()).map(|told| told.into_parts().0.extensions);
+        let with_url = http::Response::builder().url(url).body(());
+        let extensions = with_url.map(|response| response.into_parts().0.extensions);
         let mut response = http::Response::from_parts(parts, held);
-        response.extensions_mut().extend(told.unwrap_or_default());
+        response.extensions_mut().extend(extensions.unwrap_or_default());
         response.into()
     }
 }
@@ -78,8 +79,8 @@ mod middleware {
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
 
-    /// A limit is a [`MiddlewareError::Middleware`] in which [`Limited::find`](crate::Limited::find) finds it; errors
-    /// of the client inside stay as they are.
+    /// A refusal becomes a [`MiddlewareError::Middleware`], in which [`Limited::find`](crate::Limited::find) finds it. Errors of
+    /// the inner client stay as they are.
     impl From<Error> for MiddlewareError {
         fn from(error: Error) -> Self {
             MiddlewareError::middleware(error)

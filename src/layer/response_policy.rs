@@ -1,4 +1,4 @@
-//! What becomes of a response.
+//! What a layer does with a response.
 
 use std::sync::Arc;
 
@@ -7,38 +7,46 @@ use http::HeaderMap;
 use crate::key::Key;
 use crate::signal::{AsResponseInfo, Signal};
 
-/// What a closure makes of what was read from the headers.
+/// A closure that changes the signal that was read from a response; see
+/// [`RateLimitBuilder::dialect`](crate::RateLimitBuilder::dialect).
 type Dialect = Arc<dyn Fn(Key, &HeaderMap, Signal) -> Signal + Send + Sync>;
 
-/// How the answer to a request is read. A call on its way carries it, so it is small, and mostly nothing.
+/// What a layer does with a response.
+///
+/// Each call in flight keeps a copy, so the type is one pointer, and `None` for the defaults.
 #[derive(Clone, Default)]
 pub(crate) struct ResponsePolicy(Option<Arc<Policy>>);
 
 #[derive(Clone, Default)]
 struct Policy {
-    /// Whether a refusal by the upstream is an error; else it passes.
-    errors: bool,
+    /// Whether a refusal by the upstream becomes an error. Otherwise it passes as a response.
+    error_on_limit: bool,
     dialect: Option<Dialect>,
 }
 
 impl ResponsePolicy {
+    /// Returns whether a refusal by the upstream becomes an error.
     pub(super) fn error_on_limit(&self) -> bool {
-        self.0.as_ref().is_some_and(|policy| policy.errors)
+        self.0.as_ref().is_some_and(|policy| policy.error_on_limit)
     }
 
+    /// Returns whether nothing was set.
     #[inline]
     pub(super) fn is_default(&self) -> bool {
         self.0.is_none()
     }
 
+    /// Returns the closure that changes signals, if one was set.
     pub(super) fn dialect(&self) -> Option<&Dialect> {
         self.0.as_ref()?.dialect.as_ref()
     }
 
-    /// What `response` says to a request to `host` under `key`: nothing, if a redirect led to another host.
+    /// Reads the signal in the `response` to a request for `key`.
+    ///
+    /// If `host` is given and another host has responded, after a redirect, the signal is empty.
     pub(super) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
-        if let (Some(asked), Some(answered)) = (host, response.host())
-            && Key::host(answered) != asked
+        if let (Some(requested), Some(responding)) = (host, response.host())
+            && Key::host(responding) != requested
         {
             return Signal::default();
         }
@@ -49,10 +57,12 @@ impl ResponsePolicy {
         }
     }
 
+    /// Makes refusals by the upstream errors.
     pub(super) fn set_error_on_limit(&mut self) {
-        Arc::make_mut(self.0.get_or_insert_default()).errors = true;
+        Arc::make_mut(self.0.get_or_insert_default()).error_on_limit = true;
     }
 
+    /// Sets the closure that changes signals.
     pub(super) fn set_dialect(&mut self, dialect: Dialect) {
         Arc::make_mut(self.0.get_or_insert_default()).dialect = Some(dialect);
     }

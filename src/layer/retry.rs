@@ -1,4 +1,4 @@
-//! Retries that behave: what the upstream limited is tried again through the gate, which knows when.
+//! Retries of requests that the upstream refused, within a budget.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -9,22 +9,22 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::error::{BoxError, Error, Limited};
 use crate::signal::Signal;
 
-/// Retries what the upstream limited (a 429, a 503 that says when to come back), within a budget.
+/// Retries requests that the upstream refused (with a 429, or a 503 with `Retry-After`), within a budget.
 ///
-/// It needs no sleep of its own: the refusal holds the key, so the next attempt, which goes through the gate like any
-/// other, waits there until the upstream said. What we refuse ourselves is not tried again: it waited as long as it may, or
-/// would have to wait for longer. Nor is what failed otherwise: that is another policy's.
+/// The policy does not sleep. The refusal holds the key, and the next attempt goes through the layer like any other request, so it
+/// waits there until the hold ends. A request that the layer itself refused is not retried: it has waited for the longest allowed
+/// time, or would have to wait for longer. Other failures are not retried either; they are for another policy.
 ///
-/// It does not look at the method: a POST is sent again after a 429 or after a 503 with `Retry-After`. A server may have
-/// begun to process what it answers with a 503, so give requests that must not be processed twice an idempotency key, or
-/// a layer without retries.
+/// The method does not matter: a POST is sent again after a 429, or after a 503 with `Retry-After`. A server may have begun to
+/// process a request that it refuses with a 503. If a request must not be processed twice, give it an idempotency key, or use a
+/// layer without retries.
 ///
-/// It is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is `Clone`, and for
-/// `reqwest::Request`; and a `reqwest_retry::RetryableStrategy` with its `RetryPolicy` (feature `reqwest-retry`).
+/// The policy is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is `Clone`, and for
+/// `reqwest::Request`. It is also a `reqwest_retry::RetryableStrategy` and its `RetryPolicy` (feature `reqwest-retry`).
 ///
-/// A refusal by another host, to which a redirect led, holds nothing: its call is tried again at once.
+/// After a redirect, a refusal by another host holds nothing, so the request is retried at once.
 ///
-/// Put it outside of the layer:
+/// Put the policy outside of the layer:
 ///
 #[cfg_attr(feature = "retry", doc = "```")]
 #[cfg_attr(not(feature = "retry"), doc = "```ignore")]
@@ -46,55 +46,60 @@ use crate::signal::Signal;
 /// ```
 #[derive(Clone)]
 pub struct RetryLimited {
-    /// How many attempts are left to this call, the one under way included.
+    /// Attempts that this call has left, including the one in flight.
     attempts: u32,
+    /// Whether requests that the layer refused are retried, too.
     local_refusals: bool,
     budget: Arc<Budget>,
 }
 
-/// What the calls of all clones may retry together.
+/// The retries that the calls of all clones may make together.
 struct Budget {
-    /// In hundredths of a retry.
+    /// Retries left, in hundredths.
     balance: AtomicU32,
+    /// The highest balance, in hundredths.
     most: u32,
-    /// What each call brings that was not limited.
+    /// What a call that was not refused adds, in hundredths.
     deposit: u32,
 }
 
+/// One retry, in hundredths.
 const ONE: u32 = 100;
 
 impl RetryLimited {
-    /// Three attempts in all, and a budget of 10 retries and one for every five calls that were not limited.
+    /// Creates a policy of three attempts a call, with a budget of 10 retries, and one more for every five calls that were not
+    /// refused.
     pub fn new() -> Self {
         RetryLimited { attempts: 3, local_refusals: false, budget: Budget::new(10, 20) }
     }
 
-    /// The most attempts of one call, the first included. Default: 3; with 1, nothing is retried.
+    /// Sets the most attempts of one call, including the first. Default: 3. With 1, nothing is retried.
     #[must_use]
     pub fn attempts(mut self, attempts: u32) -> Self {
         self.attempts = attempts;
         self
     }
 
-    /// The budget that all clones share: `most` retries, used up one by one, of which every call that was not limited
-    /// brings back `percent` hundredths. Default: 10 and 20.
+    /// Sets the budget that all clones share. It starts with `most` retries, its highest value, and each retry takes one. Each call
+    /// that was not refused adds `percent` hundredths of a retry. Default: 10 and 20.
     ///
-    /// Where an upstream limits everything, only the first few are tried again, and the others are told at once.
+    /// If an upstream refuses all requests, only the first few are retried.
     #[must_use]
     pub fn budget(mut self, most: u32, percent: u32) -> Self {
         self.budget = Budget::new(most, percent);
         self
     }
 
-    /// Retries what was refused here, too. Default: no. Only sensible where `max_wait` is short and the deadline long: each
-    /// attempt goes to the end of the line.
+    /// Retries requests that the layer refused, too. Default: no.
+    ///
+    /// Use it only if `max_wait` is short and the deadline long: each attempt joins the end of the queue.
     #[must_use]
     pub fn local_refusals(mut self) -> Self {
         self.local_refusals = true;
         self
     }
 
-    /// Whether a call that came to this is tried again; it takes what that costs from the budget.
+    /// Returns whether a call with this outcome is retried, and takes the retry from the budget.
     fn tries_again(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
         let limited = match outcome {
             Ok(signal) => signal.limited().is_some(),
@@ -132,20 +137,22 @@ impl Budget {
         Arc::new(Budget { balance: AtomicU32::new(most), most, deposit: percent })
     }
 
+    /// Adds what a call brings that was not refused.
     fn deposit(&self) {
         let add = |balance: u32| Some(balance.saturating_add(self.deposit).min(self.most));
         let _ = self.balance.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
     }
 
+    /// Takes one retry. Returns `false` if less than one is left.
     fn withdraw(&self) -> bool {
         let take = |balance: u32| balance.checked_sub(ONE);
         self.balance.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 }
 
-/// Errors in which a [`Limited`] can be found: ours, and boxed ones.
+/// An error in which [`RetryLimited`] looks for a [`Limited`]: the error of a layer, or a boxed one.
 pub trait AsError {
-    /// It as an error.
+    /// Returns the value as an error.
     fn as_error(&self) -> &(dyn StdError + 'static);
 }
 
@@ -227,7 +234,7 @@ mod of_reqwest_retry {
     }
 
     impl RetryPolicy for RetryLimited {
-        /// At once: the gate knows when.
+        /// Retries at once, because the request waits in the layer.
         fn should_retry(&self, started: SystemTime, past: u32) -> RetryDecision {
             match self.attempts.saturating_sub(1) > past {
                 true => RetryDecision::Retry { execute_after: started },

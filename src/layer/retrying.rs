@@ -8,17 +8,16 @@ use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
 use crate::error::Limited;
 use crate::key::AsRequestInfo;
 
-/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the line, for as long as
-/// `max_wait` from its arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
+/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the queue, until `max_wait` after its
+/// arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
 ///
-/// A refusal that says that the request would have to wait for longer passes as a response. Any other is dropped before
-/// the wait, so that it holds neither its connection nor, with
-/// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its place in flight. If the request then gets no
-/// turn in time, it ends with [`Limited::Upstream`], which has the status of the last refusal.
+/// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped before the wait. So it keeps
+/// neither its connection nor, with [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its in-flight slot. If
+/// the request then cannot be sent in time, it ends with [`Limited::Upstream`] and the status of the last refusal.
 ///
-/// A request has to be one that can be sent twice ([`CloneRequest`](crate::CloneRequest)); one that cannot be cloned, such as
-/// one with a streaming body, is sent once. So mind requests that do something each time they arrive: a server that refuses a
-/// request has, as a rule, not acted on it.
+/// The request type must be [`CloneRequest`]. A request that cannot be cloned, such as one with a streaming body, is sent once.
+/// Take care with requests that have an effect each time they arrive. A server that refuses a request has, as a rule, not acted
+/// on it.
 ///
 /// ```
 /// use http::{Request, Response};
@@ -66,11 +65,11 @@ gated_service! {
     }
 }
 
-/// Requests that can be sent twice.
+/// A request that can be sent twice.
 ///
-/// Implemented for `http::Request<B>` where the body is `Clone`, and, with the feature `reqwest`, for `reqwest::Request`.
+/// Implemented for `http::Request<B>` if the body is `Clone`, and, with the feature `reqwest`, for `reqwest::Request`.
 pub trait CloneRequest: Sized {
-    /// The same request, if it can be had a second time.
+    /// Returns a copy of the request, or `None` if it cannot be copied.
     fn clone_request(&self) -> Option<Self>;
 }
 

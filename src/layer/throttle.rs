@@ -1,4 +1,4 @@
-//! The words a user says about a limit that is not known.
+//! The layer that finds the pace of an unknown limit, and its Tower service.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -21,15 +21,15 @@ use crate::pace::Fair;
 use crate::signal::AsResponseInfo;
 use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
-/// Finds the pace that a server allows, where its limit is unknown or moves, and is fair to every other client without
-/// talking to them. Clones share what they learn.
+/// Finds the pace that a server allows if its limit is unknown or changes. It is fair to other clients without communicating
+/// with them. Clones share what they learn.
 ///
-/// It learns from what answers say: refusals, what is left, when to come back. How it does so is its
-/// [pace](crate::pace): by default [`Fair`], with next to no refusals and even shares for all. Where the limit is known,
+/// The layer learns from what responses state: refusals, the remaining quota, the time to retry. Its [pace](crate::pace) decides
+/// how. The default is [`Fair`], which causes next to no refusals and gives all clients even shares. If the limit is known,
 /// [`RateLimitLayer`](super::RateLimitLayer) is exact. If you want both, put the throttle outside.
 ///
-/// It is a `tower_layer::Layer` over the same services as [`RateLimitLayer`](super::RateLimitLayer), and a
-/// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). Without HTTP, take its
+/// The layer is a `tower_layer::Layer` over the same services as [`RateLimitLayer`](super::RateLimitLayer), and a
+/// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). For calls that are not HTTP, use its
 /// [`throttle`](AdaptiveThrottleLayer::throttle).
 ///
 /// ```
@@ -52,17 +52,17 @@ use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 ///
 /// # What happens to a request
 ///
-/// It joins the line of its key, first come, first served. Before the first answer one request is out alone, for at most a
-/// second; after that, the pace says when the next may leave. A refusal holds the line for as long as the server said, up to
-/// [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for as long as the pace finds right.
+/// It joins the queue of its key, first come, first served. Until the first response, for at most a second, one request is in
+/// flight alone. After that, the pace decides when the next request is sent. A refusal holds the queue for the time that the
+/// server states, up to [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for a time that the pace chooses.
 ///
-/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying) the call takes its old place in the
-/// line instead, before all others, and is sent again.
+/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the request takes its old place in the
+/// queue instead, before all others, and is sent again.
 ///
 /// # What it does not do
 ///
-/// It counts nothing: a server's limit may be hit once in a while, and is found again. Each process learns for itself, and
-/// nothing is lost when it ends; a fleet of many shares what it learns through a [store](AdaptiveThrottleBuilder::store).
+/// The layer counts no permits, so it may hit the server's limit once in a while, and then finds it again. Each process learns
+/// for itself, unless the processes share a [store](AdaptiveThrottleBuilder::store).
 #[derive(Clone, Debug)]
 pub struct AdaptiveThrottleLayer {
     pub(super) throttle: Throttle,
@@ -70,23 +70,26 @@ pub struct AdaptiveThrottleLayer {
 }
 
 impl AdaptiveThrottleLayer {
-    /// A layer that learns one pace for everything that passes it, and knows nothing yet. Waits up to 15 s.
-    #[expect(clippy::new_without_default, reason = "a layer is made on purpose: each counts for itself")]
+    /// Creates a layer that learns one pace for all its requests. Requests wait for up to 15 s.
+    #[expect(
+        clippy::new_without_default,
+        reason = "each layer learns for itself, so it is created explicitly"
+    )]
     pub fn new() -> Self {
-        AdaptiveThrottleLayer::builder().build().expect("the defaults make sense")
+        AdaptiveThrottleLayer::builder().build().expect("the defaults are in range")
     }
 
-    /// A builder, to change the defaults.
+    /// Creates a builder, to change the defaults.
     pub fn builder() -> AdaptiveThrottleBuilder {
         AdaptiveThrottleBuilder::new()
     }
 
-    /// The gate behind this layer, for what is not HTTP. It shares what the layer learns.
+    /// Returns the throttle of this layer, for calls that are not HTTP. It shares what the layer learns.
     pub fn throttle(&self) -> Throttle {
         self.throttle.clone()
     }
 
-    /// The same layer, which sends refused requests again.
+    /// Returns this layer with retries: it sends refused requests again.
     pub fn retrying(self) -> RetryingThrottleLayer {
         RetryingThrottleLayer { layer: self }
     }

@@ -76,7 +76,7 @@ impl AdaptiveThrottleBuilder {
         dialect;
     }
 
-    /// Sets how the speed of a key follows signals. `pace` is called once for each key. Default: [`Fair::new`].
+    /// Sets how the speed of a key follows signals. `pace` is called for each key. Default: [`Fair::new`].
     ///
     /// The methods of a pace are called under a lock, so they should be quick.
     pub fn pace<P: Pace + 'static>(mut self, pace: impl Fn() -> P + Send + Sync + 'static) -> Self {
