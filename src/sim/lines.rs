@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use crate::pace::Pace;
 use crate::rng::Dice;
 use crate::signal::Signal;
-use crate::throttle::{Flight, Line, Number, Refused};
+use crate::throttle::{Flight, Number, PacedQueue, Refused};
 
 /// A line, and whose call has which number in it.
 pub(super) struct Shared {
-    line: Line,
+    queue: PacedQueue,
     calls: BTreeMap<Number, usize>,
     /// For when the next look at the line is planned.
     look: Option<Instant>,
@@ -18,18 +18,18 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(pace: Box<dyn Pace>, dice: Dice, now: Instant) -> Self {
-        Shared { line: Line::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
+        Shared { queue: PacedQueue::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
     }
 
     /// A call of `caller` joins the line.
     pub(super) fn join(&mut self, caller: usize, now: Instant) {
-        let number = self.line.join(now);
+        let number = self.queue.arrived(now);
         self.calls.insert(number, caller);
     }
 
     /// Who may leave now, if one may. To be asked until there is none.
     pub(super) fn depart(&mut self, now: Instant) -> Option<(usize, Flight)> {
-        let flight = self.line.depart(now)?;
+        let flight = self.queue.depart(now)?;
         Some((self.calls[&flight.number], flight))
     }
 
@@ -44,7 +44,7 @@ impl Shared {
 
     /// When to look again, where that is to be planned anew.
     pub(super) fn next_look(&mut self) -> Option<Instant> {
-        let look = self.line.look_at();
+        let look = self.queue.look_at();
         let is_new = self.look != look;
         self.look = look;
         look.filter(|_| is_new)
@@ -53,7 +53,7 @@ impl Shared {
     /// An answer has come: what is refused may go [back](Self::back), what is not has ended.
     pub(super) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
         let number = flight.number;
-        let refused = self.line.answered(flight, signal, now);
+        let refused = self.queue.answered(flight, signal, now);
         if refused.is_none() {
             self.calls.remove(&number);
         }
@@ -61,12 +61,12 @@ impl Shared {
     }
 
     pub(super) fn back(&mut self, refused: Refused, now: Instant) {
-        self.line.back(refused, now);
+        self.queue.back(refused, now);
     }
 
     /// Those who sleep by themselves, and until when.
     pub(super) fn asleep(&self) -> impl Iterator<Item = (usize, Instant)> {
-        self.calls.iter().filter_map(|(number, caller)| Some((*caller, self.line.asleep_until(*number)?)))
+        self.calls.iter().filter_map(|(number, caller)| Some((*caller, self.queue.asleep_until(*number)?)))
     }
 }
 

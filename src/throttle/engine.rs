@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::pace_state::Course;
-use super::paced_queue::{Flight, Line, Number};
+use super::pace_state::PaceState;
+use super::paced_queue::{Flight, Number, PacedQueue};
 use super::permit::{ThrottlePermit, Wait};
-use super::sync_task::{Shared, Teller};
-use super::waiters::{Joined, Over, Station};
+use super::sync_task::{SharedPace, SyncTask};
+use super::waiters::{Arrival, TooLate, Waiters};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, Reason, Report};
@@ -43,13 +43,13 @@ use crate::wakers::Wakers;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Throttle(pub(super) Arc<Inner>);
+pub struct Throttle(pub(super) Arc<Core>);
 
-pub(super) struct Inner {
+pub(super) struct Core {
     settings: ThrottleSettings,
-    pub(super) stations: Keyed<Station>,
+    pub(super) keys: Keyed<Waiters>,
     /// Where the lines are shared.
-    pub(super) shared: Option<Shared>,
+    pub(super) shared: Option<SharedPace>,
 }
 
 pub(crate) struct ThrottleSettings {
@@ -73,17 +73,17 @@ pub(crate) enum Begun {
 
 impl Throttle {
     pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
-        let stations = Keyed::new(settings.max_keys);
+        let keys = Keyed::new(settings.max_keys);
         let shared = match &settings.store {
             Some(store) => {
-                let kind = Course::new((settings.pace)(), settings.max_hold, clock::now()).kind();
+                let kind = PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
                 let kind = kind.ok_or(ConfigError::PaceNotShared)?;
-                Some(Shared { store: store.clone(), id: dice() >> 11, kind })
+                Some(SharedPace { store: store.clone(), id: dice() >> 11, kind })
             }
             None => None,
         };
-        let inner = Arc::new(Inner { settings, stations, shared });
-        if let Some(Shared { store, .. }) = &inner.shared {
+        let inner = Arc::new(Core { settings, keys, shared });
+        if let Some(SharedPace { store, .. }) = &inner.shared {
             let listener: Weak<dyn Listener> = Arc::downgrade(&inner) as _;
             store.listen(listener);
         }
@@ -120,12 +120,12 @@ impl Throttle {
 
     /// How many wait for `key` here.
     pub fn waiting(&self, key: Key) -> usize {
-        self.0.stations.find(key, |station| station.waiting()).unwrap_or(0)
+        self.0.keys.find(key, |waiters| waiters.waiting()).unwrap_or(0)
     }
 
     /// How many requests for `key` are on their way from here.
     pub fn in_flight(&self, key: Key) -> usize {
-        self.0.stations.find(key, |station| station.in_flight()).unwrap_or(0)
+        self.0.keys.find(key, |waiters| waiters.in_flight()).unwrap_or(0)
     }
 
     /// A call arrives.
@@ -139,24 +139,24 @@ impl Throttle {
         let by_wait = clock::after(now, self.0.settings.max_wait);
         let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
         let most = self.0.settings.max_waiting;
-        let joined = self.open(key, now, |station, wakers| station.join(latest, most, now, wakers));
+        let joined = self.open(key, now, |waiters, wakers| waiters.arrived(latest, most, now, wakers));
         let (reason, retry_at) = match joined {
-            Ok(Joined::Leaves(flight)) => {
+            Ok(Arrival::Leaves(flight)) => {
                 return Begun::Leaves(ThrottlePermit::new(self.clone(), key, flight, None, latest));
             }
-            Ok(Joined::Waits(number)) => {
+            Ok(Arrival::Waits(number)) => {
                 let label = label();
                 events::waiting(&label, self.waiting(key));
                 return Begun::Waits(Wait::new(self.clone(), key, number, label, now, latest));
             }
-            Ok(Joined::Over(over)) => (self.why(over, latest < by_wait), over.retry_at),
-            Ok(Joined::Full) => (Reason::LineFull(most), None),
+            Ok(Arrival::TooLate(over)) => (self.why(over, latest < by_wait), over.retry_at),
+            Ok(Arrival::Full) => (Reason::LineFull(most), None),
             Err(Full) => (Reason::TooManyKeys(self.0.settings.max_keys), None),
         };
         Begun::Limited(refused(reason, label(), retry_at, Since { start: now, now, turns: 0 }))
     }
 
-    pub(super) fn why(&self, over: Over, by_deadline: bool) -> Reason {
+    pub(super) fn why(&self, over: TooLate, by_deadline: bool) -> Reason {
         match over.is_held {
             true => Reason::Held,
             false if by_deadline => Reason::Deadline,
@@ -177,55 +177,57 @@ impl Throttle {
         &self,
         key: Key,
         now: Instant,
-        with: impl FnOnce(&mut Station, &mut Wakers) -> R,
+        with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Result<R, Full> {
         let make = || {
             let ThrottleSettings { pace, dice, max_hold, .. } = &self.0.settings;
-            let mut line = Line::new(pace(), dice(), *max_hold, now);
-            if let Some(Shared { store, id, .. }) = &self.0.shared {
-                line.share(*id, store.address(), now);
+            let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
+            if let Some(SharedPace { store, id, .. }) = &self.0.shared {
+                queue.share(*id, store.address(), now);
             }
-            Station::new(line, now)
+            Waiters::new(queue, now)
         };
-        let forgotten = |_, station| drop(station);
-        let (mut wakers, mut teller) = (Wakers::default(), None);
-        let opened = self.0.stations.enter(key, now, make, forgotten, |station| {
-            let done = with(station, &mut wakers);
-            teller = self.0.shared.as_ref().and_then(|_| station.needs_teller(clock::now(), &mut wakers));
+        let forgotten = |_, waiters| drop(waiters);
+        let (mut wakers, mut sync_task) = (Wakers::default(), None);
+        let opened = self.0.keys.enter(key, now, make, forgotten, |waiters| {
+            let done = with(waiters, &mut wakers);
+            sync_task =
+                self.0.shared.as_ref().and_then(|_| waiters.needs_sync_task(clock::now(), &mut wakers));
             done
         });
-        self.finish(key, teller, wakers);
+        self.finish(key, sync_task, wakers);
         opened
     }
 
     /// Does something at the station of `key`, which is there as long as anybody waits or is on the way.
-    pub(super) fn at<R>(&self, key: Key, with: impl FnOnce(&mut Station, &mut Wakers) -> R) -> Option<R> {
-        let (mut wakers, mut teller) = (Wakers::default(), None);
-        let done = self.0.stations.find(key, |station| {
-            let done = with(station, &mut wakers);
-            teller = self.0.shared.as_ref().and_then(|_| station.needs_teller(clock::now(), &mut wakers));
+    pub(super) fn at<R>(&self, key: Key, with: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
+        let (mut wakers, mut sync_task) = (Wakers::default(), None);
+        let done = self.0.keys.find(key, |waiters| {
+            let done = with(waiters, &mut wakers);
+            sync_task =
+                self.0.shared.as_ref().and_then(|_| waiters.needs_sync_task(clock::now(), &mut wakers));
             done
         });
-        self.finish(key, teller, wakers);
+        self.finish(key, sync_task, wakers);
         done
     }
 
     /// Does what is left to be done without the lock.
-    fn finish(&self, key: Key, teller: Option<u64>, wakers: Wakers) {
+    fn finish(&self, key: Key, sync_task: Option<u64>, wakers: Wakers) {
         wakers.wake();
-        if let (Some(number), Some(shared)) = (teller, &self.0.shared) {
-            Teller::start(self, shared, key, number);
+        if let (Some(number), Some(shared)) = (sync_task, &self.0.shared) {
+            SyncTask::start(self, shared, key, number);
         }
     }
 
     pub(super) fn leave(&self, key: Key, number: Number) {
         let now = clock::now();
-        self.at(key, |station, wakers| station.leave(number, now, wakers));
+        self.at(key, |waiters, wakers| waiters.leave(number, now, wakers));
     }
 
     pub(super) fn lost(&self, key: Key, flight: Flight) {
         let now = clock::now();
-        self.at(key, |station, wakers| station.lost(flight, now, wakers));
+        self.at(key, |waiters, wakers| waiters.lost(flight, now, wakers));
     }
 
     /// The error of a request without a key.

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::engine::Throttle;
 use super::pace_state::LONGEST_HOLD;
-use super::peers::Mark;
-use super::waiters::Station;
+use super::peer_view::Mark;
+use super::waiters::Waiters;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -51,7 +51,7 @@ impl Throttle {
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
         let until = clock::after(now, span.min(LONGEST_HOLD));
-        self.change(key, now, |station, wakers| station.hold_until(until, now, wakers)).await
+        self.change(key, now, |waiters, wakers| waiters.hold_until(until, now, wakers)).await
     }
 
     /// Holds `key` until a moment, as [`hold_for`](Throttle::hold_for) does. One that has passed holds nothing.
@@ -84,10 +84,10 @@ impl Throttle {
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         let now = clock::now();
         if self.0.shared.is_none() {
-            self.at(key, |station, wakers| station.release(now, wakers));
+            self.at(key, |waiters, wakers| waiters.release(now, wakers));
             return Ok(());
         }
-        self.change(key, now, |station, wakers| station.release(now, wakers)).await
+        self.change(key, now, |waiters, wakers| waiters.release(now, wakers)).await
     }
 
     /// Changes the station of `key`, and waits until the register says so, if the line is shared.
@@ -95,34 +95,34 @@ impl Throttle {
         &self,
         key: Key,
         now: Instant,
-        change: impl FnOnce(&mut Station, &mut Wakers),
+        change: impl FnOnce(&mut Waiters, &mut Wakers),
     ) -> Result<(), StoreError> {
-        let opened = self.open(key, now, |station, wakers| {
-            change(station, wakers);
-            station.mark()
+        let opened = self.open(key, now, |waiters, wakers| {
+            change(waiters, wakers);
+            waiters.mark()
         });
         match opened {
             Ok(None) => Ok(()),
-            Ok(Some(mark)) => Sharing { throttle: self, key, mark, timer: None }.await,
+            Ok(Some(mark)) => WrittenWait { throttle: self, key, mark, timer: None }.await,
             Err(_) => Err(StoreError::Full { max_keys: self.max_keys() }),
         }
     }
 }
 
 /// Waits until the register of `key` has what happened before `mark`.
-struct Sharing<'a> {
+struct WrittenWait<'a> {
     throttle: &'a Throttle,
     key: Key,
     mark: Mark,
     timer: Option<Timer>,
 }
 
-impl Future for Sharing<'_> {
+impl Future for WrittenWait<'_> {
     type Output = Result<(), StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let (now, mark) = (clock::now(), self.mark);
-        let polled = self.throttle.at(self.key, |station, _| station.poll_shared(mark, now, cx));
+        let polled = self.throttle.at(self.key, |waiters, _| waiters.poll_written(mark, now, cx));
         let at = match polled {
             Some(Ok(done)) => return Poll::Ready(done),
             Some(Err(at)) => at,

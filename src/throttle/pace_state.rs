@@ -13,7 +13,7 @@ const PROBE: Duration = Duration::from_secs(1);
 pub(super) const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct PaceState {
     pub(super) pace: Box<dyn Pace>,
     pub(super) last_sent: Option<Instant>,
     /// Whether an answer has come: before, one request alone is out.
@@ -32,14 +32,14 @@ pub(super) struct Course {
 
 /// Who waits and who is on the way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Crowd {
+pub(super) struct Load {
     pub(super) waiting: usize,
     pub(super) in_flight: usize,
 }
 
-impl Course {
+impl PaceState {
     pub(super) fn new(pace: Box<dyn Pace>, max_hold: Duration, now: Instant) -> Self {
-        Course {
+        PaceState {
             pace,
             last_sent: None,
             answered: false,
@@ -52,47 +52,44 @@ impl Course {
     }
 
     /// From when the first in line may leave; `None`: at once.
-    pub(super) fn slot(&self, crowd: Crowd) -> Option<Instant> {
+    pub(super) fn slot(&self, load: Load) -> Option<Instant> {
         let probe = match self.last_sent {
-            Some(last) if crowd.in_flight > 0 && !self.answered && self.pace.is_careful() => {
+            Some(last) if load.in_flight > 0 && !self.answered && self.pace.is_careful() => {
                 Some(clock::after(last, PROBE))
             }
             _ => None,
         };
         // A pace tells its slot from what happened, not from how late it is.
-        let traffic = self.traffic(crowd, self.last_change);
+        let traffic = self.traffic(load, self.last_change);
         probe.max(self.pace.slot(&traffic)).max(self.held_until)
     }
 
     /// The time between two requests, whatever holds all.
-    pub(super) fn interval(&self, crowd: Crowd) -> Duration {
-        let slot = self.pace.slot(&self.traffic(crowd, self.last_change));
+    pub(super) fn interval(&self, load: Load) -> Duration {
+        let slot = self.pace.slot(&self.traffic(load, self.last_change));
         slot.zip(self.last_sent).map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last))
     }
 
     /// Whether nothing would hold back one more request, if another had left just now with so many on their way.
     pub(super) fn is_open(&self, in_flight: usize, now: Instant) -> bool {
         let traffic = Traffic { now, waiting: 0, in_flight, last_sent: Some(now) };
-        let is_free = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
-        self.answered && !self.refused && is_free(self.held_until) && is_free(self.pace.slot(&traffic))
+        let may_leave_alone = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
+        self.answered
+            && !self.refused
+            && may_leave_alone(self.held_until)
+            && may_leave_alone(self.pace.slot(&traffic))
     }
 
     /// A call comes. Answers for how long it sleeps by itself.
-    pub(super) fn arrived(
-        &mut self,
-        crowd: Crowd,
-        call: &mut Call,
-        dice: &mut Dice,
-        now: Instant,
-    ) -> Duration {
+    pub(super) fn arrived(&mut self, load: Load, call: &mut Call, dice: &mut Dice, now: Instant) -> Duration {
         self.last_change = now;
-        let traffic = self.traffic(crowd, now);
+        let traffic = self.traffic(load, now);
         self.pace.arrived(call, &traffic, dice)
     }
 
     /// A request leaves; `crowd` is as it was just before.
-    pub(super) fn sent(&mut self, crowd: Crowd, now: Instant) {
-        let traffic = self.traffic(crowd, now);
+    pub(super) fn sent(&mut self, load: Load, now: Instant) {
+        let traffic = self.traffic(load, now);
         self.pace.sent(&traffic);
         self.last_sent = Some(now);
         self.last_change = now;
@@ -103,14 +100,14 @@ impl Course {
     /// long it sleeps by itself.
     pub(super) fn answered(
         &mut self,
-        crowd: Crowd,
+        load: Load,
         mut reply: Reply<'_>,
         dice: &mut Dice,
         now: Instant,
     ) -> Option<Duration> {
         self.answered = true;
         self.last_change = now;
-        let traffic = self.traffic(crowd, now);
+        let traffic = self.traffic(load, now);
         let signal: &Signal = reply.signal;
         if signal.limited().is_none() {
             self.pace.passed(&mut reply, &traffic, dice);
@@ -134,7 +131,7 @@ impl Course {
     /// begins somewhere in its interval.
     pub(super) fn divide(&mut self, processes: u32, dice: &mut Dice, now: Instant) {
         self.pace.divide(processes);
-        let traffic = self.traffic(Crowd { waiting: 1, in_flight: 0 }, now);
+        let traffic = self.traffic(Load { waiting: 1, in_flight: 0 }, now);
         if let (Some(slot), Some(last)) = (self.pace.slot(&traffic), self.last_sent) {
             let part = slot.saturating_duration_since(last).mul_f64(dice.roll());
             self.last_sent = last.checked_sub(part).or(Some(last));
@@ -165,13 +162,13 @@ impl Course {
 
     /// How much is shared: who learns other things shares them in another place. `None` where the pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {
-        let mut is_shared = false;
-        let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));
+        let mut is_written = false;
+        let written = Notes::write(self.last_change, |notes| is_written = self.share(notes));
         let is_read = Notes::read(&written, self.last_change, |notes| _ = self.share(notes));
-        (is_shared && is_read).then_some(written.len() as u64)
+        (is_written && is_read).then_some(written.len() as u64)
     }
 
-    fn traffic(&self, crowd: Crowd, now: Instant) -> Traffic {
-        Traffic { now, waiting: crowd.waiting, in_flight: crowd.in_flight, last_sent: self.last_sent }
+    fn traffic(&self, load: Load, now: Instant) -> Traffic {
+        Traffic { now, waiting: load.waiting, in_flight: load.in_flight, last_sent: self.last_sent }
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::pace_state::{Course, Crowd};
-use super::peers::{Event, Fleet};
+use super::pace_state::{Load, PaceState};
+use super::peer_view::{Event, PeerView};
 use crate::clock;
 use crate::pace::{Call, Dice, Pace, Reply};
 use crate::signal::Signal;
@@ -14,22 +14,22 @@ pub(crate) type Number = u64;
 
 /// Who waits for one key, who is on the way, until when nothing may leave.
 #[derive(Debug)]
-pub(crate) struct Line {
-    pub(super) course: Course,
+pub(crate) struct PacedQueue {
+    pub(super) pace_state: PaceState,
     pub(super) dice: Dice,
     /// Those who may leave, in their order. One that was refused has the smallest number, so it is first again.
-    pub(super) waiting: BTreeMap<Number, Place>,
+    pub(super) waiting: BTreeMap<Number, QueuedCall>,
     /// Those who sleep by themselves, as some paces want it.
-    asleep: BTreeMap<(Instant, Number), Place>,
+    asleep: BTreeMap<(Instant, Number), QueuedCall>,
     next: Number,
     pub(super) in_flight: usize,
     /// The others, where the line is shared with other processes.
-    pub(super) fleet: Option<Box<Fleet>>,
+    pub(super) view: Option<Box<PeerView>>,
 }
 
 /// The place of a call in the line.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct QueuedCall {
     call: Call,
     /// When it came.
     pub(super) since: Instant,
@@ -40,7 +40,7 @@ pub(super) struct Place {
 #[must_use = "a call on its way has to end"]
 pub(crate) struct Flight {
     pub(crate) number: Number,
-    place: Place,
+    place: QueuedCall,
     sent: Instant,
     /// When the request before it left.
     before: Option<Instant>,
@@ -50,31 +50,31 @@ pub(crate) struct Flight {
 #[derive(Debug)]
 pub(crate) struct Refused {
     number: Number,
-    place: Place,
+    place: QueuedCall,
     pause: Duration,
 }
 
-impl Line {
+impl PacedQueue {
     pub(crate) fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
-        Line {
-            course: Course::new(pace, max_hold, now),
+        PacedQueue {
+            pace_state: PaceState::new(pace, max_hold, now),
             dice,
             waiting: BTreeMap::new(),
             asleep: BTreeMap::new(),
             next: 0,
             in_flight: 0,
-            fleet: None,
+            view: None,
         }
     }
 
     /// A call comes, and is last in line.
-    pub(crate) fn join(&mut self, now: Instant) -> Number {
+    pub(crate) fn arrived(&mut self, now: Instant) -> Number {
         let number = self.next;
         self.next += 1;
-        let mut place = Place { call: Call::default(), since: now };
-        let mut crowd = self.crowd();
-        crowd.waiting += 1;
-        let sleep = self.course.arrived(crowd, &mut place.call, &mut self.dice, now);
+        let mut place = QueuedCall { call: Call::default(), since: now };
+        let mut load = self.load();
+        load.waiting += 1;
+        let sleep = self.pace_state.arrived(load, &mut place.call, &mut self.dice, now);
         self.place(number, place, sleep, now);
         number
     }
@@ -88,16 +88,16 @@ impl Line {
             self.waiting.insert(number, place);
         }
         if self.waiting.is_empty() {
-            self.forfeit(now);
+            self.drop_grants(now);
             return None;
         }
-        let before = self.course.last_sent;
-        if !self.take_turn() {
-            if !self.is_free(now) || self.slot().is_some_and(|slot| slot > now) {
+        let before = self.pace_state.last_sent;
+        if !self.take_grant() {
+            if !self.may_leave_alone(now) || self.slot().is_some_and(|slot| slot > now) {
                 return None;
             }
-            self.course.sent(self.crowd(), now);
-            self.happened(now, |_| Event::Sent(now));
+            self.pace_state.sent(self.load(), now);
+            self.record(now, |_| Event::Sent(now));
         }
         let (number, mut place) = self.waiting.pop_first()?;
         place.call.attempts = place.call.attempts.saturating_add(1);
@@ -117,16 +117,16 @@ impl Line {
 
     /// From when the first in line may leave; `None`: at once.
     pub(crate) fn slot(&self) -> Option<Instant> {
-        self.course.slot(self.crowd())
+        self.pace_state.slot(self.load())
     }
 
     /// An answer has come: `Some` where it is a refusal, whose call may go [back](Self::back).
     pub(crate) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
         let Flight { number, mut place, sent, .. } = flight;
         self.in_flight -= 1;
-        let (crowd, reply) = (self.crowd(), Reply::new(signal, sent, &mut place.call));
-        let pause = self.course.answered(crowd, reply, &mut self.dice, now);
-        self.happened(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
+        let (load, reply) = (self.load(), Reply::new(signal, sent, &mut place.call));
+        let pause = self.pace_state.answered(load, reply, &mut self.dice, now);
+        self.record(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
         pause.map(|pause| Refused { number, place, pause })
     }
 
@@ -145,8 +145,8 @@ impl Line {
     /// A call that may have left did not: the next may leave in its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
         self.in_flight -= 1;
-        if self.course.last_sent == Some(flight.sent) {
-            self.course.last_sent = flight.before;
+        if self.pace_state.last_sent == Some(flight.sent) {
+            self.pace_state.last_sent = flight.before;
         }
         self.changed(now);
     }
@@ -162,23 +162,23 @@ impl Line {
 
     /// Nothing leaves before `until`. It only ever moves to a later moment.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
-        self.course.hold_until(until);
-        self.happened(now, |releases| Event::Held { until, releases });
+        self.pace_state.hold_until(until);
+        self.record(now, |releases| Event::Held { until, releases });
     }
 
     /// Ends the hold.
     pub(crate) fn release(&mut self, now: Instant) {
-        self.course.release();
-        if let Some(fleet) = &mut self.fleet {
+        self.pace_state.release();
+        if let Some(view) = &mut self.view {
             // Also if the store is away: the others are told when it is back.
-            fleet.push(Event::Released);
-            fleet.touch(now);
+            view.push(Event::Released);
+            view.touch(now);
         }
     }
 
     /// Until when nothing may leave.
     pub(crate) fn held_until(&self) -> Option<Instant> {
-        self.course.held_until
+        self.pace_state.held_until
     }
 
     /// Until when a call sleeps by itself, if it does.
@@ -195,7 +195,7 @@ impl Line {
         self.in_flight
     }
 
-    fn place(&mut self, number: Number, place: Place, sleep: Duration, now: Instant) {
+    fn place(&mut self, number: Number, place: QueuedCall, sleep: Duration, now: Instant) {
         if sleep.is_zero() {
             self.waiting.insert(number, place);
         } else {
@@ -204,8 +204,8 @@ impl Line {
     }
 
     /// Who waits and who is on the way, others included where they are known.
-    pub(super) fn crowd(&self) -> Crowd {
-        let mine = Crowd { waiting: self.waiting(), in_flight: self.in_flight };
-        self.fleet.as_ref().map_or(mine, |fleet| fleet.with_others(mine))
+    pub(super) fn load(&self) -> Load {
+        let mine = Load { waiting: self.waiting(), in_flight: self.in_flight };
+        self.view.as_ref().map_or(mine, |view| view.with_others(mine))
     }
 }

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::pace_state::Course;
-use super::paced_queue::{Flight, Line, Number};
-use super::peers::Exchange;
+use super::pace_state::PaceState;
+use super::paced_queue::{Flight, Number, PacedQueue};
+use super::peer_view::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
 use crate::pace::{Dice, Notes, Pace, Traffic};
@@ -61,7 +61,7 @@ fn steps(leaves: u32, deaths: u32) -> impl Strategy<Value = Vec<Step>> {
 }
 
 struct Process {
-    line: Line,
+    queue: PacedQueue,
     waiting: Vec<(Number, Instant)>,
     flying: Vec<(Instant, Flight)>,
     /// The exchange under way.
@@ -74,7 +74,7 @@ struct Call {
     /// When the store has it, and when the answer is there.
     done_at: Instant,
     answer_at: Instant,
-    exchange: Exchange,
+    exchange: CasRequest,
     answer: Option<Register>,
     is_lost: bool,
 }
@@ -96,9 +96,9 @@ impl World {
     fn new(seed: u64, network: Network) -> Self {
         let start = clock::now() + Duration::from_secs(3600);
         let processes = (1..=5).map(|id| {
-            let mut line = Line::new(Box::new(EachSecond), Dice::seeded(id), END, start);
-            line.share(id, id, start);
-            Process { line, waiting: Vec::new(), flying: Vec::new(), call: None, is_dead: false }
+            let mut queue = PacedQueue::new(Box::new(EachSecond), Dice::seeded(id), END, start);
+            queue.share(id, id, start);
+            Process { queue, waiting: Vec::new(), flying: Vec::new(), call: None, is_dead: false }
         });
         World {
             start,
@@ -122,10 +122,10 @@ impl World {
         let (now, process) = (self.now, &mut self.processes[index]);
         match step {
             _ if process.is_dead => {}
-            Step::Join(..) => process.waiting.push((process.line.join(now), now)),
+            Step::Join(..) => process.waiting.push((process.queue.arrived(now), now)),
             Step::Leave(..) if !process.waiting.is_empty() => {
                 let (number, _) = process.waiting.remove(0);
-                assert!(process.line.leave(number));
+                assert!(process.queue.leave(number));
             }
             Step::Leave(..) => {}
             Step::Die(..) => process.is_dead = true,
@@ -140,14 +140,14 @@ impl World {
         if process.is_dead {
             return;
         }
-        while let Some(flight) = process.line.depart(now) {
+        while let Some(flight) = process.queue.depart(now) {
             let (number, since) = process.waiting.remove(0);
             assert_eq!(number, flight.number, "first come, first served");
             process.flying.push((now + REQUEST, flight));
             self.left.push((now, since));
         }
         if process.call.is_none()
-            && let Some(exchange) = process.line.exchange(now)
+            && let Some(exchange) = process.queue.next_cas(now)
         {
             self.exchanges += 1;
             let (there, back) = (self.trip(), self.trip());
@@ -198,14 +198,14 @@ impl World {
     /// The next moment at which anything happens.
     fn next(&self) -> Option<Instant> {
         let alive = self.processes.iter().filter(|process| !process.is_dead);
-        let own = alive.flat_map(|Process { line, flying, call, .. }| {
+        let own = alive.flat_map(|Process { queue, flying, call, .. }| {
             let call = call.as_ref();
-            let exchange = line.exchange_at().filter(|_| call.is_none());
+            let exchange = queue.next_cas_at().filter(|_| call.is_none());
             let (done, answer) = (
                 call.filter(|call| call.answer.is_none()).map(|call| call.done_at),
                 call.map(|call| call.answer_at),
             );
-            [line.look_at(), exchange, done, answer, flying.first().map(|(at, _)| *at)]
+            [queue.look_at(), exchange, done, answer, flying.first().map(|(at, _)| *at)]
         });
         own.flatten().chain(self.news.iter().map(|(at, ..)| *at)).min()
     }
@@ -231,18 +231,18 @@ impl World {
                 let process = &mut self.processes[index];
                 if let Some(call) = process.call.take_if(|call| call.answer_at <= now) {
                     let answer = call.answer.filter(|_| !call.is_lost).ok_or(StoreError::Lost);
-                    process.line.exchanged(answer, call.asked, now);
+                    process.queue.cas_answered(answer, call.asked, now);
                 }
                 while process.flying.first().is_some_and(|(at, _)| *at <= now) {
                     let (_, flight) = process.flying.remove(0);
-                    assert!(process.line.answered(flight, &Signal::default(), now).is_none());
+                    assert!(process.queue.answered(flight, &Signal::default(), now).is_none());
                 }
                 self.look_after(index);
             }
             let heard: Vec<_> = self.news.extract_if(.., |(at, ..)| *at <= now).collect();
             for (_, to, register) in heard {
                 if !self.processes[to].is_dead {
-                    self.processes[to].line.hear(register, now);
+                    self.processes[to].queue.register_changed(register, now);
                     self.look_after(to);
                 }
             }
@@ -267,7 +267,7 @@ impl World {
     fn all_have_left(&self) -> Result<(), TestCaseError> {
         for process in self.processes.iter().filter(|process| !process.is_dead) {
             prop_assert!(process.waiting.is_empty(), "{} wait for ever", process.waiting.len());
-            prop_assert_eq!((process.line.in_flight(), process.line.waiting()), (0, 0));
+            prop_assert_eq!((process.queue.in_flight(), process.queue.waiting()), (0, 0));
         }
         Ok(())
     }
@@ -316,25 +316,25 @@ proptest! {
     }
 }
 
-fn line_of(id: u64, now: Instant) -> Line {
-    let mut line = Line::new(Box::new(EachSecond), Dice::seeded(id), END, now);
-    line.share(id, id, now);
-    line
+fn line_of(id: u64, now: Instant) -> PacedQueue {
+    let mut queue = PacedQueue::new(Box::new(EachSecond), Dice::seeded(id), END, now);
+    queue.share(id, id, now);
+    queue
 }
 
 /// Makes the exchanges that are due, without a network. Answers who left.
-fn exchange(line: &mut Line, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
+fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
     let mut left = Vec::new();
     for _ in 0..10 {
-        let Some(Exchange { seen, value, .. }) = line.exchange(now) else { return left };
+        let Some(CasRequest { seen, value, .. }) = queue.next_cas(now) else { return left };
         let changed = value.is_some() && seen == register.0;
         if let Some(value) = value.filter(|_| changed) {
             *register = (register.0 + 1, value);
         }
         let value = if changed { Vec::new() } else { register.1.clone() };
         let answer = Register { version: register.0, changed, value, ..Register::default() };
-        line.exchanged(Ok(answer), now, now);
-        left.extend(std::iter::from_fn(|| line.depart(now)));
+        queue.cas_answered(Ok(answer), now, now);
+        left.extend(std::iter::from_fn(|| queue.depart(now)));
     }
     panic!("it turns in circles");
 }
@@ -344,21 +344,21 @@ fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
     let now = clock::now() + Duration::from_secs(3600);
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
-    one.join(now);
+    one.arrived(now);
     assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
-    one.join(now);
+    one.arrived(now);
     exchange(&mut one, &mut register, now);
     for index in 0..register.1.len() / 8 {
         let mut spoilt = register.clone();
         spoilt.1[8 * index..][..8].copy_from_slice(&1e9_f64.to_le_bytes());
         let mut third = line_of(3, now);
-        third.join(now);
+        third.arrived(now);
         exchange(&mut third, &mut spoilt, now);
-        let at = third.exchange_at().unwrap_or(now);
+        let at = third.next_cas_at().unwrap_or(now);
         assert!(at <= now + Duration::from_secs(90_000), "number {index}: {:?}", at - now);
     }
     // What cannot be read is as if it were not there: what is known counts, and once.
-    other.join(now);
+    other.arrived(now);
     exchange(&mut other, &mut register, now);
     other.hold_until(now + Duration::from_secs(5), now);
     let at = other.slot();
@@ -375,16 +375,16 @@ fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and
         let now = clock::now() + Duration::from_secs(3600);
         let mut register = (0, Vec::new());
         let (mut one, mut other) = (line_of(1, now), line_of(2, now));
-        one.join(now);
+        one.arrived(now);
         assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
         one.hold_until(now + hold, now);
-        one.join(now);
+        one.arrived(now);
         exchange(&mut one, &mut register, now);
         // The one is never heard of again.
-        other.join(now);
+        other.arrived(now);
         assert!(exchange(&mut other, &mut register, now).is_empty());
         let slot = now + hold.max(INTERVAL);
-        let turn = other.exchange_at().expect("it waits for its turn");
+        let turn = other.next_cas_at().expect("it waits for its turn");
         assert_eq!(turn, slot + Duration::from_millis(250), "held for {hold:?}");
         assert_eq!(exchange(&mut other, &mut register, turn).len(), 1);
     }
@@ -405,14 +405,14 @@ fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
     let now = clock::now() + Duration::from_secs(3600);
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
-    for line in [&mut one, &mut other] {
-        line.course.pace = Box::new(Open);
+    for queue in [&mut one, &mut other] {
+        queue.pace_state.pace = Box::new(Open);
     }
     let mut told = Vec::new();
     for step in 0..12_000_u32 {
         // The other sends a hundred requests a second.
         let now = now + Duration::from_millis(10) * step;
-        other.join(now);
+        other.arrived(now);
         let first = other.depart(now);
         let flights = first.into_iter().chain(exchange(&mut other, &mut register, now));
         for flight in flights.collect::<Vec<_>>() {
@@ -422,10 +422,10 @@ fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
             // The one waits behind a hold, which is over soon, and is never heard of again.
             exchange(&mut one, &mut register, now);
             one.hold_until(now + INTERVAL, now);
-            one.join(now);
+            one.arrived(now);
             exchange(&mut one, &mut register, now);
             let (version, value) = register.clone();
-            other.hear(Register { version, value, ..Register::default() }, now);
+            other.register_changed(Register { version, value, ..Register::default() }, now);
         }
         told.push(register.0);
     }
@@ -449,13 +449,13 @@ impl Pace for Forgetful {
 
 #[test]
 fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
-    let kind = |pace: Box<dyn Pace>| Course::new(pace, END, clock::now()).kind();
+    let kind = |pace: Box<dyn Pace>| PaceState::new(pace, END, clock::now()).kind();
     assert!(kind(Box::new(EachSecond)).is_some());
     assert_eq!(kind(Box::new(Forgetful(false))), None);
 }
 
-fn is_held(line: &Line, now: Instant) -> bool {
-    line.held_until().is_some_and(|until| until > now)
+fn is_held(queue: &PacedQueue, now: Instant) -> bool {
+    queue.held_until().is_some_and(|until| until > now)
 }
 
 #[test]
@@ -464,20 +464,20 @@ fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
     let at = |seconds: u64| start + Duration::from_secs(seconds);
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, start), line_of(2, start));
-    for line in [&mut one, &mut other] {
-        line.join(start);
-        exchange(line, &mut register, start);
+    for queue in [&mut one, &mut other] {
+        queue.arrived(start);
+        exchange(queue, &mut register, start);
     }
     one.hold_until(at(3000), start);
-    for line in [&mut one, &mut other] {
-        line.join(at(1));
-        exchange(line, &mut register, at(1));
-        assert!(is_held(line, at(1)));
+    for queue in [&mut one, &mut other] {
+        queue.arrived(at(1));
+        exchange(queue, &mut register, at(1));
+        assert!(is_held(queue, at(1)));
     }
     // The other cannot reach the store while the one releases.
     other.hold_until(at(3100), at(2));
-    assert!(other.exchange(at(2)).is_some());
-    other.exchanged(Err(StoreError::Lost), at(2), at(2));
+    assert!(other.next_cas(at(2)).is_some());
+    other.cas_answered(Err(StoreError::Lost), at(2), at(2));
     one.release(at(2));
     exchange(&mut one, &mut register, at(2));
     assert!(!is_held(&one, at(2)) && is_held(&other, at(2)));
@@ -490,7 +490,7 @@ fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
     // What is held from then on is held.
     other.hold_until(at(3100), at(61));
     exchange(&mut other, &mut register, at(61));
-    one.join(at(61));
+    one.arrived(at(61));
     exchange(&mut one, &mut register, at(61));
     assert!(is_held(&one, at(61)) && is_held(&other, at(61)));
 }

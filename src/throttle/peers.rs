@@ -1,245 +1,124 @@
-//! What one process knows of the others with whom it shares a line.
+//! The processes that share a line, as the register tells of them.
 
 use std::time::{Duration, Instant};
 
-use super::pace_state::Crowd;
-use super::peer::{Member, Members};
-use crate::clock;
-use crate::error::StoreError;
-use crate::signal::Signal;
-use crate::store::{Register, Tell};
+use crate::pace::Notes;
 
-/// What one process knows of the others, and they may not know of it.
-#[derive(Debug)]
-pub(super) struct Fleet {
-    /// What this process is to the others.
-    pub(super) me: Member,
-    /// Since when the first waits whose place here they know. They count it by other clocks, and so does `me`: in what is
-    /// shared all are seen by the same.
-    pub(super) known: Option<Instant>,
-    pub(super) members: Members,
-    /// What its moments count from, by the clock of this process. Each process keeps to what it found first: else each
-    /// change would move all moments by what is not known of a trip.
-    pub(super) origin: Option<Instant>,
-    /// The version of the register that is known.
-    pub(super) version: Option<u64>,
-    /// When it was known to be so.
-    pub(super) known_at: Instant,
-    /// What happened here and is not in the register.
-    pub(super) events: Vec<Event>,
-    /// How many events there have been.
-    pub(super) pushed: u64,
-    /// Since when anything is not in the register.
-    pub(super) untold_since: Option<Instant>,
-    pub(super) attempt: Option<Attempt>,
-    /// Departures that are in the register and did not happen yet.
-    pub(super) granted: usize,
-    pub(super) conflicts: u32,
-    pub(super) failures: u32,
-    /// Why the store went away, and how many times it did.
-    pub(super) last_error: Option<StoreError>,
-    pub(super) outages: u64,
-    /// The course when the store went away, and when that was, while it is away.
-    pub(super) together: Option<(Vec<u8>, Instant)>,
-    /// No exchange before.
-    pub(super) rests_until: Option<Instant>,
-    /// How long an exchange takes.
-    pub(super) trip: Duration,
-    /// What was heard during an exchange.
-    pub(super) heard: Option<Register>,
+/// One process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Peer {
+    pub(super) id: u64,
+    /// Where it is told of changes.
+    pub(super) address: u64,
+    pub(super) in_flight: u32,
+    /// How many wait there.
+    pub(super) waits: u32,
+    /// Since when the first of them does.
+    pub(super) since: Option<Instant>,
+    /// When it said so.
+    pub(super) seen: Instant,
 }
 
-/// What happened here.
-#[derive(Debug)]
-pub(super) enum Event {
-    Sent(Instant),
-    Answered {
-        signal: Signal,
-        sent: Instant,
-        at: Instant,
-        /// How many releases this process knew of; `None` if it had not read the register.
-        releases: Option<u32>,
-    },
-    Held {
-        until: Instant,
-        /// How many releases this process knew of; `None` if it had not read the register.
-        releases: Option<u32>,
-    },
-    Released,
+/// All but this one.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Peers {
+    pub(super) others: Vec<Peer>,
+    /// Who was first of all when the register was written, and since when.
+    first: u64,
+    first_since: Option<Instant>,
 }
 
-impl Event {
-    /// Whether it may hold all, or let all leave.
-    pub(super) fn holds(&self) -> bool {
-        match self {
-            Event::Held { .. } | Event::Released => true,
-            Event::Answered { signal, .. } => signal.limited().is_some(),
-            Event::Sent(_) => false,
+/// What a process has on its way counts for so long after it last said anything.
+const LONGEST_FLIGHT: Duration = Duration::from_secs(60);
+
+/// Who is first and does not take its turn for so long waits no more, though nobody wants to pass it.
+const LONGEST_TURN: Duration = Duration::from_secs(5);
+
+/// More is not read.
+const MOST: u64 = 100_000;
+
+impl Peer {
+    pub(super) fn is_waiting(&self) -> bool {
+        self.waits > 0
+    }
+
+    pub(super) fn is_active(&self) -> bool {
+        self.waits > 0 || self.in_flight > 0
+    }
+
+    fn place(&self) -> (Option<Instant>, u64) {
+        (self.since, self.id)
+    }
+
+    fn share(&mut self, notes: &mut Notes<'_>) {
+        notes.count(&mut self.id);
+        notes.count(&mut self.address);
+        notes.small(&mut self.in_flight);
+        notes.small(&mut self.waits);
+        notes.near(&mut self.since, Duration::ZERO);
+        let mut seen = Some(self.seen);
+        notes.near(&mut seen, Duration::ZERO);
+        self.seen = seen.unwrap_or(self.seen);
+        if self.since.is_none() {
+            self.waits = 0;
+        }
+    }
+}
+
+impl Peers {
+    /// Those who are before one that waits since then.
+    pub(super) fn before(&self, since: Instant, id: u64) -> impl Iterator<Item = &Peer> {
+        self.others.iter().filter(move |other| other.is_waiting() && other.place() < (Some(since), id))
+    }
+
+    /// From when the first of all might have left, where the line has this slot.
+    pub(super) fn turn_from(&self, slot: Option<Instant>) -> Option<Instant> {
+        slot.max(self.first_since)
+    }
+
+    /// Those before one that waits since then wait no more.
+    pub(super) fn pass_over(&mut self, since: Instant, id: u64) {
+        for other in &mut self.others {
+            if other.is_waiting() && other.place() < (Some(since), id) {
+                (other.waits, other.since) = (0, None);
+            }
         }
     }
 
-    pub(super) fn is_release(&self) -> bool {
-        matches!(self, Event::Released)
-    }
-}
-
-/// What was pushed up to now, to be asked whether it is in the register.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Mark {
-    pushed: u64,
-    outages: u64,
-}
-
-/// A change that is on its way.
-#[derive(Debug)]
-pub(super) struct Attempt {
-    /// When it began.
-    pub(super) asked: Instant,
-    /// How many of the events are in it.
-    pub(super) events: usize,
-    pub(super) grants: usize,
-    pub(super) me: Member,
-    pub(super) known: Option<Instant>,
-    pub(super) members: Members,
-    pub(super) writes: bool,
-}
-
-/// What a register is to hold, if it is as it was seen; or, without a value, that it is to be read.
-#[derive(Debug)]
-pub(super) struct Exchange {
-    pub(super) seen: u64,
-    pub(super) value: Option<Vec<u8>>,
-    pub(super) tell: Tell,
-}
-
-/// Who does not take its turn within it is passed over by the next; the one after that waits twice as long.
-const GRACE: Duration = Duration::from_millis(250);
-const MOST_GRACES: u32 = 8;
-
-/// By so much may a moment seem to be another than it was known to be, in a trip that takes long.
-const APART: Duration = Duration::from_millis(250);
-
-impl Fleet {
-    pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
-        Fleet {
-            me: Member { id, address, in_flight: 0, waits: 0, since: None, seen: now },
-            known: None,
-            members: Members::default(),
-            origin: None,
-            version: None,
-            known_at: now,
-            events: Vec::new(),
-            pushed: 0,
-            untold_since: None,
-            attempt: None,
-            granted: 0,
-            conflicts: 0,
-            failures: 0,
-            last_error: None,
-            outages: 0,
-            together: None,
-            rests_until: None,
-            trip: Duration::ZERO,
-            heard: None,
+    /// Forgets those who are of no more use, and answers who is first of all, `me` included. The line had this slot.
+    pub(super) fn settle(&mut self, me: &Peer, slot: Option<Instant>, now: Instant) -> Option<Peer> {
+        let is_over = |from: Instant| now.saturating_duration_since(from) >= LONGEST_TURN;
+        let gone = self.turn_from(slot).filter(|from| is_over(*from)).map(|_| self.first);
+        for other in self.others.iter_mut().filter(|other| Some(other.id) == gone) {
+            (other.waits, other.since) = (0, None);
         }
-    }
-
-    /// Who waits and who is on the way in all, where `mine` do here.
-    pub(super) fn with_others(&self, mine: Crowd) -> Crowd {
-        if self.is_away() {
-            return mine;
+        self.others.retain(|other| {
+            let is_recent = now.saturating_duration_since(other.seen) < LONGEST_FLIGHT;
+            other.is_waiting() || other.in_flight > 0 && is_recent
+        });
+        let waiting = self.others.iter().chain([me]).filter(|peer| peer.is_waiting());
+        let first = waiting.min_by_key(|peer| peer.place()).copied();
+        let id = first.map_or(0, |first| first.id);
+        if id != self.first || self.first_since.is_none() {
+            (self.first, self.first_since) = (id, Some(now));
         }
-        let others = &self.members.others;
-        let count = |part: fn(&Member) -> u32| others.iter().map(|other| part(other) as usize).sum::<usize>();
-        Crowd {
-            waiting: mine.waiting + count(|other| other.waits),
-            in_flight: mine.in_flight + count(|other| other.in_flight),
-        }
+        first
     }
 
-    pub(super) fn is_away(&self) -> bool {
-        self.failures > 0
+    /// All of them, to be written or read. Written, `me` is one of them.
+    pub(super) fn share(&mut self, me: &Peer, notes: &mut Notes<'_>) {
+        notes.count(&mut self.first);
+        notes.near(&mut self.first_since, Duration::ZERO);
+        self.others.extend(Some(*me).filter(Peer::is_active));
+        let mut count = self.others.len() as u64;
+        notes.count(&mut count);
+        self.others.resize(count.min(MOST) as usize, *me);
+        self.others.iter_mut().for_each(|peer| peer.share(notes));
     }
 
-    /// How many processes have anything waiting or on its way, this one included.
-    pub(super) fn company(&self) -> u32 {
-        let others = self.members.others.iter().filter(|other| other.is_active()).count();
-        u32::try_from(others + 1).unwrap_or(u32::MAX)
-    }
-
-    /// The place of one that waits here since then, as the others see it.
-    pub(super) fn place(&self, since: Instant) -> Instant {
-        self.me.since.filter(|_| self.known == Some(since)).unwrap_or(since)
-    }
-
-    /// What the moments of a register count from that was written at this moment.
-    pub(super) fn origin_of(&mut self, value: &[u8], written_at: Instant) -> Instant {
-        let first = value.first_chunk().map(|first| f64::from_le_bytes(*first));
-        let since = first.and_then(|first| Duration::try_from_secs_f64(first).ok()).unwrap_or_default();
-        let seen = written_at.checked_sub(since).unwrap_or(written_at);
-        let apart = |known: Instant| seen.max(known) - seen.min(known);
-        // Another register, or a clock that was stepped or drifts.
-        let known = self.origin.filter(|known| apart(*known) < APART);
-        *self.origin.insert(known.unwrap_or(seen))
-    }
-
-    pub(super) fn push(&mut self, event: Event) {
-        self.events.push(event);
-        self.pushed += 1;
-    }
-
-    pub(super) fn mark(&self) -> Mark {
-        Mark { pushed: self.pushed, outages: self.outages }
-    }
-
-    /// Whether all that was pushed before `mark` is in the register; an error if the store has been away since.
-    pub(super) fn is_shared(&self, mark: Mark) -> Result<bool, StoreError> {
-        if self.is_away() || self.outages != mark.outages {
-            return Err(self.last_error.clone().unwrap_or(StoreError::Lost));
-        }
-        Ok(self.pushed - self.events.len() as u64 >= mark.pushed)
-    }
-
-    pub(super) fn touch(&mut self, now: Instant) {
-        self.untold_since.get_or_insert(now);
-    }
-
-    /// How long each of so many before it may take for its turn.
-    pub(super) fn grace(&self, before: usize) -> Duration {
-        let times = u32::try_from(before).unwrap_or(u32::MAX).min(MOST_GRACES);
-        GRACE.max(self.trip * 4) * times
-    }
-
-    pub(super) fn rest(&mut self, now: Instant, span: Duration) {
-        self.rests_until = Some(clock::after(now, span));
-    }
-}
-
-/// What became of the store.
-#[derive(Debug)]
-pub(super) enum Away {
-    Since(StoreError),
-    Over,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::pace::Notes;
-
-    #[test]
-    fn moments_stay_where_they_are_however_long_trips_take() {
-        let start = clock::now() + Duration::from_secs(7200);
-        let mut fleet = Fleet::new(1, 1, start);
-        let written =
-            |millis: u32| Notes::write(start, |notes| notes.number(&mut (f64::from(millis) / 1000.0)));
-        let at = |millis: u64| start + Duration::from_millis(millis);
-        assert_eq!(fleet.origin_of(&written(5000), at(5003)), at(3));
-        for (written_at, late) in [(6000, 40), (3_000_000, 0), (3_000_500, 200)] {
-            assert_eq!(fleet.origin_of(&written(written_at), at(u64::from(written_at) + late)), at(3));
-        }
-        // Made anew by another, whose moments count from another one.
-        assert_eq!(fleet.origin_of(&written(1000), at(3_600_000)), at(3_599_000));
-        assert_eq!(fleet.origin_of(&[], at(7_200_000)), at(7_200_000), "where there is none it begins now");
+    /// Takes one out.
+    pub(super) fn take(&mut self, id: u64) -> Option<Peer> {
+        let index = self.others.iter().position(|other| other.id == id)?;
+        Some(self.others.swap_remove(index))
     }
 }

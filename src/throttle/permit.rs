@@ -96,8 +96,8 @@ impl ThrottlePermit {
         let now = clock::now();
         let flight = self.flight.take()?;
         let number = flight.number;
-        let answer = |station: &mut super::waiters::Station, wakers: &mut _| {
-            station.answered(flight, signal, back_until, now, wakers)
+        let answer = |waiters: &mut super::waiters::Waiters, wakers: &mut _| {
+            waiters.answered(flight, signal, back_until, now, wakers)
         };
         let is_back = self.throttle.at(self.key, answer).unwrap_or(false);
         let status = signal.limited()?;
@@ -126,7 +126,7 @@ impl ThrottlePermit {
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.throttle.at(self.key, |station, wakers| station.unsent(flight, now, wakers));
+            self.throttle.at(self.key, |waiters, wakers| waiters.unsent(flight, now, wakers));
         }
     }
 }
@@ -181,7 +181,7 @@ impl Future for Wait {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
         let number = self.number.expect("a future is not polled after it was ready");
-        let polled = self.throttle.at(self.key, |station, wakers| station.poll(number, now, cx, wakers));
+        let polled = self.throttle.at(self.key, |waiters, wakers| waiters.poll(number, now, cx, wakers));
         let done = match polled.expect("a station stays while somebody waits") {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(done) => done,

@@ -52,45 +52,45 @@ fn signal(refused: bool, left: u64, wait: Option<u64>) -> Signal {
 fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Duration)>, TestCaseError> {
     let start = clock::now();
     let mut now = start;
-    let mut line = Line::new(pace, Dice::seeded(seed), MAX_HOLD, now);
+    let mut queue = PacedQueue::new(pace, Dice::seeded(seed), MAX_HOLD, now);
     let (mut waiting, mut flying, mut left) = (Vec::new(), Vec::<Flight>::new(), Vec::new());
     let mut is_answered = false;
     let mut probe = None;
     for step in steps {
-        let held = line.held_until();
+        let held = queue.held_until();
         // Before the first answer it is the probe that the others wait for.
-        let slot = line.slot().filter(|_| is_answered);
+        let slot = queue.slot().filter(|_| is_answered);
         match *step {
-            Step::Join => waiting.push(line.join(now)),
+            Step::Join => waiting.push(queue.arrived(now)),
             Step::Pass(millis) => now += Duration::from_millis(millis),
             Step::Answer(n, refused, remaining, wait) if !flying.is_empty() => {
                 let flight = flying.remove(n % flying.len());
                 let number = flight.number;
                 let signal = signal(refused, remaining, wait);
                 is_answered = true;
-                match line.answered(flight, &signal, now) {
+                match queue.answered(flight, &signal, now) {
                     Some(again) => {
                         let said = Duration::from_secs(wait.unwrap_or(0)).min(MAX_HOLD);
-                        prop_assert!(said.is_zero() || line.held_until() >= Some(now + said));
-                        prop_assert!(line.slot() >= slot, "a refusal brings no request forward");
-                        line.back(again, now);
+                        prop_assert!(said.is_zero() || queue.held_until() >= Some(now + said));
+                        prop_assert!(queue.slot() >= slot, "a refusal brings no request forward");
+                        queue.back(again, now);
                         waiting.push(number);
                         waiting.sort();
                     }
                     None => prop_assert!(!refused),
                 }
             }
-            Step::Lose(n) if !flying.is_empty() => line.lost(flying.remove(n % flying.len()), now),
+            Step::Lose(n) if !flying.is_empty() => queue.lost(flying.remove(n % flying.len()), now),
             Step::Leave(n) if !waiting.is_empty() => {
                 let number = waiting.remove(n % waiting.len());
-                prop_assert!(line.leave(number));
-                prop_assert!(!line.leave(number));
+                prop_assert!(queue.leave(number));
+                prop_assert!(!queue.leave(number));
             }
             _ => {}
         }
-        prop_assert!(line.held_until() >= held, "a hold never moves to an earlier moment");
-        while let Some(flight) = line.depart(now) {
-            prop_assert!(line.held_until().is_none_or(|until| until <= now));
+        prop_assert!(queue.held_until() >= held, "a hold never moves to an earlier moment");
+        while let Some(flight) = queue.depart(now) {
+            prop_assert!(queue.held_until().is_none_or(|until| until <= now));
             prop_assert_eq!(flight.number, waiting.remove(0), "first come, first served");
             if !is_answered {
                 let alone = flying.is_empty() || probe.is_some_and(|at| now >= at + Duration::from_secs(1));
@@ -100,9 +100,9 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             left.push((flight.number, now - start));
             flying.push(flight);
         }
-        prop_assert_eq!(line.in_flight(), flying.len());
-        prop_assert_eq!(line.waiting(), waiting.len());
-        if let Some(at) = line.look_at() {
+        prop_assert_eq!(queue.in_flight(), flying.len());
+        prop_assert_eq!(queue.waiting(), waiting.len());
+        if let Some(at) = queue.look_at() {
             prop_assert!(at > now, "who may leave has left");
         } else {
             prop_assert!(waiting.is_empty());
@@ -110,13 +110,13 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
     }
     // Nothing is lost: whoever waits goes at some time, and when it was said.
     for _ in 0..waiting.len() {
-        let at = line.look_at().expect("somebody waits");
+        let at = queue.look_at().expect("somebody waits");
         prop_assert!(at <= now + Duration::from_secs(1800));
         now = now.max(at);
-        let flight = line.depart(now).expect("it was the moment to look again");
-        prop_assert_eq!(line.answered(flight, &signal(false, 10, None), now).is_none(), true);
+        let flight = queue.depart(now).expect("it was the moment to look again");
+        prop_assert_eq!(queue.answered(flight, &signal(false, 10, None), now).is_none(), true);
     }
-    prop_assert_eq!(line.waiting(), 0);
+    prop_assert_eq!(queue.waiting(), 0);
     Ok(left)
 }
 
@@ -139,26 +139,26 @@ proptest! {
 fn who_sleeps_alone_keeps_nobody_from_going() {
     let start = clock::now();
     let after = |millis| start + Duration::from_millis(millis);
-    let mut line = Line::new(Box::new(Remaining::new()), Dice::seeded(1), MAX_HOLD, start);
-    let unlucky = line.join(start);
-    let flight = line.depart(start).unwrap();
-    let refused = line.answered(flight, &signal(true, 0, Some(50)), after(100)).unwrap();
-    line.back(refused, after(100));
-    let other = line.join(after(200));
-    assert_eq!(line.depart(after(200)).unwrap().number, other);
+    let mut queue = PacedQueue::new(Box::new(Remaining::new()), Dice::seeded(1), MAX_HOLD, start);
+    let unlucky = queue.arrived(start);
+    let flight = queue.depart(start).unwrap();
+    let refused = queue.answered(flight, &signal(true, 0, Some(50)), after(100)).unwrap();
+    queue.back(refused, after(100));
+    let other = queue.arrived(after(200));
+    assert_eq!(queue.depart(after(200)).unwrap().number, other);
     // The published paces do not read what a refusal says: 0.8 s, and up to a tenth more.
-    assert!(line.depart(after(899)).is_none());
-    assert_eq!(line.depart(after(1000)).unwrap().number, unlucky);
+    assert!(queue.depart(after(899)).is_none());
+    assert_eq!(queue.depart(after(1000)).unwrap().number, unlucky);
 }
 
 #[test]
 fn the_word_of_the_server_counts_only_so_far() {
     let start = clock::now();
-    let mut line = Line::new(Box::new(Fair::new()), Dice::seeded(1), MAX_HOLD, start);
-    line.join(start);
-    let flight = line.depart(start).unwrap();
-    let _refused = line.answered(flight, &signal(true, 0, Some(86_400)), start);
-    let held = line.held_until().unwrap() - start;
+    let mut queue = PacedQueue::new(Box::new(Fair::new()), Dice::seeded(1), MAX_HOLD, start);
+    queue.arrived(start);
+    let flight = queue.depart(start).unwrap();
+    let _refused = queue.answered(flight, &signal(true, 0, Some(86_400)), start);
+    let held = queue.held_until().unwrap() - start;
     assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
 }
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::engine::{Inner, Throttle};
-use super::peers::{Away, Exchange};
-use super::waiters::{Station, Told};
+use super::engine::{Core, Throttle};
+use super::peer_view::{CasRequest, StoreChange};
+use super::waiters::{NextSync, Waiters};
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
@@ -24,7 +24,7 @@ const LIFE: Duration = Duration::from_secs(3600);
 
 /// The register of a line in the store.
 #[derive(Clone)]
-pub(super) struct Shared {
+pub(super) struct SharedPace {
     pub(super) store: Arc<dyn Store>,
     /// Who this gate is to the others.
     pub(super) id: u64,
@@ -32,16 +32,16 @@ pub(super) struct Shared {
     pub(super) kind: u64,
 }
 
-impl Shared {
-    fn exchange(&self, key: Key, exchange: Exchange) -> Answer<Register> {
-        let Exchange { seen, value, tell } = exchange;
+impl SharedPace {
+    fn exchange(&self, key: Key, exchange: CasRequest) -> Answer<Register> {
+        let CasRequest { seen, value, tell } = exchange;
         self.store.compare_and_set(Change { key, kind: self.kind, seen, value, life: LIFE, tell })
     }
 }
 
-pub(super) struct Teller {
+pub(super) struct SyncTask {
     throttle: Throttle,
-    shared: Shared,
+    shared: SharedPace,
     key: Key,
     /// Which of those who told of this station; another may have taken its place.
     number: u64,
@@ -53,31 +53,33 @@ pub(super) struct Teller {
 
 type Asking = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send>>;
 
-impl Teller {
+impl SyncTask {
     /// Starts one, where there is a runtime.
-    pub(super) fn start(throttle: &Throttle, shared: &Shared, key: Key, number: u64) {
+    pub(super) fn start(throttle: &Throttle, shared: &SharedPace, key: Key, number: u64) {
         let (throttle, shared) = (throttle.clone(), shared.clone());
-        let teller = Teller { throttle, shared, key, number, exchange: None, timer: None, done: false };
+        let sync_task = SyncTask { throttle, shared, key, number, exchange: None, timer: None, done: false };
         // Without one it is dropped, and the next who comes tries again.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            drop(runtime.spawn(teller));
+            drop(runtime.spawn(sync_task));
         }
     }
 
-    fn exchanged(&self, answer: Result<Register, StoreError>, asked: Instant) {
+    fn cas_answered(&self, answer: Result<Register, StoreError>, asked: Instant) {
         let now = clock::now();
-        let exchanged = self
+        let cas_answered = self
             .throttle
-            .at(self.key, |station, wakers| station.exchanged(self.number, answer, asked, now, wakers));
-        match exchanged.flatten() {
-            Some(Away::Since(error)) => events::pace_alone(&self.throttle.label(self.key, None), &error),
-            Some(Away::Over) => events::pace_shared(&self.throttle.label(self.key, None)),
+            .at(self.key, |waiters, wakers| waiters.cas_answered(self.number, answer, asked, now, wakers));
+        match cas_answered.flatten() {
+            Some(StoreChange::Away(error)) => {
+                events::pace_alone(&self.throttle.label(self.key, None), &error)
+            }
+            Some(StoreChange::Back) => events::pace_shared(&self.throttle.label(self.key, None)),
             None => {}
         }
     }
 }
 
-impl Future for Teller {
+impl Future for SyncTask {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -86,23 +88,23 @@ impl Future for Teller {
                 let Poll::Ready(answer) = exchange.as_mut().poll(cx) else { return Poll::Pending };
                 let asked = *asked;
                 self.exchange = None;
-                self.exchanged(answer, asked);
+                self.cas_answered(answer, asked);
             }
             let now = clock::now();
-            let told = self.throttle.0.stations.find(self.key, |station| station.tell(self.number, now, cx));
+            let told = self.throttle.0.keys.find(self.key, |waiters| waiters.tell(self.number, now, cx));
             match told {
-                Some(Told::Now(exchange)) => match self.shared.exchange(self.key, exchange) {
-                    Answer::Now(answer) => self.exchanged(answer, now),
+                Some(NextSync::Now(exchange)) => match self.shared.exchange(self.key, exchange) {
+                    Answer::Now(answer) => self.cas_answered(answer, now),
                     Answer::Later(answer) => self.exchange = Some((answer, now)),
                 },
-                Some(Told::At(at)) => {
+                Some(NextSync::At(at)) => {
                     let timer = self.timer.get_or_insert_with(|| Timer::at(at));
                     timer.set(at);
                     if timer.poll(cx).is_pending() {
                         return Poll::Pending;
                     }
                 }
-                Some(Told::Nothing) | None => {
+                Some(NextSync::Nothing) | None => {
                     self.done = true;
                     return Poll::Ready(());
                 }
@@ -111,32 +113,32 @@ impl Future for Teller {
     }
 }
 
-impl Drop for Teller {
+impl Drop for SyncTask {
     fn drop(&mut self) {
         if !self.done {
             let (now, asked) = (clock::now(), self.exchange.as_ref().map(|(_, asked)| *asked));
             let mut wakers = Wakers::default();
-            let lost = |station: &mut Station| station.teller_lost(self.number, asked, now, &mut wakers);
-            self.throttle.0.stations.find(self.key, lost);
+            let lost = |waiters: &mut Waiters| waiters.sync_task_lost(self.number, asked, now, &mut wakers);
+            self.throttle.0.keys.find(self.key, lost);
             // The runtime may be about to end: another is not for this one to start.
             wakers.wake();
         }
     }
 }
 
-impl Listener for Inner {
+impl Listener for Core {
     fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
         let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else { return };
         let (throttle, now) = (Throttle(self), clock::now());
         match news {
             News::Register(register) if register.kind == kind => {
-                throttle.at(key, |station, wakers| station.hear(register, now, wakers));
+                throttle.at(key, |waiters, wakers| waiters.register_changed(register, now, wakers));
             }
             // Where the store is away, those who wait find out.
             News::Missed | News::Reconnected | News::Deaf => {
                 let mut keys = Vec::new();
-                throttle.0.stations.for_each(|key, station| {
-                    if station.missed(now) {
+                throttle.0.keys.for_each(|key, waiters| {
+                    if waiters.events_missed(now) {
                         keys.push(key);
                     }
                 });

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::paced_queue::{Flight, Line, Number};
-use super::peers::{Away, Exchange, Mark};
+use super::paced_queue::{Flight, Number, PacedQueue};
+use super::peer_view::{CasRequest, Mark, StoreChange};
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::key_map::Idle;
@@ -27,19 +27,19 @@ const ANSWERS: Duration = Duration::from_secs(10);
 const WORTHLESS: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
-pub(super) struct Station {
-    line: Line,
+pub(super) struct Waiters {
+    queue: PacedQueue,
     waiters: BTreeMap<Number, Waiter>,
     last_used: Instant,
     /// Who tells the others, where the line is shared.
-    teller: Telling,
+    sync_task: SyncTaskState,
     /// The tasks that wait until something is in the register.
-    sharing: Vec<Waker>,
+    written_wakers: Vec<Waker>,
 }
 
 /// Whether somebody tells the others of what happens here.
 #[derive(Debug)]
-enum Telling {
+enum SyncTaskState {
     Nobody,
     Somebody {
         number: u64,
@@ -67,65 +67,71 @@ struct Waiter {
 
 /// Why one can wait no longer, and when it could have left, if that is known.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Over {
+pub(super) struct TooLate {
     pub(super) is_held: bool,
     pub(super) retry_at: Option<Instant>,
 }
 
 /// What the teller is to do.
-pub(super) enum Told {
-    Now(Exchange),
+pub(super) enum NextSync {
+    Now(CasRequest),
     At(Instant),
     Nothing,
 }
 
 /// How one arrives.
-pub(super) enum Joined {
+pub(super) enum Arrival {
     Leaves(Flight),
     Waits(Number),
-    Over(Over),
+    TooLate(TooLate),
     Full,
 }
 
-impl Station {
-    pub(super) fn new(line: Line, now: Instant) -> Self {
-        Station {
-            line,
+impl Waiters {
+    pub(super) fn new(queue: PacedQueue, now: Instant) -> Self {
+        Waiters {
+            queue,
             waiters: BTreeMap::new(),
             last_used: now,
-            teller: Telling::Nobody,
-            sharing: Vec::new(),
+            sync_task: SyncTaskState::Nobody,
+            written_wakers: Vec::new(),
         }
     }
 
     /// One arrives, who can wait until `latest`.
-    pub(super) fn join(&mut self, latest: Instant, most: usize, now: Instant, wakers: &mut Wakers) -> Joined {
+    pub(super) fn arrived(
+        &mut self,
+        latest: Instant,
+        most: usize,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> Arrival {
         self.last_used = now;
         if let Some(over) = self.held_beyond(latest, now) {
-            return Joined::Over(over);
+            return Arrival::TooLate(over);
         }
-        let number = self.line.join(now);
+        let number = self.queue.arrived(now);
         if self.waiters.is_empty()
-            && let Some(flight) = self.line.depart(now)
+            && let Some(flight) = self.queue.depart(now)
         {
             // Nobody else waits, so it is this one.
-            return Joined::Leaves(flight);
+            return Arrival::Leaves(flight);
         }
         self.wait(number, latest, now);
         self.tend(now, Some(number), wakers);
         if let Some(flight) = self.collect(number) {
-            return Joined::Leaves(flight);
+            return Arrival::Leaves(flight);
         }
         if self.patience(number, now) <= now {
-            let over = Over { is_held: false, retry_at: self.line.slot() };
+            let over = TooLate { is_held: false, retry_at: self.queue.slot() };
             self.leave(number, now, wakers);
-            return Joined::Over(over);
+            return Arrival::TooLate(over);
         }
-        if self.line.waiting() > most {
+        if self.queue.waiting() > most {
             self.leave(number, now, wakers);
-            return Joined::Full;
+            return Arrival::Full;
         }
-        Joined::Waits(number)
+        Arrival::Waits(number)
     }
 
     fn wait(&mut self, number: Number, latest: Instant, now: Instant) {
@@ -141,7 +147,7 @@ impl Station {
         now: Instant,
         cx: &mut Context<'_>,
         wakers: &mut Wakers,
-    ) -> Poll<Result<Flight, Over>> {
+    ) -> Poll<Result<Flight, TooLate>> {
         self.tend(now, Some(number), wakers);
         if let Some(flight) = self.collect(number) {
             return Poll::Ready(Ok(flight));
@@ -151,7 +157,7 @@ impl Station {
         let latest = self.patience(number, now);
         let over = match self.held_beyond(latest, now) {
             Some(over) => Some(over),
-            None if latest <= now => Some(Over { is_held: false, retry_at: self.line.slot() }),
+            None if latest <= now => Some(TooLate { is_held: false, retry_at: self.queue.slot() }),
             None => None,
         };
         if let Some(over) = over {
@@ -175,9 +181,9 @@ impl Station {
     /// One stops waiting; if it had its turn, the next has it.
     pub(super) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         match self.waiters.remove(&number).and_then(|waiter| waiter.granted) {
-            Some(flight) => self.line.unsent(flight, now),
+            Some(flight) => self.queue.unsent(flight, now),
             None => {
-                self.line.leave(number);
+                self.queue.leave(number);
             }
         }
         self.tend(now, None, wakers);
@@ -194,19 +200,19 @@ impl Station {
         wakers: &mut Wakers,
     ) -> bool {
         self.last_used = now;
-        let (number, held) = (flight.number, self.line.held_until());
-        let refused = self.line.answered(flight, signal, now);
+        let (number, held) = (flight.number, self.queue.held_until());
+        let refused = self.queue.answered(flight, signal, now);
         let mut is_back = false;
         if let (Some(refused), Some(latest)) = (refused, back_until)
             && latest > now
             && self.held_beyond(latest, now).is_none()
         {
-            self.line.back(refused, now);
+            self.queue.back(refused, now);
             self.wait(number, latest, now);
             is_back = true;
         }
-        if self.line.held_until() > held {
-            self.tell_those_held(wakers);
+        if self.queue.held_until() > held {
+            self.wake_held(wakers);
         }
         self.tend(now, None, wakers);
         is_back
@@ -214,28 +220,28 @@ impl Station {
 
     /// A call on its way ends without an answer.
     pub(super) fn lost(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
-        self.line.lost(flight, now);
+        self.queue.lost(flight, now);
         self.tend(now, None, wakers);
     }
 
     /// A call that may have left did not.
     pub(super) fn unsent(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
-        self.line.unsent(flight, now);
+        self.queue.unsent(flight, now);
         self.tend(now, None, wakers);
     }
 
     /// Nothing leaves before `until`.
     pub(super) fn hold_until(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
-        self.line.hold_until(until, now);
-        self.tell_those_held(wakers);
+        self.queue.hold_until(until, now);
+        self.wake_held(wakers);
         self.tend(now, None, wakers);
     }
 
     /// Ends the hold.
     pub(super) fn release(&mut self, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
-        self.line.release(now);
+        self.queue.release(now);
         self.tend(now, None, wakers);
     }
 
@@ -243,43 +249,43 @@ impl Station {
 
     /// What happened here up to now, for [`poll_shared`](Self::poll_shared); `None` if the line is not shared.
     pub(super) fn mark(&self) -> Option<Mark> {
-        self.line.mark()
+        self.queue.mark()
     }
 
     /// Waits until the register has all that happened before `mark`. If nothing wakes the task, it polls again at the moment
     /// that is returned.
-    pub(super) fn poll_shared(
+    pub(super) fn poll_written(
         &mut self,
         mark: Mark,
         now: Instant,
         cx: &Context<'_>,
     ) -> Result<Result<(), StoreError>, Instant> {
-        match self.line.is_shared(mark) {
+        match self.queue.is_written(mark) {
             Ok(false) => {}
             Ok(true) => return Ok(Ok(())),
             Err(error) => return Ok(Err(error)),
         }
-        if !self.sharing.iter().any(|waker| waker.will_wake(cx.waker())) {
-            self.sharing.push(cx.waker().clone());
+        if !self.written_wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+            self.written_wakers.push(cx.waker().clone());
         }
-        Err(self.teller_comes_by().unwrap_or_else(|| clock::after(now, COMES)))
+        Err(self.sync_task_due_by().unwrap_or_else(|| clock::after(now, COMES)))
     }
 
-    fn wake_sharing(&mut self, wakers: &mut Wakers) {
-        self.sharing.drain(..).for_each(|waker| wakers.add(Some(waker)));
+    fn wake_written(&mut self, wakers: &mut Wakers) {
+        self.written_wakers.drain(..).for_each(|waker| wakers.add(Some(waker)));
     }
 
     /// The number of one who is to be found to tell the others, if nobody does or who does never comes: from now on it does.
-    pub(super) fn needs_teller(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
-        if self.teller_is_late(now) {
+    pub(super) fn needs_sync_task(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
+        if self.sync_task_is_late(now) {
             // Its runtime is there and does nothing; or the store does not answer.
-            self.line.exchanged(Err(StoreError::Lost), now, now);
-            self.teller = Telling::Nobody;
-            self.wake_sharing(wakers);
+            self.queue.cas_answered(Err(StoreError::Lost), now, now);
+            self.sync_task = SyncTaskState::Nobody;
+            self.wake_written(wakers);
             self.tend(now, None, wakers);
         }
-        let due = self.line.exchange_at()?;
-        if let Telling::Somebody { at, waker, called, .. } = &mut self.teller {
+        let due = self.queue.next_cas_at()?;
+        if let SyncTaskState::Somebody { at, waker, called, .. } = &mut self.sync_task {
             if at.is_none_or(|at| due < at) {
                 wakers.add(waker.take());
             }
@@ -289,101 +295,104 @@ impl Station {
             return None;
         }
         let number = dice();
-        self.teller = Telling::Somebody { number, at: None, waker: None, called: Some(now) };
+        self.sync_task = SyncTaskState::Somebody { number, at: None, waker: None, called: Some(now) };
         Some(number)
     }
 
     /// From when it is too late for who tells the others to come.
-    fn teller_comes_by(&self) -> Option<Instant> {
-        let Telling::Somebody { called, .. } = &self.teller else { return None };
-        match self.line.asked_at() {
+    fn sync_task_due_by(&self) -> Option<Instant> {
+        let SyncTaskState::Somebody { called, .. } = &self.sync_task else { return None };
+        match self.queue.cas_sent_at() {
             Some(asked) => Some(clock::after(asked, ANSWERS)),
-            None => called.or(self.line.exchange_at()).map(|due| clock::after(due, COMES)),
+            None => called.or(self.queue.next_cas_at()).map(|due| clock::after(due, COMES)),
         }
     }
 
-    fn teller_is_late(&self, now: Instant) -> bool {
-        let is_called = matches!(self.teller, Telling::Somebody { called: Some(_), .. });
-        (is_called || self.line.asked_at().is_some()) && self.teller_comes_by().is_some_and(|by| by <= now)
+    fn sync_task_is_late(&self, now: Instant) -> bool {
+        let is_called = matches!(self.sync_task, SyncTaskState::Somebody { called: Some(_), .. });
+        (is_called || self.queue.cas_sent_at().is_some())
+            && self.sync_task_due_by().is_some_and(|by| by <= now)
     }
 
     /// When to look after the first who waits, if nothing happens before.
     fn look_at(&self) -> Option<Instant> {
-        self.line.look_at().into_iter().chain(self.teller_comes_by()).min()
+        self.queue.look_at().into_iter().chain(self.sync_task_due_by()).min()
     }
 
-    fn is_told_by(&self, teller: u64) -> bool {
-        matches!(self.teller, Telling::Somebody { number, .. } if number == teller)
+    fn is_served_by(&self, sync_task: u64) -> bool {
+        matches!(self.sync_task, SyncTaskState::Somebody { number, .. } if number == sync_task)
     }
 
     /// What teller `number` is to tell now; else it is woken when there is something, at the latest at a moment. Where
     /// nothing is to come, or another has taken its place, it ends.
-    pub(super) fn tell(&mut self, number: u64, now: Instant, cx: &Context<'_>) -> Told {
-        if !self.is_told_by(number) {
-            return Told::Nothing;
+    pub(super) fn tell(&mut self, number: u64, now: Instant, cx: &Context<'_>) -> NextSync {
+        if !self.is_served_by(number) {
+            return NextSync::Nothing;
         }
-        let exchange = self.line.exchange(now);
-        let at = self.line.exchange_at();
-        self.teller = match exchange.is_some() || at.is_some() {
-            true => Telling::Somebody { number, at, waker: at.map(|_| cx.waker().clone()), called: None },
-            false => Telling::Nobody,
+        let exchange = self.queue.next_cas(now);
+        let at = self.queue.next_cas_at();
+        self.sync_task = match exchange.is_some() || at.is_some() {
+            true => {
+                SyncTaskState::Somebody { number, at, waker: at.map(|_| cx.waker().clone()), called: None }
+            }
+            false => SyncTaskState::Nobody,
         };
-        exchange.map(Told::Now).or(at.map(Told::At)).unwrap_or(Told::Nothing)
+        exchange.map(NextSync::Now).or(at.map(NextSync::At)).unwrap_or(NextSync::Nothing)
     }
 
     /// The answer of the store to teller `number`.
-    pub(super) fn exchanged(
+    pub(super) fn cas_answered(
         &mut self,
         number: u64,
         answer: Result<Register, StoreError>,
         asked: Instant,
         now: Instant,
         wakers: &mut Wakers,
-    ) -> Option<Away> {
-        if !self.is_told_by(number) {
+    ) -> Option<StoreChange> {
+        if !self.is_served_by(number) {
             return None;
         }
-        let held = self.line.held_until();
-        let away = self.line.exchanged(answer, asked, now);
-        self.wake_sharing(wakers);
-        self.others_did(held, now, wakers);
+        let held = self.queue.held_until();
+        let away = self.queue.cas_answered(answer, asked, now);
+        self.wake_written(wakers);
+        self.register_adopted(held, now, wakers);
         away
     }
 
     /// Teller `number` is gone with its runtime: who waits finds another.
-    pub(super) fn teller_lost(
+    pub(super) fn sync_task_lost(
         &mut self,
         number: u64,
         asked: Option<Instant>,
         now: Instant,
         wakers: &mut Wakers,
     ) {
-        if !self.is_told_by(number) {
+        if !self.is_served_by(number) {
             return;
         }
-        self.teller = Telling::Nobody;
-        self.wake_sharing(wakers);
+        self.sync_task = SyncTaskState::Nobody;
+        self.wake_written(wakers);
         if let Some(asked) = asked {
-            self.line.exchanged(Err(StoreError::Lost), asked, now);
+            self.queue.cas_answered(Err(StoreError::Lost), asked, now);
         }
         self.waiters.values_mut().for_each(|waiter| wakers.add(waiter.waker.take()));
     }
 
     /// Another process has changed what is shared.
-    pub(super) fn hear(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
-        let held = self.line.held_until();
-        self.line.hear(register, now);
-        self.others_did(held, now, wakers);
+    pub(super) fn register_changed(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
+        let held = self.queue.held_until();
+        self.queue.register_changed(register, now);
+        self.register_adopted(held, now, wakers);
     }
 
     /// What others did may have been missed. Answers whether anybody waits for them.
-    pub(super) fn missed(&mut self, now: Instant) -> bool {
-        self.line.missed(now)
+    pub(super) fn events_missed(&mut self, now: Instant) -> bool {
+        self.queue.events_missed(now)
     }
 
-    fn others_did(&mut self, held: Option<Instant>, now: Instant, wakers: &mut Wakers) {
-        if self.line.held_until() > held {
-            self.tell_those_held(wakers);
+    fn register_adopted(&mut self, held: Option<Instant>, now: Instant, wakers: &mut Wakers) {
+        if self.queue.held_until() > held {
+            self.wake_held(wakers);
         }
         self.tend(now, None, wakers);
         for waiter in self.waiters.values_mut().filter(|waiter| waiter.latest <= now) {
@@ -392,19 +401,19 @@ impl Station {
     }
 
     pub(super) fn waiting(&self) -> usize {
-        self.line.waiting()
+        self.queue.waiting()
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.line.in_flight()
+        self.queue.in_flight()
     }
 
     /// Lets all leave who may, and sets the timer of the first of the others; `me` needs no waking.
     fn tend(&mut self, now: Instant, me: Option<Number>, wakers: &mut Wakers) {
-        while let Some(flight) = self.line.depart(now) {
+        while let Some(flight) = self.queue.depart(now) {
             let number = flight.number;
             let Some(waiter) = self.waiters.get_mut(&number) else {
-                self.line.unsent(flight, now);
+                self.queue.unsent(flight, now);
                 continue;
             };
             waiter.granted = Some(flight);
@@ -427,7 +436,7 @@ impl Station {
     /// Until when `number` waits. Who cannot wait at all does so for the others' word, where they are asked.
     fn patience(&self, number: Number, now: Instant) -> Instant {
         let Some(waiter) = self.waiters.get(&number) else { return now };
-        if self.line.is_asking() { waiter.latest.max(waiter.answer_by) } else { waiter.latest }
+        if self.queue.awaits_register() { waiter.latest.max(waiter.answer_by) } else { waiter.latest }
     }
 
     /// The turn of `number`, if it has come.
@@ -437,14 +446,14 @@ impl Station {
         Some(flight)
     }
 
-    fn held_beyond(&self, latest: Instant, now: Instant) -> Option<Over> {
-        let until = self.line.held_until().filter(|until| *until > now && *until > latest)?;
-        Some(Over { is_held: true, retry_at: Some(until) })
+    fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TooLate> {
+        let until = self.queue.held_until().filter(|until| *until > now && *until > latest)?;
+        Some(TooLate { is_held: true, retry_at: Some(until) })
     }
 
     /// Those who cannot wait for the end of the hold need not wait at all.
-    fn tell_those_held(&mut self, wakers: &mut Wakers) {
-        let Some(until) = self.line.held_until() else { return };
+    fn wake_held(&mut self, wakers: &mut Wakers) {
+        let Some(until) = self.queue.held_until() else { return };
         for waiter in self.waiters.values_mut().filter(|waiter| waiter.latest < until) {
             wakers.add(waiter.waker.take());
         }
@@ -463,12 +472,12 @@ impl Waiter {
     }
 }
 
-impl Idle for Station {
+impl Idle for Waiters {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let is_idle = self.waiters.is_empty() && self.line.in_flight() == 0;
-        is_idle.then(|| self.line.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
+        let is_idle = self.waiters.is_empty() && self.queue.in_flight() == 0;
+        is_idle.then(|| self.queue.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
     }
 
     fn worthless_from(&self) -> Option<Instant> {
