@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::gates::Reply;
-use super::headers::Said;
+use super::headers::ServerResponse;
 use crate::throttle::Flight;
 
 /// One who calls, again and again.
@@ -19,13 +19,13 @@ pub(super) struct Caller {
     pub(super) join: f64,
     pub(super) leave: f64,
     /// The call it is in.
-    pub(super) call: Option<Open>,
+    pub(super) call: Option<OpenCall>,
     pub(super) done: bool,
 }
 
 /// A call that has not ended.
 #[derive(Debug)]
-pub(super) struct Open {
+pub(super) struct OpenCall {
     pub(super) since: f64,
     /// Since when it is held back, or on its way.
     pub(super) last: f64,
@@ -42,7 +42,7 @@ pub(super) struct Open {
 pub(super) struct OnWay {
     pub(super) ticket: Ticket,
     pub(super) back_at: Duration,
-    pub(super) said: Option<Said>,
+    pub(super) said: Option<ServerResponse>,
 }
 
 /// To what an answer goes.

@@ -1,19 +1,19 @@
 //! A fleet in virtual time: what happens when, in the order of time and then of planning.
 //!
 //! What is the same for all is here: callers, the server, strangers, and what is counted. What keeps a call from leaving is
-//! its process: a [line](super::lines), or a [gate](super::gates).
+//! its process: a [line](super::queue_process), or a [gate](super::gates).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
-use super::caller::{Caller, OnWay, Open, Ticket};
-use super::gates::{Entrance, Grounds};
-use super::headers::{Said, Voice};
-use super::lines::Shared;
+use super::caller::{Caller, OnWay, OpenCall, Ticket};
+use super::gates::{GateHandle, RunContext};
+use super::headers::{HeaderModel, ServerResponse};
 use super::metrics::{Metrics, Tally};
+use super::queue_process::QueueProcess;
 use super::scenario::Scenario;
-use super::server::Desk;
+use super::server::ServerState;
 use super::strategy::{Brief, Make, Strategy};
 use super::trace::Trace;
 use super::{RunError, exponential, span};
@@ -22,8 +22,8 @@ use crate::signal::Signal;
 
 /// What keeps the calls of a process from leaving.
 pub(super) enum Process {
-    Line(Shared),
-    Gate(Entrance),
+    Line(QueueProcess),
+    Gate(GateHandle),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -47,9 +47,9 @@ pub(super) struct Fleet<'a> {
     pub(super) processes: Vec<Process>,
     pub(super) callers: Vec<Caller>,
     /// What gates share, where there are any.
-    grounds: Option<Grounds>,
-    desk: Desk,
-    voice: Voice,
+    context: Option<RunContext>,
+    server: ServerState,
+    headers: HeaderModel,
     dice: Dice,
     waits: Vec<f64>,
     taken: f64,
@@ -61,15 +61,15 @@ impl<'a> Fleet<'a> {
     /// `cast` has the strategy of each group. Gates need `grounds`.
     pub(super) fn new(
         scenario: &'a Scenario,
-        cast: &[Strategy],
+        strategies: &[Strategy],
         seed: u64,
-        grounds: Option<Grounds>,
+        context: Option<RunContext>,
     ) -> Result<Self, RunError> {
         let origin = crate::clock::now();
         let brief = Brief::new(scenario);
         let mut dice = Dice::seeded(seed);
         let (mut processes, mut callers) = (Vec::new(), Vec::new());
-        for (index, (group, strategy)) in scenario.fleet.iter().zip(cast).enumerate() {
+        for (index, (group, strategy)) in scenario.fleet.iter().zip(strategies).enumerate() {
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
                 let later = group.stagger * number as f64;
@@ -88,12 +88,12 @@ impl<'a> Fleet<'a> {
                     });
                 }
                 processes.push(match strategy.make() {
-                    Make::Pace(make) => Process::Line(Shared::new(make(&brief), own, origin)),
+                    Make::Pace(make) => Process::Line(QueueProcess::new(make(&brief), own, origin)),
                     Make::Gate(make) => {
-                        let grounds = grounds.as_ref().expect("it is run with grounds");
-                        let gate = make(&brief, grounds.depot.way());
+                        let context = context.as_ref().expect("it is run with grounds");
+                        let gate = make(&brief, context.store.link());
                         let gate = gate.map_err(|error| RunError::gate(strategy.name(), error))?;
-                        Process::Gate(grounds.entrance(gate))
+                        Process::Gate(context.gate(gate))
                     }
                 });
             }
@@ -106,9 +106,9 @@ impl<'a> Fleet<'a> {
             planned: 0,
             processes,
             callers,
-            grounds,
-            desk: Desk::new(&scenario.server),
-            voice: Voice::new(&scenario.headers),
+            context,
+            server: ServerState::new(&scenario.server),
+            headers: HeaderModel::new(&scenario.headers),
             dice,
             waits: Vec::new(),
             taken: 0.0,
@@ -159,7 +159,7 @@ impl<'a> Fleet<'a> {
             Event::Stranger(index) => self.stranger(index),
             Event::Change(index) => {
                 let (at, change) = &self.scenario.server.changes()[index];
-                self.desk.change(change, *at);
+                self.server.change(change, *at);
             }
         }
     }
@@ -184,7 +184,7 @@ impl<'a> Fleet<'a> {
             clear: self.clear,
             fair_groups: self.scenario.fair_groups.as_deref(),
             foreign: &foreign,
-            store_calls: self.grounds.as_ref().map_or(0, |grounds| grounds.depot.calls()),
+            store_calls: self.context.as_ref().map_or(0, |context| context.store.calls()),
         }
         .metrics()
     }
@@ -192,16 +192,16 @@ impl<'a> Fleet<'a> {
     /// Those who are held back at the end count, too; one who sleeps by itself for as long as it meant to.
     fn count_the_held(&mut self, over: f64) {
         for caller in &mut self.callers {
-            let Some(Open { last, on_way: None, .. }) = caller.call else { continue };
+            let Some(OpenCall { last, on_way: None, .. }) = caller.call else { continue };
             caller.max_sleep = caller.max_sleep.max(over - last);
         }
         let lines = self.processes.iter().filter_map(|process| match process {
             Process::Line(line) => Some(line),
             Process::Gate(_) => None,
         });
-        for (index, until) in lines.flat_map(Shared::asleep) {
+        for (index, until) in lines.flat_map(QueueProcess::asleep) {
             let caller = &mut self.callers[index];
-            let Some(Open { last, .. }) = caller.call else { continue };
+            let Some(OpenCall { last, .. }) = caller.call else { continue };
             let until = until.saturating_duration_since(self.origin).as_secs_f64();
             caller.max_sleep = caller.max_sleep.max(until - last);
         }
@@ -232,7 +232,7 @@ impl<'a> Fleet<'a> {
             }
         }
         caller.call =
-            Some(Open { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None });
+            Some(OpenCall { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None });
         let process = caller.process;
         let moment = self.moment();
         match &mut self.processes[process] {
@@ -244,7 +244,7 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    fn line(&mut self, process: usize) -> &mut Shared {
+    fn line(&mut self, process: usize) -> &mut QueueProcess {
         match &mut self.processes[process] {
             Process::Line(line) => line,
             Process::Gate(_) => unreachable!("a gate looks for itself"),
@@ -283,9 +283,9 @@ impl<'a> Fleet<'a> {
 
     fn judge(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
-        let verdict = self.desk.judge(now);
+        let verdict = self.server.judge(now);
         self.taken += f64::from(u8::from(verdict.ok));
-        let said = self.voice.say(&verdict, now, &mut self.dice);
+        let said = self.headers.say(&verdict, now, &mut self.dice);
         if let Some(trace) = &mut self.trace {
             trace.judged(now, index, &verdict);
         }
@@ -301,7 +301,7 @@ impl<'a> Fleet<'a> {
         let caller = &mut self.callers[index];
         let call = caller.call.as_mut().expect("it was on its way");
         let OnWay { ticket, said, .. } = call.on_way.take().expect("it was on its way");
-        let Said { response, remaining } = said.expect("it was judged");
+        let ServerResponse { response, remaining } = said.expect("it was judged");
         call.trips += now - call.last;
         call.last = now;
         call.shown = remaining;
@@ -345,7 +345,7 @@ impl<'a> Fleet<'a> {
 
     fn stranger(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
-        let verdict = self.desk.judge(now);
+        let verdict = self.server.judge(now);
         if verdict.ok && self.scenario.util_background != Some(false) {
             self.taken += 1.0;
         }

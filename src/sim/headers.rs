@@ -10,7 +10,7 @@ use crate::rng::Dice;
 
 /// What the headers of a server remember.
 #[derive(Debug)]
-pub(super) struct Voice {
+pub(super) struct HeaderModel {
     headers: Headers,
     /// What was left, when: for `stale` the last look, for `delayed` all that may still be shown.
     seen: VecDeque<(f64, f64)>,
@@ -18,18 +18,18 @@ pub(super) struct Voice {
 
 /// A response, and what it shows to be left.
 #[derive(Debug)]
-pub(super) struct Said {
+pub(super) struct ServerResponse {
     pub(super) response: http::Response<()>,
     pub(super) remaining: Option<f64>,
 }
 
-impl Voice {
+impl HeaderModel {
     pub(super) fn new(headers: &Headers) -> Self {
-        Voice { headers: headers.clone(), seen: VecDeque::new() }
+        HeaderModel { headers: headers.clone(), seen: VecDeque::new() }
     }
 
     /// The response that tells of `verdict`, at `now`.
-    pub(super) fn say(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> Said {
+    pub(super) fn say(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> ServerResponse {
         let mut response = http::Response::new(());
         if !verdict.ok {
             *response.status_mut() = http::StatusCode::TOO_MANY_REQUESTS;
@@ -63,7 +63,7 @@ impl Voice {
         if let Shown::Garbage(text) = shown {
             headers.insert("ratelimit-remaining", HeaderValue::from_static(text));
         }
-        Said { response, remaining }
+        ServerResponse { response, remaining }
     }
 
     fn shown(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> Shown {

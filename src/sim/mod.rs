@@ -45,8 +45,8 @@ mod chart;
 mod fleet;
 mod gates;
 mod headers;
-mod lines;
 mod metrics;
+mod queue_process;
 mod report;
 mod scenario;
 mod server;
@@ -153,11 +153,11 @@ fn run_with(
         Some(name) => Strategy::named(name).ok_or_else(|| RunError::UnknownStrategy(name.clone())),
         None => Ok(strategy.clone()),
     };
-    let cast = scenario.fleet.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
-    if cast.iter().any(|strategy| matches!(strategy.make(), Make::Gate(_))) {
-        return gates::run(scenario, &cast, seed, trace);
+    let strategies = scenario.fleet.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
+    if strategies.iter().any(|strategy| matches!(strategy.make(), Make::Gate(_))) {
+        return gates::run(scenario, &strategies, seed, trace);
     }
-    let mut fleet = Fleet::new(scenario, &cast, seed, None)?;
+    let mut fleet = Fleet::new(scenario, &strategies, seed, None)?;
     fleet.trace = trace;
     Ok((fleet.run(), fleet.trace.take()))
 }

@@ -20,28 +20,29 @@ pub(super) struct Verdict {
 
 /// A server at work. Moments are seconds since the start.
 #[derive(Debug)]
-pub(super) enum Desk {
+pub(super) enum ServerState {
     Bucket { cap: f64, refill: f64, tokens: f64, last: Option<f64> },
     Fixed { limit: f64, window: f64, phase: f64, used: f64, number: f64 },
     Sliding { limit: f64, window: f64, accepted: VecDeque<f64> },
-    Dual { short: Box<Desk>, long: Box<Desk> },
+    Dual { short: Box<ServerState>, long: Box<ServerState> },
 }
 
-impl Desk {
+impl ServerState {
     pub(super) fn new(server: &Server) -> Self {
         match *server {
             Server::Bucket { cap, refill, start, .. } => {
-                Desk::Bucket { cap, refill, tokens: start, last: None }
+                ServerState::Bucket { cap, refill, tokens: start, last: None }
             }
             Server::Fixed { limit, window, phase, used, .. } => {
-                Desk::Fixed { limit, window, phase, used, number: (phase / window).floor() }
+                ServerState::Fixed { limit, window, phase, used, number: (phase / window).floor() }
             }
             Server::Sliding { limit, window, .. } => {
-                Desk::Sliding { limit, window, accepted: VecDeque::new() }
+                ServerState::Sliding { limit, window, accepted: VecDeque::new() }
             }
-            Server::Dual { ref short, ref long } => {
-                Desk::Dual { short: Box::new(Desk::new(short)), long: Box::new(Desk::new(long)) }
-            }
+            Server::Dual { ref short, ref long } => ServerState::Dual {
+                short: Box::new(ServerState::new(short)),
+                long: Box::new(ServerState::new(long)),
+            },
         }
     }
 
@@ -58,45 +59,45 @@ impl Desk {
     pub(super) fn change(&mut self, change: &Change, now: f64) {
         self.advance(now);
         match self {
-            Desk::Bucket { cap, refill, tokens, .. } => {
+            ServerState::Bucket { cap, refill, tokens, .. } => {
                 *cap = change.cap.unwrap_or(*cap);
                 *refill = change.refill.unwrap_or(*refill);
                 *tokens = change.tokens.unwrap_or(*tokens);
             }
-            Desk::Fixed { limit, window, used, .. } => {
+            ServerState::Fixed { limit, window, used, .. } => {
                 *limit = change.limit.unwrap_or(*limit);
                 *window = change.window.unwrap_or(*window);
                 *used = change.used.unwrap_or(*used);
             }
-            Desk::Sliding { limit, window, .. } => {
+            ServerState::Sliding { limit, window, .. } => {
                 *limit = change.limit.unwrap_or(*limit);
                 *window = change.window.unwrap_or(*window);
             }
-            Desk::Dual { .. } => {}
+            ServerState::Dual { .. } => {}
         }
     }
 
     fn advance(&mut self, now: f64) {
         match self {
-            Desk::Bucket { cap, refill, tokens, last } => {
+            ServerState::Bucket { cap, refill, tokens, last } => {
                 let since = now - *last.get_or_insert(now);
                 if tokens < cap {
                     *tokens = cap.min(*tokens + since * *refill);
                 }
                 *last = Some(now);
             }
-            Desk::Fixed { window, phase, used, number, .. } => {
+            ServerState::Fixed { window, phase, used, number, .. } => {
                 let current = ((now + *phase) / *window).floor();
                 if current != *number {
                     (*number, *used) = (current, 0.0);
                 }
             }
-            Desk::Sliding { window, accepted, .. } => {
+            ServerState::Sliding { window, accepted, .. } => {
                 while accepted.front().is_some_and(|at| at + *window <= now) {
                     accepted.pop_front();
                 }
             }
-            Desk::Dual { short, long } => {
+            ServerState::Dual { short, long } => {
                 short.advance(now);
                 long.advance(now);
             }
@@ -105,19 +106,19 @@ impl Desk {
 
     fn is_free(&self) -> bool {
         match self {
-            Desk::Bucket { tokens, .. } => *tokens >= 1.0,
-            Desk::Fixed { limit, used, .. } => *used + 1.0 <= *limit,
-            Desk::Sliding { limit, accepted, .. } => accepted.len() as f64 + 1.0 <= *limit,
-            Desk::Dual { short, long } => short.is_free() && long.is_free(),
+            ServerState::Bucket { tokens, .. } => *tokens >= 1.0,
+            ServerState::Fixed { limit, used, .. } => *used + 1.0 <= *limit,
+            ServerState::Sliding { limit, accepted, .. } => accepted.len() as f64 + 1.0 <= *limit,
+            ServerState::Dual { short, long } => short.is_free() && long.is_free(),
         }
     }
 
     fn take(&mut self, now: f64) {
         match self {
-            Desk::Bucket { tokens, .. } => *tokens -= 1.0,
-            Desk::Fixed { used, .. } => *used += 1.0,
-            Desk::Sliding { accepted, .. } => accepted.push_back(now),
-            Desk::Dual { short, long } => {
+            ServerState::Bucket { tokens, .. } => *tokens -= 1.0,
+            ServerState::Fixed { used, .. } => *used += 1.0,
+            ServerState::Sliding { accepted, .. } => accepted.push_back(now),
+            ServerState::Dual { short, long } => {
                 short.take(now);
                 long.take(now);
             }
@@ -126,7 +127,7 @@ impl Desk {
 
     fn verdict(&self, ok: bool, now: f64) -> Verdict {
         match self {
-            Desk::Bucket { cap, refill, tokens, .. } => Verdict {
+            ServerState::Bucket { cap, refill, tokens, .. } => Verdict {
                 ok,
                 remaining: tokens.floor().max(0.0),
                 limit: *cap,
@@ -134,17 +135,17 @@ impl Desk {
                 reset: (cap - tokens) / refill,
                 wait: (1.0 - tokens).max(0.0) / refill,
             },
-            Desk::Fixed { limit, window, phase, used, number } => {
+            ServerState::Fixed { limit, window, phase, used, number } => {
                 let reset = (number + 1.0) * window - phase - now;
                 let remaining = (limit - used).max(0.0);
                 Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
             }
-            Desk::Sliding { limit, window, accepted } => {
+            ServerState::Sliding { limit, window, accepted } => {
                 let reset = accepted.front().map_or(0.0, |at| at + window - now);
                 let remaining = (limit - accepted.len() as f64).max(0.0);
                 Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
             }
-            Desk::Dual { short, long } => {
+            ServerState::Dual { short, long } => {
                 let wait = short.verdict(ok, now).wait.max(if long.is_free() {
                     0.0
                 } else {

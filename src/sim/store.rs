@@ -19,7 +19,7 @@ use crate::store::{
 };
 
 /// Where it is counted.
-pub(super) struct Depot {
+pub(super) struct SharedStore {
     memory: MemoryStore,
     model: StoreModel,
     /// The beginning of the run.
@@ -27,7 +27,7 @@ pub(super) struct Depot {
     dice: Mutex<Dice>,
     calls: AtomicU64,
     /// Who listens at which address.
-    ears: Mutex<Vec<(u64, Arc<dyn Listener>)>>,
+    listeners: Mutex<Vec<(u64, Arc<dyn Listener>)>>,
 }
 
 /// What becomes of a call.
@@ -39,15 +39,15 @@ struct Trip {
     is_answered: bool,
 }
 
-impl Depot {
+impl SharedStore {
     pub(super) fn new(model: &StoreModel) -> Self {
-        Depot {
+        SharedStore {
             memory: MemoryStore::default(),
             model: model.clone(),
             origin: clock::now(),
             dice: Mutex::new(Dice::seeded(dice())),
             calls: AtomicU64::new(0),
-            ears: Mutex::default(),
+            listeners: Mutex::default(),
         }
     }
 
@@ -57,8 +57,8 @@ impl Depot {
     }
 
     /// The way of one process to it.
-    pub(super) fn way(self: &Arc<Self>) -> Arc<dyn Store> {
-        Arc::new(Way { depot: self.clone(), address: dice() >> 11 })
+    pub(super) fn link(self: &Arc<Self>) -> Arc<dyn Store> {
+        Arc::new(StoreLink { store: self.clone(), address: dice() >> 11 })
     }
 
     /// A call that leaves now.
@@ -80,15 +80,15 @@ impl Depot {
     }
 
     fn tell(&self, tell: Tell, key: Key, news: &News) {
-        let ears = self.ears.lock().unwrap_or_else(PoisonError::into_inner);
+        let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = |address: u64| match tell {
             Tell::Nobody => false,
             Tell::One(one) => one == address,
             Tell::All => true,
         };
-        let told: Vec<_> = ears.iter().filter(|(address, _)| is_told(*address)).cloned().collect();
-        drop(ears);
-        told.into_iter().for_each(|(_, ear)| ear.hear(key, 0, news.clone()));
+        let chosen: Vec<_> = listeners.iter().filter(|(address, _)| is_told(*address)).cloned().collect();
+        drop(listeners);
+        chosen.into_iter().for_each(|(_, listener)| listener.hear(key, 0, news.clone()));
     }
 
     /// How long a call takes to the store and back.
@@ -105,12 +105,12 @@ impl Depot {
 }
 
 /// The way of one process to the store.
-struct Way {
-    depot: Arc<Depot>,
+struct StoreLink {
+    store: Arc<SharedStore>,
     address: u64,
 }
 
-impl Way {
+impl StoreLink {
     /// Does `act` at the store, whether or not the answer is waited for.
     fn go<T: Send + 'static>(
         &self,
@@ -118,12 +118,12 @@ impl Way {
     ) -> Answer<T> {
         // Without a runtime the run is over.
         let Ok(runtime) = Handle::try_current() else { return Answer::Now(Err(StoreError::Lost)) };
-        let (trip, depot) = (self.depot.trip(), self.depot.clone());
+        let (trip, store) = (self.store.trip(), self.store.clone());
         let call = runtime.spawn(async move {
             let mut answer = Err(away());
             if let Some(done) = trip.done {
                 clock::sleep_until(done).await;
-                answer = act(&depot.memory).arrives().await;
+                answer = act(&store.memory).arrives().await;
             }
             clock::sleep_until(trip.back).await;
             if trip.is_answered { answer } else { Err(away()) }
@@ -132,7 +132,7 @@ impl Way {
     }
 }
 
-impl Store for Way {
+impl Store for StoreLink {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let asked = Asked::new(&ask);
         self.go(move |memory| memory.lease(asked.ask(&asked.needs)))
@@ -149,15 +149,15 @@ impl Store for Way {
     /// Tries again until it was done and that was told, as a store does whose claims run out.
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
         let Ok(runtime) = Handle::try_current() else { return };
-        let (depot, listener) = (self.depot.clone(), listener.clone());
+        let (store, listener) = (self.store.clone(), listener.clone());
         drop(runtime.spawn(async move {
             let kept = listener.clone();
-            let ear = Ear::new(&depot, move || Some(kept.clone()));
+            let listener = DelayedListener::new(&store, move || Some(kept.clone()));
             loop {
-                let trip = depot.trip();
+                let trip = store.trip();
                 if let Some(done) = trip.done {
                     clock::sleep_until(done).await;
-                    depot.memory.claim(claim, &ear);
+                    store.memory.claim(claim, &listener);
                 }
                 if trip.is_answered {
                     return;
@@ -179,16 +179,16 @@ impl Store for Way {
     }
 
     fn listen(&self, listener: Weak<dyn Listener>) {
-        let ear = Ear::new(&self.depot, move || listener.upgrade());
-        self.depot.memory.listen(Arc::downgrade(&ear));
+        let listener = DelayedListener::new(&self.store, move || listener.upgrade());
+        self.store.memory.listen(Arc::downgrade(&listener));
         // The store itself keeps none of them.
-        self.depot.ears.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, ear));
+        self.store.listeners.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, listener));
     }
 
     fn compare_and_set(&self, mut change: Change) -> Answer<Register> {
         // In memory all would be told.
         let tell = std::mem::replace(&mut change.tell, Tell::Nobody);
-        let depot = self.depot.clone();
+        let store = self.store.clone();
         self.go(move |memory| {
             let (key, value) = (change.key, change.value.clone());
             let Answer::Now(answer) = memory.compare_and_set(change) else {
@@ -196,7 +196,7 @@ impl Store for Way {
             };
             if let (Ok(Register { kind, changed: true, version, .. }), Some(value)) = (&answer, value) {
                 let told = Register { kind: *kind, version: *version, value, ..Register::default() };
-                depot.tell(tell, key, &News::Register(told));
+                store.tell(tell, key, &News::Register(told));
             }
             Answer::Now(answer)
         })
@@ -217,26 +217,26 @@ impl Store for Way {
 }
 
 /// One who is told what the store has to say: half a trip later, or when it can be reached again.
-struct Ear<F> {
-    depot: Arc<Depot>,
+struct DelayedListener<F> {
+    store: Arc<SharedStore>,
     listener: F,
 }
 
-impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Ear<F> {
+impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> DelayedListener<F> {
     #[expect(clippy::new_ret_no_self, reason = "it is wanted as what it is used as")]
-    fn new(depot: &Arc<Depot>, listener: F) -> Arc<dyn Listener> {
-        Arc::new(Ear { depot: depot.clone(), listener })
+    fn new(store: &Arc<SharedStore>, listener: F) -> Arc<dyn Listener> {
+        Arc::new(DelayedListener { store: store.clone(), listener })
     }
 }
 
-impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for Ear<F> {
+impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for DelayedListener<F> {
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News) {
         let Ok(runtime) = Handle::try_current() else { return };
-        let way = self.depot.drawn_trip() / 2;
+        let delay = self.store.drawn_trip() / 2;
         drop(runtime.spawn(async move {
-            let at = clock::now() + way;
-            let missed = self.depot.away_until(at);
-            clock::sleep_until(missed.map_or(at, |until| until + way)).await;
+            let at = clock::now() + delay;
+            let missed = self.store.away_until(at);
+            clock::sleep_until(missed.map_or(at, |until| until + delay)).await;
             let news = match news {
                 News::Held(_) | News::Less { .. } | News::Register(_) if missed.is_some() => News::Missed,
                 news => news,

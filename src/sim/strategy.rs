@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::gates::known::{limiter, retrying, throttle};
-use super::gates::{Gate, Passage};
+use super::gates::{Gate, GateFuture};
 use super::scenario::Scenario;
 use super::{Wire, span};
 use crate::config_error::ConfigError;
@@ -121,7 +121,7 @@ impl Strategy {
     {
         let make = move |brief: &Brief, store| {
             let gate = make(brief, store)?;
-            Ok(Box::new(move |wire: Wire| Box::pin(gate(wire)) as Passage) as Gate)
+            Ok(Box::new(move |wire: Wire| Box::pin(gate(wire)) as GateFuture) as Gate)
         };
         Strategy { name: name.into(), make: Make::Gate(Arc::new(make)) }
     }

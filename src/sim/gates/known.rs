@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Passage, Wire};
+use super::{GateFuture, Wire};
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
@@ -18,7 +18,7 @@ use crate::throttle::Back;
 pub(in crate::sim) fn limiter(
     brief: &Brief,
     store: Arc<dyn Store>,
-) -> Result<impl Fn(Wire) -> Passage + use<>, ConfigError> {
+) -> Result<impl Fn(Wire) -> GateFuture + use<>, ConfigError> {
     let Some(quota) = brief.quota else {
         let allowed = "a quota such as \"100/60s\", or a hint, in the scenario";
         return Err(ConfigError::OutOfRange { setting: "quota", value: "none".into(), allowed });
@@ -41,7 +41,7 @@ pub(in crate::sim) fn limiter(
             let permit = limiter.acquire(Key::ALL).await?;
             permit.answered(&Signal::read(&wire.send().await));
             Ok(())
-        }) as Passage
+        }) as GateFuture
     })
 }
 
@@ -55,7 +55,7 @@ pub(in crate::sim) fn throttle<P: Pace + 'static>(
 /// The gate of that layer; a refused call takes its old place in the line.
 pub(in crate::sim) fn retrying(
     layer: AdaptiveThrottleBuilder,
-) -> Result<impl Fn(Wire) -> Passage, ConfigError> {
+) -> Result<impl Fn(Wire) -> GateFuture, ConfigError> {
     let throttle = layer.build()?.throttle();
     Ok(move |mut wire: Wire| {
         let throttle = throttle.clone();
@@ -68,7 +68,7 @@ pub(in crate::sim) fn retrying(
                     Some(Back::Waits(wait)) => wait.await?,
                 };
             }
-        }) as Passage
+        }) as GateFuture
     })
 }
 

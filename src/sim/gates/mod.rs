@@ -18,22 +18,22 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::caller::Ticket;
 use super::fleet::{Event, Fleet, Process};
-use super::store::Depot;
+use super::store::SharedStore;
 use super::{Metrics, RunError, Scenario, Strategy, Trace};
 use crate::clock::{self, Timer};
 use crate::error::Limited;
 use crate::rng::{self, Dice};
 
 /// What a call does at a gate, with its way to the server.
-pub(super) type Gate = Box<dyn Fn(Wire) -> Passage>;
+pub(super) type Gate = Box<dyn Fn(Wire) -> GateFuture>;
 
-pub(super) type Passage = Pin<Box<dyn Future<Output = Result<(), Limited>> + Send>>;
+pub(super) type GateFuture = Pin<Box<dyn Future<Output = Result<(), Limited>> + Send>>;
 
 /// The way of one call to the server of the scenario.
 #[derive(Debug)]
 pub struct Wire {
     caller: usize,
-    words: mpsc::UnboundedSender<Word>,
+    events: mpsc::UnboundedSender<GateEvent>,
 }
 
 impl Wire {
@@ -49,7 +49,7 @@ impl Wire {
     /// The laboratory does, where a call sends again while its request is on its way.
     pub async fn send(&mut self) -> Response<()> {
         let (reply, answer) = oneshot::channel();
-        let _ = self.words.send(Word::Sent(self.caller, reply));
+        let _ = self.events.send(GateEvent::Sent(self.caller, reply));
         match answer.await {
             Ok(response) => response,
             // The run is over, and with it every call.
@@ -60,7 +60,7 @@ impl Wire {
 
 /// What the world hears of calls.
 #[derive(Debug)]
-pub(super) enum Word {
+pub(super) enum GateEvent {
     /// A caller sends its request.
     Sent(usize, Reply),
     /// A call has left its gate.
@@ -71,31 +71,31 @@ pub(super) enum Word {
 pub(super) type Reply = oneshot::Sender<Response<()>>;
 
 /// The gate of a process, and where its calls are heard of.
-pub(super) struct Entrance {
+pub(super) struct GateHandle {
     gate: Gate,
-    words: mpsc::UnboundedSender<Word>,
+    events: mpsc::UnboundedSender<GateEvent>,
 }
 
-impl Entrance {
+impl GateHandle {
     fn call(&self, caller: usize) {
-        let words = self.words.clone();
-        let passage = (self.gate)(Wire { caller, words: words.clone() });
+        let events = self.events.clone();
+        let passage = (self.gate)(Wire { caller, events: events.clone() });
         drop(tokio::spawn(async move {
             let ended = passage.await;
-            let _ = words.send(Word::Ended(caller, ended));
+            let _ = events.send(GateEvent::Ended(caller, ended));
         }));
     }
 }
 
 /// What the gates of a run share.
-pub(super) struct Grounds {
-    words: mpsc::UnboundedSender<Word>,
-    pub(super) depot: Arc<Depot>,
+pub(super) struct RunContext {
+    events: mpsc::UnboundedSender<GateEvent>,
+    pub(super) store: Arc<SharedStore>,
 }
 
-impl Grounds {
-    pub(super) fn entrance(&self, gate: Gate) -> Entrance {
-        Entrance { gate, words: self.words.clone() }
+impl RunContext {
+    pub(super) fn gate(&self, gate: Gate) -> GateHandle {
+        GateHandle { gate, events: self.events.clone() }
     }
 }
 
@@ -105,7 +105,7 @@ impl Grounds {
 /// runtime.
 pub(super) fn run(
     scenario: &Scenario,
-    cast: &[Strategy],
+    strategies: &[Strategy],
     seed: u64,
     trace: Option<Trace>,
 ) -> Result<(Metrics, Option<Trace>), RunError> {
@@ -115,9 +115,9 @@ pub(super) fn run(
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
         runtime.expect("it needs nothing of the system").block_on(async {
             clock::laboratory::begin(clock::now());
-            let (words, heard) = mpsc::unbounded_channel();
-            let grounds = Grounds { words, depot: Arc::new(Depot::new(&scenario.store)) };
-            let mut fleet = Fleet::new(scenario, cast, seed, Some(grounds))?;
+            let (events, heard) = mpsc::unbounded_channel();
+            let context = RunContext { events, store: Arc::new(SharedStore::new(&scenario.store)) };
+            let mut fleet = Fleet::new(scenario, strategies, seed, Some(context))?;
             fleet.trace = trace;
             let metrics = fleet.play(heard).await;
             Ok((metrics, fleet.trace.take()))
@@ -128,7 +128,7 @@ pub(super) fn run(
 
 impl Fleet<'_> {
     /// Lets everything happen, and the gates do their part.
-    async fn play(&mut self, mut heard: mpsc::UnboundedReceiver<Word>) -> Metrics {
+    async fn play(&mut self, mut heard: mpsc::UnboundedReceiver<GateEvent>) -> Metrics {
         let end = self.end();
         let mut timer = Timer::at(self.origin);
         while self.clear.is_none() {
@@ -143,15 +143,15 @@ impl Fleet<'_> {
             }
             timer.set(self.origin + next);
             // What is due in the world comes before what gates have done since.
-            let word = std::future::poll_fn(|cx| match timer.poll(cx) {
+            let event = std::future::poll_fn(|cx| match timer.poll(cx) {
                 Poll::Ready(()) => Poll::Ready(None),
                 Poll::Pending => heard.poll_recv(cx),
             });
-            if let Some(word) = word.await {
+            if let Some(event) = event.await {
                 self.now = clock::now().saturating_duration_since(self.origin);
-                match word {
-                    Word::Sent(caller, reply) => self.send(caller, Ticket::Reply(reply)),
-                    Word::Ended(caller, ended) => self.left(caller, &ended),
+                match event {
+                    GateEvent::Sent(caller, reply) => self.send(caller, Ticket::Reply(reply)),
+                    GateEvent::Ended(caller, ended) => self.left(caller, &ended),
                 }
             }
         }
@@ -163,8 +163,8 @@ impl Fleet<'_> {
     pub(super) fn enter(&mut self, index: usize) {
         let caller = &mut self.callers[index];
         caller.call.as_mut().expect("it has called").passed = None;
-        let Process::Gate(entrance) = &self.processes[caller.process] else { unreachable!("it has a gate") };
-        entrance.call(index);
+        let Process::Gate(gate) = &self.processes[caller.process] else { unreachable!("it has a gate") };
+        gate.call(index);
     }
 
     /// The answer of one is there.

@@ -9,16 +9,16 @@ use crate::signal::Signal;
 use crate::throttle::{Flight, Number, PacedQueue, Refused};
 
 /// A line, and whose call has which number in it.
-pub(super) struct Shared {
+pub(super) struct QueueProcess {
     queue: PacedQueue,
     calls: BTreeMap<Number, usize>,
     /// For when the next look at the line is planned.
     look: Option<Instant>,
 }
 
-impl Shared {
+impl QueueProcess {
     pub(super) fn new(pace: Box<dyn Pace>, dice: Dice, now: Instant) -> Self {
-        Shared { queue: PacedQueue::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
+        QueueProcess { queue: PacedQueue::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
     }
 
     /// A call of `caller` joins the line.
