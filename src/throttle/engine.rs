@@ -1,14 +1,16 @@
-//! The gate that learns its pace, for many keys.
+//! The engine of the throttle: the waiters of all keys.
+//!
+//! [`Core`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the waiters of their key
+//! through [`Core::at`] and [`Core::open`]. Both lock the key, and run the side effects once the lock is released: they
+//! wake waiters, and start the task that writes the register. [`SharedPace::start_sync`] starts that task, so that the
+//! engine need not import it.
 
-use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::pace_state::PaceState;
-use super::paced_queue::{Flight, Number, PacedQueue};
-use super::permit::{ThrottlePermit, Wait};
-use super::sync_task::{SharedPace, SyncTask};
-use super::waiters::{Arrival, TooLate, Waiters};
+use super::paced_queue::PacedQueue;
+use super::waiters::{TooLate, Waiters};
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, Reason, Report};
@@ -17,254 +19,216 @@ use crate::key::{Key, RequestInfo};
 use crate::key_map::{Full, Keyed};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
-use crate::store::{self, Listener, Store};
+use crate::store::{self, Listener, News, Store};
 use crate::wakers::Wakers;
 
-/// The gate behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for what is not HTTP. Clones share
-/// what they learn.
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
-/// # async fn main() -> Result<(), tollgate::Limited> {
-/// use std::time::Duration;
-/// use tollgate::{AdaptiveThrottleLayer, Key, Signal};
-///
-/// let throttle = AdaptiveThrottleLayer::new().throttle();
-/// let permit = throttle.acquire(Key::new("search")).await?;
-/// // ... the call ...
-/// permit.answered(&Signal::default().with_limited(http::StatusCode::TOO_MANY_REQUESTS));
-///
-/// // The next one waits, and longer than it would have.
-/// let start = tokio::time::Instant::now();
-/// let permit = throttle.acquire(Key::new("search")).await?;
-/// assert!(start.elapsed() > Duration::from_millis(500));
-/// # permit.give_back();
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone)]
-pub struct Throttle(pub(super) Arc<Core>);
-
-pub(super) struct Core {
-    settings: ThrottleSettings,
-    pub(super) keys: Keyed<Waiters>,
-    /// Where the lines are shared.
-    pub(super) shared: Option<SharedPace>,
-}
-
+/// The settings of a throttle.
 pub(crate) struct ThrottleSettings {
+    /// Makes the pace of each key.
     pub(crate) pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
-    /// The dice of each key.
+    /// Makes the random number generator of each key.
     pub(crate) dice: Box<dyn Fn() -> Dice + Send + Sync>,
+    /// The longest that a request waits for its turn.
     pub(crate) max_wait: Duration,
+    /// The most requests that wait for one key.
     pub(crate) max_waiting: usize,
+    /// The most keys in use at the same time.
     pub(crate) max_keys: usize,
+    /// The longest hold that the upstream can ask for.
     pub(crate) max_hold: Duration,
-    /// Through which the lines are shared.
+    /// The store through which processes share the pace, if they do.
     pub(crate) store: Option<Arc<dyn Store>>,
 }
 
-/// How a call arrives at the gate.
-pub(crate) enum Begun {
-    Leaves(ThrottlePermit),
-    Waits(Wait),
-    Limited(Limited),
+/// The state behind a [`Throttle`](super::Throttle) and all its clones.
+pub(super) struct Core {
+    pub(super) settings: ThrottleSettings,
+    /// The waiters of each key in use.
+    keys: Keyed<Waiters>,
+    /// How processes share the pace, if they do.
+    pub(super) shared: Option<SharedPace>,
 }
 
-impl Throttle {
-    pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
+/// How processes share the pace of each key: through a register of a store.
+#[derive(Clone)]
+pub(super) struct SharedPace {
+    pub(super) store: Arc<dyn Store>,
+    /// The random id of this process among its peers.
+    id: u64,
+    /// The kind of the register. Paces that learn different state use different registers of a key.
+    pub(super) kind: u64,
+    /// Starts the task with this number, which writes the register of a key.
+    start_sync: fn(&Arc<Core>, Key, u64),
+}
+
+/// The work that a change of a key leaves to do without the key's lock.
+#[derive(Default)]
+struct Effects {
+    wakers: Wakers,
+    /// The number of the sync task to start, if the key needs one.
+    sync_task: Option<u64>,
+}
+
+impl Core {
+    pub(super) fn new(
+        settings: ThrottleSettings,
+        start_sync: fn(&Arc<Core>, Key, u64),
+    ) -> Result<Arc<Self>, ConfigError> {
         let keys = Keyed::new(settings.max_keys);
         let shared = match &settings.store {
             Some(store) => {
                 let kind = PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
                 let kind = kind.ok_or(ConfigError::PaceNotShared)?;
-                Some(SharedPace { store: store.clone(), id: dice() >> 11, kind })
+                Some(SharedPace { store: store.clone(), id: dice() >> 11, kind, start_sync })
             }
             None => None,
         };
-        let inner = Arc::new(Core { settings, keys, shared });
-        if let Some(SharedPace { store, .. }) = &inner.shared {
-            let listener: Weak<dyn Listener> = Arc::downgrade(&inner) as _;
+        let core = Arc::new(Core { settings, keys, shared });
+        if let Some(SharedPace { store, .. }) = &core.shared {
+            let listener: Weak<dyn Listener> = Arc::downgrade(&core) as _;
             store.listen(listener);
         }
-        Ok(Throttle(inner))
+        Ok(core)
     }
 
-    /// Waits until a request for `key` may leave, first come, first served, for as long as `max_wait`.
-    ///
-    /// The first request for a key that was not asked for lately leaves alone; the others follow its answer, or a second
-    /// later.
-    ///
-    /// # Errors
-    ///
-    /// [`Limited::Local`], when it cannot leave in time.
-    ///
-    /// # Cancel safety
-    ///
-    /// May be dropped at any time: its place is given up, and a turn it had is the next one's.
-    pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
-        match self.begin(key, None, || self.label(key, None)) {
-            Begun::Leaves(permit) => Ok(permit),
-            Begun::Waits(wait) => wait.await,
-            Begun::Limited(limited) => Err(limited),
-        }
+    /// Reports whether processes share the pace.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared.is_some()
     }
 
-    /// Returns what errors and events call `key`, which came with `request`.
-    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
-        match &self.0.settings.store {
+    /// Returns the name of `key` in errors and events. `request` is the request that has the key.
+    pub(super) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        match &self.settings.store {
             Some(store) => store::label(&**store, key, request),
             None => key.own_label(request),
         }
     }
 
-    /// How many wait for `key` here.
-    pub fn waiting(&self, key: Key) -> usize {
-        self.0.keys.find(key, |waiters| waiters.waiting()).unwrap_or(0)
-    }
-
-    /// How many requests for `key` are on their way from here.
-    pub fn in_flight(&self, key: Key) -> usize {
-        self.0.keys.find(key, |waiters| waiters.in_flight()).unwrap_or(0)
-    }
-
-    /// A call arrives.
-    pub(crate) fn begin(
-        &self,
-        key: Key,
-        deadline: Option<Instant>,
-        label: impl FnOnce() -> Box<str>,
-    ) -> Begun {
-        let now = clock::now();
-        let by_wait = clock::after(now, self.0.settings.max_wait);
-        let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
-        let most = self.0.settings.max_waiting;
-        let joined = self.open(key, now, |waiters, wakers| waiters.arrived(latest, most, now, wakers));
-        let (reason, retry_at) = match joined {
-            Ok(Arrival::Leaves(flight)) => {
-                return Begun::Leaves(ThrottlePermit::new(self.clone(), key, flight, None, latest));
-            }
-            Ok(Arrival::Waits(number)) => {
-                let label = label();
-                events::waiting(&label, self.waiting(key));
-                return Begun::Waits(Wait::new(self.clone(), key, number, label, now, latest));
-            }
-            Ok(Arrival::TooLate(over)) => (self.why(over, latest < by_wait), over.retry_at),
-            Ok(Arrival::Full) => (Reason::LineFull(most), None),
-            Err(Full) => (Reason::TooManyKeys(self.0.settings.max_keys), None),
-        };
-        Begun::Limited(refused(reason, label(), retry_at, Since { start: now, now, turns: 0 }))
-    }
-
-    pub(super) fn why(&self, over: TooLate, by_deadline: bool) -> Reason {
-        match over.is_held {
+    /// Returns the reason of a request that cannot leave in time. Its deadline was earlier than `max_wait` if
+    /// `by_deadline`.
+    pub(super) fn reason(&self, late: TooLate, by_deadline: bool) -> Reason {
+        match late.is_held {
             true => Reason::Held,
             false if by_deadline => Reason::Deadline,
-            false => Reason::MaxWait(self.0.settings.max_wait),
+            false => Reason::MaxWait(self.settings.max_wait),
         }
     }
 
-    pub(super) fn max_wait(&self) -> Duration {
-        self.0.settings.max_wait
-    }
-
-    pub(super) fn max_keys(&self) -> usize {
-        self.0.settings.max_keys
-    }
-
-    /// Does something at the station of `key`, which is made first if there is none.
+    /// Changes the waiters of `key`, and creates them if the key is not in use.
     pub(super) fn open<R>(
-        &self,
+        self: &Arc<Self>,
         key: Key,
         now: Instant,
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Result<R, Full> {
-        let make = || {
-            let ThrottleSettings { pace, dice, max_hold, .. } = &self.0.settings;
-            let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
-            if let Some(SharedPace { store, id, .. }) = &self.0.shared {
-                queue.share(*id, store.address(), now);
-            }
-            Waiters::new(queue, now)
-        };
-        let forgotten = |_, waiters| drop(waiters);
-        let (mut wakers, mut sync_task) = (Wakers::default(), None);
-        let opened = self.0.keys.enter(key, now, make, forgotten, |waiters| {
-            let done = with(waiters, &mut wakers);
-            sync_task =
-                self.0.shared.as_ref().and_then(|_| waiters.needs_sync_task(clock::now(), &mut wakers));
-            done
-        });
-        self.finish(key, sync_task, wakers);
+        let mut effects = Effects::default();
+        let make = || self.new_waiters(now);
+        let evict = |_, waiters| drop(waiters);
+        let opened =
+            self.keys.enter(key, now, make, evict, |waiters| self.change(waiters, with, &mut effects));
+        self.run(key, effects);
         opened
     }
 
-    /// Does something at the station of `key`, which is there as long as anybody waits or is on the way.
-    pub(super) fn at<R>(&self, key: Key, with: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
-        let (mut wakers, mut sync_task) = (Wakers::default(), None);
-        let done = self.0.keys.find(key, |waiters| {
-            let done = with(waiters, &mut wakers);
-            sync_task =
-                self.0.shared.as_ref().and_then(|_| waiters.needs_sync_task(clock::now(), &mut wakers));
-            done
-        });
-        self.finish(key, sync_task, wakers);
+    /// Changes the waiters of `key`. Returns `None` if the key is not in use; a key with a waiter or a request in flight
+    /// always is.
+    pub(super) fn at<R>(
+        self: &Arc<Self>,
+        key: Key,
+        with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
+    ) -> Option<R> {
+        let mut effects = Effects::default();
+        let done = self.keys.find(key, |waiters| self.change(waiters, with, &mut effects));
+        self.run(key, effects);
         done
     }
 
-    /// Does what is left to be done without the lock.
-    fn finish(&self, key: Key, sync_task: Option<u64>, wakers: Wakers) {
-        wakers.wake();
-        if let (Some(number), Some(shared)) = (sync_task, &self.0.shared) {
-            SyncTask::start(self, shared, key, number);
+    /// Calls `with` on the waiters of `key`, if the key is in use, and has no side effects.
+    pub(super) fn find<R>(&self, key: Key, with: impl FnOnce(&mut Waiters) -> R) -> Option<R> {
+        self.keys.find(key, with)
+    }
+
+    fn new_waiters(&self, now: Instant) -> Waiters {
+        let ThrottleSettings { pace, dice, max_hold, .. } = &self.settings;
+        let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
+        if let Some(SharedPace { store, id, .. }) = &self.shared {
+            queue.share(*id, store.address(), now);
         }
+        Waiters::new(queue, now)
     }
 
-    pub(super) fn leave(&self, key: Key, number: Number) {
-        let now = clock::now();
-        self.at(key, |waiters, wakers| waiters.leave(number, now, wakers));
+    fn change<R>(
+        &self,
+        waiters: &mut Waiters,
+        with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
+        effects: &mut Effects,
+    ) -> R {
+        let done = with(waiters, &mut effects.wakers);
+        if self.is_shared() {
+            effects.sync_task = waiters.needs_sync_task(clock::now(), &mut effects.wakers);
+        }
+        done
     }
 
-    pub(super) fn lost(&self, key: Key, flight: Flight) {
-        let now = clock::now();
-        self.at(key, |waiters, wakers| waiters.lost(flight, now, wakers));
-    }
-
-    /// The error of a request without a key.
-    pub(crate) fn no_key(&self) -> Limited {
-        let now = clock::now();
-        refused(Reason::NoKey, "none".into(), None, Since { start: now, now, turns: 0 })
+    fn run(self: &Arc<Self>, key: Key, effects: Effects) {
+        effects.wakers.wake();
+        if let (Some(number), Some(shared)) = (effects.sync_task, &self.shared) {
+            (shared.start_sync)(self, key, number);
+        }
     }
 }
 
-/// Since when one waited, until now, and how often it was its turn.
+impl Listener for Core {
+    fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
+        let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else { return };
+        let now = clock::now();
+        match news {
+            News::Register(register) if register.kind == kind => {
+                self.at(key, |waiters, wakers| waiters.register_changed(register, now, wakers));
+            }
+            News::Missed | News::Reconnected | News::Deaf => {
+                let mut keys = Vec::new();
+                self.keys.for_each(|key, waiters| {
+                    if waiters.queue.events_missed(now) {
+                        keys.push(key);
+                    }
+                });
+                // Starts or wakes the sync task of each key. If the store is away, those tasks find out.
+                for key in keys {
+                    self.at(key, |_, _| ());
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// How a request has waited, for the error or the report on it.
 pub(super) struct Since {
+    /// When the wait began.
     pub(super) start: Instant,
     pub(super) now: Instant,
+    /// How often it was the request's turn.
     pub(super) turns: u32,
 }
 
-pub(super) fn report(key: Box<str>, retry_after: Option<Duration>, since: &Since) -> Report {
-    let waited = since.now.saturating_duration_since(since.start);
-    let (at, turns) = (clock::wall(since.now), since.turns);
-    Report::new(Facts { key, limit: None, retry_after, at, waited, turns })
-}
+impl Since {
+    /// Builds the report on a request for `key`.
+    pub(super) fn report(&self, key: Box<str>, retry_after: Option<Duration>) -> Report {
+        let waited = self.now.saturating_duration_since(self.start);
+        let at = clock::wall(self.now);
+        Report::new(Facts { key, limit: None, retry_after, at, waited, turns: self.turns })
+    }
 
-pub(super) fn refused(reason: Reason, key: Box<str>, retry_at: Option<Instant>, since: Since) -> Limited {
-    let retry_after = retry_at.map(|at| at.saturating_duration_since(since.now));
-    let limited = Limited::Local { reason, report: report(key, retry_after, &since) };
-    events::limited(&limited);
-    limited
-}
+    /// Builds the error of a request that the throttle refuses, and emits its event.
+    pub(super) fn refused(self, reason: Reason, key: Box<str>, retry_at: Option<Instant>) -> Limited {
+        let limited = Limited::Local { reason, report: self.report(key, self.until(retry_at)) };
+        events::limited(&limited);
+        limited
+    }
 
-impl fmt::Debug for Throttle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ThrottleSettings { max_wait, max_waiting, max_keys, max_hold, .. } = &self.0.settings;
-        f.debug_struct("Throttle")
-            .field("max_wait", max_wait)
-            .field("max_waiting", max_waiting)
-            .field("max_keys", max_keys)
-            .field("max_hold", max_hold)
-            .finish_non_exhaustive()
+    /// Returns the time from now until `moment`.
+    pub(super) fn until(&self, moment: Option<Instant>) -> Option<Duration> {
+        moment.map(|at| at.saturating_duration_since(self.now))
     }
 }

@@ -1,17 +1,24 @@
-//! The gate that learns its pace.
+//! The throttle: learns at which pace requests for a key may leave, and queues them.
 //!
-//! `PacedQueue` is its pure core, one for each key: who waits, who is on the way, until when nothing may leave. It has no
-//! timer, no task and no clock; it is told the moment, and tells who may leave and when to look again. The simulator
-//! drives it in virtual time. `Waiters` drives it with wakers and one timer for each who waits: only that of the first
-//! stands at the line's next moment, so nobody is woken for nothing.
+//! The files build on each other in this order; each imports only from those above it:
 //!
-//! Where a fleet shares its lines, `PaceState` and `Peers` are what it shares, `PeerView` is one process's part in it, `sharing` how the line takes
-//! its turns then, and `SyncTask` the task that talks to the store.
+//! | file | holds |
+//! |---|---|
+//! | `pace_state` | the pace of one key, its last request and its hold: what processes share |
+//! | `peers` | the processes that share the pace, as the register lists them |
+//! | `peer_view` | what this process knows of the register, and what it has not written yet |
+//! | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
+//! | `sharing` | how a paced queue takes turns with other processes |
+//! | `sync_task_state` | whether a sync task serves a key and makes progress |
+//! | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
+//! | `engine` | the waiters of all keys, and the listener of store events |
+//! | `sync_task` | the task that writes the register of one key |
+//! | `permit` | the right to send one request, and the wait for it |
+//! | `written_wait` | the wait until the register has a hold |
 //!
-//! What this does not do: decide. That is the [pace](crate::pace)'s.
+//! The throttle does not decide how fast requests leave: the [pace](crate::pace) does.
 
 mod engine;
-mod hold;
 mod pace_state;
 mod paced_queue;
 #[cfg(test)]
@@ -23,11 +30,248 @@ mod permit;
 mod properties;
 mod sharing;
 mod sync_task;
+mod sync_task_state;
 mod waiters;
+mod written_wait;
 
-pub use engine::Throttle;
-pub(crate) use engine::{Begun, ThrottleSettings};
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::engine::{Core, Since};
+use self::pace_state::LONGEST_HOLD;
+use self::sync_task::SyncTask;
+use self::waiters::{Arrival, Waiters};
+use self::written_wait::WrittenWait;
+use crate::clock;
+use crate::config_error::ConfigError;
+use crate::error::{Limited, Reason, StoreError};
+use crate::events;
+use crate::key::{Key, RequestInfo};
+use crate::key_map::Full;
+use crate::wakers::Wakers;
+
+pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "sim")]
 pub(crate) use paced_queue::{Flight, Number, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{Back, Wait};
+
+/// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests that are not HTTP.
+/// Clones share what they learn.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), tollgate::Limited> {
+/// use std::time::Duration;
+/// use tollgate::{AdaptiveThrottleLayer, Key, Signal};
+///
+/// let throttle = AdaptiveThrottleLayer::new().throttle();
+/// let permit = throttle.acquire(Key::new("search")).await?;
+/// // ... the call ...
+/// permit.answered(&Signal::default().with_limited(http::StatusCode::TOO_MANY_REQUESTS));
+///
+/// // The next request waits longer than it would have without the refusal.
+/// let start = tokio::time::Instant::now();
+/// let permit = throttle.acquire(Key::new("search")).await?;
+/// assert!(start.elapsed() > Duration::from_millis(500));
+/// # permit.give_back();
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Throttle {
+    core: Arc<Core>,
+}
+
+/// What becomes of a request that arrives.
+pub(crate) enum Begun {
+    /// It may be sent now.
+    Leaves(ThrottlePermit),
+    /// It waits for its turn.
+    Waits(Wait),
+    /// It is refused.
+    Limited(Limited),
+}
+
+impl Throttle {
+    pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
+        Ok(Throttle { core: Core::new(settings, SyncTask::start)? })
+    }
+
+    /// Waits for up to `max_wait` until a request for `key` may leave. Requests leave in the order of their arrival.
+    ///
+    /// The first request for a key that is not in use leaves alone. The others wait for its answer, for one second at
+    /// most.
+    ///
+    /// # Errors
+    ///
+    /// [`Limited::Local`] if the request cannot leave in time.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future gives up the request's place in the queue. If its turn had come, the next request has it.
+    pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
+        match self.begin(key, None, || self.label(key, None)) {
+            Begun::Leaves(permit) => Ok(permit),
+            Begun::Waits(wait) => wait.await,
+            Begun::Limited(limited) => Err(limited),
+        }
+    }
+
+    /// Returns how many requests for `key` wait in this process.
+    pub fn waiting(&self, key: Key) -> usize {
+        self.core.find(key, |waiters| waiters.queue.waiting()).unwrap_or(0)
+    }
+
+    /// Returns how many requests for `key` this process has in flight.
+    pub fn in_flight(&self, key: Key) -> usize {
+        self.core.find(key, |waiters| waiters.queue.in_flight).unwrap_or(0)
+    }
+
+    /// Holds `key` for `span`, at most one day: no request leaves in any process that shares the pace.
+    ///
+    /// A refusal by the upstream holds the key in the same way. Another hold can only extend this one;
+    /// [`release`](Throttle::release) ends it.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{AdaptiveThrottleLayer, Key};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let throttle = AdaptiveThrottleLayer::new().throttle();
+    /// throttle.hold_for(Key::ALL, Duration::from_secs(60)).await?;
+    /// assert!(throttle.acquire(Key::ALL).await.is_err());
+    ///
+    /// throttle.release(Key::ALL).await?;
+    /// assert!(throttle.acquire(Key::ALL).await.is_ok());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may not know of the hold; in this process it is in force.
+    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them; then it is in force nowhere.
+    ///
+    /// # Cancel safety
+    ///
+    /// Once the future is polled, the hold is in force, and the other processes are notified of it.
+    ///
+    /// # Panics
+    ///
+    /// If the pace is shared through a store, outside of a Tokio runtime with timers.
+    pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
+        let now = clock::now();
+        let until = clock::after(now, span.min(LONGEST_HOLD));
+        self.change(key, now, |waiters, wakers| waiters.hold_until(until, now, wakers)).await
+    }
+
+    /// Holds `key` until a moment, as [`hold_for`](Throttle::hold_for) does. A moment in the past has no effect.
+    ///
+    /// # Errors
+    ///
+    /// As for [`hold_for`](Throttle::hold_for).
+    pub async fn hold_until(&self, key: Key, until: Instant) -> Result<(), StoreError> {
+        match until.checked_duration_since(clock::now()) {
+            Some(span) if !span.is_zero() => self.hold_for(key, span).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the hold of `key` in all processes that share the pace, whether the upstream or an operator set it. The
+    /// pace keeps what it has learned.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if other processes may still hold the key. They are notified once the store is reachable again.
+    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them.
+    ///
+    /// # Cancel safety
+    ///
+    /// Once the future is polled, the hold has ended, and the other processes are notified of it.
+    ///
+    /// # Panics
+    ///
+    /// If the pace is shared through a store, outside of a Tokio runtime with timers.
+    pub async fn release(&self, key: Key) -> Result<(), StoreError> {
+        let now = clock::now();
+        if !self.core.is_shared() {
+            self.core.at(key, |waiters, wakers| waiters.release(now, wakers));
+            return Ok(());
+        }
+        self.change(key, now, |waiters, wakers| waiters.release(now, wakers)).await
+    }
+
+    /// Changes the waiters of `key`. If the pace is shared, waits until the register has the change.
+    async fn change(
+        &self,
+        key: Key,
+        now: Instant,
+        change: impl FnOnce(&mut Waiters, &mut Wakers),
+    ) -> Result<(), StoreError> {
+        let opened = self.core.open(key, now, |waiters, wakers| {
+            change(waiters, wakers);
+            waiters.queue.mark()
+        });
+        match opened {
+            Ok(None) => Ok(()),
+            Ok(Some(mark)) => WrittenWait::new(&self.core, key, mark).await,
+            Err(Full) => Err(StoreError::Full { max_keys: self.core.settings.max_keys }),
+        }
+    }
+
+    /// Returns the name of `key` in errors and events. `request` is the request that has the key.
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+        self.core.label(key, request)
+    }
+
+    /// Admits a request that arrives now, or queues or refuses it.
+    pub(crate) fn begin(
+        &self,
+        key: Key,
+        deadline: Option<Instant>,
+        label: impl FnOnce() -> Box<str>,
+    ) -> Begun {
+        let now = clock::now();
+        let settings = &self.core.settings;
+        let by_wait = clock::after(now, settings.max_wait);
+        let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
+        let max_waiting = settings.max_waiting;
+        let arrival =
+            self.core.open(key, now, |waiters, wakers| waiters.arrived(latest, max_waiting, now, wakers));
+        let (reason, retry_at) = match arrival {
+            Ok(Arrival::Leaves(flight)) => {
+                return Begun::Leaves(ThrottlePermit::new(self.core.clone(), key, flight, None, latest));
+            }
+            Ok(Arrival::Waits(number)) => {
+                let label = label();
+                events::waiting(&label, self.waiting(key));
+                return Begun::Waits(Wait::new(self.core.clone(), key, number, label, now, latest));
+            }
+            Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
+            Ok(Arrival::Full) => (Reason::LineFull(max_waiting), None),
+            Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
+        };
+        Begun::Limited(Since { start: now, now, turns: 0 }.refused(reason, label(), retry_at))
+    }
+
+    /// Returns the error of a request without a key.
+    pub(crate) fn no_key(&self) -> Limited {
+        let now = clock::now();
+        Since { start: now, now, turns: 0 }.refused(Reason::NoKey, "none".into(), None)
+    }
+}
+
+impl fmt::Debug for Throttle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ThrottleSettings { max_wait, max_waiting, max_keys, max_hold, .. } = &self.core.settings;
+        f.debug_struct("Throttle")
+            .field("max_wait", max_wait)
+            .field("max_waiting", max_waiting)
+            .field("max_keys", max_keys)
+            .field("max_hold", max_hold)
+            .finish_non_exhaustive()
+    }
+}

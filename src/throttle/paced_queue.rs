@@ -191,10 +191,6 @@ impl PacedQueue {
         self.waiting.len() + self.asleep.len()
     }
 
-    pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-
     fn place(&mut self, number: Number, place: QueuedCall, sleep: Duration, now: Instant) {
         if sleep.is_zero() {
             self.waiting.insert(number, place);

@@ -267,7 +267,7 @@ impl World {
     fn all_have_left(&self) -> Result<(), TestCaseError> {
         for process in self.processes.iter().filter(|process| !process.is_dead) {
             prop_assert!(process.waiting.is_empty(), "{} wait for ever", process.waiting.len());
-            prop_assert_eq!((process.queue.in_flight(), process.queue.waiting()), (0, 0));
+            prop_assert_eq!((process.queue.in_flight, process.queue.waiting()), (0, 0));
         }
         Ok(())
     }

@@ -3,12 +3,13 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
-use super::engine::{Since, Throttle, refused, report};
+use super::engine::{Core, Since};
 use super::paced_queue::{Flight, Number};
 use crate::clock;
 use crate::error::Limited;
@@ -16,23 +17,24 @@ use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
 
-/// The right to send one request, at the pace that was learned.
+/// The right to send one request at the pace that the throttle has learned.
 ///
-/// It ends exactly once: [`answered`](ThrottlePermit::answered), from which the pace learns, or
-/// [`give_back`](ThrottlePermit::give_back), for a request that was surely not sent. Dropped, its request counts as sent and
-/// without an answer. Until then it is in flight.
+/// A permit ends exactly once. [`answered`](ThrottlePermit::answered) ends it with the response, from which the pace
+/// learns. [`give_back`](ThrottlePermit::give_back) ends it if the request was certainly not sent. If the permit is
+/// dropped, its request counts as sent without an answer. Until the permit ends, the request is in flight.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct ThrottlePermit {
-    throttle: Throttle,
+    core: Arc<Core>,
     key: Key,
-    /// Gone once the permit has ended.
+    /// The request in flight; `None` once the permit has ended.
     flight: Option<Flight>,
-    /// How the request waited, if it did not get its permit at once.
+    /// How the request has waited, and its label, if either is known.
     waited: Option<Box<Waited>>,
+    /// Until when the request may wait for another turn.
     latest: Instant,
 }
 
-/// The wait of a request that did not get its permit at once.
+/// How a request has waited.
 #[derive(Debug)]
 pub(super) struct Waited {
     label: Box<str>,
@@ -41,44 +43,44 @@ pub(super) struct Waited {
     turns: u32,
 }
 
-/// What becomes of a refused call.
+/// What becomes of a request that the upstream refused.
 pub(crate) enum Back {
     /// It waits in its old place.
     Waits(Box<Wait>),
-    /// It cannot wait so long, or may not be sent again.
+    /// It ends with this error: it has no time to wait, or may not be sent again.
     Ended(Limited),
 }
 
 impl ThrottlePermit {
     pub(super) fn new(
-        throttle: Throttle,
+        core: Arc<Core>,
         key: Key,
         flight: Flight,
         waited: Option<Box<Waited>>,
         latest: Instant,
     ) -> Self {
-        ThrottlePermit { throttle, key, flight: Some(flight), waited, latest }
+        ThrottlePermit { core, key, flight: Some(flight), waited, latest }
     }
 
-    /// The same, and it keeps the name of its key.
+    /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Box<str>) -> Self {
         let start = clock::now();
         self.waited = Some(Box::new(Waited { label, start, span: Duration::ZERO, turns: 0 }));
         self
     }
 
-    /// The key it is for.
+    /// Returns the key of the permit.
     pub fn key(&self) -> Key {
         self.key
     }
 
-    /// How long the request waited for it.
+    /// Returns how long the request waited for the permit.
     pub fn waited(&self) -> Duration {
         self.waited.as_ref().map_or(Duration::ZERO, |waited| waited.span)
     }
 
-    /// The request was sent and this came back. Answers the error that a refusal by the upstream makes, for callers that
-    /// want one.
+    /// Ends the permit with what the response says. If the upstream refused the request, returns the error for it, which
+    /// the caller may ignore.
     pub fn answered(mut self, signal: &Signal) -> Option<Limited> {
         match self.end(signal, None) {
             Some(Back::Ended(limited)) => Some(limited),
@@ -86,7 +88,8 @@ impl ThrottlePermit {
         }
     }
 
-    /// The same; a refused call waits in its old place, if it can wait so long.
+    /// Ends the permit as [`answered`](ThrottlePermit::answered) does. A refused request waits in its old place if it can
+    /// leave in time.
     pub(crate) fn answered_or_back(mut self, signal: &Signal) -> Option<Back> {
         let latest = self.latest;
         self.end(signal, Some(latest))
@@ -96,37 +99,35 @@ impl ThrottlePermit {
         let now = clock::now();
         let flight = self.flight.take()?;
         let number = flight.number;
-        let answer = |waiters: &mut super::waiters::Waiters, wakers: &mut _| {
-            waiters.answered(flight, signal, back_until, now, wakers)
-        };
-        let is_back = self.throttle.at(self.key, answer).unwrap_or(false);
+        let is_back = self
+            .core
+            .at(self.key, |waiters, wakers| waiters.answered(flight, signal, back_until, now, wakers))
+            .unwrap_or(false);
         let status = signal.limited()?;
         let Waited { label, start, span, turns } = match self.waited.take() {
             Some(waited) => *waited,
-            None => Waited {
-                label: self.throttle.label(self.key, None),
-                start: now,
-                span: Duration::ZERO,
-                turns: 0,
-            },
+            None => {
+                let label = self.core.label(self.key, None);
+                Waited { label, start: now, span: Duration::ZERO, turns: 0 }
+            }
         };
         events::upstream_limited(&label, status, signal.retry_after());
         if is_back {
-            let mut wait = Wait::new(self.throttle.clone(), self.key, number, label, start, self.latest);
+            let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, self.latest);
             wait.turns = turns + 1;
             wait.refused = Some(status);
             return Some(Back::Waits(Box::new(wait)));
         }
         let since = Since { start: now.checked_sub(span).unwrap_or(now), now, turns };
-        let report = report(label, signal.retry_after(), &since);
+        let report = since.report(label, signal.retry_after());
         Some(Back::Ended(Limited::Upstream { status, report }))
     }
 
-    /// The request was surely not sent: the next in line may leave in its place.
+    /// Ends the permit of a request that was certainly not sent. The next request may leave in its place.
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.throttle.at(self.key, |waiters, wakers| waiters.unsent(flight, now, wakers));
+            self.core.at(self.key, |waiters, wakers| waiters.unsent(flight, now, wakers));
         }
     }
 }
@@ -134,7 +135,8 @@ impl ThrottlePermit {
 impl Drop for ThrottlePermit {
     fn drop(&mut self) {
         if let Some(flight) = self.flight.take() {
-            self.throttle.lost(self.key, flight);
+            let now = clock::now();
+            self.core.at(self.key, |waiters, wakers| waiters.lost(flight, now, wakers));
         }
     }
 }
@@ -148,30 +150,31 @@ impl fmt::Debug for ThrottlePermit {
     }
 }
 
-/// Waits in line. Dropped, it gives up its place.
+/// Waits for a permit. Dropping the wait gives up the request's place in the queue.
 pub(crate) struct Wait {
-    throttle: Throttle,
+    core: Arc<Core>,
     key: Key,
-    /// Gone once the wait has ended.
+    /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
     label: Box<str>,
     start: Instant,
     latest: Instant,
     turns: u32,
-    /// With what the upstream refused the attempt before, if there was one: the error of a wait that ends without a turn.
+    /// The status with which the upstream refused the last attempt, if there was one. A wait that ends without a turn
+    /// ends with it.
     refused: Option<StatusCode>,
 }
 
 impl Wait {
     pub(super) fn new(
-        throttle: Throttle,
+        core: Arc<Core>,
         key: Key,
         number: Number,
         label: Box<str>,
         start: Instant,
         latest: Instant,
     ) -> Self {
-        Wait { throttle, key, number: Some(number), label, start, latest, turns: 1, refused: None }
+        Wait { core, key, number: Some(number), label, start, latest, turns: 1, refused: None }
     }
 }
 
@@ -181,44 +184,42 @@ impl Future for Wait {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
         let number = self.number.expect("a future is not polled after it was ready");
-        let polled = self.throttle.at(self.key, |waiters, wakers| waiters.poll(number, now, cx, wakers));
-        let done = match polled.expect("a station stays while somebody waits") {
+        let polled = self.core.at(self.key, |waiters, wakers| waiters.poll(number, now, cx, wakers));
+        let done = match polled.expect("a key with a waiter stays in use") {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(done) => done,
         };
         self.number = None;
-        let (label, turns) = (std::mem::take(&mut self.label), self.turns);
-        let span = now.saturating_duration_since(self.start);
-        Poll::Ready(match done {
+        let label = std::mem::take(&mut self.label);
+        let since = Since { start: self.start, now, turns: self.turns };
+        let late = match done {
             Ok(flight) => {
-                events::waited(&label, span, turns);
-                let waited = Box::new(Waited { label, start: self.start, span, turns });
-                let (throttle, latest) = (self.throttle.clone(), self.latest);
-                Ok(ThrottlePermit::new(throttle, self.key, flight, Some(waited), latest))
+                let span = now.saturating_duration_since(self.start);
+                events::waited(&label, span, self.turns);
+                let waited = Box::new(Waited { label, start: self.start, span, turns: self.turns });
+                let core = self.core.clone();
+                let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.latest);
+                return Poll::Ready(Ok(permit));
             }
-            Err(over) => {
-                let by_deadline = self.latest < clock::after(self.start, self.throttle.max_wait());
-                let reason = self.throttle.why(over, by_deadline);
-                let since = Since { start: self.start, now, turns };
-                Err(match self.refused {
-                    None => refused(reason, label, over.retry_at, since),
-                    Some(status) => {
-                        let retry_after = over.retry_at.map(|at| at.saturating_duration_since(now));
-                        let report = report(label, retry_after, &since);
-                        let limited = Limited::Upstream { status, report };
-                        events::limited(&limited);
-                        limited
-                    }
-                })
-            }
-        })
+            Err(late) => late,
+        };
+        let Some(status) = self.refused else {
+            let by_deadline = self.latest < clock::after(self.start, self.core.settings.max_wait);
+            let reason = self.core.reason(late, by_deadline);
+            return Poll::Ready(Err(since.refused(reason, label, late.retry_at)));
+        };
+        let report = since.report(label, since.until(late.retry_at));
+        let limited = Limited::Upstream { status, report };
+        events::limited(&limited);
+        Poll::Ready(Err(limited))
     }
 }
 
 impl Drop for Wait {
     fn drop(&mut self) {
         if let Some(number) = self.number.take() {
-            self.throttle.leave(self.key, number);
+            let now = clock::now();
+            self.core.at(self.key, |waiters, wakers| waiters.leave(number, now, wakers));
         }
     }
 }

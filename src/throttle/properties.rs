@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use proptest::prelude::*;
 
-use super::engine::{Begun, Throttle, ThrottleSettings};
 use super::paced_queue::*;
 use super::permit::Back;
+use super::{Begun, Throttle, ThrottleSettings};
 use crate::clock;
 use crate::key::Key;
 use crate::pace::{Dice, Fair, Pace, Remaining};
@@ -100,7 +100,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             left.push((flight.number, now - start));
             flying.push(flight);
         }
-        prop_assert_eq!(queue.in_flight(), flying.len());
+        prop_assert_eq!(queue.in_flight, flying.len());
         prop_assert_eq!(queue.waiting(), waiting.len());
         if let Some(at) = queue.look_at() {
             prop_assert!(at > now, "who may leave has left");

@@ -1,7 +1,7 @@
-//! Tells the others of a fleet what happens at a station, and hears what they did.
+//! The task that keeps the register of one key up to date.
 //!
-//! One task for each station, for as long as there is anything to tell or to wait for: it changes the register, one change
-//! after the other, and sleeps until the next is due.
+//! A key has one sync task for as long as there is something to write or to wait for. The task makes one
+//! compare-and-set after the other, and sleeps until the next is due.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,71 +9,68 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::engine::{Core, Throttle};
+use super::engine::{Core, SharedPace};
 use super::peer_view::{CasRequest, StoreChange};
-use super::waiters::{NextSync, Waiters};
+
+use super::waiters::NextSync;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::store::{Answer, Change, Listener, News, Register, Store};
+use crate::store::{Answer, Change, Register};
 use crate::wakers::Wakers;
 
-/// What a fleet shares is kept for so long after the last change.
-const LIFE: Duration = Duration::from_secs(3600);
-
-/// The register of a line in the store.
-#[derive(Clone)]
-pub(super) struct SharedPace {
-    pub(super) store: Arc<dyn Store>,
-    /// Who this gate is to the others.
-    pub(super) id: u64,
-    /// Which register of a key: paces that learn other things have others.
-    pub(super) kind: u64,
-}
-
-impl SharedPace {
-    fn exchange(&self, key: Key, exchange: CasRequest) -> Answer<Register> {
-        let CasRequest { seen, value, tell } = exchange;
-        self.store.compare_and_set(Change { key, kind: self.kind, seen, value, life: LIFE, tell })
-    }
-}
+/// How long the store keeps a register after its last change.
+const REGISTER_TTL: Duration = Duration::from_secs(3600);
 
 pub(super) struct SyncTask {
-    throttle: Throttle,
+    core: Arc<Core>,
     shared: SharedPace,
     key: Key,
-    /// Which of those who told of this station; another may have taken its place.
+    /// The number that the key's waiters gave this task. Once they have given another task a number, this task ends.
     number: u64,
-    /// The exchange under way, and when it began.
-    exchange: Option<(Asking, Instant)>,
+    /// The compare-and-set under way, and when the task sent it.
+    cas: Option<(CasReply, Instant)>,
     timer: Option<Timer>,
     done: bool,
 }
 
-type Asking = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send>>;
+type CasReply = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send>>;
 
 impl SyncTask {
-    /// Starts one, where there is a runtime.
-    pub(super) fn start(throttle: &Throttle, shared: &SharedPace, key: Key, number: u64) {
-        let (throttle, shared) = (throttle.clone(), shared.clone());
-        let sync_task = SyncTask { throttle, shared, key, number, exchange: None, timer: None, done: false };
-        // Without one it is dropped, and the next who comes tries again.
+    /// Starts the task with this number.
+    ///
+    /// Outside of a Tokio runtime the task is dropped at once, and the next change of the key starts another.
+    pub(super) fn start(core: &Arc<Core>, key: Key, number: u64) {
+        let Some(shared) = core.shared.clone() else { return };
+        let core = core.clone();
+        let sync_task = SyncTask { core, shared, key, number, cas: None, timer: None, done: false };
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             drop(runtime.spawn(sync_task));
         }
     }
 
-    fn cas_answered(&self, answer: Result<Register, StoreError>, asked: Instant) {
+    fn send(&self, request: CasRequest) -> Answer<Register> {
+        let CasRequest { seen, value, tell } = request;
+        let kind = self.shared.kind;
+        self.shared.store.compare_and_set(Change {
+            key: self.key,
+            kind,
+            seen,
+            value,
+            life: REGISTER_TTL,
+            tell,
+        })
+    }
+
+    fn cas_answered(&self, answer: Result<Register, StoreError>, sent: Instant) {
         let now = clock::now();
-        let cas_answered = self
-            .throttle
-            .at(self.key, |waiters, wakers| waiters.cas_answered(self.number, answer, asked, now, wakers));
-        match cas_answered.flatten() {
-            Some(StoreChange::Away(error)) => {
-                events::pace_alone(&self.throttle.label(self.key, None), &error)
-            }
-            Some(StoreChange::Back) => events::pace_shared(&self.throttle.label(self.key, None)),
+        let change = self
+            .core
+            .at(self.key, |waiters, wakers| waiters.cas_answered(self.number, answer, sent, now, wakers));
+        match change.flatten() {
+            Some(StoreChange::Away(error)) => events::pace_alone(&self.core.label(self.key, None), &error),
+            Some(StoreChange::Back) => events::pace_shared(&self.core.label(self.key, None)),
             None => {}
         }
     }
@@ -84,27 +81,27 @@ impl Future for SyncTask {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         loop {
-            if let Some((exchange, asked)) = &mut self.exchange {
-                let Poll::Ready(answer) = exchange.as_mut().poll(cx) else { return Poll::Pending };
-                let asked = *asked;
-                self.exchange = None;
-                self.cas_answered(answer, asked);
+            if let Some((reply, sent)) = &mut self.cas {
+                let Poll::Ready(answer) = reply.as_mut().poll(cx) else { return Poll::Pending };
+                let sent = *sent;
+                self.cas = None;
+                self.cas_answered(answer, sent);
             }
             let now = clock::now();
-            let told = self.throttle.0.keys.find(self.key, |waiters| waiters.tell(self.number, now, cx));
-            match told {
-                Some(NextSync::Now(exchange)) => match self.shared.exchange(self.key, exchange) {
+            let next = self.core.find(self.key, |waiters| waiters.next_sync(self.number, now, cx));
+            match next {
+                Some(NextSync::Send(request)) => match self.send(request) {
                     Answer::Now(answer) => self.cas_answered(answer, now),
-                    Answer::Later(answer) => self.exchange = Some((answer, now)),
+                    Answer::Later(reply) => self.cas = Some((reply, now)),
                 },
-                Some(NextSync::At(at)) => {
+                Some(NextSync::SleepUntil(at)) => {
                     let timer = self.timer.get_or_insert_with(|| Timer::at(at));
                     timer.set(at);
                     if timer.poll(cx).is_pending() {
                         return Poll::Pending;
                     }
                 }
-                Some(NextSync::Nothing) | None => {
+                Some(NextSync::End) | None => {
                     self.done = true;
                     return Poll::Ready(());
                 }
@@ -115,38 +112,14 @@ impl Future for SyncTask {
 
 impl Drop for SyncTask {
     fn drop(&mut self) {
-        if !self.done {
-            let (now, asked) = (clock::now(), self.exchange.as_ref().map(|(_, asked)| *asked));
-            let mut wakers = Wakers::default();
-            let lost = |waiters: &mut Waiters| waiters.sync_task_lost(self.number, asked, now, &mut wakers);
-            self.throttle.0.keys.find(self.key, lost);
-            // The runtime may be about to end: another is not for this one to start.
-            wakers.wake();
+        if self.done {
+            return;
         }
-    }
-}
-
-impl Listener for Core {
-    fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
-        let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else { return };
-        let (throttle, now) = (Throttle(self), clock::now());
-        match news {
-            News::Register(register) if register.kind == kind => {
-                throttle.at(key, |waiters, wakers| waiters.register_changed(register, now, wakers));
-            }
-            // Where the store is away, those who wait find out.
-            News::Missed | News::Reconnected | News::Deaf => {
-                let mut keys = Vec::new();
-                throttle.0.keys.for_each(|key, waiters| {
-                    if waiters.events_missed(now) {
-                        keys.push(key);
-                    }
-                });
-                for key in keys {
-                    throttle.at(key, |_, _| ());
-                }
-            }
-            _ => {}
-        }
+        // The runtime may be shutting down, so this starts no other task.
+        let now = clock::now();
+        let sent = self.cas.as_ref().map(|(_, sent)| *sent);
+        let mut wakers = Wakers::default();
+        self.core.find(self.key, |waiters| waiters.sync_task_lost(self.number, sent, now, &mut wakers));
+        wakers.wake();
     }
 }
