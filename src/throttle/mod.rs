@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `pace_state` | the pace of one key, its last request and its hold: what processes share |
 //! | `peers` | the processes that share the pace, as the register lists them |
+//! | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
 //! | `peer_view` | what this process knows of the register, and what it has not written yet |
 //! | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
 //! | `sharing` | how a paced queue takes turns with other processes |
@@ -29,6 +30,7 @@ mod permit;
 #[cfg(test)]
 mod properties;
 mod sharing;
+mod sync_state;
 mod sync_task;
 mod sync_task_state;
 mod waiters;

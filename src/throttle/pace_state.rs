@@ -1,4 +1,6 @@
-//! What decides when the next request may leave: the pace, and what happened last. It is what a fleet shares.
+//! The state that decides when the next request of a key may leave: its pace, its last request and its hold.
+//!
+//! It is pure: every method takes the moment. Processes that share the pace of a key share all of it.
 
 use std::time::{Duration, Instant};
 
@@ -6,31 +8,32 @@ use crate::clock;
 use crate::pace::{Call, Dice, Notes, Pace, Pause, Reply, Traffic, wait_said};
 use crate::signal::Signal;
 
-/// How long a probe that hangs keeps others from going.
-const PROBE: Duration = Duration::from_secs(1);
+/// How long an unanswered probe keeps the other requests waiting.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// No hold is longer.
+/// The longest hold.
 pub(super) const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug)]
 pub(super) struct PaceState {
     pub(super) pace: Box<dyn Pace>,
+    /// When the last request left.
     pub(super) last_sent: Option<Instant>,
-    /// Whether an answer has come: before, one request alone is out.
+    /// Whether any request was answered. Before the first answer one request, the probe, leaves alone.
     answered: bool,
-    /// Whether nothing left since the last refusal.
+    /// Whether the last answer was a refusal and no request has left since.
     refused: bool,
-    /// Until when nothing may leave.
+    /// When the hold ends, if there was one.
     pub(super) held_until: Option<Instant>,
-    /// How many times a hold was released. A hold that was seen before the last release no longer counts.
+    /// How often a hold was released. A hold that a process saw before the last release no longer counts.
     pub(super) releases: u32,
-    /// When something happened last.
+    /// When the state changed last.
     last_change: Instant,
-    /// The longest that the word of the server holds anything.
+    /// The longest hold that the upstream can ask for.
     max_hold: Duration,
 }
 
-/// Who waits and who is on the way.
+/// How many requests of a key wait, and how many are in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) waiting: usize,
@@ -51,43 +54,40 @@ impl PaceState {
         }
     }
 
-    /// From when the first in line may leave; `None`: at once.
+    /// Returns from when the first waiter may leave; `None` means at once.
     pub(super) fn slot(&self, load: Load) -> Option<Instant> {
         let probe = match self.last_sent {
             Some(last) if load.in_flight > 0 && !self.answered && self.pace.is_careful() => {
-                Some(clock::after(last, PROBE))
+                Some(clock::after(last, PROBE_TIMEOUT))
             }
             _ => None,
         };
-        // A pace tells its slot from what happened, not from how late it is.
+        // A pace computes its slot from what happened, not from the current time.
         let traffic = self.traffic(load, self.last_change);
         probe.max(self.pace.slot(&traffic)).max(self.held_until)
     }
 
-    /// The time between two requests, whatever holds all.
+    /// Returns the time between two requests, without holds.
     pub(super) fn interval(&self, load: Load) -> Duration {
         let slot = self.pace.slot(&self.traffic(load, self.last_change));
         slot.zip(self.last_sent).map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last))
     }
 
-    /// Whether nothing would hold back one more request, if another had left just now with so many on their way.
+    /// Reports whether another request could leave at once after one that leaves now, with `in_flight` requests in flight.
     pub(super) fn is_open(&self, in_flight: usize, now: Instant) -> bool {
         let traffic = Traffic { now, waiting: 0, in_flight, last_sent: Some(now) };
-        let may_leave_alone = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
-        self.answered
-            && !self.refused
-            && may_leave_alone(self.held_until)
-            && may_leave_alone(self.pace.slot(&traffic))
+        let is_due = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
+        self.answered && !self.refused && is_due(self.held_until) && is_due(self.pace.slot(&traffic))
     }
 
-    /// A call comes. Answers for how long it sleeps by itself.
+    /// Notes that a request has arrived. Returns how long it sleeps before it joins the queue.
     pub(super) fn arrived(&mut self, load: Load, call: &mut Call, dice: &mut Dice, now: Instant) -> Duration {
         self.last_change = now;
         let traffic = self.traffic(load, now);
         self.pace.arrived(call, &traffic, dice)
     }
 
-    /// A request leaves; `crowd` is as it was just before.
+    /// Notes that a request leaves. `load` is the load just before.
     pub(super) fn sent(&mut self, load: Load, now: Instant) {
         let traffic = self.traffic(load, now);
         self.pace.sent(&traffic);
@@ -96,8 +96,8 @@ impl PaceState {
         self.refused = false;
     }
 
-    /// An answer has come, for which `crowd` no longer counts the request. Answers what becomes of a refused call: for how
-    /// long it sleeps by itself.
+    /// Notes the answer to a request that `load` no longer counts. If it is a refusal, returns how long the request sleeps
+    /// before it goes back to its place.
     pub(super) fn answered(
         &mut self,
         load: Load,
@@ -116,19 +116,29 @@ impl PaceState {
         self.refused = true;
         let traffic = Traffic { waiting: traffic.waiting + 1, ..traffic };
         let Pause { all, call } = self.pace.refused(&mut reply, &traffic, dice);
-        let said =
-            if self.pace.is_careful() { wait_said(signal).unwrap_or_default() } else { Duration::ZERO };
-        let least = said.min(self.max_hold);
-        // A pace may add to what was said; that it does not count more than may be is seen to here.
-        let hold = if said > self.max_hold { all.saturating_sub(said) + least } else { all.max(least) };
+        let hold = self.hold_after_refusal(all, signal);
         if !hold.is_zero() {
             self.hold_until(clock::after(now, hold));
         }
         Some(call)
     }
 
-    /// From now on this is one of so many processes that do not know of each other: each goes at its part of the speed, and
-    /// begins somewhere in its interval.
+    /// Returns how long a refusal holds the key: the `pause` that the pace wants, and no less than the refusal asks for, up
+    /// to `max_hold`.
+    fn hold_after_refusal(&self, pause: Duration, signal: &Signal) -> Duration {
+        if !self.pace.is_careful() {
+            return pause;
+        }
+        let asked = wait_said(signal).unwrap_or_default();
+        match asked > self.max_hold {
+            // The pace may have added to what was asked for. Only that part exceeds `max_hold`.
+            true => pause.saturating_sub(asked) + self.max_hold,
+            false => pause.max(asked),
+        }
+    }
+
+    /// Slows down to this process's part of the pace, because the `processes` that shared it no longer know of each other.
+    /// A random offset spreads their requests over the interval.
     pub(super) fn divide(&mut self, processes: u32, dice: &mut Dice, now: Instant) {
         self.pace.divide(processes);
         let traffic = self.traffic(Load { waiting: 1, in_flight: 0 }, now);
@@ -139,7 +149,7 @@ impl PaceState {
         }
     }
 
-    /// Nothing leaves before `until`. It only ever moves to a later moment.
+    /// Holds the key until `until`. A hold can only be extended.
     pub(super) fn hold_until(&mut self, until: Instant) {
         self.held_until = self.held_until.max(Some(until));
     }
@@ -150,7 +160,7 @@ impl PaceState {
         self.releases = self.releases.saturating_add(1);
     }
 
-    /// All of it, to be written or read. Answers whether the pace can be shared.
+    /// Writes or reads all of the state that processes share. Returns whether the pace can be shared.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) -> bool {
         notes.near(&mut self.last_sent, Duration::ZERO);
         notes.flag(&mut self.answered);
@@ -160,12 +170,26 @@ impl PaceState {
         self.pace.share(notes)
     }
 
-    /// How much is shared: who learns other things shares them in another place. `None` where the pace cannot be shared.
+    /// Returns the state as bytes, for [`restore`](Self::restore). Moments count from `now`.
+    pub(super) fn save(&mut self, now: Instant) -> Vec<u8> {
+        Notes::write(now, |notes| {
+            self.share(notes);
+        })
+    }
+
+    /// Returns to the state that [`save`](Self::save) returned at `saved_at`.
+    pub(super) fn restore(&mut self, saved: &[u8], saved_at: Instant) {
+        Notes::read(saved, saved_at, |notes| {
+            self.share(notes);
+        });
+    }
+
+    /// Returns the kind of the register for this pace: the size of its state. Returns `None` if the pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {
-        let mut is_written = false;
-        let written = Notes::write(self.last_change, |notes| is_written = self.share(notes));
+        let mut is_shared = false;
+        let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));
         let is_read = Notes::read(&written, self.last_change, |notes| _ = self.share(notes));
-        (is_written && is_read).then_some(written.len() as u64)
+        (is_shared && is_read).then_some(written.len() as u64)
     }
 
     fn traffic(&self, load: Load, now: Instant) -> Traffic {

@@ -1,4 +1,8 @@
-//! The line of one key: first come, first served, at the speed of its pace.
+//! The queue of one key: requests leave in the order of their arrival, at the speed of the key's pace.
+//!
+//! The queue has no timer, no task and no clock. Its methods take the moment and return which request leaves, and when to
+//! look again. The simulator runs it in virtual time. If processes share the pace, [`sharing`](super::sharing) has the
+//! methods for that.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,48 +13,49 @@ use crate::clock;
 use crate::pace::{Call, Dice, Pace, Reply};
 use crate::signal::Signal;
 
-/// The number of a call: smaller came earlier.
+/// The number of a request in its queue, in the order of arrival.
 pub(crate) type Number = u64;
 
-/// Who waits for one key, who is on the way, until when nothing may leave.
 #[derive(Debug)]
 pub(crate) struct PacedQueue {
     pub(super) pace_state: PaceState,
     pub(super) dice: Dice,
-    /// Those who may leave, in their order. One that was refused has the smallest number, so it is first again.
+    /// The requests that wait for their turn. A refused request keeps its number, so it is first again.
     pub(super) waiting: BTreeMap<Number, QueuedCall>,
-    /// Those who sleep by themselves, as some paces want it.
+    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait for their turn.
     asleep: BTreeMap<(Instant, Number), QueuedCall>,
     next: Number,
+    /// Requests sent and not yet answered.
     pub(super) in_flight: usize,
-    /// The others, where the line is shared with other processes.
+    /// What this process knows of the register, if processes share the pace.
     pub(super) view: Option<Box<PeerView>>,
 }
 
-/// The place of a call in the line.
+/// A request in the queue.
 #[derive(Debug)]
 pub(super) struct QueuedCall {
     call: Call,
-    /// When it came.
+    /// When the request arrived.
     pub(super) since: Instant,
 }
 
-/// A call on its way. It ends in [`Line::answered`] or [`Line::lost`], once.
+/// A request in flight. It ends once, in [`PacedQueue::answered`], [`PacedQueue::lost`] or [`PacedQueue::unsent`].
 #[derive(Debug)]
-#[must_use = "a call on its way has to end"]
+#[must_use = "a request in flight has to end"]
 pub(crate) struct Flight {
     pub(crate) number: Number,
-    place: QueuedCall,
+    call: QueuedCall,
     sent: Instant,
     /// When the request before it left.
-    before: Option<Instant>,
+    sent_before: Option<Instant>,
 }
 
-/// A refused call that may have its old place again.
+/// A refused request that may go back to its old place.
 #[derive(Debug)]
 pub(crate) struct Refused {
     number: Number,
-    place: QueuedCall,
+    call: QueuedCall,
+    /// How long the request sleeps first.
     pause: Duration,
 }
 
@@ -67,31 +72,31 @@ impl PacedQueue {
         }
     }
 
-    /// A call comes, and is last in line.
+    /// Appends a request that arrives now, and returns its number.
     pub(crate) fn arrived(&mut self, now: Instant) -> Number {
         let number = self.next;
         self.next += 1;
-        let mut place = QueuedCall { call: Call::default(), since: now };
+        let mut call = QueuedCall { call: Call::default(), since: now };
         let mut load = self.load();
         load.waiting += 1;
-        let sleep = self.pace_state.arrived(load, &mut place.call, &mut self.dice, now);
-        self.place(number, place, sleep, now);
+        let sleep = self.pace_state.arrived(load, &mut call.call, &mut self.dice, now);
+        self.insert(number, call, sleep, now);
         number
     }
 
-    /// The call that may leave now, if one may; it is on its way then. To be asked until there is none.
+    /// Returns the next request that may leave now; it is in flight then. Call it until it returns `None`.
     pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
         while let Some(first) = self.asleep.first_entry()
             && first.key().0 <= now
         {
-            let ((_, number), place) = first.remove_entry();
-            self.waiting.insert(number, place);
+            let ((_, number), call) = first.remove_entry();
+            self.waiting.insert(number, call);
         }
         if self.waiting.is_empty() {
             self.drop_grants(now);
             return None;
         }
-        let before = self.pace_state.last_sent;
+        let sent_before = self.pace_state.last_sent;
         if !self.take_grant() {
             if !self.may_leave_alone(now) || self.slot().is_some_and(|slot| slot > now) {
                 return None;
@@ -99,13 +104,14 @@ impl PacedQueue {
             self.pace_state.sent(self.load(), now);
             self.record(now, |_| Event::Sent(now));
         }
-        let (number, mut place) = self.waiting.pop_first()?;
-        place.call.attempts = place.call.attempts.saturating_add(1);
+        let (number, mut call) = self.waiting.pop_first()?;
+        call.call.attempts = call.call.attempts.saturating_add(1);
         self.in_flight += 1;
-        Some(Flight { number, place, sent: now, before })
+        Some(Flight { number, call, sent: now, sent_before })
     }
 
-    /// When to look again whether one may leave, if nothing else happens before; `None`: not before something does.
+    /// Returns when to call [`depart`](Self::depart) again if nothing else happens; `None` if only an event can let a
+    /// request leave.
     pub(crate) fn look_at(&self) -> Option<Instant> {
         let awake = self.asleep.first_key_value().map(|((at, _), _)| *at);
         let slot = (!self.waiting.is_empty() && self.is_alone()).then(|| self.slot()).flatten();
@@ -115,93 +121,91 @@ impl PacedQueue {
         }
     }
 
-    /// From when the first in line may leave; `None`: at once.
+    /// Returns from when the first waiter may leave; `None` means at once.
     pub(crate) fn slot(&self) -> Option<Instant> {
         self.pace_state.slot(self.load())
     }
 
-    /// An answer has come: `Some` where it is a refusal, whose call may go [back](Self::back).
+    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it may go
+    /// [back](Self::back).
     pub(crate) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
-        let Flight { number, mut place, sent, .. } = flight;
+        let Flight { number, mut call, sent, .. } = flight;
         self.in_flight -= 1;
-        let (load, reply) = (self.load(), Reply::new(signal, sent, &mut place.call));
+        let load = self.load();
+        let reply = Reply::new(signal, sent, &mut call.call);
         let pause = self.pace_state.answered(load, reply, &mut self.dice, now);
         self.record(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
-        pause.map(|pause| Refused { number, place, pause })
+        pause.map(|pause| Refused { number, call, pause })
     }
 
-    /// A refused call takes its old place.
+    /// Puts a refused request back to its old place.
     pub(crate) fn back(&mut self, refused: Refused, now: Instant) {
-        let Refused { number, place, pause } = refused;
-        self.place(number, place, pause, now);
+        let Refused { number, call, pause } = refused;
+        self.insert(number, call, pause, now);
     }
 
-    /// A call on its way ends without an answer.
+    /// Ends a request in flight without an answer.
     pub(crate) fn lost(&mut self, _: Flight, now: Instant) {
         self.in_flight -= 1;
-        self.changed(now);
+        self.touch(now);
     }
 
-    /// A call that may have left did not: the next may leave in its place.
+    /// Ends a request that was not sent although its turn had come. The next request may leave in its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
         self.in_flight -= 1;
         if self.pace_state.last_sent == Some(flight.sent) {
-            self.pace_state.last_sent = flight.before;
+            self.pace_state.last_sent = flight.sent_before;
         }
-        self.changed(now);
+        self.touch(now);
     }
 
-    /// A call that waits gives up its place. Answers whether it did wait.
+    /// Removes a request that waits. Returns false if it does not wait.
     pub(crate) fn leave(&mut self, number: Number) -> bool {
         if self.waiting.remove(&number).is_some() {
             return true;
         }
         let asleep = self.asleep.keys().find(|(_, other)| *other == number).copied();
-        asleep.is_some_and(|place| self.asleep.remove(&place).is_some())
+        asleep.is_some_and(|key| self.asleep.remove(&key).is_some())
     }
 
-    /// Nothing leaves before `until`. It only ever moves to a later moment.
+    /// Holds the key until `until`. A hold can only be extended.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
         self.pace_state.hold_until(until);
         self.record(now, |releases| Event::Held { until, releases });
     }
 
-    /// Ends the hold.
+    /// Ends the hold of the key.
     pub(crate) fn release(&mut self, now: Instant) {
         self.pace_state.release();
         if let Some(view) = &mut self.view {
-            // Also if the store is away: the others are told when it is back.
+            // Kept during an outage too: the other processes learn of it once the store is back.
             view.push(Event::Released);
             view.touch(now);
         }
     }
 
-    /// Until when nothing may leave.
-    pub(crate) fn held_until(&self) -> Option<Instant> {
-        self.pace_state.held_until
-    }
-
-    /// Until when a call sleeps by itself, if it does.
+    /// Returns until when a request sleeps by itself, if it does.
     #[cfg(feature = "sim")]
     pub(crate) fn asleep_until(&self, number: Number) -> Option<Instant> {
         self.asleep.keys().find(|(_, other)| *other == number).map(|(until, _)| *until)
     }
 
+    /// Returns how many requests of this process wait, including those that sleep by themselves.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len() + self.asleep.len()
     }
 
-    fn place(&mut self, number: Number, place: QueuedCall, sleep: Duration, now: Instant) {
+    fn insert(&mut self, number: Number, call: QueuedCall, sleep: Duration, now: Instant) {
         if sleep.is_zero() {
-            self.waiting.insert(number, place);
+            self.waiting.insert(number, call);
         } else {
-            self.asleep.insert((clock::after(now, sleep), number), place);
+            self.asleep.insert((clock::after(now, sleep), number), call);
         }
     }
 
-    /// Who waits and who is on the way, others included where they are known.
+    /// Returns the load of this process and of all others that share the pace.
     pub(super) fn load(&self) -> Load {
-        let mine = Load { waiting: self.waiting(), in_flight: self.in_flight };
-        self.view.as_ref().map_or(mine, |view| view.with_others(mine))
+        let own = Load { waiting: self.waiting(), in_flight: self.in_flight };
+        self.view.as_ref().map_or(own, |view| view.with_others(own))
     }
 }

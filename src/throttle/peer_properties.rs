@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::pace_state::PaceState;
 use super::paced_queue::{Flight, Number, PacedQueue};
-use super::peer_view::CasRequest;
+use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
 use crate::pace::{Dice, Notes, Pace, Traffic};
@@ -455,7 +455,7 @@ fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
 }
 
 fn is_held(queue: &PacedQueue, now: Instant) -> bool {
-    queue.held_until().is_some_and(|until| until > now)
+    queue.pace_state.held_until.is_some_and(|until| until > now)
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The processes that share a line, as the register tells of them.
+//! The processes that share the pace of a key, as its register lists them.
 
 use std::time::{Duration, Instant};
 
@@ -8,89 +8,98 @@ use crate::pace::Notes;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Peer {
     pub(super) id: u64,
-    /// Where it is told of changes.
+    /// The store address at which the process is notified.
     pub(super) address: u64,
+    /// Requests sent and not yet answered.
     pub(super) in_flight: u32,
-    /// How many wait there.
-    pub(super) waits: u32,
-    /// Since when the first of them does.
+    /// Requests that wait for their turn.
+    pub(super) waiting: u32,
+    /// When the first of them arrived.
     pub(super) since: Option<Instant>,
-    /// When it said so.
+    /// When the process wrote this entry.
     pub(super) seen: Instant,
 }
 
-/// All but this one.
+/// All processes but this one.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
     pub(super) others: Vec<Peer>,
-    /// Who was first of all when the register was written, and since when.
+    /// The process whose turn was next when the register was written, and since when it was.
     first: u64,
     first_since: Option<Instant>,
 }
 
-/// What a process has on its way counts for so long after it last said anything.
+/// How long the requests in flight of a process count after it last wrote its entry.
 const LONGEST_FLIGHT: Duration = Duration::from_secs(60);
 
-/// Who is first and does not take its turn for so long waits no more, though nobody wants to pass it.
+/// How long a process may leave its turn unused before it counts as not waiting, even if no other process wants the turn.
 const LONGEST_TURN: Duration = Duration::from_secs(5);
 
-/// More is not read.
-const MOST: u64 = 100_000;
+/// The most processes that are read from a register.
+const MOST_PEERS: u64 = 100_000;
 
 impl Peer {
     pub(super) fn is_waiting(&self) -> bool {
-        self.waits > 0
+        self.waiting > 0
     }
 
     pub(super) fn is_active(&self) -> bool {
-        self.waits > 0 || self.in_flight > 0
+        self.waiting > 0 || self.in_flight > 0
     }
 
+    /// Returns the position of its first waiter in the order of turns: by arrival, then by id.
     fn place(&self) -> (Option<Instant>, u64) {
         (self.since, self.id)
+    }
+
+    fn stop_waiting(&mut self) {
+        self.waiting = 0;
+        self.since = None;
     }
 
     fn share(&mut self, notes: &mut Notes<'_>) {
         notes.count(&mut self.id);
         notes.count(&mut self.address);
         notes.small(&mut self.in_flight);
-        notes.small(&mut self.waits);
+        notes.small(&mut self.waiting);
         notes.near(&mut self.since, Duration::ZERO);
         let mut seen = Some(self.seen);
         notes.near(&mut seen, Duration::ZERO);
         self.seen = seen.unwrap_or(self.seen);
         if self.since.is_none() {
-            self.waits = 0;
+            self.waiting = 0;
         }
     }
 }
 
 impl Peers {
-    /// Those who are before one that waits since then.
+    /// Returns the processes whose turn comes before that of a waiter of process `id` that arrived at `since`.
     pub(super) fn before(&self, since: Instant, id: u64) -> impl Iterator<Item = &Peer> {
         self.others.iter().filter(move |other| other.is_waiting() && other.place() < (Some(since), id))
     }
 
-    /// From when the first of all might have left, where the line has this slot.
+    /// Returns from when the first waiter of all might have left. `slot` is the slot of the queue.
     pub(super) fn turn_from(&self, slot: Option<Instant>) -> Option<Instant> {
         slot.max(self.first_since)
     }
 
-    /// Those before one that waits since then wait no more.
+    /// Notes that the processes before a waiter of process `id` that arrived at `since` did not take their turn, and no
+    /// longer wait.
     pub(super) fn pass_over(&mut self, since: Instant, id: u64) {
         for other in &mut self.others {
             if other.is_waiting() && other.place() < (Some(since), id) {
-                (other.waits, other.since) = (0, None);
+                other.stop_waiting();
             }
         }
     }
 
-    /// Forgets those who are of no more use, and answers who is first of all, `me` included. The line had this slot.
+    /// Forgets the processes that no longer count. Returns the process whose turn is next, which may be `me`. `slot` is the
+    /// slot of the queue.
     pub(super) fn settle(&mut self, me: &Peer, slot: Option<Instant>, now: Instant) -> Option<Peer> {
         let is_over = |from: Instant| now.saturating_duration_since(from) >= LONGEST_TURN;
         let gone = self.turn_from(slot).filter(|from| is_over(*from)).map(|_| self.first);
         for other in self.others.iter_mut().filter(|other| Some(other.id) == gone) {
-            (other.waits, other.since) = (0, None);
+            other.stop_waiting();
         }
         self.others.retain(|other| {
             let is_recent = now.saturating_duration_since(other.seen) < LONGEST_FLIGHT;
@@ -100,23 +109,24 @@ impl Peers {
         let first = waiting.min_by_key(|peer| peer.place()).copied();
         let id = first.map_or(0, |first| first.id);
         if id != self.first || self.first_since.is_none() {
-            (self.first, self.first_since) = (id, Some(now));
+            self.first = id;
+            self.first_since = Some(now);
         }
         first
     }
 
-    /// All of them, to be written or read. Written, `me` is one of them.
+    /// Writes or reads all entries. If they are written, `me` becomes one of them.
     pub(super) fn share(&mut self, me: &Peer, notes: &mut Notes<'_>) {
         notes.count(&mut self.first);
         notes.near(&mut self.first_since, Duration::ZERO);
         self.others.extend(Some(*me).filter(Peer::is_active));
         let mut count = self.others.len() as u64;
         notes.count(&mut count);
-        self.others.resize(count.min(MOST) as usize, *me);
+        self.others.resize(count.min(MOST_PEERS) as usize, *me);
         self.others.iter_mut().for_each(|peer| peer.share(notes));
     }
 
-    /// Takes one out.
+    /// Removes and returns the entry of a process.
     pub(super) fn take(&mut self, id: u64) -> Option<Peer> {
         let index = self.others.iter().position(|other| other.id == id)?;
         Some(self.others.swap_remove(index))

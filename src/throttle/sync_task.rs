@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, SharedPace};
-use super::peer_view::{CasRequest, StoreChange};
+use super::sync_state::{CasRequest, StoreChange};
 
 use super::waiters::NextSync;
 use crate::clock::{self, Timer};

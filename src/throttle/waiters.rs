@@ -10,7 +10,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::paced_queue::{Flight, Number, PacedQueue};
-use super::peer_view::{CasRequest, Mark, StoreChange};
+use super::peer_view::Mark;
+use super::sync_state::{CasRequest, StoreChange};
 use super::sync_task_state::SyncTaskState;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
@@ -189,7 +190,7 @@ impl Waiters {
     ) -> bool {
         self.last_used = now;
         let number = flight.number;
-        let held_before = self.queue.held_until();
+        let held_before = self.queue.pace_state.held_until;
         let refused = self.queue.answered(flight, signal, now);
         let mut is_back = false;
         if let (Some(refused), Some(latest)) = (refused, back_until)
@@ -283,13 +284,15 @@ impl Waiters {
 
     /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for longer.
     fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TooLate> {
-        let until = self.queue.held_until().filter(|until| *until > now && *until > latest)?;
+        let until = self.queue.pace_state.held_until.filter(|until| *until > now && *until > latest)?;
         Some(TooLate { is_held: true, retry_at: Some(until) })
     }
 
     /// If the hold ends later than `held_before`, wakes the waiters that cannot wait for its end.
     fn wake_held(&mut self, held_before: Option<Instant>, wakers: &mut Wakers) {
-        let Some(until) = self.queue.held_until().filter(|until| Some(*until) > held_before) else { return };
+        let Some(until) = self.queue.pace_state.held_until.filter(|until| Some(*until) > held_before) else {
+            return;
+        };
         for waiter in self.waiting.values_mut().filter(|waiter| waiter.latest < until) {
             wakers.add(waiter.waker.take());
         }
@@ -365,7 +368,7 @@ impl Waiters {
         if !self.sync_task.is(number) {
             return None;
         }
-        let held_before = self.queue.held_until();
+        let held_before = self.queue.pace_state.held_until;
         let change = self.queue.cas_answered(answer, sent, now);
         self.wake_written(wakers);
         self.peers_changed(held_before, now, wakers);
@@ -394,7 +397,7 @@ impl Waiters {
 
     /// Takes the register that another process has written.
     pub(super) fn register_changed(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
-        let held_before = self.queue.held_until();
+        let held_before = self.queue.pace_state.held_until;
         self.queue.register_changed(register, now);
         self.peers_changed(held_before, now, wakers);
     }
@@ -426,7 +429,9 @@ impl Idle for Waiters {
 
     fn idle_from(&self) -> Option<Instant> {
         let is_idle = self.waiting.is_empty() && self.queue.in_flight == 0;
-        is_idle.then(|| self.queue.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
+        is_idle.then(|| {
+            self.queue.pace_state.held_until.map_or(self.last_used, |until| until.max(self.last_used))
+        })
     }
 
     fn worthless_from(&self) -> Option<Instant> {
