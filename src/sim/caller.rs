@@ -1,55 +1,76 @@
-//! One who calls, and the call it is in.
+//! A caller, and the call that it is making.
 
 use std::time::Duration;
 
-use super::gates::Reply;
+use super::gates::Ticket;
 use super::headers::ServerResponse;
-use crate::throttle::Flight;
 
-/// One who calls, again and again.
+/// A caller, which makes one call after the other. Times are in seconds.
 #[derive(Debug)]
 pub(super) struct Caller {
+    /// The index of its process.
     pub(super) process: usize,
+    /// The index of its group.
     pub(super) group: usize,
+    /// Requests sent.
     pub(super) sent: u64,
+    /// Requests that the server refused.
     pub(super) refused: u64,
+    /// Requests that the server accepted.
     pub(super) passed: u64,
+    /// The longest time before one request.
     pub(super) max_sleep: f64,
-    /// When it joins and leaves.
+    /// When the caller joins.
     pub(super) join: f64,
+    /// When the caller leaves.
     pub(super) leave: f64,
-    /// The call it is in.
+    /// The call that it is making.
     pub(super) call: Option<OpenCall>,
+    /// Whether the caller has stopped.
     pub(super) done: bool,
 }
 
-/// A call that has not ended.
+impl Caller {
+    /// Creates a caller that has not called yet.
+    pub(super) fn new(process: usize, group: usize, join: f64, leave: f64) -> Self {
+        Caller {
+            process,
+            group,
+            sent: 0,
+            refused: 0,
+            passed: 0,
+            max_sleep: 0.0,
+            join,
+            leave,
+            call: None,
+            done: false,
+        }
+    }
+}
+
+/// A call that has not ended. Times are in seconds.
 #[derive(Debug)]
 pub(super) struct OpenCall {
+    /// When the call began.
     pub(super) since: f64,
-    /// Since when it is held back, or on its way.
+    /// Since when the call waits, or its request is in flight.
     pub(super) last: f64,
-    /// What its requests took.
+    /// The time that its requests took.
     pub(super) trips: f64,
+    /// The request in flight.
     pub(super) on_way: Option<OnWay>,
-    /// Whether the server has accepted its last request, if it has answered.
+    /// Whether the server accepted its last request; `None` before the first answer.
     pub(super) passed: Option<bool>,
-    /// What the last answer showed to be left.
+    /// What the last answer said is left.
     pub(super) shown: Option<f64>,
 }
 
+/// A request in flight.
 #[derive(Debug)]
 pub(super) struct OnWay {
     pub(super) ticket: Ticket,
+    /// When its response arrives.
     pub(super) back_at: Duration,
-    pub(super) said: Option<ServerResponse>,
-}
-
-/// To what an answer goes.
-#[derive(Debug)]
-pub(super) enum Ticket {
-    /// The line of its process.
-    Flight(Flight),
-    /// The call itself, at its gate.
-    Reply(Reply),
+    /// Its response, once the server has judged it.
+    pub(super) response: Option<ServerResponse>,
 }

@@ -1,64 +1,86 @@
-//! A fleet in virtual time: what happens when, in the order of time and then of planning.
+//! A fleet in virtual time: its events, in the order of their time and then of their planning.
 //!
-//! What is the same for all is here: callers, the server, strangers, and what is counted. What keeps a call from leaving is
-//! its process: a [line](super::queue_process), or a [gate](super::gates).
+//! Here is what all runs have in common: callers, the server, consumers outside of the fleet, and what is counted. The
+//! process of a caller decides when its requests leave: a [queue](super::queue_process) or a [gate](super::gates).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
-use super::caller::{Caller, OnWay, OpenCall, Ticket};
-use super::gates::{GateHandle, RunContext};
+use http::Response;
+
+use super::brief::Brief;
+use super::caller::{Caller, OnWay, OpenCall};
+use super::error::RunError;
+use super::gates::{GateHandle, Reply, RunContext, Ticket};
 use super::headers::{HeaderModel, ServerResponse};
 use super::metrics::{Metrics, Tally};
+use super::numbers::{exponential, span};
 use super::queue_process::QueueProcess;
-use super::scenario::Scenario;
+use super::scenario::{Group, Scenario};
 use super::server::ServerState;
-use super::strategy::{Brief, Make, Strategy};
+use super::strategy::{Make, Strategy};
 use super::trace::Trace;
-use super::{RunError, exponential, span};
+use crate::error::Limited;
 use crate::rng::Dice;
 use crate::signal::Signal;
 
-/// What keeps the calls of a process from leaving.
-pub(super) enum Process {
-    Line(QueueProcess),
+/// A process, which decides when the requests of its callers leave.
+enum Process {
+    Queue(QueueProcess),
     Gate(GateHandle),
 }
 
+/// An event, with the index of what it happens to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
+    /// A caller begins a call.
     Call(usize),
+    /// A caller tries the call that its gate has refused again.
     Again(usize),
+    /// The server judges the request of a caller.
     Judge(usize),
+    /// The response to a caller arrives.
     Answer(usize),
+    /// The next request of a process may leave.
     Look(usize),
+    /// A consumer outside of the fleet sends a request.
     Stranger(usize),
+    /// The limits of the server change.
     Change(usize),
 }
 
-/// A run of one scenario.
+/// The pause before the next try after a gate's error that does not say when to retry.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// One run of a scenario.
 pub(super) struct Fleet<'a> {
     scenario: &'a Scenario,
+    /// The beginning of the run.
     pub(super) origin: Instant,
+    /// The time since the beginning.
     pub(super) now: Duration,
     pub(super) events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
+    /// How many events have been planned.
     planned: u64,
-    pub(super) processes: Vec<Process>,
-    pub(super) callers: Vec<Caller>,
-    /// What gates share, where there are any.
+    processes: Vec<Process>,
+    callers: Vec<Caller>,
+    /// What gates share, if there are any.
     context: Option<RunContext>,
     server: ServerState,
     headers: HeaderModel,
     dice: Dice,
+    /// The waits of all calls that have ended, in seconds.
     waits: Vec<f64>,
+    /// The requests that the server has accepted.
     taken: f64,
+    /// When the last caller stopped, in seconds.
     pub(super) clear: Option<f64>,
     pub(super) trace: Option<Trace>,
 }
 
 impl<'a> Fleet<'a> {
-    /// `cast` has the strategy of each group. Gates need `grounds`.
+    /// Creates the fleet of `scenario`. `strategies` has the strategy of each group. Gates need a `context`.
     pub(super) fn new(
         scenario: &'a Scenario,
         strategies: &[Strategy],
@@ -68,34 +90,13 @@ impl<'a> Fleet<'a> {
         let origin = crate::clock::now();
         let brief = Brief::new(scenario);
         let mut dice = Dice::seeded(seed);
-        let (mut processes, mut callers) = (Vec::new(), Vec::new());
+        let mut processes = Vec::new();
+        let mut callers = Vec::new();
         for (index, (group, strategy)) in scenario.fleet.iter().zip(strategies).enumerate() {
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
-                let later = group.stagger * number as f64;
-                for _ in 0..group.tasks {
-                    callers.push(Caller {
-                        process: processes.len(),
-                        group: index,
-                        sent: 0,
-                        refused: 0,
-                        passed: 0,
-                        max_sleep: 0.0,
-                        join: group.join + later,
-                        leave: group.leave.map_or(f64::INFINITY, |leave| leave + later),
-                        call: None,
-                        done: false,
-                    });
-                }
-                processes.push(match strategy.make() {
-                    Make::Pace(make) => Process::Line(QueueProcess::new(make(&brief), own, origin)),
-                    Make::Gate(make) => {
-                        let context = context.as_ref().expect("it is run with grounds");
-                        let gate = make(&brief, context.store.link());
-                        let gate = gate.map_err(|error| RunError::gate(strategy.name(), error))?;
-                        Process::Gate(context.gate(gate))
-                    }
-                });
+                callers.extend(callers_of(index, group, number, processes.len()));
+                processes.push(process_of(strategy, &brief, own, origin, context.as_ref())?);
             }
         }
         let mut fleet = Fleet {
@@ -115,28 +116,25 @@ impl<'a> Fleet<'a> {
             clear: None,
             trace: None,
         };
-        for (index, (at, _)) in scenario.server.changes().iter().enumerate() {
-            fleet.plan(span(*at), Event::Change(index));
-        }
-        for caller in 0..fleet.callers.len() {
-            fleet.plan(span(fleet.callers[caller].join), Event::Call(caller));
-        }
-        for (index, strangers) in scenario.background.iter().enumerate() {
-            fleet.plan_stranger(index, strangers.from);
-        }
+        fleet.plan_first();
         Ok(fleet)
     }
 
-    /// Lets everything happen, in a fleet without gates.
-    pub(super) fn run(&mut self) -> Metrics {
-        let end = self.end();
-        while self.clear.is_none() && self.events.peek().is_some_and(|Reverse((at, ..))| *at <= end) {
-            self.happen_next();
+    /// Plans the first event of the server, of each caller and of each consumer outside of the fleet.
+    fn plan_first(&mut self) {
+        let scenario = self.scenario;
+        for (index, (at, _)) in scenario.server.changes().iter().enumerate() {
+            self.plan(span(*at), Event::Change(index));
         }
-        self.metrics()
+        for caller in 0..self.callers.len() {
+            self.plan(span(self.callers[caller].join), Event::Call(caller));
+        }
+        for (index, strangers) in scenario.background.iter().enumerate() {
+            self.plan_stranger(index, strangers.from);
+        }
     }
 
-    /// When it ends at the latest.
+    /// Returns when the run ends at the latest.
     pub(super) fn end(&self) -> Duration {
         span(self.scenario.duration)
     }
@@ -152,7 +150,7 @@ impl<'a> Fleet<'a> {
             Event::Answer(caller) => self.answer(caller),
             Event::Look(process) => {
                 let moment = self.moment();
-                if self.line(process).is_to_look(moment) {
+                if self.queue(process).is_to_look(moment) {
                     self.pump(process);
                 }
             }
@@ -164,7 +162,7 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// What came of it.
+    /// Returns the metrics of the run.
     pub(super) fn metrics(&mut self) -> Metrics {
         let over = if self.clear.is_some() { self.now.as_secs_f64() } else { self.scenario.duration };
         let open = self.callers.iter().filter_map(|caller| caller.call.as_ref());
@@ -173,7 +171,7 @@ impl<'a> Fleet<'a> {
             None => over - call.since - call.trips,
         });
         let longest_open = open.fold(0.0, f64::max);
-        self.count_the_held(over);
+        self.count_waiting(over);
         let foreign: Vec<bool> = self.scenario.fleet.iter().map(|group| group.strategy.is_some()).collect();
         Tally {
             callers: &self.callers,
@@ -189,17 +187,18 @@ impl<'a> Fleet<'a> {
         .metrics()
     }
 
-    /// Those who are held back at the end count, too; one who sleeps by itself for as long as it meant to.
-    fn count_the_held(&mut self, over: f64) {
+    /// Counts the sleeps of the callers that wait when the run is over. A caller that sleeps by itself counts with its whole
+    /// sleep.
+    fn count_waiting(&mut self, over: f64) {
         for caller in &mut self.callers {
             let Some(OpenCall { last, on_way: None, .. }) = caller.call else { continue };
             caller.max_sleep = caller.max_sleep.max(over - last);
         }
-        let lines = self.processes.iter().filter_map(|process| match process {
-            Process::Line(line) => Some(line),
+        let queues = self.processes.iter().filter_map(|process| match process {
+            Process::Queue(queue) => Some(queue),
             Process::Gate(_) => None,
         });
-        for (index, until) in lines.flat_map(QueueProcess::asleep) {
+        for (index, until) in queues.flat_map(QueueProcess::asleep) {
             let caller = &mut self.callers[index];
             let Some(OpenCall { last, .. }) = caller.call else { continue };
             let until = until.saturating_duration_since(self.origin).as_secs_f64();
@@ -207,7 +206,7 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    pub(super) fn plan(&mut self, at: Duration, event: Event) {
+    fn plan(&mut self, at: Duration, event: Event) {
         self.planned += 1;
         self.events.push(Reverse((at, self.planned, event)));
     }
@@ -216,7 +215,7 @@ impl<'a> Fleet<'a> {
         self.origin + self.now
     }
 
-    /// One begins a call, if it is not its time to rest or to leave.
+    /// Begins the next call of a caller, unless the caller rests or leaves.
     fn call(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let caller = &mut self.callers[index];
@@ -236,32 +235,43 @@ impl<'a> Fleet<'a> {
         let process = caller.process;
         let moment = self.moment();
         match &mut self.processes[process] {
-            Process::Line(line) => {
-                line.join(index, moment);
+            Process::Queue(queue) => {
+                queue.arrived(index, moment);
                 self.pump(process);
             }
             Process::Gate(_) => self.enter(index),
         }
     }
 
-    fn line(&mut self, process: usize) -> &mut QueueProcess {
+    fn queue(&mut self, process: usize) -> &mut QueueProcess {
         match &mut self.processes[process] {
-            Process::Line(line) => line,
-            Process::Gate(_) => unreachable!("a gate looks for itself"),
+            Process::Queue(queue) => queue,
+            Process::Gate(_) => unreachable!("a gate has timers of its own"),
         }
     }
 
-    /// Lets all leave who may, and plans the next look.
+    /// Sends every request of a process that may leave, and plans when to look again.
     fn pump(&mut self, index: usize) {
         let moment = self.moment();
-        while let Some((caller, flight)) = self.line(index).depart(moment) {
+        while let Some((caller, flight)) = self.queue(index).depart(moment) {
             self.send(caller, Ticket::Flight(flight));
         }
-        if let Some(at) = self.line(index).next_look() {
+        if let Some(at) = self.queue(index).next_look() {
             self.plan(at.saturating_duration_since(self.origin), Event::Look(index));
         }
     }
 
+    /// Starts the call of a caller at its gate, for the first time or again.
+    fn enter(&mut self, index: usize) {
+        let caller = &mut self.callers[index];
+        caller.call.as_mut().expect("the caller is in a call").passed = None;
+        let Process::Gate(gate) = &self.processes[caller.process] else {
+            unreachable!("its process has a gate")
+        };
+        gate.call(index);
+    }
+
+    /// Sends the request of a caller.
     pub(super) fn send(&mut self, index: usize, ticket: Ticket) {
         let now = self.now.as_secs_f64();
         let caller = &mut self.callers[index];
@@ -273,46 +283,52 @@ impl<'a> Fleet<'a> {
         caller.sent += 1;
         call.last = now;
         let back_at = self.now + span(trip);
-        let before = call.on_way.replace(OnWay { ticket, back_at, said: None });
-        assert!(before.is_none(), "a call has one request on its way at a time");
+        let before = call.on_way.replace(OnWay { ticket, back_at, response: None });
+        assert!(before.is_none(), "a call has one request in flight at a time");
         if let Some(trace) = &mut self.trace {
             trace.held(now, index, held);
         }
         self.plan(self.now + span(trip / 2.0), Event::Judge(index));
     }
 
+    /// Lets the server judge the request of a caller.
     fn judge(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let verdict = self.server.judge(now);
         self.taken += f64::from(u8::from(verdict.ok));
-        let said = self.headers.say(&verdict, now, &mut self.dice);
+        let response = self.headers.respond(&verdict, now, &mut self.dice);
         if let Some(trace) = &mut self.trace {
             trace.judged(now, index, &verdict);
         }
-        let call = self.callers[index].call.as_mut().expect("it is on its way");
-        let on_way = call.on_way.as_mut().expect("it is on its way");
-        on_way.said = Some(said);
+        let call = self.callers[index].call.as_mut().expect("its request is in flight");
+        let on_way = call.on_way.as_mut().expect("its request is in flight");
+        on_way.response = Some(response);
         let back_at = on_way.back_at;
         self.plan(back_at, Event::Answer(index));
     }
 
+    /// Takes the response to the request of a caller.
     fn answer(&mut self, index: usize) {
-        let (now, moment) = (self.now.as_secs_f64(), self.moment());
+        let now = self.now.as_secs_f64();
+        let moment = self.moment();
         let caller = &mut self.callers[index];
-        let call = caller.call.as_mut().expect("it was on its way");
-        let OnWay { ticket, said, .. } = call.on_way.take().expect("it was on its way");
-        let ServerResponse { response, remaining } = said.expect("it was judged");
+        let call = caller.call.as_mut().expect("its request was in flight");
+        let OnWay { ticket, response, .. } = call.on_way.take().expect("its request was in flight");
+        let ServerResponse { response, remaining } = response.expect("the server has judged it");
         call.trips += now - call.last;
         call.last = now;
         call.shown = remaining;
         let passed = response.status().is_success();
         call.passed = Some(passed);
-        *if passed { &mut caller.passed } else { &mut caller.refused } += 1;
+        match passed {
+            true => caller.passed += 1,
+            false => caller.refused += 1,
+        }
         let process = caller.process;
         match ticket {
             Ticket::Flight(flight) => {
-                match self.line(process).answered(flight, &Signal::read(&response), moment) {
-                    Some(refused) => self.line(process).back(refused, moment),
+                match self.queue(process).answered(flight, &Signal::read(&response), moment) {
+                    Some(refused) => self.queue(process).back(refused, moment),
                     None => self.succeeded(index),
                 }
                 self.pump(process);
@@ -321,16 +337,35 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// The call of one has ended, as it was to.
-    pub(super) fn succeeded(&mut self, index: usize) {
-        let call = self.callers[index].call.take().expect("it has called");
-        self.waits.push(call.last - call.since - call.trips);
-        let stops = self.scenario.stop_under.zip(call.shown).is_some_and(|(under, left)| left <= under);
-        self.next(index, stops);
+    /// Hands the response to the gate of a caller.
+    fn reply(&mut self, index: usize, reply: Reply, response: Response<()>) {
+        if reply.send(response).is_err() {
+            // The gate has dropped the call, so the call ends here.
+            self.left(index, &Ok(()));
+        }
     }
 
-    /// A call has ended: its caller stops, or thinks, or calls again.
-    fn next(&mut self, index: usize, stops: bool) {
+    /// Ends the call of a caller at its gate. If the call has not succeeded, the caller tries it again.
+    pub(super) fn left(&mut self, index: usize, ended: &Result<(), Limited>) {
+        let call = self.callers[index].call.as_ref().expect("the caller is in a call");
+        if call.on_way.is_some() {
+            // The call ends when the response arrives.
+            return;
+        }
+        let pause = match (call.passed, ended) {
+            (Some(true), _) => return self.succeeded(index),
+            (Some(false), _) => Duration::ZERO,
+            (None, Err(limited)) => limited.retry_after().filter(|wait| !wait.is_zero()).unwrap_or(PAUSE),
+            (None, Ok(())) => PAUSE,
+        };
+        self.plan(self.now + pause, Event::Again(index));
+    }
+
+    /// Ends the call of a caller with success. The caller stops, or plans its next call.
+    fn succeeded(&mut self, index: usize) {
+        let call = self.callers[index].call.take().expect("the caller is in a call");
+        self.waits.push(call.last - call.since - call.trips);
+        let stops = self.scenario.stop_under.zip(call.shown).is_some_and(|(under, left)| left <= under);
         if stops {
             self.callers[index].done = true;
             if self.callers.iter().all(|caller| caller.done) {
@@ -343,6 +378,7 @@ impl<'a> Fleet<'a> {
         self.plan(self.now + span(pause), Event::Call(index));
     }
 
+    /// Lets the server judge a request from outside of the fleet.
     fn stranger(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let verdict = self.server.judge(now);
@@ -357,6 +393,38 @@ impl<'a> Fleet<'a> {
         let at = from + exponential(&mut self.dice, 1.0 / strangers.rate);
         if strangers.to.is_none_or(|to| at < to) {
             self.plan(span(at), Event::Stranger(index));
+        }
+    }
+}
+
+/// Returns the callers of process `number` of a group. `group_index` and `process` are their indices in the fleet.
+fn callers_of(
+    group_index: usize,
+    group: &Group,
+    number: usize,
+    process: usize,
+) -> impl Iterator<Item = Caller> {
+    let later = group.stagger * number as f64;
+    let join = group.join + later;
+    let leave = group.leave.map_or(f64::INFINITY, |leave| leave + later);
+    (0..group.tasks).map(move |_| Caller::new(process, group_index, join, leave))
+}
+
+/// Creates a process with a strategy. A gate needs a `context`.
+fn process_of(
+    strategy: &Strategy,
+    brief: &Brief,
+    dice: Dice,
+    origin: Instant,
+    context: Option<&RunContext>,
+) -> Result<Process, RunError> {
+    match strategy.make() {
+        Make::Pace(make) => Ok(Process::Queue(QueueProcess::new(make(brief), dice, origin))),
+        Make::Gate(make) => {
+            let context = context.expect("a run with gates has a context");
+            let gate = make(brief, context.store.link());
+            let gate = gate.map_err(|error| RunError::gate(strategy.name(), error))?;
+            Ok(Process::Gate(context.handle(gate)))
         }
     }
 }

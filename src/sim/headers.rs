@@ -1,4 +1,4 @@
-//! What a server says of itself, true or not, in the headers of a response: the gate reads them as it reads any.
+//! The headers of a server's responses, true or not. Gates read them as they read any headers.
 
 use std::collections::VecDeque;
 
@@ -8,15 +8,15 @@ use super::scenario::{Headers, Lie};
 use super::server::Verdict;
 use crate::rng::Dice;
 
-/// What the headers of a server remember.
+/// Writes the headers that a scenario describes.
 #[derive(Debug)]
 pub(super) struct HeaderModel {
     headers: Headers,
-    /// What was left, when: for `stale` the last look, for `delayed` all that may still be shown.
+    /// What was left at which time. `stale` needs the last value, `delayed` all that it may still show.
     seen: VecDeque<(f64, f64)>,
 }
 
-/// A response, and what it shows to be left.
+/// A response, and what its headers say is left.
 #[derive(Debug)]
 pub(super) struct ServerResponse {
     pub(super) response: http::Response<()>,
@@ -28,8 +28,8 @@ impl HeaderModel {
         HeaderModel { headers: headers.clone(), seen: VecDeque::new() }
     }
 
-    /// The response that tells of `verdict`, at `now`.
-    pub(super) fn say(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> ServerResponse {
+    /// Returns the response to a request with this verdict.
+    pub(super) fn respond(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> ServerResponse {
         let mut response = http::Response::new(());
         if !verdict.ok {
             *response.status_mut() = http::StatusCode::TOO_MANY_REQUESTS;
@@ -58,7 +58,10 @@ impl HeaderModel {
         }
         if self.headers.window {
             let policy = format!("{};w={}", verdict.limit as u64, verdict.window.round() as u64);
-            headers.insert("ratelimit-policy", HeaderValue::try_from(policy).expect("it is all ASCII"));
+            headers.insert(
+                "ratelimit-policy",
+                HeaderValue::try_from(policy).expect("digits are a valid header value"),
+            );
         }
         if let Shown::Garbage(text) = shown {
             headers.insert("ratelimit-remaining", HeaderValue::from_static(text));
@@ -66,6 +69,7 @@ impl HeaderModel {
         ServerResponse { response, remaining }
     }
 
+    /// Returns what the header says is left.
     fn shown(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> Shown {
         let Headers { lie, stale_s, sigma, value, p, .. } = self.headers;
         let left = verdict.remaining;
@@ -100,13 +104,14 @@ impl HeaderModel {
     }
 }
 
+/// The content of the header that says what is left.
 enum Shown {
     Nothing,
     Number(f64),
     Garbage(&'static str),
 }
 
-/// Normally distributed around 0 with deviation 1 (Box and Muller).
+/// Returns a normally distributed number with mean 0 and deviation 1 (Box-Muller).
 fn normal(dice: &mut Dice) -> f64 {
     let radius = (-2.0 * (1.0 - dice.roll()).ln()).sqrt();
     radius * (std::f64::consts::TAU * dice.roll()).cos()

@@ -1,58 +1,59 @@
-//! What came of a run, in numbers.
+//! The metrics of a run.
 
 use serde::Serialize;
 
 use super::caller::Caller;
 
-/// What came of a run, or the mean of several. Times are in seconds; what does not apply is no number.
+/// The metrics of a run, or their means over several runs. Times are in seconds. A metric that does not apply is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Metrics {
-    /// Mean over callers of refusals / requests, in per cent.
+    /// Refused requests / requests sent, in per cent; the mean over callers.
     pub retry_pct: f64,
-    /// The same over all requests.
+    /// Refused requests / requests sent, in per cent; over all requests.
     pub retry_pct_pooled: f64,
-    /// The longest that a caller was held back before one request.
+    /// The longest wait before one request.
     pub max_sleep: f64,
-    /// The longest that a call waited: how long it took, less what its requests took.
+    /// The longest wait of a call: its duration without the time that its requests took.
     pub max_wait: f64,
-    /// What 99 % of the calls did not wait longer than.
+    /// The wait that 99 % of the calls did not exceed.
     pub p99_wait: f64,
-    /// Sample standard deviation over callers of requests sent.
+    /// The sample standard deviation, over callers, of requests sent.
     pub stdev: f64,
-    /// Jain index of successes: 1 where all callers have the same, 1/n where one has all.
+    /// The Jain index of successes: 1 if all callers have the same number, 1/n if one has all.
     pub jain: f64,
-    /// Accepted requests / what could be taken, in per cent.
+    /// Accepted requests / requests that the server could accept, in per cent.
     pub util_pct: f64,
-    /// When the last caller stopped, where they stop.
+    /// When the last caller stopped, if callers stop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clear: Option<f64>,
-    /// Successes of a caller under the strategy that is tried / of a caller in a group with a strategy of its own, where
-    /// there are both.
+    /// Successes per caller with the run's strategy / successes per caller in groups with strategies of their own, if there
+    /// are both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
-    /// Calls of the store / requests, where there were any.
+    /// Calls of the store / requests sent, if the store was called.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store_calls: Option<f64>,
 }
 
-/// What happened in a run, from which the metrics are made.
+/// The counts of a run, from which its metrics follow.
 pub(super) struct Tally<'a> {
     pub(super) callers: &'a [Caller],
-    /// Waits of all calls that ended.
+    /// The waits of all calls that ended.
     pub(super) waits: Vec<f64>,
-    /// The longest wait of those that did not.
+    /// The longest wait of the calls that did not end.
     pub(super) longest_open: f64,
     pub(super) taken: f64,
     pub(super) supply: f64,
     pub(super) clear: Option<f64>,
     pub(super) fair_groups: Option<&'a [usize]>,
-    /// Whether a group has a strategy of its own.
+    /// For each group, whether it has a strategy of its own.
     pub(super) foreign: &'a [bool],
     pub(super) store_calls: u64,
 }
 
 impl Tally<'_> {
+    /// Returns the metrics of the run.
     pub(super) fn metrics(mut self) -> Metrics {
         let shares = self.callers.iter().filter(|caller| caller.sent > 0);
         let shares: Vec<f64> = shares.map(|caller| caller.refused as f64 / caller.sent as f64).collect();
@@ -96,7 +97,7 @@ impl Tally<'_> {
 }
 
 impl Metrics {
-    /// Each metric with its name in files.
+    /// Returns each metric with its name in files.
     pub fn named(&self) -> [(&'static str, Option<f64>); 11] {
         [
             ("retry_pct", Some(self.retry_pct)),
@@ -130,7 +131,7 @@ impl Metrics {
         }
     }
 
-    /// The means of `runs`, and their sample standard deviations.
+    /// Returns the means of `runs`, and their sample standard deviations.
     pub fn mean_and_deviation(runs: &[Metrics]) -> (Metrics, Metrics) {
         let column = |index: usize| runs.iter().map(|run| run.named()[index].1).collect::<Option<Vec<f64>>>();
         (
@@ -141,11 +142,11 @@ impl Metrics {
 }
 
 fn mean(values: &[f64]) -> f64 {
-    // Not `sum`, which makes a negative zero of nothing.
+    // `sum` returns -0 for an empty slice.
     values.iter().fold(0.0, |sum, value| sum + value) / values.len().max(1) as f64
 }
 
-/// The sample standard deviation.
+/// Returns the sample standard deviation.
 fn deviation(values: &[f64]) -> f64 {
     let middle = mean(values);
     let squares = values.iter().map(|value| (value - middle).powi(2)).sum::<f64>();

@@ -1,4 +1,4 @@
-//! A process whose callers share one pure line: the quick way to run a pace.
+//! A process whose callers share one paced queue, without tasks: the fast way to run a pace.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,11 +8,11 @@ use crate::rng::Dice;
 use crate::signal::Signal;
 use crate::throttle::{Flight, Number, PacedQueue, Refused};
 
-/// A line, and whose call has which number in it.
+/// A queue, and the caller of each request in it.
 pub(super) struct QueueProcess {
     queue: PacedQueue,
     calls: BTreeMap<Number, usize>,
-    /// For when the next look at the line is planned.
+    /// When the next look at the queue is planned for.
     look: Option<Instant>,
 }
 
@@ -21,19 +21,19 @@ impl QueueProcess {
         QueueProcess { queue: PacedQueue::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
     }
 
-    /// A call of `caller` joins the line.
-    pub(super) fn join(&mut self, caller: usize, now: Instant) {
+    /// Queues a call of `caller`.
+    pub(super) fn arrived(&mut self, caller: usize, now: Instant) {
         let number = self.queue.arrived(now);
         self.calls.insert(number, caller);
     }
 
-    /// Who may leave now, if one may. To be asked until there is none.
+    /// Returns the next caller whose request may leave now. Call it until it returns `None`.
     pub(super) fn depart(&mut self, now: Instant) -> Option<(usize, Flight)> {
         let flight = self.queue.depart(now)?;
         Some((self.calls[&flight.number], flight))
     }
 
-    /// Whether the look that was planned for `at` is still of use.
+    /// Reports whether the look that was planned for `at` has not been replaced.
     pub(super) fn is_to_look(&mut self, at: Instant) -> bool {
         let is_planned = self.look == Some(at);
         if is_planned {
@@ -42,7 +42,7 @@ impl QueueProcess {
         is_planned
     }
 
-    /// When to look again, where that is to be planned anew.
+    /// Returns when to look again, if that has changed.
     pub(super) fn next_look(&mut self) -> Option<Instant> {
         let look = self.queue.look_at();
         let is_new = self.look != look;
@@ -50,7 +50,8 @@ impl QueueProcess {
         look.filter(|_| is_new)
     }
 
-    /// An answer has come: what is refused may go [back](Self::back), what is not has ended.
+    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it may go
+    /// [back](Self::back).
     pub(super) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
         let number = flight.number;
         let refused = self.queue.answered(flight, signal, now);
@@ -60,15 +61,16 @@ impl QueueProcess {
         refused
     }
 
+    /// Puts a refused request back to its old place.
     pub(super) fn back(&mut self, refused: Refused, now: Instant) {
         self.queue.back(refused, now);
     }
 
-    /// Those who sleep by themselves, and until when.
+    /// Returns the callers whose requests sleep by themselves, and until when.
     pub(super) fn asleep(&self) -> impl Iterator<Item = (usize, Instant)> {
         self.calls.iter().filter_map(|(number, caller)| Some((*caller, self.queue.asleep_until(*number)?)))
     }
 }
 
-/// The lines of a fleet obey the word of the server, however long.
+/// The longest hold that a server can ask for: the simulation obeys every one.
 const FOREVER: Duration = Duration::from_secs(366 * 86_400);

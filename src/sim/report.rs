@@ -3,7 +3,13 @@
 use std::fmt::Write;
 
 use super::chart::{self, Axis, Chart};
-use super::{Metrics, RunError, Runs, Scenario, StoreModel, Strategy, Trace, trace};
+use super::drive::trace;
+use super::error::RunError;
+use super::metrics::Metrics;
+use super::scenario::{Scenario, Server, StoreModel};
+use super::strategy::Strategy;
+use super::sweep::Runs;
+use super::trace::Trace;
 
 /// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
 /// means, and for each scenario what happened in the run of `seed`, strategy beside strategy on the same scales.
@@ -126,13 +132,13 @@ fn sentence(scenario: &Scenario) -> String {
     let callers: usize = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
     let processes: usize = scenario.fleet.iter().map(|group| group.procs).sum();
     let server = match &scenario.server {
-        super::Server::Bucket { cap, refill, start, .. } => {
+        Server::Bucket { cap, refill, start, .. } => {
             let refill = (refill * 1e3).round() / 1e3;
             format!("a bucket of {cap}, {start} at the start, refilled by {refill} per second")
         }
-        super::Server::Fixed { limit, window, .. } => format!("{limit} in each window of {window} s"),
-        super::Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
-        super::Server::Dual { .. } => "two limits at once".into(),
+        Server::Fixed { limit, window, .. } => format!("{limit} in each window of {window} s"),
+        Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
+        Server::Dual { .. } => "two limits at once".into(),
     };
     let lie = scenario.headers.lie.map_or(String::new(), |lie| format!(", and headers that are {lie:?}"));
     let strangers: f64 = scenario.background.iter().map(|strangers| strangers.rate).sum();

@@ -1,24 +1,24 @@
-//! Servers as they judge requests.
+//! The servers of scenarios: how they count requests, and which they accept.
 
 use std::collections::VecDeque;
 
 use super::scenario::{Change, Server};
 
-/// What a server thinks of a request, and what is left after it.
+/// The server's decision about a request, and what is left after it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Verdict {
     pub(super) ok: bool,
     pub(super) remaining: f64,
     pub(super) limit: f64,
-    /// Seconds.
+    /// The length of the window, in seconds.
     pub(super) window: f64,
-    /// Seconds until a window begins anew, or a bucket is full.
+    /// Seconds until the next window begins, or the bucket is full.
     pub(super) reset: f64,
-    /// Seconds until a request would be accepted.
+    /// Seconds until the server would accept a request.
     pub(super) wait: f64,
 }
 
-/// A server at work. Moments are seconds since the start.
+/// The counters of a server. Times are in seconds since the start of the run.
 #[derive(Debug)]
 pub(super) enum ServerState {
     Bucket { cap: f64, refill: f64, tokens: f64, last: Option<f64> },
@@ -46,7 +46,7 @@ impl ServerState {
         }
     }
 
-    /// A request arrives at `now`.
+    /// Judges a request that arrives at `now`.
     pub(super) fn judge(&mut self, now: f64) -> Verdict {
         self.advance(now);
         let ok = self.is_free();
@@ -56,6 +56,7 @@ impl ServerState {
         self.verdict(ok, now)
     }
 
+    /// Changes the limits of the server.
     pub(super) fn change(&mut self, change: &Change, now: f64) {
         self.advance(now);
         match self {
@@ -77,6 +78,7 @@ impl ServerState {
         }
     }
 
+    /// Refills the bucket, or begins a new window, if that is due.
     fn advance(&mut self, now: f64) {
         match self {
             ServerState::Bucket { cap, refill, tokens, last } => {
@@ -158,7 +160,7 @@ impl ServerState {
 }
 
 impl Server {
-    /// What can be taken in `duration`: what is there at the start, and what is added.
+    /// Returns how many requests the server can accept in `duration` seconds: those at the start and those added later.
     pub(super) fn supply(&self, duration: f64) -> f64 {
         match self {
             Server::Bucket { refill, start, changes, .. } => {
@@ -171,7 +173,7 @@ impl Server {
                 }
                 supply + rate * (duration - since)
             }
-            // The last window counts whole.
+            // The last window counts in full.
             Server::Fixed { limit, window, phase, .. } => {
                 limit * (((duration + phase) / window).floor() + 1.0)
             }
@@ -180,7 +182,7 @@ impl Server {
         }
     }
 
-    /// What changes, when.
+    /// Returns the changes of the server's limits and their times.
     pub(super) fn changes(&self) -> &[(f64, Change)] {
         match self {
             Server::Bucket { changes, .. }

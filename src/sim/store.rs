@@ -1,4 +1,4 @@
-//! The store that all processes of a run share: real counts, a way of some length, and times when it is away.
+//! The store that all processes of a run share: a memory store behind a link that takes time and fails.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
+use super::numbers::span;
 use super::scenario::StoreModel;
-use super::span;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Left, Terms, Unused};
@@ -18,7 +18,7 @@ use crate::store::{
     Tell, Usage,
 };
 
-/// Where it is counted.
+/// The store, its model, and its listeners.
 pub(super) struct SharedStore {
     memory: MemoryStore,
     model: StoreModel,
@@ -26,15 +26,15 @@ pub(super) struct SharedStore {
     origin: Instant,
     dice: Mutex<Dice>,
     calls: AtomicU64,
-    /// Who listens at which address.
+    /// The listeners and their addresses.
     listeners: Mutex<Vec<(u64, Arc<dyn Listener>)>>,
 }
 
-/// What becomes of a call.
+/// What becomes of one call of the store.
 struct Trip {
-    /// When it is done, if it is.
+    /// When the call reaches the store, if it does.
     done: Option<Instant>,
-    /// When the caller knows: an answer, or that none has come.
+    /// When the caller has the answer, or gives up.
     back: Instant,
     is_answered: bool,
 }
@@ -51,17 +51,17 @@ impl SharedStore {
         }
     }
 
-    /// How often it was called.
+    /// Returns how often the store was called.
     pub(super) fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// The way of one process to it.
+    /// Creates the link of one process to the store.
     pub(super) fn link(self: &Arc<Self>) -> Arc<dyn Store> {
         Arc::new(StoreLink { store: self.clone(), address: dice() >> 11 })
     }
 
-    /// A call that leaves now.
+    /// Draws what becomes of a call that is made now.
     fn trip(&self) -> Trip {
         let now = clock::now();
         self.calls.fetch_add(1, Ordering::Relaxed);
@@ -79,6 +79,7 @@ impl SharedStore {
         }
     }
 
+    /// Notifies the listeners that `tell` selects.
     fn tell(&self, tell: Tell, key: Key, news: &News) {
         let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = |address: u64| match tell {
@@ -91,27 +92,27 @@ impl SharedStore {
         chosen.into_iter().for_each(|(_, listener)| listener.hear(key, 0, news.clone()));
     }
 
-    /// How long a call takes to the store and back.
+    /// Draws how long a call takes to the store and back.
     fn drawn_trip(&self) -> Duration {
         let mut dice = self.dice.lock().unwrap_or_else(PoisonError::into_inner);
         span(self.model.trip.drawn(&mut dice))
     }
 
-    /// Until when it cannot be reached at `moment`, if it cannot.
+    /// Returns until when the store is away, if it is away at `moment`.
     fn away_until(&self, moment: Instant) -> Option<Instant> {
         let at = moment.saturating_duration_since(self.origin).as_secs_f64();
         self.model.away_until(at).map(|until| self.origin + span(until))
     }
 }
 
-/// The way of one process to the store.
+/// The link of one process to the store.
 struct StoreLink {
     store: Arc<SharedStore>,
     address: u64,
 }
 
 impl StoreLink {
-    /// Does `act` at the store, whether or not the answer is waited for.
+    /// Does `act` at the store, even if the answer is dropped.
     fn go<T: Send + 'static>(
         &self,
         act: impl FnOnce(&MemoryStore) -> Answer<T> + Send + 'static,
@@ -146,7 +147,7 @@ impl Store for StoreLink {
         }));
     }
 
-    /// Tries again until it was done and that was told, as a store does whose claims run out.
+    /// Repeats the claim until the store has acknowledged it, as a store does whose claims expire.
     fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
         let Ok(runtime) = Handle::try_current() else { return };
         let (store, listener) = (self.store.clone(), listener.clone());
@@ -181,12 +182,12 @@ impl Store for StoreLink {
     fn listen(&self, listener: Weak<dyn Listener>) {
         let listener = DelayedListener::new(&self.store, move || listener.upgrade());
         self.store.memory.listen(Arc::downgrade(&listener));
-        // The store itself keeps none of them.
+        // The memory store keeps only a weak reference.
         self.store.listeners.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, listener));
     }
 
     fn compare_and_set(&self, mut change: Change) -> Answer<Register> {
-        // In memory all would be told.
+        // The memory store would notify every listener.
         let tell = std::mem::replace(&mut change.tell, Tell::Nobody);
         let store = self.store.clone();
         self.go(move |memory| {
@@ -216,14 +217,14 @@ impl Store for StoreLink {
     }
 }
 
-/// One who is told what the store has to say: half a trip later, or when it can be reached again.
+/// A listener that is notified half a round trip later, or once the store is reachable again.
 struct DelayedListener<F> {
     store: Arc<SharedStore>,
     listener: F,
 }
 
 impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> DelayedListener<F> {
-    #[expect(clippy::new_ret_no_self, reason = "it is wanted as what it is used as")]
+    #[expect(clippy::new_ret_no_self, reason = "callers need it as a trait object")]
     fn new(store: &Arc<SharedStore>, listener: F) -> Arc<dyn Listener> {
         Arc::new(DelayedListener { store: store.clone(), listener })
     }
@@ -252,5 +253,5 @@ fn away() -> StoreError {
     StoreError::Away(Arc::new(io::Error::from(io::ErrorKind::TimedOut)))
 }
 
-/// For how long one waits for an answer: as long as a store in Redis does by default.
+/// How long a call waits for an answer: the default of the Redis store.
 const TIMEOUT: Duration = Duration::from_millis(250);

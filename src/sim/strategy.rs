@@ -1,65 +1,29 @@
-//! What is tried: a name, and how to make its pace or its gate.
+//! Strategies: a pace or a gate, under a name.
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
-use super::gates::known::{limiter, retrying, throttle};
-use super::gates::{Gate, GateFuture};
-use super::scenario::Scenario;
-use super::{Wire, span};
+use super::brief::Brief;
+use super::gates::{Gate, GateFuture, Wire};
+use super::known_gates::{limiter, retrying, throttle};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::limiter::OnStoreError;
 use crate::pace::{Aimd, Backoff, Fair, Gradual, Pace, Proportional, Remaining, Unpaced};
-use crate::quota::Quota;
 use crate::store::Store;
 
-/// What a pace or a gate may be told at the start.
-#[non_exhaustive]
-#[derive(Clone, Copy, Debug)]
-pub struct Brief {
-    /// Limit and window, where they are known.
-    pub hint: Option<(u32, Duration)>,
-    /// The pace every caller starts with.
-    pub start_interval: Duration,
-    /// What the server allows, for a gate that is to know it.
-    pub quota: Option<Quota>,
-    /// By how much the way to the server may vary, where that was said.
-    pub transit_slack: Option<Duration>,
-    /// What becomes of a request when the store cannot be asked.
-    pub on_store_error: OnStoreError,
-    /// The share of a process that was granted nothing lately, where that was said.
-    pub fallback_share: Option<f64>,
-}
-
-impl Brief {
-    pub(super) fn new(scenario: &Scenario) -> Self {
-        let hint = scenario.hint.map(|(limit, window)| (limit, span(window)));
-        Brief {
-            hint,
-            start_interval: span(scenario.start_interval),
-            quota: scenario.quota.or(hint.map(|(limit, window)| Quota::new(limit, window))),
-            transit_slack: scenario.transit_slack.map(span),
-            on_store_error: scenario.on_store_error,
-            fallback_share: scenario.fallback_share,
-        }
-    }
-}
-
-/// A pace or a gate to be tried, under a name.
+/// A pace or a gate that a scenario is run with, under a name.
 #[derive(Clone)]
 pub struct Strategy {
     name: String,
     make: Make,
 }
 
-/// What the processes of a run are made with.
+/// Makes the pace or the gate of a process.
 #[derive(Clone)]
 pub(super) enum Make {
-    /// Its pure line is run: that is quick.
+    /// A pace, run on its queue without tasks, which is fast.
     Pace(Arc<MakePace>),
-    /// It is run as it is, in a runtime whose time is virtual.
+    /// A gate, run with its tasks and timers in a runtime with virtual time.
     Gate(Arc<MakeGate>),
 }
 
@@ -67,7 +31,7 @@ type MakePace = dyn Fn(&Brief) -> Box<dyn Pace> + Send + Sync;
 type MakeGate = dyn Fn(&Brief, Arc<dyn Store>) -> Result<Gate, ConfigError> + Send + Sync;
 
 impl Strategy {
-    /// A pace of one's own; `make` is called for each process.
+    /// Creates a strategy from a pace. `make` is called once for each process.
     pub fn new<P: Pace + 'static>(
         name: impl Into<String>,
         make: impl Fn(&Brief) -> P + Send + Sync + 'static,
@@ -75,11 +39,12 @@ impl Strategy {
         Strategy { name: name.into(), make: Make::Pace(Arc::new(move |brief| Box::new(make(brief)))) }
     }
 
-    /// An asynchronous gate of one's own; `make` is called for each process, with the store that all share, as far away as
-    /// the scenario says.
+    /// Creates a strategy from an asynchronous gate. `make` is called once for each process, with the store that all
+    /// processes share and that behaves as the scenario says.
     ///
-    /// What it makes is called for each call, and sends what it lets pass by the [`Wire`]. Where the server refused, and
-    /// where it answers an error, the same caller comes again: at once, or when the error says, or after a second.
+    /// The function that `make` returns is called for each call, and sends the call's requests through the [`Wire`]. If the
+    /// server refused the request, the caller calls again at once. If the gate returned an error, the caller calls again
+    /// after the error's `retry_after`, or after one second.
     ///
     /// ```
     /// use std::time::Duration;
@@ -126,10 +91,10 @@ impl Strategy {
         Strategy { name: name.into(), make: Make::Gate(Arc::new(make)) }
     }
 
-    /// Those that come with tollgate: paces, the recommended one first, then the published four; and gates.
+    /// Returns the strategies that come with tollgate: the paces, with the recommended one first, and the gates.
     pub fn all() -> Vec<Strategy> {
-        /// Tells `pace` the limit, where it is known.
-        macro_rules! told {
+        /// Configures the limit of `$pace`, if the brief has one.
+        macro_rules! with_limit {
             ($brief:ident, $pace:expr) => {
                 match $brief.hint {
                     Some((limit, window)) => $pace.limit(limit, window),
@@ -137,21 +102,21 @@ impl Strategy {
                 }
             };
         }
-        let fair = |brief: &Brief| told!(brief, Fair::new().start_with(brief.start_interval));
+        let fair = |brief: &Brief| with_limit!(brief, Fair::new().start_with(brief.start_interval));
         vec![
             Strategy::new("fair", fair),
             Strategy::new("blog-remaining", |brief| {
-                told!(brief, Remaining::new().start_with(brief.start_interval))
+                with_limit!(brief, Remaining::new().start_with(brief.start_interval))
             }),
             Strategy::new("blog-proportional", |brief| {
-                told!(brief, Proportional::new().start_with(brief.start_interval))
+                with_limit!(brief, Proportional::new().start_with(brief.start_interval))
             }),
             Strategy::new("blog-gradual", |brief| {
-                told!(brief, Gradual::new().start_with(brief.start_interval))
+                with_limit!(brief, Gradual::new().start_with(brief.start_interval))
             }),
-            Strategy::new("blog-backoff", |brief| told!(brief, Backoff::new())),
-            Strategy::new("blog-backoff-2", |brief| told!(brief, Backoff::new().multiplier(2.0))),
-            Strategy::new("aimd", |brief| told!(brief, Aimd::new())),
+            Strategy::new("blog-backoff", |brief| with_limit!(brief, Backoff::new())),
+            Strategy::new("blog-backoff-2", |brief| with_limit!(brief, Backoff::new().multiplier(2.0))),
+            Strategy::new("aimd", |brief| with_limit!(brief, Aimd::new())),
             Strategy::new("none", |_| Unpaced),
             Strategy::gate("limit", limiter),
             Strategy::gate("fair-gate", move |&brief, _| retrying(throttle(move || fair(&brief)))),
@@ -161,12 +126,12 @@ impl Strategy {
         ]
     }
 
-    /// One of [`all`](Self::all), by its name.
+    /// Returns the strategy of [`all`](Self::all) with this name.
     pub fn named(name: &str) -> Option<Strategy> {
         Strategy::all().into_iter().find(|strategy| strategy.name == name)
     }
 
-    /// Its name.
+    /// Returns the name of the strategy.
     pub fn name(&self) -> &str {
         &self.name
     }

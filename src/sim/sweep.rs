@@ -1,11 +1,15 @@
-//! Scenarios x strategies x seeds, on all cores.
+//! Runs of scenarios x strategies x seeds, on all cores.
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::{Metrics, RunError, Scenario, Strategy, run};
+use super::drive::run;
+use super::error::RunError;
+use super::metrics::Metrics;
+use super::scenario::Scenario;
+use super::strategy::Strategy;
 
 /// The runs of one scenario with one strategy.
 #[derive(Clone, Debug)]
@@ -20,25 +24,24 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The mean over the seeds.
+    /// Returns the means over the seeds.
     pub fn mean(&self) -> Metrics {
         Metrics::mean_and_deviation(&self.runs).0
     }
 
-    /// The sample standard deviation over the seeds.
+    /// Returns the sample standard deviations over the seeds.
     pub fn deviation(&self) -> Metrics {
         Metrics::mean_and_deviation(&self.runs).1
     }
 }
 
-/// Runs every scenario with every strategy and every seed, on all cores. `told` hears of each run that
-/// is done.
+/// Runs every scenario with every strategy and every seed, on all cores. Calls `told` after each run.
 ///
-/// Answers in the order of scenarios, then of strategies; what the cores do changes nothing in it.
+/// Returns the runs in the order of scenarios, then of strategies. The number of cores does not change the result.
 ///
 /// # Errors
 ///
-/// [`RunError::Scenario`], for the first that cannot be run; those after it are not run then.
+/// [`RunError::Scenario`] for the first scenario that cannot be run. The scenarios after it are not run.
 pub fn sweep(
     scenarios: &[(String, Scenario)],
     strategies: &[Strategy],
@@ -58,7 +61,7 @@ pub fn sweep(
             let Some((scenario, strategy, seed)) = jobs.get(index) else { break };
             let metrics = run(scenario, strategy, *seed);
             if metrics.is_err() {
-                // What was not taken yet is of no use any more.
+                // Skips the jobs that no core has taken yet.
                 next.store(jobs.len(), Ordering::Relaxed);
             }
             let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,7 +76,7 @@ pub fn sweep(
         }
     });
     let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let mut done = done.into_iter().map(|metrics| metrics.expect("each job was taken by one"));
+    let mut done = done.into_iter().map(|metrics| metrics.expect("one core has run each job"));
     let mut all = Vec::new();
     for (scenario, _) in scenarios {
         for strategy in strategies {

@@ -1,14 +1,14 @@
-//! What happened when, for charts.
+//! The events of a run, for charts.
 
 use super::server::Verdict;
 
-/// What happened when in one run. Times are in seconds, callers are numbered from 0.
+/// The events of one run. Times are in seconds since the start. Callers count from 0.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Trace {
-    /// When, which caller, and how long it was held back before this request.
+    /// For each request sent: the time, the caller, and how long the request waited.
     pub held: Vec<(f64, usize, f64)>,
-    /// When, which caller, whether the server accepted, and what was left then.
+    /// For each request judged: the time, the caller, whether the server accepted it, and what was left then.
     pub judged: Vec<(f64, usize, bool, f64)>,
 }
 

@@ -8,7 +8,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use super::exponential;
+use super::numbers::exponential;
 use crate::limiter::OnStoreError;
 use crate::quota::Quota;
 use crate::rng::Dice;

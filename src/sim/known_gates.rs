@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{GateFuture, Wire};
+use super::brief::Brief;
+use super::gates::{GateFuture, Wire};
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitLayer};
 use crate::limiter::OnStoreError;
 use crate::pace::Pace;
 use crate::signal::Signal;
-use crate::sim::Brief;
 use crate::store::Store;
 use crate::throttle::Back;
 
-/// The gate that knows its quota.
-pub(in crate::sim) fn limiter(
+/// Builds the gate of a limiter with the quota of `brief`.
+pub(super) fn limiter(
     brief: &Brief,
     store: Arc<dyn Store>,
 ) -> Result<impl Fn(Wire) -> GateFuture + use<>, ConfigError> {
@@ -45,17 +45,15 @@ pub(in crate::sim) fn limiter(
     })
 }
 
-/// The gate that learns its pace, with more patience than a program would have.
-pub(in crate::sim) fn throttle<P: Pace + 'static>(
+/// Returns the builder of a throttle that waits, and is held, for longer than in most programs.
+pub(super) fn throttle<P: Pace + 'static>(
     pace: impl Fn() -> P + Send + Sync + 'static,
 ) -> AdaptiveThrottleBuilder {
     AdaptiveThrottleLayer::builder().pace(pace).max_wait(LONGEST).max_hold(LONGEST)
 }
 
-/// The gate of that layer; a refused call takes its old place in the line.
-pub(in crate::sim) fn retrying(
-    layer: AdaptiveThrottleBuilder,
-) -> Result<impl Fn(Wire) -> GateFuture, ConfigError> {
+/// Builds the gate of a throttle. A refused call goes back to its old place in the queue.
+pub(super) fn retrying(layer: AdaptiveThrottleBuilder) -> Result<impl Fn(Wire) -> GateFuture, ConfigError> {
     let throttle = layer.build()?.throttle();
     Ok(move |mut wire: Wire| {
         let throttle = throttle.clone();
@@ -72,5 +70,5 @@ pub(in crate::sim) fn retrying(
     })
 }
 
-/// The longest that a layer waits, and is held by the word of a server.
+/// The longest wait, and the longest hold that a server can ask for.
 const LONGEST: Duration = Duration::from_secs(86_400);
