@@ -1,8 +1,8 @@
-//! Charts as SVG: one set of axes, legible, with units.
+//! Charts as SVG.
 
 use std::fmt::Write;
 
-/// A chart of values over a range of x. What is drawn later lies above.
+/// A chart. Marks that are drawn later cover earlier ones.
 pub(super) struct Chart {
     title: String,
     unit: &'static str,
@@ -11,14 +11,14 @@ pub(super) struct Chart {
     marks: String,
 }
 
-/// A range of values, and where its labels stand.
+/// A range of values, and its labels.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
     from: f64,
     to: f64,
-    /// Values and their labels.
+    /// The labelled values.
     ticks: Vec<(f64, String)>,
-    /// What the values are in.
+    /// The unit of the values.
     unit: String,
 }
 
@@ -30,14 +30,14 @@ const TOP: f64 = 26.0;
 const BOTTOM: f64 = 34.0;
 
 impl Axis {
-    /// From 0 to at least `to`, ending at a label.
+    /// Returns an axis from 0 to the first label at or above `to`.
     pub(super) fn up_to(to: f64) -> Self {
         let step = nice(to.max(1e-9) / 4.0);
         let count = (to / step - 1e-9).ceil().max(1.0);
         Axis::with_ticks(0.0, step * count, step, 1.0, "")
     }
 
-    /// The time from 0 to `to` seconds, in the unit that suits it.
+    /// Returns an axis of time from 0 to `to` seconds, in seconds, minutes or hours.
     pub(super) fn time(to: f64) -> Self {
         let (scale, unit) = match to {
             to if to > 4.0 * 3600.0 => (3600.0, "hours"),
@@ -47,11 +47,11 @@ impl Axis {
         Axis::with_ticks(0.0, to, nice(to / scale / 6.0) * scale, scale, unit)
     }
 
-    /// Clients from the first to the last, each with a place of its own.
+    /// Returns an axis with one place for each client.
     pub(super) fn clients(count: usize) -> Self {
         let step = nice(count as f64 / 6.0).max(1.0);
         let mut axis = Axis::with_ticks(0.0, count as f64, step, 1.0, "client");
-        // Labels stand beneath the middle of the bars.
+        // Centres the labels beneath the bars.
         let numbers = (0..count).step_by(step as usize);
         axis.ticks = numbers.map(|index| (index as f64 + 0.5, (index + 1).to_string())).collect();
         axis
@@ -87,7 +87,7 @@ impl Chart {
         points.iter().map(point).collect::<Vec<_>>().join(" ")
     }
 
-    /// Everything between 0 and `points`.
+    /// Fills the area between 0 and `points`.
     pub(super) fn area(mut self, points: &[(f64, f64)], colour: &str) -> Self {
         if let (Some(first), Some(last)) = (points.first(), points.last()) {
             let all = [&[(first.0, 0.0)], points, &[(last.0, 0.0)]].concat();
@@ -96,7 +96,7 @@ impl Chart {
         self
     }
 
-    /// A line through `points`.
+    /// Draws a line through `points`.
     pub(super) fn line(mut self, points: &[(f64, f64)], colour: &str) -> Self {
         let path = self.path(points);
         let _ = write!(
@@ -106,7 +106,7 @@ impl Chart {
         self
     }
 
-    /// Bars `width` wide, each from a lower to an upper value.
+    /// Draws bars of this width, each from a lower to an upper value.
     pub(super) fn bars(mut self, bars: &[(f64, f64, f64)], width: f64, colour: &str) -> Self {
         for (x, low, high) in bars.iter().filter(|(_, low, high)| high > low) {
             let (left, right) = (self.x(*x), self.x(x + width));
@@ -123,7 +123,7 @@ impl Chart {
         self
     }
 
-    /// A dashed line at `value`.
+    /// Draws a dashed line at `value`.
     pub(super) fn level(mut self, value: f64) -> Self {
         let (y, right) = (self.y(value), WIDTH - RIGHT);
         let _ = write!(
@@ -133,11 +133,12 @@ impl Chart {
         self
     }
 
+    /// Returns the chart as SVG.
     pub(super) fn svg(&self) -> String {
         self.svg_with("")
     }
 
-    /// As a part of a larger picture, with its upper left corner at `x` and `y`.
+    /// Returns the chart as part of a larger SVG, with its upper left corner at `x` and `y`.
     pub(super) fn svg_at(&self, x: f64, y: f64) -> String {
         self.svg_with(&format!(r#" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}""#))
     }
@@ -178,7 +179,7 @@ impl Chart {
     }
 }
 
-/// The next of 1, 2, 5, 10, … that is no smaller.
+/// Returns the smallest of 1, 2, 5, 10, … that is at least `step`.
 fn nice(step: f64) -> f64 {
     let power = 10_f64.powf(step.log10().floor());
     let of = |factor: &f64| power * factor;

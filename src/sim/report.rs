@@ -1,4 +1,4 @@
-//! A report on runs: one file of HTML that needs nothing else.
+//! A report on runs: one file of HTML without external resources.
 
 use std::fmt::Write;
 
@@ -11,8 +11,10 @@ use super::strategy::Strategy;
 use super::sweep::Runs;
 use super::trace::Trace;
 
-/// Writes a report on `runs`, as [`sweep`](super::sweep) answered them for `scenarios` and `strategies`: a table of their
-/// means, and for each scenario what happened in the run of `seed`, strategy beside strategy on the same scales.
+/// Returns a report on `runs`, which [`sweep`](super::sweep) returned for `scenarios` and `strategies`.
+///
+/// The report has a table of means, and charts of the run of `seed` for each scenario. The charts of all strategies have
+/// the same scales.
 ///
 /// # Errors
 ///
@@ -52,7 +54,7 @@ pub fn report(
     Ok(page)
 }
 
-/// In how many scenarios the first strategy does better than each other.
+/// Returns in how many scenarios the first strategy does better than each of the others.
 fn summary(strategies: &[Strategy], runs: &[Runs]) -> String {
     let Some((first, others)) = strategies.split_first() else { return String::new() };
     let mut text = String::new();
@@ -75,26 +77,66 @@ fn summary(strategies: &[Strategy], runs: &[Runs]) -> String {
     text
 }
 
-/// A column of the table: its head, its value, its digits, and whether less is better.
-type Column = (&'static str, fn(&Metrics) -> Option<f64>, usize, bool);
+/// A column of the table.
+struct Column {
+    head: &'static str,
+    value: fn(&Metrics) -> Option<f64>,
+    /// The digits after the decimal point.
+    digits: usize,
+    best: Best,
+}
+
+/// Which value of a column is the best.
+#[derive(Clone, Copy)]
+enum Best {
+    Lowest,
+    Highest,
+}
+
+const fn column(head: &'static str, value: fn(&Metrics) -> Option<f64>, digits: usize, best: Best) -> Column {
+    Column { head, value, digits, best }
+}
 
 const COLUMNS: [Column; 9] = [
-    ("refused, %", |mean| Some(mean.retry_pct), 2, true),
-    ("longest sleep, s", |mean| Some(mean.max_sleep), 1, true),
-    ("longest wait, s", |mean| Some(mean.max_wait), 1, true),
-    ("p99 wait, s", |mean| Some(mean.p99_wait), 1, true),
-    ("stdev, requests", |mean| Some(mean.stdev), 1, true),
-    ("Jain index", |mean| Some(mean.jain), 3, false),
-    ("used, %", |mean| Some(mean.util_pct), 1, false),
-    ("cleared, s", |mean| mean.clear, 1, true),
-    ("store calls / request", |mean| mean.store_calls, 2, true),
+    column("refused, %", |mean| Some(mean.retry_pct), 2, Best::Lowest),
+    column("longest sleep, s", |mean| Some(mean.max_sleep), 1, Best::Lowest),
+    column("longest wait, s", |mean| Some(mean.max_wait), 1, Best::Lowest),
+    column("p99 wait, s", |mean| Some(mean.p99_wait), 1, Best::Lowest),
+    column("stdev, requests", |mean| Some(mean.stdev), 1, Best::Lowest),
+    column("Jain index", |mean| Some(mean.jain), 3, Best::Highest),
+    column("used, %", |mean| Some(mean.util_pct), 1, Best::Highest),
+    column("cleared, s", |mean| mean.clear, 1, Best::Lowest),
+    column("store calls / request", |mean| mean.store_calls, 2, Best::Lowest),
 ];
 
+impl Column {
+    /// Returns the table cell of a strategy with these means, among the means of all strategies.
+    fn cell(&self, mean: &Metrics, all: &[Metrics]) -> String {
+        let digits = self.digits;
+        let Some(value) = (self.value)(mean) else { return "<td></td>".into() };
+        let rank = |value: f64| {
+            // Values that look the same have the same rank.
+            let shown = format!("{value:.digits$}").parse().unwrap_or(value);
+            match self.best {
+                Best::Lowest => shown,
+                Best::Highest => -shown,
+            }
+        };
+        let ranks = || all.iter().filter_map(self.value).map(rank);
+        let best = ranks().fold(f64::INFINITY, f64::min);
+        // If all strategies have the same rank, none is the best.
+        let is_best = rank(value) <= best && ranks().any(|rank| rank > best);
+        let class = if is_best { " class=\"best\"" } else { "" };
+        format!("<td{class}>{value:.digits$}</td>")
+    }
+}
+
+/// Returns the table of means.
 fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
-    // What applies to none is not shown.
+    // A column without any value is not shown.
     let all: Vec<Metrics> = runs.iter().map(Runs::mean).collect();
-    let columns = COLUMNS.iter().filter(|column| all.iter().any(|mean| column.1(mean).is_some()));
-    let heads: String = columns.clone().map(|column| format!("<th>{}</th>", column.0)).collect();
+    let columns = COLUMNS.iter().filter(|column| all.iter().any(|mean| (column.value)(mean).is_some()));
+    let heads: String = columns.clone().map(|column| format!("<th>{}</th>", column.head)).collect();
     let mut table =
         format!("<table><thead><tr><th>scenario</th><th>strategy</th>{heads}</tr></thead><tbody>\n");
     for group in runs.chunks(strategies.len().max(1)) {
@@ -104,22 +146,8 @@ fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
             let name = if row == 0 { format!("<a href=\"#{name}\">{name}</a>") } else { String::new() };
             let class = if row == 0 { " class=\"first\"" } else { "" };
             let _ = write!(table, "<tr{class}><td>{name}</td><td>{}</td>", escaped(&runs.strategy));
-            for &(_, of, digits, less) in columns.clone() {
-                let Some(value) = of(&means[row]) else {
-                    table += "<td></td>";
-                    continue;
-                };
-                // What looks the same is the same, and where all do, none is best.
-                let sign = if less { 1.0 } else { -1.0 };
-                let rank = |value: f64| sign * format!("{value:.digits$}").parse().unwrap_or(value);
-                let ranks = || means.iter().filter_map(of).map(rank);
-                let best = ranks().fold(f64::INFINITY, f64::min);
-                let class = if rank(value) <= best && ranks().any(|rank| rank > best) {
-                    " class=\"best\""
-                } else {
-                    ""
-                };
-                let _ = write!(table, "<td{class}>{value:.digits$}</td>");
+            for column in columns.clone() {
+                table += &column.cell(&means[row], &means);
             }
             table += "</tr>\n";
         }
@@ -127,7 +155,7 @@ fn table(strategies: &[Strategy], runs: &[Runs]) -> String {
     table + "</tbody></table>\n"
 }
 
-/// What the scenario is, in a few words.
+/// Returns a one-line description of a scenario.
 fn sentence(scenario: &Scenario) -> String {
     let callers: usize = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
     let processes: usize = scenario.fleet.iter().map(|group| group.procs).sum();
@@ -144,14 +172,14 @@ fn sentence(scenario: &Scenario) -> String {
     let strangers: f64 = scenario.background.iter().map(|strangers| strangers.rate).sum();
     let beside =
         if strangers > 0.0 { format!(", strangers at {strangers} per second") } else { String::new() };
-    let store = told_of(&scenario.store);
+    let store = store_faults(&scenario.store);
     let callers = counted(callers, "caller");
     let many = if processes == 1 { "one process".into() } else { format!("{processes} processes") };
     format!("{callers} in {many}, {server}{beside}{lie}{store}")
 }
 
-/// What is not well with the store.
-fn told_of(store: &StoreModel) -> String {
+/// Returns a description of the store's faults.
+fn store_faults(store: &StoreModel) -> String {
     let mut text = String::new();
     for (from, to) in &store.away {
         let _ = write!(text, ", the store away from {from} to {to} s");
@@ -165,18 +193,20 @@ fn told_of(store: &StoreModel) -> String {
     text
 }
 
-/// How many steps of time a chart has.
+/// The steps of time of a chart.
 const STEPS: usize = 200;
 
-/// What happened in each step of time of one run.
+/// The events of one run, for each step of time.
 struct Steps {
+    /// The length of a step, in seconds.
     width: f64,
-    /// The longest that a request was held back, of those that left.
+    /// The longest wait of the requests that left, at the middle of the step.
     held: Vec<(f64, f64)>,
+    /// What was left on the server, at the middle of the step.
     left: Vec<(f64, f64)>,
     accepted: Vec<f64>,
     refused: Vec<f64>,
-    /// Of each caller: accepted, refused.
+    /// The accepted and the refused requests of each caller.
     callers: Vec<(f64, f64)>,
 }
 
@@ -208,8 +238,26 @@ impl Steps {
         };
         Steps { width, held: known(longest), left: known(left), accepted, refused, callers: each }
     }
+
+    /// Returns a bar for each step of time, from `low` up by `high`.
+    fn stacked(&self, low: &[f64], high: &[f64]) -> Vec<(f64, f64, f64)> {
+        let both = low.iter().zip(high).enumerate();
+        both.map(|(index, (low, high))| (index as f64 * self.width, *low, low + high)).collect()
+    }
+
+    /// Returns a bar for each caller.
+    fn of_callers(&self, from: fn(&(f64, f64)) -> f64, to: fn(&(f64, f64)) -> f64) -> Vec<(f64, f64, f64)> {
+        let callers = self.callers.iter().enumerate();
+        callers.map(|(index, counts)| (index as f64, from(counts), to(counts))).collect()
+    }
+
+    /// Returns how many accepted requests each caller has if all have the same number.
+    fn equal_share(&self) -> f64 {
+        self.callers.iter().map(|(accepted, _)| accepted).sum::<f64>() / self.callers.len().max(1) as f64
+    }
 }
 
+/// Returns the charts of a scenario, as HTML.
 fn charts(
     scenario_name: &str,
     scenario: &Scenario,
@@ -229,8 +277,10 @@ fn charts(
     Ok(html)
 }
 
-/// Draws one scenario alone, as SVG: a column for each strategy, with how long requests were held back, what was left on
-/// the server, and what each client got in the run of `seed`. `runs` are those of [`sweep`](super::sweep) for this scenario.
+/// Draws one scenario as SVG, with one column for each strategy.
+///
+/// A column shows how long requests waited, what was left on the server, and the requests of each client, in the run of
+/// `seed`. `runs` are those that [`sweep`](super::sweep) returned for this scenario.
 ///
 /// # Errors
 ///
@@ -271,72 +321,86 @@ pub fn picture(
     Ok(svg + "</svg>\n")
 }
 
-/// One run of each strategy, drawn on the same scales: for each a headline, and its charts.
+/// The column of a strategy: its name, its headline and its charts.
+type StrategyColumn = (String, String, [Chart; 4]);
+
+/// Runs each strategy once, and draws the runs on the same scales.
 fn columns(
     scenario: &Scenario,
     strategies: &[Strategy],
     runs: &[Runs],
     seed: u64,
-) -> Result<Vec<(String, String, [Chart; 4])>, RunError> {
+) -> Result<Vec<StrategyColumn>, RunError> {
     let callers = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
     let traces = strategies.iter().map(|strategy| trace(scenario, strategy, seed));
     let traces = traces.collect::<Result<Vec<_>, _>>()?;
-    // A run that ends when all have stopped is drawn up to there.
+    // If all callers stop in every run, the charts end when the last one has.
     let cleared = traces.iter().map(|(metrics, _)| metrics.clear).collect::<Option<Vec<f64>>>();
     let end = cleared.map_or(scenario.duration, |clear| clear.into_iter().fold(1.0, f64::max));
     let all: Vec<Steps> = traces.iter().map(|(_, trace)| Steps::of(trace, end, callers)).collect();
-
-    let highest = |of: &dyn Fn(&Steps) -> f64| all.iter().map(of).fold(1.0, f64::max);
-    let top = |points: &[(f64, f64)]| points.iter().map(|point| point.1).fold(0.0, f64::max);
-    let held = Axis::up_to(highest(&|steps| top(&steps.held)));
-    let left = Axis::up_to(highest(&|steps| top(&steps.left)));
-    let sums = |steps: &Steps| {
-        let sums = steps.accepted.iter().zip(&steps.refused).map(|(accepted, refused)| accepted + refused);
-        sums.fold(0.0, f64::max)
-    };
-    let sent = Axis::up_to(highest(&sums));
-    let each = Axis::up_to(highest(&|steps| steps.callers.iter().map(|(a, r)| a + r).fold(0.0, f64::max)));
+    let scales = Scales::of(&all, end);
     let columns = strategies.iter().zip(&all).zip(runs).map(|((strategy, steps), runs)| {
         let mean = runs.mean();
         let headline = format!("{:.2} % refused, longest wait {:.1} s", mean.retry_pct, mean.max_wait);
-        let time = Axis::time(end);
-        let stacked = |low: &[f64], high: &[f64]| -> Vec<(f64, f64, f64)> {
-            let both = low.iter().zip(high).enumerate();
-            both.map(|(index, (low, high))| (index as f64 * steps.width, *low, low + high)).collect()
-        };
-        let none = vec![0.0; STEPS];
-        let of_caller = |from: fn(&(f64, f64)) -> f64, to: fn(&(f64, f64)) -> f64| -> Vec<(f64, f64, f64)> {
-            let callers = steps.callers.iter().enumerate();
-            callers.map(|(index, counts)| (index as f64, from(counts), to(counts))).collect()
-        };
-        let share = steps.callers.iter().map(|(accepted, _)| accepted).sum::<f64>() / callers.max(1) as f64;
-        let title = format!("Requests sent in each {:.0} s, refused in red", steps.width.max(1.0));
-        let charts = [
-            Chart::new(
-                "Held back before a request, the longest of each moment",
-                "seconds",
-                time.clone(),
-                held.clone(),
-            )
-            .area(&steps.held, PALE)
-            .line(&steps.held, BLUE),
-            Chart::new("Left on the server", "requests", time.clone(), left.clone()).line(&steps.left, BLUE),
-            Chart::new(title, "requests", time, sent.clone())
-                .bars(&stacked(&none, &steps.accepted), steps.width, GREY)
-                .bars(&stacked(&steps.accepted, &steps.refused), steps.width, RED),
-            Chart::new(
-                "Requests of each client, refused in red; dashed: an equal share",
-                "requests",
-                Axis::clients(callers),
-                each.clone(),
-            )
-            .bars(&of_caller(|_| 0.0, |counts| counts.0), 1.0, GREY)
-            .bars(&of_caller(|counts| counts.0, |counts| counts.0 + counts.1), 1.0, RED)
-            .level(share),
-        ];
-        (escaped(strategy.name()), headline, charts)
+        (escaped(strategy.name()), headline, scales.charts(steps))
     });
     Ok(columns.collect())
+}
+
+/// The axes that the charts of several runs have in common.
+struct Scales {
+    time: Axis,
+    held: Axis,
+    left: Axis,
+    sent: Axis,
+    each: Axis,
+}
+
+impl Scales {
+    /// Returns axes that have room for every run.
+    fn of(all: &[Steps], end: f64) -> Self {
+        let axis = |of: fn(&Steps) -> f64| Axis::up_to(all.iter().map(of).fold(1.0, f64::max));
+        Scales {
+            time: Axis::time(end),
+            held: axis(|steps| highest(steps.held.iter().map(|point| point.1))),
+            left: axis(|steps| highest(steps.left.iter().map(|point| point.1))),
+            sent: axis(|steps| {
+                let both = steps.accepted.iter().zip(&steps.refused);
+                highest(both.map(|(accepted, refused)| accepted + refused))
+            }),
+            each: axis(|steps| highest(steps.callers.iter().map(|(accepted, refused)| accepted + refused))),
+        }
+    }
+
+    /// Draws one run: the waits, what was left, the requests over time, and the requests of each caller.
+    fn charts(&self, steps: &Steps) -> [Chart; 4] {
+        let waits = "Held back before a request, the longest of each moment";
+        let sent = format!("Requests sent in each {:.0} s, refused in red", steps.width.max(1.0));
+        let each = "Requests of each client, refused in red; dashed: an equal share";
+        let none = vec![0.0; STEPS];
+        let [accepted, refused] =
+            [steps.stacked(&none, &steps.accepted), steps.stacked(&steps.accepted, &steps.refused)];
+        let clients = Axis::clients(steps.callers.len());
+        [
+            Chart::new(waits, "seconds", self.time.clone(), self.held.clone())
+                .area(&steps.held, PALE)
+                .line(&steps.held, BLUE),
+            Chart::new("Left on the server", "requests", self.time.clone(), self.left.clone())
+                .line(&steps.left, BLUE),
+            Chart::new(sent, "requests", self.time.clone(), self.sent.clone())
+                .bars(&accepted, steps.width, GREY)
+                .bars(&refused, steps.width, RED),
+            Chart::new(each, "requests", clients, self.each.clone())
+                .bars(&steps.of_callers(|_| 0.0, |counts| counts.0), 1.0, GREY)
+                .bars(&steps.of_callers(|counts| counts.0, |counts| counts.0 + counts.1), 1.0, RED)
+                .level(steps.equal_share()),
+        ]
+    }
+}
+
+/// Returns the highest of several numbers, and 0 if there are none.
+fn highest(numbers: impl Iterator<Item = f64>) -> f64 {
+    numbers.fold(0.0, f64::max)
 }
 
 fn counted(count: usize, what: &str) -> String {
@@ -373,7 +437,7 @@ figure button { position: absolute; bottom: 2px; right: 2px; font: 10px system-u
 @media print { figure button { display: none } }
 "#;
 
-/// What the charts need, on a page and alone.
+/// The style of the charts, for a page and for a single picture.
 const CHART_STYLE: &str = "text { font: 10px system-ui, sans-serif; fill: #3a4651 } .title { font-size: 11px; \
     font-weight: 600 } .unit { fill: #6a7681 } \
     .grid { stroke: #e6eaee } .axis { stroke: #6a7681 }";
