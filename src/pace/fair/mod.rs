@@ -279,7 +279,82 @@ impl Fair {
         }
     }
 
-    /// Whether its request left after the last step up, so that it tells something of it.
+    /// Takes an answer that another process shares late: what is known is newer, but by how much is uncertain, and many
+    /// requests may have left since.
+    fn passed_late(&mut self, reply: &Reply<'_>) {
+        self.trust.passed();
+        if let (Some(level), Some(said)) = (self.level, Told::of(reply.signal).remaining)
+            && !self.scale.is_window()
+        {
+            self.level = Some(level.min(said));
+        }
+        self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
+    }
+
+    /// Lowers `m`, the faster the longer the last refusal is past. The answer before was `since` seconds ago.
+    fn relax_m(&mut self, since: f64, now: Instant) {
+        if self.m <= 0.0 {
+            return;
+        }
+        let tokens = since / self.scale.paced_time;
+        let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
+        let (rate, calm) = match self.level {
+            Some(_) => (SEEN_RELEASE, calm / SEEN_CALM),
+            None => (BLIND_RELEASE, calm / BLIND_CALM),
+        };
+        self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
+    }
+
+    /// Averages how many tokens all clients took since the answer before, `since` seconds ago.
+    fn track_drain(&mut self, level_before: Option<f64>, since: f64) {
+        let (Some(level), Some(before)) = (self.level, level_before) else { return };
+        if level > 0.0 || self.scale.is_below {
+            let drain = before - level + since / self.scale.token_time;
+            let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
+            self.drain += WEIGHT * (drain - self.drain);
+        }
+    }
+
+    /// Returns `u` of the type's docs: 1 at an empty bucket, 0 from twice the set point on or if the level is unknown.
+    fn used(&self) -> f64 {
+        match self.level {
+            Some(_) if self.scale.is_below => (BELOW_USE * self.drain / self.n).min(1.0),
+            Some(level) => (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0),
+            None => 0.0,
+        }
+    }
+
+    /// Sets `n` from the level of the very first answer: other clients that hold the bucket at a level have this `n`.
+    fn seed_n(&mut self, used: f64) {
+        if self.last_answer.is_none() && used < 1.0 && !self.scale.is_below {
+            let n = GROWTH / RELEASE * used / (1.0 - used);
+            self.n = n.min(self.scale.limit()).clamp(1.0, FIRST_LOOK);
+        }
+    }
+
+    /// Raises `n`, once in a round trip.
+    fn grow_n(&mut self, used: f64, reply: &Reply<'_>, now: Instant) {
+        if used > 0.0 && self.is_news(reply) {
+            self.n *= (GROWTH * used).exp();
+            self.last_step = Some(now);
+        }
+    }
+
+    /// Lowers `n` for the time since the answer before, `since` seconds ago. If the level is unknown, `n` stays as it is.
+    fn release_n(&mut self, used: f64, since: f64) {
+        if self.level.is_some() {
+            let release = match self.scale.is_guess {
+                true => RELEASE_A_SECOND * since,
+                false => RELEASE * (since / self.scale.paced_time),
+            };
+            self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
+        }
+        if self.scale.is_mostly_free() {
+            self.n *= (-GROWTH).exp();
+        }
+    }
+
+    /// Reports whether the answer's request left after the last step up, so that the answer shows the effect of the step.
     fn is_news(&self, reply: &Reply<'_>) -> bool {
         self.last_step.is_none_or(|step| reply.sent > step)
     }
@@ -330,61 +405,17 @@ impl Pace for Fair {
     fn passed(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
         let now = traffic.now;
         if self.last_answer.is_some_and(|last| now < last) {
-            // Told late by another process: what is known is newer. But how late is not known to the millisecond, and many may
-            // have left since.
-            self.trust.passed();
-            if let (Some(level), Some(said)) = (self.level, Told::of(reply.signal).remaining)
-                && !self.scale.is_window()
-            {
-                self.level = Some(level.min(said));
-            }
-            self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
-            return;
+            return self.passed_late(reply);
         }
-        let before = self.level;
+        let level_before = self.level;
         self.level = self.look(&Told::of(reply.signal), true, reply.sent, now);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
-        let tokens = since / self.scale.paced_time;
-        if self.m > 0.0 {
-            let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now)) / self.scale.token_time;
-            let (rate, calm) = match self.level {
-                Some(_) => (SEEN_RELEASE, calm / SEEN_CALM),
-                None => (BLIND_RELEASE, calm / BLIND_CALM),
-            };
-            self.m *= (-rate * tokens * (1.0 + calm * calm)).exp();
-        }
-        let mut used = 0.0;
-        if let Some(level) = self.level {
-            if let Some(before) = before
-                && (level > 0.0 || self.scale.is_below)
-            {
-                let drain = before - level + since / self.scale.token_time;
-                let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
-                self.drain += WEIGHT * (drain - self.drain);
-            }
-            used = if self.scale.is_below {
-                (BELOW_USE * self.drain / self.n).min(1.0)
-            } else {
-                (1.0 - level / (2.0 * self.set_point())).clamp(0.0, 1.0)
-            };
-        }
-        if self.last_answer.is_none() && used < 1.0 && !self.scale.is_below {
-            // Where others hold the bucket at a level, they have this n: who comes last starts there.
-            let n = GROWTH / RELEASE * used / (1.0 - used);
-            self.n = n.min(self.scale.limit()).clamp(1.0, FIRST_LOOK);
-        }
-        if used > 0.0 && self.is_news(reply) {
-            self.n *= (GROWTH * used).exp();
-            self.last_step = Some(now);
-        }
-        if self.level.is_some() {
-            // Where nothing is said, nothing is learned: n waits for Remaining to speak again.
-            let release = if self.scale.is_guess { RELEASE_A_SECOND * since } else { RELEASE * tokens };
-            self.n *= (-(release * (1.0 - used)).min(MOST_RELEASE)).exp();
-        }
-        if self.scale.is_mostly_free() {
-            self.n *= (-GROWTH).exp();
-        }
+        self.relax_m(since, now);
+        self.track_drain(level_before, since);
+        let used = self.used();
+        self.seed_n(used);
+        self.grow_n(used, reply, now);
+        self.release_n(used, since);
         self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
         self.settle(now);
     }
