@@ -4,34 +4,35 @@ use std::time::{Duration, Instant};
 
 use super::{Dice, Notes, Pace, Pause, Reply, Traffic, seconds, span};
 
-/// Additive increase, multiplicative decrease: a little faster all the time, half as fast after a refusal.
+/// Additive increase, multiplicative decrease: speeds up slowly, and halves the speed after a refusal.
 ///
 /// # How it works
 ///
-/// Its state is a rate, in requests per second. There is none at first: nothing is held back before the first refusal.
-/// That one sets the rate to half of what was sent per second up to it, at most 10. Then:
+/// Its state is a rate in requests per second. Before the first refusal there is no rate, and requests leave at once. The
+/// first refusal sets the rate to half of the requests sent per second until then, at most 10. Then:
 ///
-/// - each answer that is no refusal: `rate += rise x time since the last answer`, but for no more than one interval and
-///   a minute, so that a rest earns nothing;
-/// - a refusal of a request that left after the last cut: `rate /= 2`, and a pause of one to two intervals.
+/// - An answer that is not a refusal: `rate += rise x time since the last answer`. The time counts up to one interval and
+///   up to one minute, so that an idle time does not raise the rate.
+/// - A refusal of a request that left after the last cut: `rate /= 2`, and a pause of one to two intervals.
 ///
 /// A request leaves one interval, `1 / rate`, after the one before.
 ///
 /// # Constants
 ///
-/// The rise is such that one client alone needs an hour from nothing to the whole limit: six times as fast, more than twice
-/// as many requests are refused. Where the limit is not known, it is 0.0003 requests per second each second. Halving is what TCP does; less lets those who came first keep what they have.
+/// With the default rise, one client alone takes one hour from nothing to the whole limit. With six times the rise, more
+/// than twice as many requests are refused. If the limit is unknown, the rise is 0.0003 requests per second each second.
+/// TCP halves, too; a smaller cut lets early clients keep their speed.
 ///
 /// # What it is bad at
 ///
-/// It needs refusals to know where the limit is: 6 % of all requests with ten clients, a third with fifty. It takes an hour to
-/// find capacity that came back. And it does not read what is left. Its shares are even, because who is faster is refused
-/// more often. [`Fair`](super::Fair) needs next to no refusals.
+/// It needs refusals to find the limit: 6 % of all requests with ten clients, a third with fifty. It takes an hour to find
+/// capacity that came back, and it does not read what is left. Its shares are even, because a faster client is refused more
+/// often. [`Fair`](super::Fair) needs next to no refusals.
 #[derive(Clone, Debug)]
 pub struct Aimd {
-    /// Requests per second, each second.
+    /// By how much the rate rises, in requests per second each second.
     rise: f64,
-    /// Requests per second.
+    /// The rate in requests per second, after the first refusal.
     rate: Option<f64>,
     first_sent: Option<Instant>,
     sent: f64,
@@ -46,12 +47,12 @@ impl Default for Aimd {
 }
 
 impl Aimd {
-    /// Without a rate up to the first refusal.
+    /// Creates a pace without a rate.
     pub fn new() -> Self {
         Aimd::default()
     }
 
-    /// What is known of the limit: so many requests in a window.
+    /// Sets the limit, in requests per window. Default: unknown.
     pub fn limit(self, limit: u32, window: Duration) -> Self {
         let rate = f64::from(limit.max(1)) / window.as_secs_f64().max(1e-3);
         Aimd { rise: rate / RISES_IN, ..self }
@@ -60,11 +61,11 @@ impl Aimd {
 
 /// The highest rate after the first refusal, in requests per second.
 const START: f64 = 10.0;
-/// The lowest rate: a request in five minutes.
+/// The lowest rate: one request in five minutes.
 const LOWEST: f64 = 1.0 / 300.0;
-/// In so many seconds one client alone rises from nothing to the whole limit.
+/// The time in which one client alone rises from nothing to the whole limit, in seconds.
 const RISES_IN: f64 = 3600.0;
-/// By how much the rate rises each second, where the limit is not known.
+/// By how much the rate rises each second if the limit is unknown.
 const RISE: f64 = 0.0003;
 
 impl Pace for Aimd {

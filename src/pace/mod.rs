@@ -1,32 +1,32 @@
-//! How the speed of a client answers to what a server says: [`Pace`], and the paces that come with tollgate.
+//! How the speed of a client follows the signals of a server: [`Pace`], and the paces that come with tollgate.
 //!
-//! A pace is pure: it asks no clock, rolls no dice of its own, waits for nothing. It is told what happens (a call comes,
-//! a request leaves, an answer is there), each time with the moment and with [`Dice`], and it tells from when the next
-//! request may leave. The gate keeps the line, the requests in flight and the hold. So a pace can be
-//! judged in a simulation (feature `sim`) that runs in virtual time, and what was judged is what runs. How they do is on
-//! a [page of the guide](crate::guide::pace).
+//! A pace is pure: it reads no clock, has no random numbers of its own, and never waits. The throttle calls it for each
+//! event (a request arrives, a request leaves, an answer arrives) with the moment and with [`Dice`]. The pace returns from
+//! when the next request may leave. The throttle keeps the queue, the requests in flight and the hold. So a simulation
+//! (feature `sim`) can measure in virtual time the same code that programs run. The results are on a
+//! [page of the guide](crate::guide::pace).
 //!
 //! | pace | follows | good at | bad at |
 //! |---|---|---|---|
 //! | [`Fair`] | what is left, refusals, hints | fair shares without coordination, next to no refusals | hundreds of clients on an empty bucket |
-//! | [`Aimd`] | refusals | even shares where servers tell nothing | needs refusals to stay put; finds capacity slowly |
+//! | [`Aimd`] | refusals | even shares if servers state nothing | needs refusals to stay put; finds capacity slowly |
 //! | [`Remaining`] | what is left, refusals | the best of the published four | needs refusals to stay put; chance decides who waits |
 //! | [`Proportional`] | refusals | few refusals | emptying a full bucket: it is slow to let go |
 //! | [`Gradual`] | refusals | simple | half of its requests are refused |
-//! | [`Backoff`] | refusals | what everybody writes first | two thirds and more are refused |
+//! | [`Backoff`] | refusals | the usual first attempt | two thirds and more are refused |
 //! | [`Unpaced`] | nothing | rolling the layer out before it acts | |
 //!
 //! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an [`Aimd`].
 //!
 //! # A pace of your own
 //!
-//! Every method has a default, so a pace says only what it has to say:
+//! Every method has a default, so a pace implements only what it needs:
 //!
 //! ```
 //! use std::time::{Duration, Instant};
 //! use tollgate::pace::{Dice, Notes, Pace, Pause, Reply, Traffic};
 //!
-//! /// Two seconds between two requests once it was refused.
+//! /// Two seconds between two requests after the first refusal.
 //! #[derive(Debug, Default)]
 //! struct Careful {
 //!     refused: bool,
@@ -43,7 +43,7 @@
 //!         Pause::of_all(Duration::from_secs(2))
 //!     }
 //!
-//!     // Only for a fleet that is to share it.
+//!     // Only if the processes of a fleet share it.
 //!     fn share(&mut self, notes: &mut Notes<'_>) -> bool {
 //!         notes.flag(&mut self.refused);
 //!         true
@@ -71,36 +71,37 @@ pub use published::{Backoff, Gradual, Proportional, Remaining};
 pub(crate) use reading::wait_said;
 pub use unpaced::Unpaced;
 
-/// How the speed for one key answers to signals. See the [module](self) for what it may rely on, and for an example.
+/// How the speed for one key follows signals. The [module](self) has an example.
 pub trait Pace: Debug + Send {
-    /// A call comes. Answers for how long it sleeps by itself before it joins the line. Default: not at all.
+    /// Takes note that a request arrives. Returns how long it sleeps before it joins the queue. Default: not at all.
     fn arrived(&mut self, _call: &mut Call, _traffic: &Traffic, _dice: &mut Dice) -> Duration {
         Duration::ZERO
     }
 
-    /// From when the first in line may leave; `None`: at once. Default: at once.
+    /// Returns from when the first waiter may leave; `None` means at once. Default: at once.
     ///
-    /// It is asked again after everything that happens. While nothing happens the answer must stay the same, however much
-    /// time passes.
+    /// The throttle calls it again after each event. Between events it must return the same moment, however much time
+    /// passes.
     fn slot(&self, _traffic: &Traffic) -> Option<Instant> {
         None
     }
 
-    /// A request leaves, at `traffic.now`; `traffic` is as it was just before.
+    /// Takes note that a request leaves at `traffic.now`. `traffic` is the traffic just before.
     fn sent(&mut self, _traffic: &Traffic) {}
 
-    /// An answer has come, at `traffic.now`, which is no refusal.
+    /// Takes an answer that is not a refusal and that arrived at `traffic.now`.
     fn passed(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) {}
 
-    /// A refusal has come, at `traffic.now`. Answers who pauses for how long. Default: nobody.
+    /// Takes a refusal that arrived at `traffic.now`. Returns which requests pause, and for how long. Default: none.
     ///
-    /// If the server said how long to wait, the gate sees to it that nobody goes earlier.
+    /// If the server says how long to wait, the throttle lets no request leave earlier.
     fn refused(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) -> Pause {
         Pause::default()
     }
 
-    /// Names everything it has learned, always the same parts in the same order, so that the processes of a fleet share it
-    /// through a [store](crate::AdaptiveThrottleBuilder::store). Answers whether it can be shared. Default: it cannot.
+    /// Passes everything that the pace has learned to `notes`, always the same parts in the same order. The processes of a
+    /// fleet share it through a [store](crate::AdaptiveThrottleBuilder::store). Returns whether the pace can be shared.
+    /// Default: it cannot.
     ///
     /// What was configured is not learned, so it is not named. Called with notes to be read, what was known before is gone
     /// after it; a pace bounds what it has read as it bounds what it computes.
@@ -115,98 +116,98 @@ pub trait Pace: Debug + Send {
     /// else is told.
     fn divide(&mut self, _processes: u32) {}
 
-    /// Whether the gate is careful on its own account: before the first answer it sends one request alone, the probe, and
-    /// what a refusal says of waiting it obeys. Default: yes.
+    /// Reports whether the throttle is careful: it sends one request alone, the probe, before the first answer, and it
+    /// obeys the wait that a refusal asks for. Default: yes.
     ///
-    /// The published paces did neither, and are measured as they were published.
+    /// The published paces did neither, and tollgate runs them as they were published.
     fn is_careful(&self) -> bool {
         true
     }
 }
 
-/// What a pace may know of its line.
+/// The traffic of a key, as a pace sees it.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
-    /// The moment.
+    /// The current moment.
     pub now: Instant,
-    /// How many wait: in line, and asleep by themselves. One that was just refused counts.
+    /// Requests that wait in the queue or sleep by themselves. A request that was just refused is one of them.
     pub waiting: usize,
-    /// How many are on their way. One whose answer is there does not count.
+    /// Requests sent and not yet answered. The request of the current answer is not one of them.
     pub in_flight: usize,
     /// When the last request left.
     pub last_sent: Option<Instant>,
 }
 
 impl Traffic {
-    /// The traffic of a line that waits for nothing. For tests of a pace.
+    /// Creates the traffic of an empty queue, for tests of a pace.
     pub fn at(now: Instant) -> Self {
         Traffic { now, waiting: 0, in_flight: 0, last_sent: None }
     }
 }
 
-/// One call, from its arrival to the end of its last attempt.
+/// One request, from its arrival to the end of its last attempt.
 ///
-/// Tests of a pace begin with `Call::default()`: one that was never sent.
+/// Tests of a pace begin with `Call::default()`, a request that was never sent.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Call {
-    /// How often it was sent.
+    /// How often the request was sent.
     pub attempts: u32,
-    /// What the pace notes in it: for the published paces, how long it sleeps.
+    /// A note of the pace. The published paces keep the length of the next sleep in it.
     pub note: Duration,
 }
 
-/// An answer as a pace sees it.
+/// An answer, as a pace sees it.
 #[non_exhaustive]
 #[derive(Debug)]
 pub struct Reply<'a> {
-    /// What it says.
+    /// What the answer says about limits.
     pub signal: &'a Signal,
-    /// When its request left.
+    /// When the request left.
     pub sent: Instant,
-    /// Its call.
+    /// The request.
     pub call: &'a mut Call,
 }
 
 impl<'a> Reply<'a> {
-    /// The answer `signal` to a request that left at `sent`. For tests of a pace.
+    /// Creates the answer `signal` to a request that left at `sent`, for tests of a pace.
     pub fn new(signal: &'a Signal, sent: Instant, call: &'a mut Call) -> Self {
         Reply { signal, sent, call }
     }
 }
 
-/// Who pauses after a refusal, and for how long.
+/// Which requests pause after a refusal, and for how long.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pause {
-    /// Nobody leaves for so long. It never shortens an earlier pause.
+    /// How long no request leaves. It never shortens an earlier pause.
     pub all: Duration,
-    /// The refused call sleeps for so long by itself, before it takes its old place in the line.
+    /// How long the refused request sleeps before it goes back to its old place in the queue.
     pub call: Duration,
 }
 
 impl Pause {
-    /// Nobody leaves for so long.
+    /// Pauses all requests.
     pub fn of_all(all: Duration) -> Self {
         Pause { all, call: Duration::ZERO }
     }
 
-    /// The refused call sleeps for so long, others do not.
+    /// Pauses only the refused request.
     pub fn of_call(call: Duration) -> Self {
         Pause { all: Duration::ZERO, call }
     }
 }
 
-/// A span of so many seconds; at most [`LONGEST`], and none where the number is negative or no number.
+/// Returns the span of `seconds`, at most [`LONGEST`]; zero if the number is negative or not a number.
 fn span(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.clamp(0.0, LONGEST)).unwrap_or(Duration::ZERO)
 }
 
-/// No pace holds anything for longer, in seconds; hints of the server may.
+/// The longest interval and pause of a pace, in seconds. A hold that the server asks for may be longer.
 const LONGEST: f64 = 900.0;
 
-/// From `earlier` to `later`, in seconds; 0 where it is the other way round.
+/// Returns the seconds from `earlier` to `later`; 0 if `later` is the earlier one.
 fn seconds(earlier: Instant, later: Instant) -> f64 {
     later.saturating_duration_since(earlier).as_secs_f64()
 }

@@ -1,11 +1,12 @@
-//! What a pace has learned, on its way to others and back.
+//! The state of a pace as numbers, so that processes can share it.
 
 use std::time::{Duration, Instant};
 
 use crate::clock;
 
-/// What a pace has learned, as numbers: written, so that others can read it, or read, in the place of what was known
-/// here. [`Pace::share`](super::Pace::share) names each part in always the same order, and does not ask which of the two it is.
+/// Writes or reads the state of a pace. [`Pace::share`](super::Pace::share) passes each part, always in the same order.
+///
+/// The same code writes and reads: each method either writes its argument, or overwrites it with what it reads.
 ///
 /// ```
 /// use std::time::Instant;
@@ -36,7 +37,7 @@ use crate::clock;
 /// ```
 #[derive(Debug)]
 pub struct Notes<'a> {
-    /// What moments count from.
+    /// The moment from which written moments count.
     origin: Instant,
     now: Instant,
     side: Side<'a>,
@@ -48,11 +49,11 @@ enum Side<'a> {
     Read { left: &'a [u8], sound: bool },
 }
 
-/// What each number takes.
+/// The size of a number, in bytes.
 const SIZE: usize = 8;
 
 impl Notes<'_> {
-    /// What `share` names, as bytes. Moments count from `now`.
+    /// Returns everything that `share` passes, as bytes. Moments count from `now`.
     pub fn write(now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> Vec<u8> {
         let mut notes = Notes { origin: now, now, side: Side::Write(Vec::new()) };
         share(&mut notes);
@@ -62,13 +63,13 @@ impl Notes<'_> {
         }
     }
 
-    /// Reads what was written in the place of what `share` names; moments count from `now`. Answers whether there was just
-    /// so much, and nothing that makes no sense; if not, some of it may have been read.
+    /// Overwrites everything that `share` passes with what was written. Moments count from `now`. Returns false if the size
+    /// is wrong or a number is invalid; then some parts may have been overwritten.
     pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> bool {
         Notes::read_from(written, now, now, share)
     }
 
-    /// The same; moments count from another than that at which it is read.
+    /// Reads as [`read`](Self::read) does, but moments count from `origin`.
     pub(crate) fn read_from(
         written: &[u8],
         origin: Instant,
@@ -80,7 +81,7 @@ impl Notes<'_> {
         matches!(notes.side, Side::Read { left: [], sound: true })
     }
 
-    /// A number. One that is not finite, or above 1e30, is not read.
+    /// Passes a number. A number that is not finite, or above 1e30, is invalid.
     pub fn number(&mut self, number: &mut f64) {
         if let Some(read) = self.pass(*number) {
             match is_sane(read) {
@@ -90,35 +91,35 @@ impl Notes<'_> {
         }
     }
 
-    /// A number, or none.
+    /// Passes a number that may be absent. An invalid number counts as absent.
     pub fn maybe(&mut self, number: &mut Option<f64>) {
         if let Some(read) = self.pass(number.unwrap_or(f64::NAN)) {
             *number = Some(read).filter(|read| is_sane(*read));
         }
     }
 
-    /// A count, up to 2^53.
+    /// Passes a count, up to 2^53.
     pub fn count(&mut self, count: &mut u64) {
         let mut number = *count as f64;
         self.number(&mut number);
         *count = number as u64;
     }
 
-    /// A small count.
+    /// Passes a count that fits 32 bits.
     pub fn small(&mut self, count: &mut u32) {
         let mut number = u64::from(*count);
         self.count(&mut number);
         *count = u32::try_from(number).unwrap_or(u32::MAX);
     }
 
-    /// Yes or no.
+    /// Passes a flag.
     pub fn flag(&mut self, flag: &mut bool) {
         let mut number = f64::from(u8::from(*flag));
         self.number(&mut number);
         *flag = number != 0.0;
     }
 
-    /// A moment, or none.
+    /// Passes a moment that may be absent.
     pub fn moment(&mut self, moment: &mut Option<Instant>) {
         let mut ahead = moment.map(|moment| match moment.checked_duration_since(self.origin) {
             Some(ahead) => ahead.as_secs_f64(),
@@ -133,8 +134,8 @@ impl Notes<'_> {
         }
     }
 
-    /// A moment that is at most so far ahead, or none. One that is further away was written by mistake, and nobody is to wait
-    /// for it.
+    /// Passes a moment that may be absent and that lies at most `most` ahead. A later moment is an error of the process that
+    /// wrote it, and is moved forward so that no request waits for it.
     pub(crate) fn near(&mut self, moment: &mut Option<Instant>, most: Duration) {
         self.moment(moment);
         if let Side::Read { .. } = self.side {
@@ -148,7 +149,7 @@ impl Notes<'_> {
         }
     }
 
-    /// Writes a number, or reads another.
+    /// Writes the number, or returns the one that is read.
     fn pass(&mut self, number: f64) -> Option<f64> {
         match &mut self.side {
             Side::Write(written) => {
@@ -169,7 +170,7 @@ impl Notes<'_> {
     }
 }
 
-/// Whether it is a number that can be counted with.
+/// Reports whether the number is valid.
 fn is_sane(number: f64) -> bool {
     number.abs() <= 1e30
 }

@@ -1,41 +1,41 @@
 //! The four strategies of Richard Schneeman, "A Fast Car Needs Good Brakes" (2020), as they were published.
 //!
-//! In all of them each call sleeps by itself: there is no line, no probe, and what a refusal says of waiting is not
-//! read. In the last three the calls of a key share one number, how long to sleep before the first attempt; whoever
-//! ends a call writes it, and the last one wins. Each sleep is up to a tenth longer than it should be, by chance, so that
-//! those who were refused together do not come back together.
+//! In all of them each request sleeps by itself. There is no queue and no probe, and the wait that a refusal asks for is
+//! ignored. In the last three the requests of a key share one number: how long to sleep before the first attempt. Each
+//! request writes it when it ends, and the last one wins. A random tenth is added to each sleep, so that requests that were
+//! refused together do not come back together.
 
 use std::time::Duration;
 
 use super::reading::Told;
 use super::{Call, Dice, Pace, Pause, Reply, Traffic, span};
 
-/// What is published of the limit: 4500 requests in an hour, that of the API for which the four were made.
+/// The limit of the API for which the four were made: 4500 requests in an hour.
 const LIMIT: f64 = 4500.0;
 const WINDOW: f64 = 3600.0;
 const JITTER: f64 = 0.1;
 const MULTIPLIER: f64 = 1.2;
 
-/// Sleeping longer is of no use to anyone, in seconds: a sleep that is multiplied for hours would leave all bounds.
+/// The longest sleep, in seconds: without a bound, a sleep that is multiplied for hours would overflow.
 const LONGEST_SLEEP: f64 = 1e6;
 
-/// A sleep of so many seconds, and a bit.
+/// Returns a sleep of `seconds` and up to a tenth more.
 fn asleep(seconds: f64, dice: &mut Dice) -> Duration {
     Duration::try_from_secs_f64(seconds * dice.between(1.0, 1.0 + JITTER)).unwrap_or_default()
 }
 
-/// What is noted in a call.
+/// Notes the next sleep in the request.
 fn note(call: &mut Call, seconds: f64) {
     call.note = Duration::try_from_secs_f64(seconds.clamp(0.0, LONGEST_SLEEP)).unwrap_or_default();
 }
 
-/// Exponential backoff: a refused call sleeps, and longer each time.
+/// Exponential backoff: a refused request sleeps, longer each time.
 ///
-/// The first sleep is one token time, window / limit, the next each `multiplier` times as long. No call learns from
-/// another.
+/// The first sleep is one token time, window / limit. Each further sleep is `multiplier` times as long. Requests do not
+/// learn from each other.
 ///
-/// What it is bad at: everything. Each call begins by running into the limit, so 60 to 80 % of all requests are
-/// refused; and who was refused often sleeps longest, up to a quarter of an hour, while others hog the bucket.
+/// What it is bad at: each request begins by running into the limit, so 60 to 80 % of all requests are refused. A request
+/// that was refused often sleeps longest, up to a quarter of an hour, while others take all tokens.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: f64,
@@ -49,17 +49,17 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// For an API of 4500 requests in an hour: the first sleep lasts 0.8 s, the next each 1.2 times as long.
+    /// Creates a pace for 4500 requests in an hour: the first sleep lasts 0.8 s, each further one 1.2 times as long.
     pub fn new() -> Self {
         Backoff::default()
     }
 
-    /// For another limit: the first sleep lasts window / limit.
+    /// Sets another limit: the first sleep lasts window / limit.
     pub fn limit(self, limit: u32, window: Duration) -> Self {
         Backoff { first: token_time(limit, window), ..self }
     }
 
-    /// By how much each sleep is longer than the one before. Default: 1.2. Published as well: 2.
+    /// Sets how many times as long as the one before each sleep is. Default: 1.2. The article also has 2.
     pub fn multiplier(self, multiplier: f64) -> Self {
         Backoff { multiplier: if multiplier.is_finite() { multiplier.max(1.0) } else { MULTIPLIER }, ..self }
     }
@@ -82,13 +82,13 @@ impl Pace for Backoff {
     }
 }
 
-/// What the last three have in common: all but how fast they let go.
+/// The common part of the last three: everything but how a success shortens the sleep.
 #[derive(Clone, Debug)]
 struct Shared {
     limit: f64,
-    /// One token time: by so much a sleep grows at least.
+    /// One token time, which each refusal adds to the sleep, in seconds.
     least: f64,
-    /// How long a call sleeps before its first attempt, in seconds.
+    /// How long a request sleeps before its first attempt, in seconds.
     sleep: f64,
 }
 
@@ -128,7 +128,7 @@ fn token_time(limit: u32, window: Duration) -> f64 {
     span(window.as_secs_f64() / f64::from(limit.max(1))).as_secs_f64()
 }
 
-/// One of the last three: `$less` of the shared state, the sleep and the answer is what a success takes off the sleep.
+/// Defines one of the last three. `$less` returns what a success takes off the sleep.
 macro_rules! published {
     ($(#[$doc:meta])* $name:ident, $less:expr) => {
         $(#[$doc])*
@@ -136,17 +136,17 @@ macro_rules! published {
         pub struct $name(Shared);
 
         impl $name {
-            /// For an API of 4500 requests in an hour.
+            /// Creates a pace for 4500 requests in an hour.
             pub fn new() -> Self {
                 $name::default()
             }
 
-            /// For another limit.
+            /// Sets another limit.
             pub fn limit(self, limit: u32, window: Duration) -> Self {
                 $name(self.0.limited(limit, window))
             }
 
-            /// How long the first calls sleep. Default: not at all.
+            /// Sets how long the first requests sleep. Default: not at all.
             pub fn start_with(self, sleep: Duration) -> Self {
                 $name(self.0.starting(sleep))
             }
@@ -176,31 +176,31 @@ macro_rules! published {
 published! {
     /// A sleep that shrinks by a constant: a success takes one token time off it.
     ///
-    /// With the token time t0 = window / limit: before its first attempt a call sleeps for `shared`. A refusal adds t0,
-    /// sleeps for that, and then makes it 1.2 times as long; a success takes t0 off and writes `shared`.
+    /// The token time is t0 = window / limit. Before its first attempt a request sleeps for `shared`. A refusal adds t0 to the
+    /// sleep, and the sleep after it is 1.2 times as long. A success takes t0 off the sleep and writes it to `shared`.
     ///
-    /// What it is bad at: it lets go so fast that nearly half of all requests are refused.
+    /// What it is bad at: it shortens the sleep so fast that nearly half of all requests are refused.
     Gradual, |shared, _, _| shared.least
 }
 
 published! {
-    /// A sleep that shrinks by a share of itself: a success takes 1 / limit off it.
+    /// A sleep that shrinks in proportion: a success takes 1 / limit of it off.
     ///
     /// As [`Gradual`], but what a success takes off a sleep of `s` is `s / limit`.
     ///
-    /// What it is bad at: it lets go so slowly that a full bucket of 4500 takes 500 s to empty instead of 75 s; and chance
-    /// decides who sleeps long.
+    /// What it is bad at: it shortens the sleep so slowly that a full bucket of 4500 takes 500 s to empty instead of 75 s.
+    /// Chance decides which requests sleep long.
     Proportional, |shared, sleep, _| sleep / shared.limit
 }
 
 published! {
-    /// A sleep that shrinks the faster, the more is left: the winner of the published four.
+    /// A sleep that shrinks faster the more is left: the best of the published four.
     ///
-    /// As [`Gradual`], but what a success takes off a sleep of `s` is `s x remaining / limit`. Where the answer does not
-    /// say what is left, it is nothing.
+    /// As [`Gradual`], but what a success takes off a sleep of `s` is `s x remaining / limit`. If the answer does not state
+    /// what is left, a success takes nothing off.
     ///
-    /// What it is bad at: it moves on refusals, so it needs 3 to 4 % of them to stay put, and chance decides who sleeps
-    /// long; without the header it only ever becomes slower.
+    /// What it is bad at: only refusals slow it down, so 3 to 4 % of all requests are refused. Chance decides which requests
+    /// sleep long. Without the header it only becomes slower.
     Remaining, |shared, sleep, reply| {
         let remaining = Told::of(reply.signal).remaining.unwrap_or(0.0);
         sleep * remaining / shared.limit
@@ -212,8 +212,8 @@ mod tests {
     use super::*;
     use crate::signal::{Observed, Signal};
 
-    /// Checks what a call sleeps, but for the jitter: at first, after each refusal, and, once it passed with so much left,
-    /// what the next call sleeps first.
+    /// Checks the sleeps of a request without their jitter: the first, one after each refusal, and the first sleep of the next
+    /// request after a success with `left` left.
     fn check(mut pace: impl Pace, left: u64, expected: &[f64]) {
         let now = crate::clock::now();
         let (traffic, mut dice, mut call) = (Traffic::at(now), Dice::seeded(1), Call::default());
@@ -235,7 +235,7 @@ mod tests {
     fn each_sleeps_as_it_was_published() {
         check(Backoff::new(), 0, &[0.0, 0.8, 0.96, 1.152, 0.0]);
         check(Backoff::new().multiplier(2.0), 0, &[0.0, 0.8, 1.6, 3.2, 0.0]);
-        // A refusal adds 0.8, and makes it 1.2 times as long once it is over.
+        // A refusal adds 0.8, and the sleep after it is 1.2 times as long.
         check(Gradual::new(), 0, &[0.0, 0.8, 1.76, 2.912, 2.6944]);
         check(Proportional::new(), 0, &[0.0, 0.8, 1.76, 2.912, 3.4936]);
         check(Remaining::new(), 2250, &[0.0, 0.8, 1.76, 2.912, 1.7472]);

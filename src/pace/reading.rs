@@ -1,22 +1,22 @@
-//! What a pace reads from a signal.
+//! The part of a signal that paces read.
 
 use std::time::Duration;
 
 use crate::signal::{Observed, Signal};
 
-/// One quota of an answer, as numbers.
+/// One quota that an answer states, as numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Told {
     pub(super) remaining: Option<f64>,
     pub(super) limit: Option<f64>,
-    /// Seconds.
+    /// The length of the window, in seconds.
     pub(super) window: Option<f64>,
-    /// Seconds from the answer on.
+    /// The time until the reset, in seconds from the answer on.
     pub(super) reset: Option<f64>,
 }
 
 impl Told {
-    /// Of several quotas, the one of which the smallest share is left.
+    /// Reads the quota of which the smallest fraction is left.
     pub(super) fn of(signal: &Signal) -> Told {
         let share = |quota: &Observed| match (quota.remaining(), quota.limit()) {
             (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
@@ -36,10 +36,10 @@ impl Told {
     }
 }
 
-/// How long a refusal asked to wait in so many words.
+/// Returns the wait that a refusal explicitly asks for.
 ///
-/// Where it did not, [`Signal::retry_after`] tells when the quotas that are spent are reset. For a window that is the
-/// same; for a bucket, whose reset may mean "full again", it would be far too long, so it does not count here.
+/// If the refusal does not ask for one, [`Signal::retry_after`] is the time until the exhausted quotas reset. For a bucket
+/// that may be the time until it is full again, which is far too long. So that time does not count here.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
     let wait = signal.retry_after()?;
     let is_reset = |quota: &Observed| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);

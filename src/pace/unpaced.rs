@@ -2,10 +2,10 @@
 
 use super::Pace;
 
-/// Holds nothing back: as if the layer were not there.
+/// Lets every request leave at once, as if the layer were not there.
 ///
-/// For a cautious roll-out, in which the layer is put in place first and acts later, and for comparison. It has no
-/// state and no constants. A refused call that is repeated inside is repeated at once, so let refusals pass with it.
+/// Use it for a cautious roll-out, in which the layer is deployed first and acts later, and for comparison. It has no state
+/// and no constants. It does not delay a refused request that is sent again, so do not combine it with retries.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unpaced;
 
