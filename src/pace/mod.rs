@@ -103,17 +103,17 @@ pub trait Pace: Debug + Send {
     /// fleet share it through a [store](crate::AdaptiveThrottleBuilder::store). Returns whether the pace can be shared.
     /// Default: it cannot.
     ///
-    /// What was configured is not learned, so it is not named. Called with notes to be read, what was known before is gone
-    /// after it; a pace bounds what it has read as it bounds what it computes.
+    /// Configured values are not learned, so do not pass them. If `notes` are read, they replace what the pace has learned.
+    /// Bound what is read as you bound what you compute.
     fn share(&mut self, _notes: &mut Notes<'_>) -> bool {
         false
     }
 
-    /// From now on this is one of so many equal processes that share the limit and no longer know of each other, since the
-    /// store is away; `processes` is at least 1. Default: nothing changes.
+    /// Takes note that the store is away, and that each of `processes` equal processes uses the limit without knowing of the
+    /// others. `processes` is at least 1. Default: nothing changes.
     ///
-    /// It changes only what [`share`](Pace::share) names: when the store is back, that is again what was shared, and nothing
-    /// else is told.
+    /// Change only what [`share`](Pace::share) passes: once the store is back, that is replaced with what was shared
+    /// before.
     fn divide(&mut self, _processes: u32) {}
 
     /// Reports whether the throttle is careful: it sends one request alone, the probe, before the first answer, and it

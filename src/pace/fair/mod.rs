@@ -1,4 +1,4 @@
-//! The recommended pace: how many compete for this limit?
+//! The recommended pace. It estimates how many clients compete for the limit.
 
 #[cfg(test)]
 mod properties;
@@ -12,70 +12,69 @@ use super::{Call, Dice, LONGEST, Notes, Pace, Pause, Reply, Traffic, seconds, sp
 use scale::Scale;
 use trust::{Trust, Word};
 
-/// Learns how many equal competitors share the limit, and takes one fair share. The recommended pace.
+/// Estimates how many equal competitors share the limit, and takes one fair share. The recommended pace.
 ///
-/// It needs no coordination: clients that never talk to each other settle at the same interval, with next to no
-/// refusals, and each waits no longer than a fair round robin would make it wait. It works best where the answers say what
-/// is left, and does what can be done where they do not, or lie. Nothing has to be configured;
-/// [`limit`](Fair::limit) makes it quicker.
+/// It needs no coordination: independent clients settle at the same interval, with next to no refusals. Each waits no
+/// longer than in a fair round robin. It works best if the answers state what is left, and tolerates answers that do not,
+/// or that are wrong. Nothing has to be configured; with [`limit`](Fair::limit) it settles faster.
 ///
 /// # How it works
 ///
-/// Its unit is the token time `t0` = window / limit, one token's worth of time. Its state, for one key in one process or in a fleet that shares it:
+/// Its unit is the token time `t0` = window / limit. Its state, for one key in one process or in a fleet that shares it:
 ///
-/// | | starts as | is |
+/// | | initially | meaning |
 /// |---|---|---|
-/// | `n` | 1 | how many equal competitors there seem to be, this one included |
-/// | `m` | 0 | the least interval, in token times, for what Remaining cannot explain: other limits, lies, silence |
-/// | `drain` | 1 | how many tokens all of them take for each request of ours, on average |
-/// | `v` | none | how many tokens were left after the last answer |
+/// | `n` | 1 | the estimated number of equal competitors, this one included |
+/// | `m` | 0 | the least interval, in token times, because of refusals that Remaining does not explain |
+/// | `drain` | 1 | the tokens that all competitors take per request of ours, on average |
+/// | `v` | unknown | the tokens left after the last answer |
 ///
-/// The next request leaves `t0 x max(q, m)` after the last one. Where `v` is not known, `q` is 0; else it is
+/// The next request leaves `t0 x max(q, m)` after the last one. If `v` is unknown, `q` is 0. Otherwise it is
 ///
 /// ```text
 /// n + 0.75 x (s - (v - in flight))              one fair share, corrected by shortage and surplus
 /// at least min(r, r - v), r = s + drain         one token time for each token that is missing
 /// ```
 ///
-/// The set point `s` is what the level is held at: 5 tokens, or a quarter of the limit where that is less.
+/// The set point `s` is the level that the pace aims at: 5 tokens, or a quarter of the limit if that is less.
 ///
-/// What is left is a ticket number: clients that ask at the same instant read consecutive values, and a wait of one token
-/// time for each missing token spreads them one token time apart. The brake comes before the wall, because `r` grows with
-/// how fast all others drain the bucket. Far above it nothing is held back at all.
+/// What is left works as a ticket number: clients that ask at the same instant read consecutive values. A wait of one token
+/// time for each missing token spreads them one token time apart. `r` grows with the speed at which all others drain the
+/// bucket, so clients slow down before it is empty. Far above `r`, requests leave at once.
 ///
-/// An answer that is no refusal moves `n` up by `exp(0.22 u)`, once in a round trip, and down by `exp(-0.0044 (1 - u))` for
-/// each token time since the answer before; `u` is 1 at an empty bucket and 0 from twice the set point on. Growth for each
-/// *request*, release over *time*: who is too fast asks more often and grows more, and all share one clock. That one
-/// asymmetry makes the shares even. The two balance at `n = 50 u / (1 - u)`, the same for all; so where the very first
-/// answer passed, its level tells what `n` those have who came before, and `n` starts there, at most at 20.
+/// An answer that is not a refusal multiplies `n` by `exp(0.22 u)`, once in a round trip, and by `exp(-0.0044 (1 - u))` for
+/// each token time since the answer before. `u` is 1 at an empty bucket and 0 from twice the set point on. `n` grows per
+/// *request* and falls over *time*: a client that is too fast asks more often, so its `n` grows more. That asymmetry makes
+/// the shares even. Growth and release balance at `n = 50 u / (1 - u)`, the same for all clients. So the level of the very
+/// first answer, if it is not a refusal, shows the `n` of earlier clients, and `n` starts there, at most at 20.
 ///
-/// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip, where `p` of our requests passed since the one
-/// before: one refusal of few requests tells of more competitors than one of many. The first sets it to 5 for all calls
-/// that wait. Then nothing leaves for half to all of `2.5 n` token times, or for as long as the server said and up to
-/// `2.5 n` token times more; and nothing leaves earlier than it would have without the refusal.
+/// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip. `p` is the number of our requests that passed
+/// since the refusal before: one refusal of few requests means more competitors than one of many. The first refusal sets `n`
+/// to 5, divided by the number of requests that wait. Then no request leaves for half to all of `2.5 n` token times. If the
+/// server states a wait, no request leaves for that wait and up to `2.5 n` token times more. No request leaves earlier than
+/// it would have without the refusal.
 ///
-/// A refusal while plenty is left has another cause, a second limit or a lie: it raises `m`, which falls again, slowly at
-/// first and then faster and faster, so that a limit that has gone is found out. So does a refusal where nothing is said
-/// of what is left: by 1.2, from 7.5 on for all calls that wait, or from the interval that was too short where not even the
-/// token time is known.
+/// A refusal while plenty is left has another cause, such as a second limit or a wrong header. It raises `m`, which falls
+/// again, slowly at first and then ever faster, so that the pace notices when that limit is gone. If answers do not state
+/// what is left, a refusal multiplies `m` by 1.2. `m` then starts at 7.5, divided by the number of requests that wait, or at
+/// the interval that was too short if the token time is unknown.
 ///
-/// - **The token time** is what was configured; else what a header says of limit and window; else, for a bucket, Reset /
-///   (Limit - Remaining); else a guess that starts at 0.3 s and falls as Remaining is seen to rise; `n` grows by as much,
-///   so that no interval changes.
-/// - **A fixed window** is a bucket in disguise. It is one if the moment of its reset stays put while Remaining does not
-///   rise. Half of the quota may go at once, the other half is kept for an even pace: `v` is Remaining less a straight line
-///   from half of the limit to 0 at the reset. Below the line, what is left is spread evenly over what is left of the
-///   window; there `n` grows by how much more than that the fleet takes, `drain / n`. A new window forgives the pace, and
-///   who was refused in the old one comes within one share of the new.
-/// - **A Remaining that is missing, negative, larger than the limit all of a sudden, or always the same** is not believed
-///   (a bucket may hold more than the limit, where that is a speed, but comes to it by and by; the same though more or
-///   less came than we took, or always 0: who takes just what comes sees no change); `m` takes over
-///   at the interval that was reached. Where it speaks for the first time only after refusals that were silent, what `m`
-///   has learned becomes `n`.
+/// - **The token time** is the configured one. Without it, a header that states limit and window counts; then, for a
+///   bucket, Reset / (Limit - Remaining). Otherwise it is a guess that starts at 0.3 s and falls when Remaining rises
+///   faster. `n` grows by the same factor, so that no interval changes.
+/// - **A fixed window** is a limit whose reset stays at the same moment while Remaining does not rise. Half of the quota may
+///   be used at once; the other half is kept for an even pace. `v` is Remaining minus a straight line from half of the limit
+///   to 0 at the reset. Below the line, the rest is spread evenly over the rest of the window, and `n` grows by how much
+///   more than that all clients take, `drain / n`. At a new window the pace starts afresh, and a client that was refused in
+///   the old window sends within one share of the new one.
+/// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is ignored, and `m` takes over
+///   at the interval that was reached. A value above the limit counts if it was reached gradually, because a bucket may be
+///   larger than its limit. A constant value counts while we take as much as is refilled, unless it is 0. If Remaining
+///   appears only after refusals without it, `n` becomes what `m` has learned.
 ///
 /// # Constants
 ///
-/// | | | halved, or one and a half times |
+/// | constant | value | effect of half / of one and a half times the value |
 /// |---|---|---|
 /// | set point | 5 tokens, or a quarter of the limit | fifty clients are refused more often / a bucket is emptied more slowly |
 /// | growth | 0.22 for each answer at 0 | ten clients wait up to 24 s instead of 10 s / fifty wait longer |
@@ -83,19 +82,20 @@ use trust::{Trust, Word};
 /// | shortage | 0.75 token times for each token | slower to empty / fifty are refused more often |
 /// | most that a first look makes of `n` | 20 | newcomers are refused more often / they wait longer |
 /// | first guess of `n` after a refusal | 5 | refused more often / longer first waits |
-/// | first guess of `m` in silence | 7.5 | ten are refused more often / fewer use less at first |
-/// | factor after a refusal | 2 where none passed since the last | below 1.3 it fails / fifty wait longer |
+/// | first guess of `m` without Remaining | 7.5 | ten are refused more often / fewer use less at first |
+/// | factor after a refusal | 2 if no request passed since the last | below 1.3 it fails / fifty wait longer |
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
 /// | kept of a window | a half | bursts against an even pace later |
 ///
-/// The shortage term is what is quick: with each client sampling once in `n` token times the loop gain is 0.4 rad, far from where
-/// it would swing. `n` follows in about 200 token times.
+/// The shortage term reacts first. Each client samples once in `n` token times, so the loop gain is 0.4 rad, far from where
+/// the level would oscillate. `n` follows in about 200 token times.
 ///
 /// # What it is bad at
 ///
-/// Sliding windows that say nothing of their reset: a burst comes back as a burst one window later. Windows of a few
-/// seconds with a reset in whole seconds. Hundreds of clients on an empty bucket: to learn `n` from refusals alone costs
-/// about one refusal for each client and doubling.
+/// - Sliding windows that do not state their reset: a burst repeats one window later.
+/// - Windows of a few seconds whose reset is stated in whole seconds.
+/// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one refusal per client and
+///   doubling.
 #[derive(Clone, Debug)]
 pub struct Fair {
     start: f64,
@@ -106,7 +106,7 @@ pub struct Fair {
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
-    /// If nothing left since the last refusal: the slot there was before it, which the pause alone may put off.
+    /// The slot before the last refusal, until a request leaves. Only the pause may postpone it.
     slot_before: Option<Instant>,
     passed_since_refusal: u32,
     last_answer: Option<Instant>,
@@ -114,9 +114,9 @@ pub struct Fair {
     /// The last step up: growth, or a reaction to a refusal.
     last_step: Option<Instant>,
     last_sent: Option<Instant>,
-    /// Between two requests of ours, in seconds, on average.
+    /// The average time between two of our requests, in seconds.
     interval: Option<f64>,
-    /// Where in its share of a new window this client starts; rolled once.
+    /// The random part of its share of a new window after which this client starts.
     place: Option<f64>,
 }
 
@@ -143,83 +143,84 @@ impl Default for Fair {
     }
 }
 
-/// The set point; twice as many tokens are comfortable.
+/// The set point, in tokens. From twice as many on, `n` does not grow.
 const SET_POINT: f64 = 5.0;
 /// Growth of ln n for an answer at an empty bucket.
 const GROWTH: f64 = 0.22;
 /// Release of ln n for each token time.
 const RELEASE: f64 = 0.0044;
-/// Release of ln n for each second, where the token time is a guess: clients whose guesses differ settle at the same
-/// interval then.
+/// Release of ln n for each second if the token time is a guess, so that clients with different guesses settle at the same
+/// interval.
 const RELEASE_A_SECOND: f64 = 0.005;
 /// The most that one answer releases.
 const MOST_RELEASE: f64 = 1.5;
 /// Token times for each token of shortage.
 const SHORTAGE: f64 = 0.75;
-/// The most that n is taken to be from a first look at what is left.
+/// The largest n that the first answer can set.
 const FIRST_LOOK: f64 = 20.0;
-/// The first guess of n after a refusal, for all calls that wait here together.
+/// The first guess of n after a refusal, divided by the number of requests that wait here.
 const FIRST_GUESS: f64 = 5.0;
-/// The same of m, where nothing says how much is left: more, because nothing but refusals corrects it.
+/// The first guess of m if the level is unknown. It is higher, because only refusals correct it.
 const FIRST_GUESS_BLIND: f64 = 7.5;
-/// What a refusal multiplies n by, where none of our requests passed since the last.
+/// The factor of n for a refusal if none of our requests passed since the last one.
 const REFUSED: f64 = 2.0;
-/// Where so many passed, it adds half as much.
+/// After this many passed requests a refusal adds half as much.
 const REFUSED_PASSED: f64 = 2.0;
-/// What a refusal multiplies m by, where nothing says how much is left: less, because who is refused is chance.
+/// The factor of m for a refusal if the level is unknown. It is lower, because chance decides which client is refused.
 const REFUSED_BLIND: f64 = 1.2;
-/// The same where plenty is left.
+/// The factor of m for a refusal while plenty is left.
 const REFUSED_SEEN: f64 = 1.3;
-/// Release of ln m for each token time, where Remaining is known, and where it is not.
+/// Release of ln m for each token time, if the level is known and if it is not.
 const SEEN_RELEASE: f64 = 0.0004;
 const BLIND_RELEASE: f64 = 0.0001;
-/// So many token times without a refusal, and m falls twice as fast, where Remaining is known, and where it is not.
+/// The token times without a refusal after which m falls twice as fast, if the level is known and if it is not.
 const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
 /// The pause after a refusal, in n token times.
 const PAUSE: f64 = 2.5;
-/// A ticket of more tokens holds nothing back earlier.
+/// The largest `r`, in tokens.
 const LONGEST_TICKET: f64 = 200.0;
-/// More tokens than anybody takes meanwhile.
+/// The largest drain, in tokens.
 const MOST_DRAIN: f64 = 1e8;
 /// The weight of a new sample in an average.
 const WEIGHT: f64 = 0.2;
-/// Below the line of a window n grows as if at a fifth of the bucket, when the fleet takes just what it may.
+/// `u` below the line of a window, when all clients together take just what they may.
 const BELOW_USE: f64 = 0.2;
 /// The weight of a new interval in the average.
 const INTERVAL_WEIGHT: f64 = 0.05;
-/// If Remaining falls silent so many token times after a refusal, the pace that was reached is kept.
+/// If Remaining becomes unknown within this many token times of a refusal, the interval that was reached is kept.
 const REMEMBERED: f64 = 1000.0;
 
 impl Fair {
-    /// Knows nothing of the limit, and learns it.
+    /// Creates a pace that knows nothing of the limit.
     pub fn new() -> Self {
         Fair::default()
     }
 
-    /// What is known of the limit: so many requests in a window. Default: nothing.
+    /// Sets the limit, in requests per window. Default: unknown.
     ///
-    /// A limit that is four times too high or too low still works, only less well. One that the server states in its
-    /// headers need not be told.
+    /// A limit that is four times too high or too low still works, but less well. A limit that the server states in its
+    /// headers need not be set.
     pub fn limit(mut self, limit: u32, window: Duration) -> Self {
         self.scale.configure(f64::from(limit.max(1)), window.as_secs_f64().max(1e-3));
         self
     }
 
-    /// The pace each caller starts with, before the first answer. Default: none, the first request leaves at once.
+    /// Sets the interval of each caller before the first answer. Default: zero, the first request leaves at once.
     ///
-    /// Where five callers wait, the first request leaves after a fifth of it.
+    /// If five callers wait, the first request leaves after a fifth of it.
     pub fn start_with(mut self, interval: Duration) -> Self {
         self.start = interval.as_secs_f64().min(LONGEST);
         self
     }
 
-    /// How many equal competitors there seem to be, this one included: from 1 to as many as make the interval 900 s.
+    /// Returns the estimated number of equal competitors, this one included: from 1 to the number that makes the interval
+    /// 900 s.
     pub fn competitors(&self) -> f64 {
         self.n
     }
 
-    /// The interval between two requests that follows from all that was seen, with so many on their way.
+    /// Returns the current interval between two requests, with `in_flight` requests in flight.
     pub fn interval(&self, in_flight: usize) -> Duration {
         span(self.pace(in_flight))
     }
@@ -229,7 +230,7 @@ impl Fair {
         (self.scale.paced_time * share.max(self.m)).clamp(0.0, LONGEST)
     }
 
-    /// The interval in token times, as far as it follows from what is left.
+    /// Returns `q` of the type's docs: the interval in token times that follows from what is left.
     fn share_of(&self, in_flight: usize) -> Option<f64> {
         let (level, set_point) = (self.level?, self.set_point());
         let shortage = SHORTAGE * (set_point - (level - in_flight as f64));
@@ -240,12 +241,12 @@ impl Fair {
         Some((self.n + shortage).max(ticket.min(ticket - level)).max(0.0))
     }
 
-    /// What the level is held at: less where the bucket is small, for else even a full one would seem short.
+    /// Returns the set point. It is lower for a small bucket, because otherwise even a full one would seem short.
     fn set_point(&self) -> f64 {
         SET_POINT.min(self.scale.limit() / 4.0)
     }
 
-    /// What an answer says of what is left; `None` where it cannot be believed.
+    /// Reads what is left from an answer. Returns `None` if it is unknown.
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
@@ -260,7 +261,7 @@ impl Fair {
             }
             (true, false) => self.m = 0.0,
             (false, false) if believed.is_some() && self.level.is_none() => {
-                // It speaks for the first time: what was learned before it did was about n.
+                // Remaining appears for the first time: what m has learned before belongs to n.
                 self.n = self.n.max(self.m);
                 self.m = 0.0;
             }
@@ -269,7 +270,7 @@ impl Fair {
         let token_time = self.scale.token_time;
         let level = self.scale.look(told, believed, sent, now);
         if self.scale.is_guess {
-            // A better guess changes no interval: those who guess differently stay equal.
+            // A better guess changes no interval, so clients with different guesses stay equal.
             self.n *= token_time / self.scale.token_time;
         }
         match level {
@@ -441,7 +442,7 @@ impl Pace for Fair {
                 }
                 None => {
                     let first = match self.interval {
-                        // Where nothing at all is known, what was too fast is the measure.
+                        // Without any other information the interval that was too short is the measure.
                         Some(own) if self.scale.is_guess => own / self.scale.token_time,
                         _ => FIRST_GUESS_BLIND / calls,
                     };
@@ -458,7 +459,7 @@ impl Pace for Fair {
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
             Some(said) => {
-                // Half of a new window may go at once, so one share of it is enough to spread them.
+                // Half of a new window may be used at once, so one share of it spreads the requests enough.
                 let spread = self.scale.next_window().map_or(wait, |(_, share)| wait.min(self.n * share));
                 span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
             }
@@ -487,8 +488,8 @@ impl Pace for Fair {
     }
 
     fn divide(&mut self, processes: u32) {
-        // Each of the others is a competitor now, of the share that all had together: where more is left than the set point,
-        // that was less than n.
+        // Each of the other processes is now a competitor for the share that all had together. Above the set point that share
+        // was less than n.
         let processes = f64::from(processes);
         let share = self.share_of(0).unwrap_or(self.n).min(self.n).max(1.0);
         self.n = share * processes;

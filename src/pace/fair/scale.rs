@@ -1,4 +1,4 @@
-//! How long one token takes, and whether the limit is a bucket or a window.
+//! The token time, and whether the limit is a bucket or a window.
 
 use std::time::{Duration, Instant};
 
@@ -6,14 +6,14 @@ use super::super::reading::Told;
 use super::super::{LONGEST, Notes, seconds};
 use super::SET_POINT;
 
-/// What is known of the limit.
+/// What the pace knows of the limit.
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
     /// Limit and window, in seconds, as configured.
     configured: Option<(f64, f64)>,
-    /// One token's worth of time, in seconds.
+    /// The token time: window / limit, in seconds.
     pub(super) token_time: f64,
-    /// The same for the pace: longer where less is left of the window than an even pace would leave.
+    /// The token time of the pace. It is longer if less is left of the window than an even pace would leave.
     pub(super) paced_time: f64,
     /// Whether the token time is a guess.
     pub(super) is_guess: bool,
@@ -21,15 +21,15 @@ pub(super) struct Scale {
     pub(super) is_below: bool,
     kind: Kind,
     limit: Option<f64>,
-    /// The length of the window as a header says it.
+    /// The length of the window that a header states, in seconds.
     stated_window: Option<f64>,
-    /// The longest time to a reset: the window is at least that long.
+    /// The longest time to a reset, in seconds. The window is at least that long.
     longest_reset: f64,
     watch: Option<Watch>,
-    /// When what was left, in the last answer that is compared with the next: one to a request that left after it. Answers
-    /// to requests that were on their way together come in any order.
+    /// The last answer that later ones are compared with: its moment, and what was left. An answer is compared if its
+    /// request left after that moment, because answers to concurrent requests arrive in any order.
     last: Option<(Instant, f64)>,
-    /// The most that ever was left.
+    /// The most tokens that were ever left.
     most: f64,
     is_mostly_free: bool,
 }
@@ -41,7 +41,7 @@ enum Kind {
     Window,
 }
 
-/// A reset that is watched, whether it stays put.
+/// A reset that is watched, to find out whether its moment moves.
 #[derive(Clone, Copy, Debug)]
 struct Watch {
     reset_at: Instant,
@@ -49,17 +49,17 @@ struct Watch {
     remaining: f64,
 }
 
-/// The part of a window's quota that is kept for an even pace.
+/// The fraction of a window's quota that is kept for an even pace.
 const KEPT: f64 = 0.5;
-/// The token time to begin with, where nothing is known, in seconds.
+/// The first guess of the token time, in seconds.
 const GUESS: f64 = 0.3;
-/// A reset that moves by less stays put, in seconds: it comes in whole seconds, over a way that varies.
+/// A reset that moves by no more than this counts as fixed, in seconds: headers have whole seconds, and transit times vary.
 const STAYS: f64 = 1.5;
-/// How long it has to stay put, in seconds.
+/// How long a reset has to stay fixed, in seconds.
 const WATCHED: f64 = 4.0;
-/// The least that Remaining has to rise to tell something of the token time.
+/// The least rise of Remaining from which the token time is computed.
 const LEAST_GAIN: f64 = 3.0;
-/// The least time to full that tells something of the token time, in seconds: it comes in whole ones.
+/// The least time to a full bucket from which the token time is computed, in seconds: headers have whole seconds.
 const LEAST_RESET: f64 = 5.0;
 const SHORTEST: f64 = 1e-6;
 
@@ -95,17 +95,17 @@ impl Scale {
         self.is_guess = false;
     }
 
-    /// The limit, where there is one; else no bound.
+    /// Returns the limit, or infinity if it is unknown.
     pub(super) fn limit(&self) -> f64 {
         self.limit.or(self.configured.map(|(limit, _)| limit)).unwrap_or(f64::INFINITY)
     }
 
-    /// The limit that `remaining` is part of.
+    /// Returns the limit to which `remaining` belongs.
     pub(super) fn known_limit(&self, told: &Told) -> Option<f64> {
         told.limit.or(self.limit).or(self.configured.map(|(limit, _)| limit))
     }
 
-    /// Whether most of what was ever left is free: of use where nothing else tells how large the bucket is.
+    /// Reports whether most of the tokens that were ever left are left now. It helps if the size of the bucket is unknown.
     pub(super) fn is_mostly_free(&self) -> bool {
         self.is_guess && self.is_mostly_free
     }
@@ -114,13 +114,13 @@ impl Scale {
         self.kind == Kind::Window
     }
 
-    /// When a window, if it is one, begins anew, and the time in it that each request has, in seconds.
+    /// Returns when the next window begins, and the time that each request has in it, in seconds; `None` for a bucket.
     pub(super) fn next_window(&self) -> Option<(Instant, f64)> {
         let reset_at = self.watch.filter(|_| self.is_window())?.reset_at;
         Some((reset_at, self.window()? / self.limit?))
     }
 
-    /// How long nothing is left, where an answer says that a window is used up.
+    /// Returns the time until the reset, in seconds, if an answer says that the window is exhausted.
     pub(super) fn empty_until_reset(&self, told: &Told) -> Option<f64> {
         told.reset.filter(|_| self.is_window() && told.remaining == Some(0.0))
     }
@@ -131,7 +131,7 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. Answers how many tokens are left above what is kept for an even pace.
+    /// Learns from an answer. Returns how many tokens are left above those that are kept for an even pace.
     pub(super) fn look(
         &mut self,
         told: &Told,
@@ -160,7 +160,7 @@ impl Scale {
         Some(remaining)
     }
 
-    /// A window: what is left above the straight line from the part that is kept to 0 at the reset.
+    /// Returns what is left of a window above the straight line from the kept fraction to 0 at the reset.
     fn line(&mut self, remaining: f64, limit: f64, window: f64, reset: f64) -> f64 {
         let line = KEPT * limit * reset / window;
         let level = remaining - line;
@@ -172,7 +172,7 @@ impl Scale {
         level
     }
 
-    /// All that was learned, to be written or read.
+    /// Writes or reads everything that was learned.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
         notes.number(&mut self.token_time);
         notes.number(&mut self.paced_time);
@@ -239,7 +239,7 @@ impl Scale {
         }
     }
 
-    /// Whether the reset stays put (a window) or moves (the time until a bucket is full).
+    /// Finds out whether the reset is fixed, as for a window, or moves, as for a bucket.
     fn watch(&mut self, reset: f64, remaining: f64, now: Instant) {
         self.longest_reset = self.longest_reset.max(whole_window(reset));
         let Ok(until) = Duration::try_from_secs_f64(reset) else { return };
@@ -258,7 +258,7 @@ impl Scale {
             }
             watch.remaining = remaining;
         } else {
-            // A window that ended begins anew; before its end, its reset does not move.
+            // The reset of a window moves only when the window has ended.
             if seconds(now, watch.reset_at) > STAYS {
                 self.kind = Kind::Bucket;
             }
@@ -267,7 +267,7 @@ impl Scale {
     }
 }
 
-/// The shortest usual window that has `reset` seconds left.
+/// Returns the shortest usual window that can have `reset` seconds left.
 fn whole_window(reset: f64) -> f64 {
     let usual = [1.0, 10.0, 60.0, 900.0, 3600.0, 86_400.0];
     usual.into_iter().find(|window| reset <= window + STAYS).unwrap_or(reset)

@@ -1,28 +1,30 @@
-//! Whether a Remaining can be believed.
+//! Whether the Remaining of an answer is plausible.
 
 use std::time::Instant;
 
 use super::super::{Notes, seconds};
 
-/// What was said of what is left, up to now.
+/// The Remaining values up to now.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Trust {
-    /// How often running it was missing.
+    /// How many answers in a row had no plausible value.
     missing: u32,
-    /// What was said last, and when, whether or not it was believed.
+    /// The last value and its moment, plausible or not.
     said: Option<(f64, Instant)>,
-    /// What was said last of what was believed, how often running, and since when.
+    /// The last plausible value, how many answers in a row had it, and since when.
     last: Option<f64>,
     same: u32,
     same_since: Option<Instant>,
     /// How many of our requests passed since then.
     taken: u32,
-    /// How many tokens may have come on the longest way of an answer since then: nobody knows when it was judged.
+    /// The tokens that may have been refilled during the longest round trip since then: the server may have judged the
+    /// request at any moment of it.
     blur: f64,
+    /// Whether Remaining is ignored.
     silent: bool,
 }
 
-/// An answer, as far as it matters here.
+/// The part of an answer that matters here.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Word {
     pub(super) remaining: Option<f64>,
@@ -33,23 +35,23 @@ pub(super) struct Word {
 }
 
 impl Word {
-    /// Whether so much can be left, where it may have come to `by_now` by and by: more than the limit can if the limit is the
-    /// speed at which a larger bucket fills.
+    /// Reports whether `remaining` tokens can be left, if refilling may have led to `by_now`. More than the limit can be left
+    /// if the limit is the speed at which a larger bucket fills.
     fn can_be(&self, remaining: f64, by_now: f64) -> bool {
         let most = self.limit.map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
         (0.0..=most).contains(&remaining)
     }
 }
 
-/// So often running, it means something.
+/// How many answers in a row it takes to ignore Remaining.
 const OFTEN: u32 = 8;
-/// By so many tokens what we took has to differ from what came: a client that takes just what comes sees no change.
+/// By how many tokens the refill must differ from what we took. A client that takes just the refill sees no change.
 const STRANGE: f64 = 2.0;
-/// For so many seconds a machine may stand still, and moments that others tell may be wrong by.
+/// How long a machine may stall, and how wrong the moments of other processes may be, in seconds.
 const STALL: f64 = 0.25;
 
 impl Trust {
-    /// What can be believed of what is said to be left, where a token comes each `token_time` seconds.
+    /// Returns the answer's Remaining if it is plausible. One token is refilled each `token_time` seconds.
     pub(super) fn believe(&mut self, word: Word, token_time: f64) -> Option<f64> {
         let Word { remaining, passed, sent, now, .. } = word;
         let before = std::mem::replace(&mut self.said, remaining.map(|remaining| (remaining, now)));
@@ -79,12 +81,12 @@ impl Trust {
         (!self.silent).then_some(remaining)
     }
 
-    /// A request passed of which nothing is heard but that.
+    /// Takes note of a request that passed and whose Remaining is out of date.
     pub(super) fn passed(&mut self) {
         self.taken = self.taken.saturating_add(1);
     }
 
-    /// All of it, to be written or read.
+    /// Writes or reads all of it.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) {
         notes.small(&mut self.missing);
         let (mut said, mut at) = self.said.unzip();
@@ -99,7 +101,7 @@ impl Trust {
         notes.flag(&mut self.silent);
     }
 
-    /// Whether nothing was said, or always the same, for so long that it means nothing.
+    /// Reports whether Remaining was missing or constant for so long that it is ignored.
     pub(super) fn is_silent(&self) -> bool {
         self.silent
     }
@@ -112,7 +114,7 @@ mod tests {
     use super::*;
     use crate::clock;
 
-    /// A token comes each second, and an answer each so many; the limit is 10.
+    /// A sequence of answers, one each `seconds`. One token is refilled each second, and the limit is 10.
     struct Talk {
         trust: Trust,
         now: Instant,
@@ -129,7 +131,7 @@ mod tests {
             self.believes_after(Duration::ZERO, remaining, passed)
         }
 
-        /// The answer was on its way for so long.
+        /// As `believes`, with this round trip.
         fn believes_after(
             &mut self,
             trip: Duration,
@@ -165,7 +167,7 @@ mod tests {
         for _ in 0..100 {
             assert_eq!(talk.believes(7.0, true), Some(7.0));
         }
-        // But a server that never has anything left does not know.
+        // A value that is always 0 is not plausible.
         let mut talk = Talk::each(1);
         let believed: Vec<_> = (0..10).map(|_| talk.believes(0.0, true)).collect();
         assert_eq!((believed[6], believed[7], believed[9]), (Some(0.0), None, None));
@@ -175,7 +177,7 @@ mod tests {
     fn an_answer_that_took_long_and_one_that_is_told_late_make_nothing_strange() {
         let mut talk = Talk::each(1);
         for round in 0..100 {
-            // Now and then all stands still for some token times, and the answers of that time come at once.
+            // The machine stalls for some token times, and the answers of that time arrive at once.
             if round % 20 == 10 {
                 talk.now += Duration::from_secs(4);
                 for late in (0..4).rev() {
@@ -183,7 +185,7 @@ mod tests {
                     assert_eq!(talk.believes_after(trip, 7.0, true), Some(7.0), "{round}");
                 }
             }
-            // Or another process tells late of its own.
+            // Another process shares its answers late.
             if round % 20 == 15 {
                 talk.now += Duration::from_secs(3);
                 (0..3).for_each(|_| talk.trust.passed());
