@@ -1,9 +1,9 @@
-//! Whether a scenario makes sense: what does not is told before it is run, where it would never end or show nothing.
+//! Checks scenarios before they run: an invalid one might never end, or have no result.
 
 use super::{Latency, Scenario, Server};
 
 impl Scenario {
-    /// What is wrong with it, and what to give instead.
+    /// Returns what is wrong with the scenario, and what to set instead.
     pub(super) fn check(&self) -> Result<(), String> {
         if self.fleet.iter().all(|group| group.procs * group.tasks == 0) {
             return Err("fleet has no callers: give it a group whose procs and tasks are 1 or more".into());

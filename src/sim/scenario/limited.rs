@@ -1,4 +1,4 @@
-//! What a scenario says to gates that count: their quota, and the store they count in.
+//! The settings for gates that count: their quota, and the store in which they count.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
@@ -7,18 +7,18 @@ use super::Latency;
 use crate::limiter::OnStoreError;
 use crate::quota::Quota;
 
-/// The store that all processes of a run share: it counts in memory, and is as far away as it is said to be.
+/// The store that all processes of a run share: a memory store behind a link that takes time and fails.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct StoreModel {
-    /// How long a call takes; it is done half-way. News take half as long. Default: a millisecond.
+    /// How long a call takes. The store does it half-way. A notification takes half as long. Default: one millisecond.
     pub trip: Latency,
-    /// From when until when it cannot be reached. What arrives then fails after 0.25 s, and half of it was done.
+    /// When the store is away: begin and end. A call in that time fails after 0.25 s; half of these calls are done.
     pub away: Vec<(f64, f64)>,
-    /// After how long it is `away` in the same way again. Default: never.
+    /// The period after which the `away` times repeat. Default: they do not repeat.
     pub away_every: Option<f64>,
-    /// How likely it is that a call is done and its answer does not arrive. Default: 0.
+    /// The probability that a call is done and its answer is lost. Default: 0.
     pub lose: f64,
 }
 
@@ -43,7 +43,7 @@ impl StoreModel {
         Ok(())
     }
 
-    /// Until when it is away at `at`, if it is.
+    /// Returns until when the store is away, if it is away at `at`.
     pub(in crate::sim) fn away_until(&self, at: f64) -> Option<f64> {
         let into = self.away_every.map_or(at, |every| at.rem_euclid(every));
         let (_, to) = self.away.iter().find(|(from, to)| (*from..*to).contains(&into))?;

@@ -1,4 +1,4 @@
-//! What is simulated: a fleet, a server, what its headers say.
+//! Scenarios: a fleet, a server, and the headers of its responses.
 
 mod check;
 mod limited;
@@ -14,99 +14,100 @@ use crate::quota::Quota;
 use crate::rng::Dice;
 pub use limited::StoreModel;
 
-/// One scenario, in the fields of a file of them. Times are in seconds.
+/// One scenario, with the fields of a scenario file. Times are in seconds.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Scenario {
-    /// Who calls.
+    /// The groups of processes that send requests.
     pub fleet: Vec<Group>,
-    /// Who is called.
+    /// The server that they call.
     pub server: Server,
-    /// What answers say.
+    /// The headers of the server's responses.
     #[serde(default)]
     pub headers: Headers,
-    /// How long it lasts, at most.
+    /// The longest duration of a run.
     pub duration: f64,
-    /// Limit and window that the strategies are told.
+    /// The limit and window that strategies know at the start.
     #[serde(default)]
     pub hint: Option<(u32, f64)>,
     /// How long a request takes.
     pub latency: Latency,
-    /// The pace every caller starts with.
+    /// The interval between requests with which every caller starts.
     #[serde(default)]
     pub start_interval: f64,
-    /// A caller stops once its answer shows so little left, or less; the run ends when all have.
+    /// A caller stops once a response says that no more than this is left. The run ends when all callers have stopped.
     #[serde(default)]
     pub stop_under: Option<f64>,
-    /// Poisson consumers outside of the fleet.
+    /// Consumers outside of the fleet, whose requests are Poisson-distributed.
     #[serde(default)]
     pub background: Vec<Background>,
-    /// Whether what strangers take counts as used. Default: yes.
+    /// Whether requests from outside of the fleet count as used. Default: yes.
     #[serde(default)]
     pub util_background: Option<bool>,
-    /// The groups whose callers are compared by `stdev` and `jain`. Default: all.
+    /// The groups whose callers `stdev` and `jain` compare. Default: all.
     #[serde(default)]
     pub fair_groups: Option<Vec<usize>>,
-    /// What gates are told that know their quota, as text that [`Quota`] reads, such as `"100/60s"`. Default: `hint`, as a
-    /// sliding window.
+    /// The quota for gates that need one, as text that [`Quota`] parses, such as `"100/60s"`. Default: `hint`, as a sliding
+    /// window.
     #[serde(default, deserialize_with = "limited::quota")]
     pub quota: Option<Quota>,
-    /// By how much the way to the server may vary, for gates that know their quota. Default: as
+    /// By how much the transit time to the server may vary, for gates with a quota. Default: as
     /// [`RateLimitBuilder::transit_slack`](crate::RateLimitBuilder::transit_slack), 0.01.
     #[serde(default)]
     pub transit_slack: Option<f64>,
-    /// What becomes of a request when the store cannot be asked: `fail_closed`, `fail_open` or `fallback_share`. Default:
-    /// `fail_closed`. The caller tries again after a second.
+    /// What becomes of a request when the store does not answer: `fail_closed`, `fail_open` or `fallback_share`. Default:
+    /// `fail_closed`, and the caller tries again after one second.
     #[serde(default, deserialize_with = "limited::on_store_error")]
     pub on_store_error: OnStoreError,
-    /// With `fallback_share`: the share of a process that was granted nothing lately. Default: none.
+    /// With `fallback_share`: the fraction of the quota for a process without recent grants. Default: none.
     #[serde(default)]
     pub fallback_share: Option<f64>,
-    /// Where the processes count together, if their gates do. Default: a store that answers at once and never fails.
+    /// The store in which gates count together. Default: a store that answers within a millisecond and never fails.
     #[serde(default)]
     pub store: StoreModel,
 }
 
-/// Processes that are alike.
+/// Processes with the same settings.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Group {
-    /// How many processes; each has one throttle.
+    /// The number of processes. Each has one throttle.
     pub procs: usize,
-    /// How many callers each has.
+    /// The number of callers of each process.
     pub tasks: usize,
     /// When they join.
     #[serde(default)]
     pub join: f64,
-    /// When they leave: each ends the call it is in.
+    /// When they leave. Each caller ends the call that it is making.
     #[serde(default)]
     pub leave: Option<f64>,
-    /// By how much each process joins, and leaves, later than the one before.
+    /// How much later than the process before each process joins and leaves.
     #[serde(default)]
     pub stagger: f64,
-    /// How long they work, and how long they rest, in turn.
+    /// For how long they work and then rest, in turn.
     #[serde(default)]
     pub duty: Option<(f64, f64)>,
     /// The mean of an exponential pause between two calls.
     #[serde(default)]
     pub think: f64,
-    /// How long their requests take, where it differs.
+    /// How long their requests take, if it differs from the scenario's `latency`.
     #[serde(default)]
     pub latency: Option<Latency>,
-    /// Their strategy, where it differs from the one that is tried.
+    /// Their strategy, if it differs from the strategy of the run.
     #[serde(default)]
     pub strategy: Option<String>,
 }
 
-/// Uniform from the first to the second, plus an exponential of the third as its mean. The server judges a request
-/// half-way.
+/// A random time: uniform between the first two numbers, plus an exponential time whose mean is the third. The server
+/// judges a request half-way.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(expecting = "three spans: the shortest, the longest, and the mean of what is added")]
 pub struct Latency(pub f64, pub f64, pub f64);
 
 impl Latency {
+    /// Draws a time, in seconds.
     pub(super) fn drawn(self, dice: &mut Dice) -> f64 {
         let Latency(low, high, tail) = self;
         let least = dice.between(low, high);
@@ -114,36 +115,36 @@ impl Latency {
     }
 }
 
-/// Who is called.
+/// The server and its limit.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Server {
     /// A token bucket of `cap`, refilled by `refill` tokens per second, with `start` tokens in it.
     Bucket {
-        /// Its size.
+        /// The size of the bucket.
         cap: f64,
         /// Tokens per second.
         refill: f64,
         /// Tokens at the start.
         start: f64,
-        /// What changes, when: `cap`, `refill` or `tokens`.
+        /// The times of changes, and the new `cap`, `refill` or `tokens`.
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
-    /// `limit` requests in each window; the first has lasted for `phase` already, and `used` of it are gone.
+    /// `limit` requests in each window. At the start the first window is `phase` old, and `used` requests of it are used.
     Fixed {
         /// Requests in a window.
         limit: f64,
         /// Its length.
         window: f64,
-        /// How old the first window is at the start.
+        /// The age of the first window at the start.
         #[serde(default)]
         phase: f64,
-        /// How many of the first are gone.
+        /// The used requests of the first window at the start.
         #[serde(default)]
         used: f64,
-        /// What changes, when: `limit`, `window` or `used`.
+        /// The times of changes, and the new `limit`, `window` or `used`.
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
@@ -153,15 +154,15 @@ pub enum Server {
         limit: f64,
         /// Its length.
         window: f64,
-        /// What changes, when: `limit` or `window`.
+        /// The times of changes, and the new `limit` or `window`.
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
-    /// Two at once; a request that one refuses takes nothing of the other. The headers speak of `long`.
+    /// Two limits at once. A request that one of them refuses does not count for the other. The headers describe `long`.
     Dual {
-        /// The one that is not spoken of.
+        /// The limit that the headers do not describe.
         short: Box<Server>,
-        /// The one that is.
+        /// The limit that the headers describe.
         long: Box<Server>,
     },
 }
@@ -177,7 +178,7 @@ pub struct Change {
     /// Tokens per second.
     #[serde(default)]
     pub refill: Option<f64>,
-    /// What is in a bucket now.
+    /// The tokens in the bucket.
     #[serde(default)]
     pub tokens: Option<f64>,
     /// Requests in a window.
@@ -186,52 +187,52 @@ pub struct Change {
     /// The length of a window.
     #[serde(default)]
     pub window: Option<f64>,
-    /// What is gone of this window.
+    /// The used requests of the current window.
     #[serde(default)]
     pub used: Option<f64>,
 }
 
-/// What answers say.
+/// The headers of the server's responses.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Headers {
-    /// What is left.
+    /// Whether they state what is left.
     #[serde(default)]
     pub remaining: bool,
-    /// The limit.
+    /// Whether they state the limit.
     #[serde(default)]
     pub limit: bool,
-    /// The window, beside the limit.
+    /// Whether they state the window and the limit.
     #[serde(default)]
     pub window: bool,
-    /// When a window begins anew, or a bucket is full, in whole seconds.
+    /// Whether they state when the next window begins or the bucket is full, in whole seconds.
     #[serde(default)]
     pub reset: bool,
-    /// On a refusal, when to come back, in whole seconds.
+    /// Whether a refusal states when to retry, in whole seconds.
     #[serde(default)]
     pub retry_after: bool,
-    /// What every refusal says instead.
+    /// The time to retry that every refusal states instead.
     #[serde(default)]
     pub retry_after_lie: Option<u64>,
-    /// In which way what is left is not what is left.
+    /// In which way the stated remaining count is wrong.
     #[serde(default)]
     pub lie: Option<Lie>,
-    /// How old it is, for `stale` and `delayed`.
+    /// The age of the count, for `stale` and `delayed`.
     #[serde(default)]
     pub stale_s: f64,
-    /// By how much it is off, for `noisy`.
+    /// The standard deviation of the error, for `noisy`.
     #[serde(default)]
     pub sigma: f64,
-    /// What it says, for `stuck_high`.
+    /// The count, for `stuck_high`.
     #[serde(default)]
     pub value: f64,
-    /// How often, for `missing_sometimes` and `garbage`.
+    /// The probability, for `missing_sometimes` and `garbage`.
     #[serde(default)]
     pub p: f64,
 }
 
-/// In which way what is left is not what is left.
+/// In which way the stated remaining count is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -240,32 +241,32 @@ pub enum Lie {
     StuckHigh,
     /// Always 0.
     StuckZero,
-    /// What was left when it was looked at last, every `stale_s`.
+    /// The count of the last update; there is one every `stale_s`.
     Stale,
-    /// What was left `stale_s` before.
+    /// The count `stale_s` before.
     Delayed,
-    /// Off by a normal error of `sigma`.
+    /// With a normally distributed error of `sigma`.
     Noisy,
     /// Missing with probability `p`.
     MissingSometimes,
     /// Missing in refusals.
     #[serde(rename = "only_on_200")]
     OnlyOn200,
-    /// With probability `p` something that means nothing.
+    /// A meaningless value with probability `p`.
     Garbage,
 }
 
-/// Poisson consumers outside of the fleet.
+/// A consumer outside of the fleet, whose requests are Poisson-distributed.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Background {
     /// Requests per second.
     pub rate: f64,
-    /// From when on.
+    /// When the consumer begins.
     #[serde(default)]
     pub from: f64,
-    /// Until when.
+    /// When the consumer ends.
     #[serde(default)]
     pub to: Option<f64>,
 }
@@ -275,22 +276,22 @@ pub struct Background {
 pub struct Scenarios(pub Vec<(String, Scenario)>);
 
 impl Scenarios {
-    /// Reads a file of scenarios: a JSON object of name and scenario.
+    /// Parses a file of scenarios: a JSON object from names to scenarios.
     ///
     /// # Errors
     ///
-    /// What is wrong with it, with the name of the scenario, line and column.
+    /// Returns the error with the name of the scenario, the line and the column.
     pub fn read(text: &str) -> Result<Self, serde_json::Error> {
         serde_json::from_str(text)
     }
 
-    /// The public set: the scenarios that the paces of tollgate are measured with.
+    /// Returns the public set: the scenarios with which the paces of tollgate are measured.
     pub fn public() -> Self {
         Scenarios::read(include_str!("scenarios.json")).expect("the tests read it")
     }
 
-    /// A second set: known limits, counted in a store that is near, or away, or loses answers; and hours of everything at
-    /// once.
+    /// Returns the second set: known limits, counted in a store that is near, is away, or loses answers; and hours of all of
+    /// that at once.
     pub fn limited() -> Self {
         Scenarios::read(include_str!("limited.json")).expect("the tests read it")
     }
