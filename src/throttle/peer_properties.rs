@@ -1,4 +1,4 @@
-//! What holds for a line that processes share, over a network that delays and loses.
+//! Properties of a paced queue that processes share over a network that delays and loses messages.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,10 @@ use crate::store::{Register, Tell};
 
 const INTERVAL: Duration = Duration::from_millis(1000);
 const REQUEST: Duration = Duration::from_millis(100);
-/// Long enough for everybody to leave.
+/// Long enough for every request to leave.
 const END: Duration = Duration::from_secs(300);
 
-/// One request in a second for all.
+/// One request per second for all processes.
 #[derive(Debug)]
 struct EachSecond;
 
@@ -32,21 +32,21 @@ impl Pace for EachSecond {
     }
 }
 
-/// What the network does.
+/// The faults of the network.
 #[derive(Clone, Copy, Debug)]
 struct Network {
-    /// The longest trip there or back, in ms.
+    /// The longest one-way trip, in ms.
     trip: u64,
-    /// How likely a call or its answer is lost, and how likely news are.
+    /// The probability that a call or its answer is lost, and that a notification is.
     lost: f64,
     lost_news: f64,
 }
 
-/// Who does what when, in ms.
+/// What a process does at which time, in ms.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Join(usize, u64),
-    /// The first who waits there gives up.
+    /// The first waiter of the process gives up.
     Leave(usize, u64),
     Die(usize, u64),
 }
@@ -64,14 +64,14 @@ struct Process {
     queue: PacedQueue,
     waiting: Vec<(Number, Instant)>,
     flying: Vec<(Instant, Flight)>,
-    /// The exchange under way.
+    /// The compare-and-set under way.
     call: Option<Call>,
     is_dead: bool,
 }
 
 struct Call {
     asked: Instant,
-    /// When the store has it, and when the answer is there.
+    /// When the call reaches the store, and when the answer arrives.
     done_at: Instant,
     answer_at: Instant,
     exchange: CasRequest,
@@ -87,7 +87,7 @@ struct World {
     processes: Vec<Process>,
     register: Option<(u64, Vec<u8>, Instant)>,
     news: Vec<(Instant, usize, Register)>,
-    /// Who left when, and since when it had waited.
+    /// When each request left, and when it had arrived.
     left: Vec<(Instant, Instant)>,
     exchanges: usize,
 }
@@ -133,7 +133,7 @@ impl World {
         self.look_after(index);
     }
 
-    /// Lets a process do all that is due there now.
+    /// Lets a process do everything that is due now.
     fn look_after(&mut self, index: usize) {
         let now = self.now;
         let process = &mut self.processes[index];
@@ -152,7 +152,7 @@ impl World {
             self.exchanges += 1;
             let (there, back) = (self.trip(), self.trip());
             let is_lost = self.dice.roll() < self.network.lost;
-            // What is lost is lost there or back.
+            // The request or the answer is lost.
             let is_lost_there = is_lost && self.dice.roll() < 0.5;
             let timeout = Duration::from_millis(250);
             let done_at = if is_lost_there { now + END * 2 } else { now + there };
@@ -162,7 +162,7 @@ impl World {
         }
     }
 
-    /// The store does what is asked of it.
+    /// Lets the store serve the call of a process.
     fn serve(&mut self, index: usize) {
         let now = self.now;
         let Some(call) = &mut self.processes[index].call else { return };
@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    /// The next moment at which anything happens.
+    /// Returns the moment of the next event.
     fn next(&self) -> Option<Instant> {
         let alive = self.processes.iter().filter(|process| !process.is_dead);
         let own = alive.flat_map(|Process { queue, flying, call, .. }| {
@@ -275,7 +275,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn a_fleet_leaves_in_the_order_in_which_it_came_and_at_its_pace(seed in any::<u64>(), steps in steps(2, 0)) {
+    fn shared_queue_is_fifo_at_one_pace(seed in any::<u64>(), steps in steps(2, 0)) {
         let world = World::play(seed, Network { trip: 0, lost: 0.0, lost_news: 0.0 }, steps);
         world.all_have_left()?;
         for pair in world.left.windows(2) {
@@ -285,27 +285,27 @@ proptest! {
     }
 
     #[test]
-    fn over_a_slow_network_no_slot_is_taken_twice_and_hardly_anybody_overtaken(
+    fn slow_network_doubles_no_slot_and_nearly_keeps_the_order(
         seed in any::<u64>(),
         trip in 1..30_u64,
-        // A turn of one who leaves goes to the next there, who may have come later than others.
+        // If a waiter gives up, its turn goes to the next one of its process, which may have arrived later than others.
         steps in steps(0, 0),
     ) {
         let world = World::play(seed, Network { trip, lost: 0.0, lost_news: 0.0 }, steps);
         world.all_have_left()?;
-        // A trip is known to a half of it there and back, and each of five may know the moments from another.
+        // A one-way trip is known to half a round trip, and each of five processes may know the moments from another.
         let blur = Duration::from_millis(6 * trip);
         for pair in world.left.windows(2) {
             prop_assert!(pair[1].0 - pair[0].0 + blur >= INTERVAL, "one slot was taken twice");
             let late = Duration::from_millis(40 * trip);
             prop_assert!(pair[1].1 + late >= pair[0].1, "one was overtaken");
         }
-        // Asked again and again it would be no wait.
+        // A queue that polled the store would need more.
         prop_assert!(world.exchanges <= 20 + 12 * world.left.len() + 12 * 40, "{} exchanges", world.exchanges);
     }
 
     #[test]
-    fn whatever_is_lost_and_whoever_dies_everybody_else_leaves(
+    fn surviving_processes_send_every_request_despite_losses(
         seed in any::<u64>(),
         lost in 0.0..0.5_f64,
         lost_news in 0.0..=1.0_f64,
@@ -322,7 +322,7 @@ fn line_of(id: u64, now: Instant) -> PacedQueue {
     queue
 }
 
-/// Makes the exchanges that are due, without a network. Answers who left.
+/// Runs the compare-and-sets that are due, without a network. Returns the requests that left.
 fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
     let mut left = Vec::new();
     for _ in 0..10 {
@@ -340,7 +340,7 @@ fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant)
 }
 
 #[test]
-fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
+fn damaged_register_blocks_no_process_for_ever() {
     let now = clock::now() + Duration::from_secs(3600);
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
@@ -357,7 +357,7 @@ fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
         let at = third.next_cas_at().unwrap_or(now);
         assert!(at <= now + Duration::from_secs(90_000), "number {index}: {:?}", at - now);
     }
-    // What cannot be read is as if it were not there: what is known counts, and once.
+    // A register that cannot be read counts as empty: what the process knows counts, once.
     other.arrived(now);
     exchange(&mut other, &mut register, now);
     other.hold_until(now + Duration::from_secs(5), now);
@@ -370,7 +370,7 @@ fn moments_that_a_faulty_process_has_written_keep_nobody_waiting_for_ever() {
 }
 
 #[test]
-fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and_without_a_hold() {
+fn dead_process_at_the_head_is_passed_over_after_250_ms() {
     for hold in [Duration::ZERO, Duration::from_secs(60)] {
         let now = clock::now() + Duration::from_secs(3600);
         let mut register = (0, Vec::new());
@@ -380,7 +380,7 @@ fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and
         one.hold_until(now + hold, now);
         one.arrived(now);
         exchange(&mut one, &mut register, now);
-        // The one is never heard of again.
+        // The first process dies.
         other.arrived(now);
         assert!(exchange(&mut other, &mut register, now).is_empty());
         let slot = now + hold.max(INTERVAL);
@@ -390,7 +390,7 @@ fn one_that_dies_at_the_head_is_passed_over_after_a_quarter_of_a_second_with_and
     }
 }
 
-/// Nothing is scarce.
+/// A pace that lets every request leave at once.
 #[derive(Debug)]
 struct Open;
 
@@ -401,7 +401,7 @@ impl Pace for Open {
 }
 
 #[test]
-fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
+fn dead_waiting_process_is_forgotten_when_no_request_waits() {
     let now = clock::now() + Duration::from_secs(3600);
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
@@ -410,7 +410,7 @@ fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
     }
     let mut told = Vec::new();
     for step in 0..12_000_u32 {
-        // The other sends a hundred requests a second.
+        // The other process sends 100 requests per second.
         let now = now + Duration::from_millis(10) * step;
         other.arrived(now);
         let first = other.depart(now);
@@ -419,7 +419,7 @@ fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
             assert!(other.answered(flight, &Signal::default(), now).is_none());
         }
         if step == 100 {
-            // The one waits behind a hold, which is over soon, and is never heard of again.
+            // The first process waits for the end of a short hold, and dies.
             exchange(&mut one, &mut register, now);
             one.hold_until(now + INTERVAL, now);
             one.arrived(now);
@@ -433,7 +433,7 @@ fn one_that_died_waiting_is_forgotten_where_nobody_waits_any_more() {
     assert!(of_last_second <= 11, "{of_last_second} exchanges in a second");
 }
 
-/// It writes more than it reads.
+/// A pace that writes more than it reads.
 #[derive(Debug)]
 struct Forgetful(bool);
 
@@ -448,7 +448,7 @@ impl Pace for Forgetful {
 }
 
 #[test]
-fn a_pace_that_does_not_read_what_it_writes_cannot_be_shared() {
+fn pace_that_reads_less_than_it_writes_is_not_shared() {
     let kind = |pace: Box<dyn Pace>| PaceState::new(pace, END, clock::now()).kind();
     assert!(kind(Box::new(EachSecond)).is_some());
     assert_eq!(kind(Box::new(Forgetful(false))), None);
@@ -459,7 +459,7 @@ fn is_held(queue: &PacedQueue, now: Instant) -> bool {
 }
 
 #[test]
-fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
+fn released_hold_does_not_come_back() {
     let start = clock::now() + Duration::from_secs(3600);
     let at = |seconds: u64| start + Duration::from_secs(seconds);
     let mut register = (0, Vec::new());
@@ -474,20 +474,20 @@ fn a_hold_that_one_saw_before_a_release_does_not_come_back() {
         exchange(queue, &mut register, at(1));
         assert!(is_held(queue, at(1)));
     }
-    // The other cannot reach the store while the one releases.
+    // The other process cannot reach the store while the first one releases the key.
     other.hold_until(at(3100), at(2));
     assert!(other.next_cas(at(2)).is_some());
     other.cas_answered(Err(StoreError::Lost), at(2), at(2));
     one.release(at(2));
     exchange(&mut one, &mut register, at(2));
     assert!(!is_held(&one, at(2)) && is_held(&other, at(2)));
-    // It is back, and says what it knows.
+    // The other process is back, and writes its events.
     for _ in 0..3 {
         exchange(&mut other, &mut register, at(60));
         exchange(&mut one, &mut register, at(60));
     }
     assert!(!is_held(&one, at(60)) && !is_held(&other, at(60)));
-    // What is held from then on is held.
+    // A later hold is in force.
     other.hold_until(at(3100), at(61));
     exchange(&mut other, &mut register, at(61));
     one.arrived(at(61));

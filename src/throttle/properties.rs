@@ -1,4 +1,4 @@
-//! What holds for the line and for the gate around it, whatever happens in which order.
+//! Properties of the paced queue and of the throttle, for random sequences of events.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,16 +17,16 @@ use crate::signal::{Observed, Signal};
 
 const MAX_HOLD: Duration = Duration::from_secs(60);
 
-/// What happens next.
+/// The next event.
 #[derive(Clone, Debug)]
 enum Step {
     Join,
     Pass(u64),
-    /// The `n`-th on its way is answered: refused or not, with so much left, and a wait.
+    /// Answers the `n`-th request in flight: whether it is refused, what is left, and how long to wait.
     Answer(usize, bool, u64, Option<u64>),
-    /// The `n`-th on its way ends without an answer.
+    /// Ends the `n`-th request in flight without an answer.
     Lose(usize),
-    /// The `n`-th that waits gives up.
+    /// Removes the `n`-th waiter.
     Leave(usize),
 }
 
@@ -48,7 +48,7 @@ fn signal(refused: bool, left: u64, wait: Option<u64>) -> Signal {
         .with_quota(Observed::new().with_remaining(left))
 }
 
-/// Does the steps and checks after each; answers who left, when, in order.
+/// Runs the steps and checks the queue after each. Returns which request left when, in order.
 fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Duration)>, TestCaseError> {
     let start = clock::now();
     let mut now = start;
@@ -58,7 +58,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
     let mut probe = None;
     for step in steps {
         let held = queue.pace_state.held_until;
-        // Before the first answer it is the probe that the others wait for.
+        // Before the first answer the other requests wait for the probe.
         let slot = queue.slot().filter(|_| is_answered);
         match *step {
             Step::Join => waiting.push(queue.arrived(now)),
@@ -108,7 +108,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             prop_assert!(waiting.is_empty());
         }
     }
-    // Nothing is lost: whoever waits goes at some time, and when it was said.
+    // Every waiter leaves at some time, at the moment that the queue returned.
     for _ in 0..waiting.len() {
         let at = queue.look_at().expect("somebody waits");
         prop_assert!(at <= now + Duration::from_secs(1800));
@@ -122,13 +122,13 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
 
 proptest! {
     #[test]
-    fn a_line_is_fair_patient_and_loses_nobody(steps in prop::collection::vec(step(), 1..80)) {
+    fn queue_is_fifo_and_loses_no_request(steps in prop::collection::vec(step(), 1..80)) {
         replay(Box::new(Fair::new()), 1, &steps)?;
         replay(Box::new(Fair::new().limit(100, Duration::from_secs(60))), 1, &steps)?;
     }
 
     #[test]
-    fn the_same_happens_again_with_the_same_seed(steps in prop::collection::vec(step(), 1..80), seed in any::<u64>()) {
+    fn queue_repeats_with_the_same_seed(steps in prop::collection::vec(step(), 1..80), seed in any::<u64>()) {
         let one = replay(Box::new(Fair::new()), seed, &steps)?;
         let other = replay(Box::new(Fair::new()), seed, &steps)?;
         prop_assert_eq!(one, other);
@@ -136,7 +136,7 @@ proptest! {
 }
 
 #[test]
-fn who_sleeps_alone_keeps_nobody_from_going() {
+fn sleeping_request_does_not_block_others() {
     let start = clock::now();
     let after = |millis| start + Duration::from_millis(millis);
     let mut queue = PacedQueue::new(Box::new(Remaining::new()), Dice::seeded(1), MAX_HOLD, start);
@@ -152,7 +152,7 @@ fn who_sleeps_alone_keeps_nobody_from_going() {
 }
 
 #[test]
-fn the_word_of_the_server_counts_only_so_far() {
+fn max_hold_bounds_the_wait_that_a_server_asks_for() {
     let start = clock::now();
     let mut queue = PacedQueue::new(Box::new(Fair::new()), Dice::seeded(1), MAX_HOLD, start);
     queue.arrived(start);
@@ -162,20 +162,21 @@ fn the_word_of_the_server_counts_only_so_far() {
     assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
 }
 
-/// A call at the gate, in milliseconds from the start on: when it comes, how long its requests take, when it is given up.
+/// A caller of the throttle, in milliseconds from the start: when it arrives, how long its requests take, and when it is
+/// cancelled.
 #[derive(Clone, Debug)]
 struct Caller {
     comes: u64,
     takes: u64,
     given_up: Option<u64>,
-    /// What comes back: refused or not, with so much left, and a wait; the last again and again, but never refused.
+    /// Its answers: whether it is refused, what is left, and how long to wait. The last one repeats, but is not refused.
     answers: Vec<(bool, u64, Option<u64>)>,
 }
 
 fn caller() -> impl Strategy<Value = Caller> {
     let wait = proptest::option::weighted(0.3, 0_u64..20);
     let answers = prop::collection::vec((any::<bool>(), 0_u64..50, wait), 1..4);
-    // Often at the same moment, so that one is dropped between its turn and its next look, too.
+    // Often at the same moment, so that some are cancelled between their turn and their next poll.
     let given_up = proptest::option::weighted(0.5, prop_oneof![0_u64..10, 0_u64..100]);
     (prop_oneof![0_u64..4, 0_u64..60], 1_u64..6, given_up, answers).prop_map(
         |(comes, takes, given_up, answers)| {
@@ -185,7 +186,7 @@ fn caller() -> impl Strategy<Value = Caller> {
     )
 }
 
-/// How one waited: as the which to come, from when, until when; and whether it left then or gave up.
+/// One wait: the caller's rank in the order of arrival, begin and end, and whether the request left or was cancelled.
 #[derive(Clone, Debug, PartialEq)]
 struct Stay {
     number: u64,
@@ -194,7 +195,7 @@ struct Stay {
     left: bool,
 }
 
-/// Writes down the stay of one who waits, also of one who is dropped.
+/// Records a wait, even if its task is dropped.
 struct Waiting<'a> {
     stay: Stay,
     stays: &'a Mutex<Vec<Stay>>,
@@ -207,7 +208,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// One call, from its arrival to its end; it may be dropped wherever it waits.
+/// Runs one call from its arrival to its end. It may be dropped at any await.
 async fn call(throttle: Throttle, caller: Caller, come: Arc<AtomicU64>, stays: Arc<Mutex<Vec<Stay>>>) {
     let key = Key::new("law");
     let number = come.fetch_add(1, Ordering::Relaxed);
@@ -238,7 +239,7 @@ async fn call(throttle: Throttle, caller: Caller, come: Arc<AtomicU64>, stays: A
     }
 }
 
-/// Lets all of them call at a gate with these dice, under a clock that stands still; answers all stays.
+/// Runs all callers on one throttle with these dice under a paused clock. Returns all waits.
 fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, bool)> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     runtime.unwrap().block_on(async {
@@ -294,7 +295,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn at_the_gate_nobody_is_overtaken_and_nobody_lost_wherever_one_is_dropped(
+    fn throttle_is_fifo_when_requests_are_cancelled_anywhere(
         callers in prop::collection::vec(caller(), 1..25),
         seed in any::<u64>(),
     ) {
@@ -311,7 +312,7 @@ proptest! {
     }
 
     #[test]
-    fn at_the_gate_the_same_happens_again_with_the_same_seed(
+    fn throttle_repeats_with_the_same_seed(
         callers in prop::collection::vec(caller(), 1..25),
         seed in any::<u64>(),
     ) {
