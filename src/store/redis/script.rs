@@ -1,4 +1,4 @@
-//! The scripts. `script/seats.lua` decides about calls in flight, `script/register.lua` about registers; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
+//! The scripts. `script/in_flight.lua` decides about calls in flight, `script/register.lua` about registers; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
 //! decide everything: one file for each rule, the twin of its file in `src/limit`, with `main.lua` in the end.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use crate::clock;
 use crate::error::StoreError;
 
 /// About calls in flight.
-pub(super) const SEATS: &str = include_str!("lua/seats.lua");
+pub(super) const SEATS: &str = include_str!("lua/in_flight.lua");
 
 /// About registers.
 pub(super) const REGISTER: &str = include_str!("lua/register.lua");

@@ -3,8 +3,9 @@
 //! The script runs in a real server, under the time of the test.
 
 mod formats;
+mod in_flight;
 mod late;
-mod seats;
+
 
 use std::sync::Arc;
 use std::time::Duration;
