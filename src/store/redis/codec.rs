@@ -4,42 +4,16 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::layout::{
+    BUCKET, CALL_VERSION, CLAIM, CUT, CUT_HOLD_MESSAGE, FIXED, GRANTED, HOLD, HOLD_MESSAGE,
+    IN_FLIGHT_MESSAGE, LEARNING, LEASE, NEVER, PEEK, REFUSED, RELEASE, REMAINING_MESSAGE, RETURN, SHARED,
+    UNSURE, WINDOW,
+};
 use crate::limit::{Charge, Left, Micros, Terms, Unused, micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::{
     Ask, Claim, Held, Lease, LimitUsage, Memory, Need, News, Refusal, Segment, Segments, Usage,
 };
-
-/// The format of calls and answers about rates and calls in flight. A script speaks one, as it travels with its client.
-const VERSION: u8 = 2;
-
-/// What messages begin with: of a hold or of a seat, and of a hold that was cut. A register's is 2.
-const MESSAGE: u8 = 1;
-const CUT_HOLD: u8 = 4;
-const LESS: u8 = 5;
-
-const CLAIM: u8 = 1;
-const LEASE: u8 = 1;
-const PEEK: u8 = 2;
-const RETURN: u8 = 3;
-const HOLD: u8 = 4;
-const RELEASE: u8 = 5;
-
-const GRANTED: u8 = 0;
-const REFUSED: u8 = 1;
-const LEARNING: u8 = 2;
-/// The server's clock is further than the caller expects: nothing was done.
-const UNSURE: u8 = 3;
-/// Besides: others use a limit too; the hold was cut.
-const SHARED: u8 = 4;
-const CUT: u8 = 8;
-
-const WINDOW: u8 = 1;
-const BUCKET: u8 = 2;
-const FIXED: u8 = 3;
-
-/// Numbers of seven bytes end here: beyond, Lua's are no longer exact. As a wait it stands for never.
-const NEVER: u64 = 1 << 53;
 
 /// How long a call and its answer may have been on their way, at most.
 const LONGEST_ON_WAY: Duration = Duration::from_millis(250);
@@ -58,7 +32,7 @@ impl Call {
     /// What all calls begin with.
     fn new(operation: u8, memory: Memory, dice: u64) -> Self {
         let mut call = Call(Vec::with_capacity(128));
-        call.byte(VERSION);
+        call.byte(CALL_VERSION);
         call.byte(operation);
         call.long(dice % (NEVER - 1) + 1);
         call.long(memory.incarnation);
@@ -317,7 +291,7 @@ impl Answer<'_> {
     }
 
     fn version(&mut self) -> Result<(), Garbled> {
-        self.begins_with(VERSION)
+        self.begins_with(CALL_VERSION)
     }
 
     pub(super) fn begins_with(&mut self, byte: u8) -> Result<(), Garbled> {
@@ -437,7 +411,7 @@ pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
 /// Reads what is told to a holder on its channel.
 pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
     let mut message = Answer(message);
-    message.begins_with(MESSAGE)?;
+    message.begins_with(IN_FLIGHT_MESSAGE)?;
     let (incarnation, changes, holder) = (message.long()?, message.long()?, message.long()?);
     let (number, given, others_wait) = (message.long()?, message.long()?, message.byte()? != 0);
     Ok((holder, ToldSeats { incarnation, changes, number, given, others_wait }))
@@ -455,9 +429,9 @@ pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
 pub(super) fn read_news(message: &[u8]) -> Result<(News, &[u8]), Garbled> {
     let mut message = Answer(message);
     let cut = match message.byte()? {
-        MESSAGE => false,
-        CUT_HOLD => true,
-        LESS => return Ok((News::Less { writes: message.long()? }, message.0)),
+        HOLD_MESSAGE => false,
+        CUT_HOLD_MESSAGE => true,
+        REMAINING_MESSAGE => return Ok((News::Less { writes: message.long()? }, message.0)),
         _ => return Err(Garbled),
     };
     let held = Held { left: message.span()?, releases: message.int()?, cut };

@@ -105,7 +105,7 @@ impl Claims {
     pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
         Claims {
             backend,
-            script: Arc::new(Script::new(super::script::SEATS)),
+            script: Arc::new(Script::new(super::script::IN_FLIGHT)),
             instance,
             store_timeout,
             holders: HashMap::new(),

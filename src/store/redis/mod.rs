@@ -19,6 +19,7 @@ mod connection;
 mod differential;
 mod endpoint;
 mod heartbeat;
+mod layout;
 mod pubsub;
 mod registers;
 mod script;

@@ -3,6 +3,7 @@
 
 use super::backend::TO_ALL;
 use super::codec::{Answer, Call, Garbled};
+use super::layout::{REGISTER_MESSAGE, REGISTER_VERSION};
 use super::script::Argument;
 use super::sealed_key;
 use crate::key::Key;
@@ -10,19 +11,13 @@ use crate::limit::micros_up;
 use crate::rng::dice;
 use crate::store::{Change, News, Register, Tell};
 
-/// The format of calls and answers about registers, and of their state.
-const VERSION: u8 = 1;
-
-/// What a message of a changed register begins with.
-const REGISTER: u8 = 2;
-
 /// How a key is named in a message.
 const TOKEN: usize = 24;
 
 /// What the script is called with.
 pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
     let mut call = Call(Vec::new());
-    call.byte(VERSION);
+    call.byte(REGISTER_VERSION);
     call.byte(u8::from(change.value.is_some()));
     call.long(change.seen);
     call.long(micros_up(change.life));
@@ -40,7 +35,7 @@ pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
 /// Reads the answer.
 pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
     let mut answer = Answer(answer);
-    answer.begins_with(VERSION)?;
+    answer.begins_with(REGISTER_VERSION)?;
     let changed = answer.byte()? != 0;
     let (version, age) = (answer.long()?, answer.span()?);
     Ok(Register { kind, changed, version, value: answer.0.to_vec(), age })
@@ -48,7 +43,7 @@ pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
 
 /// What a message tells of a register, if it is of one: whose, and how it is.
 pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, News)> {
-    let mut message = Answer(message.strip_prefix(&[REGISTER])?);
+    let mut message = Answer(message.strip_prefix(&[REGISTER_MESSAGE])?);
     let version = message.long().ok()?;
     let (token, rest) = message.0.split_at_checked(TOKEN)?;
     message.0 = rest;

@@ -1,6 +1,13 @@
-//! The scripts. `script/in_flight.lua` decides about calls in flight, `script/register.lua` about registers; the other, about rates, is in pieces: `script/call.lua` reads the call, `short.lua` decides what most calls ask for, and the others
-//! decide everything: one file for each rule, the twin of its file in `src/limit`, with `main.lua` in the end.
+//! The Lua scripts, and how they are run.
+//!
+//! Each script is several files of `lua/`, one after the other: a file may use the locals of the files before it, and says on
+//! top which it needs. `layout.lua` has the bytes of all records and all numbers that Rust and Lua share.
+//!
+//! There are three scripts. [`RATES`] decides about permits: `short.lua` decides what most calls need, and the files after it
+//! decide everything, with one file for each rule of `src/limit`. [`IN_FLIGHT`] decides about calls in flight, and [`REGISTER`]
+//! about registers.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -14,53 +21,108 @@ use super::connection::RedisFailure;
 use crate::clock;
 use crate::error::StoreError;
 
-/// About calls in flight.
-pub(super) const SEATS: &str = include_str!("lua/in_flight.lua");
+/// The script about calls in flight.
+pub(super) const IN_FLIGHT: &str = concat!(
+    include_str!("lua/layout.lua"),
+    include_str!("lua/server_time.lua"),
+    include_str!("lua/time.lua"),
+    include_str!("lua/in_flight.lua"),
+);
 
-/// About registers.
-pub(super) const REGISTER: &str = include_str!("lua/register.lua");
+/// The script about registers.
+pub(super) const REGISTER: &str = concat!(
+    include_str!("lua/layout.lua"),
+    include_str!("lua/server_time.lua"),
+    include_str!("lua/register.lua"),
+);
 
-/// About rates.
-pub(super) const TEXT: &str = concat!(
+/// The script about rates.
+pub(super) const RATES: &str = concat!(
+    include_str!("lua/layout.lua"),
+    include_str!("lua/server_time.lua"),
     include_str!("lua/call.lua"),
     include_str!("lua/short.lua"),
+    include_str!("lua/time.lua"),
     include_str!("lua/state.lua"),
     include_str!("lua/window.lua"),
     include_str!("lua/bucket.lua"),
     include_str!("lua/fixed.lua"),
+    include_str!("lua/external.lua"),
     include_str!("lua/ledger.lua"),
     include_str!("lua/main.lua"),
 );
 
+/// Returns a script with its named constants replaced by their values.
+///
+/// A constant is a line `local NAME = value` whose name is in capitals. Redis makes the function of a script anew for each call,
+/// and each function in it anew with a reference to every constant that it uses. With the names, the way of most calls took
+/// 0.8 % longer and the others 8 % to 28 %. A client may also send the text as it stands in the files: it decides the same.
+pub(super) fn with_inlined_constants(text: &str) -> String {
+    let constants: BTreeMap<&str, &str> = text.lines().filter_map(constant).collect();
+    let mut inlined = String::with_capacity(text.len());
+    for line in text.lines() {
+        // The lines of comments and constants stay, empty: errors of Redis name line numbers.
+        if constant(line).is_none() && !line.trim_start().starts_with("--") {
+            for word in line.split_inclusive(|c: char| !is_of_name(c)) {
+                let name = word.trim_end_matches(|c: char| !is_of_name(c));
+                inlined.push_str(constants.get(name).unwrap_or(&name));
+                inlined.push_str(&word[name.len()..]);
+            }
+        }
+        inlined.push('\n');
+    }
+    inlined
+}
+
+/// Returns the name and the value of a constant.
+pub(super) fn constant(line: &str) -> Option<(&str, &str)> {
+    let (name, value) = line.trim_start().strip_prefix("local ")?.split_once(" = ")?;
+    let is_literal = value.parse::<u64>().is_ok() || value.starts_with("'<");
+    let is_in_capitals = name.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_');
+    (is_literal && is_in_capitals).then_some((name, value))
+}
+
+/// Returns whether names of Lua may have this character.
+fn is_of_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
 /// An argument of a script.
 pub(super) enum Argument {
+    /// Bytes as they are.
     Is(Vec<u8>),
-    /// The name of a channel, which has the database in it.
+    /// The end of the name of a channel. The prefix and the database go before it.
     Channel(String),
 }
 
+/// A script, and whether the server has it.
 pub(super) struct Script {
-    text: &'static str,
+    /// What is sent to the server, with inlined constants.
+    text: String,
+    /// The digest by which the server finds it.
     hash: String,
     /// How often the text was sent.
     loads: AtomicU64,
-    /// Held by the call that sends the text: the others then find the script there.
+    /// Locked by the call that sends the text. The calls that wait for it find the script on the server.
     loading: Mutex<()>,
 }
 
 impl Script {
+    /// Makes a script of one of the texts above.
     pub(super) fn new(text: &'static str) -> Self {
+        let text = with_inlined_constants(text);
         Script {
+            hash: redis::Script::new(&text).get_hash().to_owned(),
             text,
-            hash: redis::Script::new(text).get_hash().to_owned(),
             loads: AtomicU64::new(0),
             loading: Mutex::new(()),
         }
     }
 
-    /// Runs a script that takes the caller's memory of the time, packed at `packed` in the first argument. If the server's
-    /// clock is further than that says, the script does nothing and tells the server's time: then it is run once more with
-    /// that.
+    /// Runs a script whose first argument states the time that the caller expects; it was packed at `packed`.
+    ///
+    /// If the server's clock is ahead of that time, the script does nothing and returns the server's clock. Then it is run once
+    /// more with that clock.
     pub(super) async fn run_by_memory(
         &self,
         backend: &Backend,
@@ -77,11 +139,11 @@ impl Script {
         let answer = self.run(backend, key, &call).await?;
         match codec::read_unsure(&answer) {
             None => Ok(answer),
-            Some(_) => Err(StoreError::failed("its clock does not go on evenly")),
+            Some(_) => Err(StoreError::failed("its clock does not advance evenly")),
         }
     }
 
-    /// Runs it once. A server that does not have it has done nothing: then its text is sent instead of its hash.
+    /// Runs the script once. A server that does not have it has done nothing; then the text is sent instead of the hash.
     pub(super) async fn run(
         &self,
         backend: &Backend,
@@ -111,16 +173,16 @@ impl Script {
         if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
             let loading = timeout_at(deadline.into(), self.loading.lock()).await.map_err(|_| late())?;
             answer = if self.loads.load(Ordering::Relaxed) == loads {
-                let answer = backend.ask(key, command("EVAL", self.text), deadline).await;
+                let answer = backend.ask(key, command("EVAL", &self.text), deadline).await;
                 self.loads.fetch_add(u64::from(answer.is_ok()), Ordering::Relaxed);
                 answer
             } else {
                 drop(loading);
                 backend.ask(key, command("EVALSHA", &self.hash), deadline).await
             };
-            // Of a cluster, another server may have got it.
+            // In a cluster, the other call may have sent it to another server.
             if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
-                answer = backend.ask(key, command("EVAL", self.text), deadline).await;
+                answer = backend.ask(key, command("EVAL", &self.text), deadline).await;
             }
         }
         match answer {

@@ -19,7 +19,7 @@ use super::endpoint::Connecting;
 use super::heartbeat::Claims;
 use super::pubsub::{self, Heard};
 use super::registers;
-use super::script::{Argument, REGISTER, Script, TEXT};
+use super::script::{Argument, RATES, REGISTER, Script};
 use super::sealed_key;
 use crate::clock;
 use crate::error::StoreError;
@@ -165,7 +165,7 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         claims: Claims::new(backend.clone(), instance, store_timeout),
         backend,
         connections,
-        script: Arc::new(Script::new(TEXT)),
+        script: Arc::new(Script::new(RATES)),
         registers: Arc::new(Script::new(REGISTER)),
         returns: Returns::new(),
         release_at: None,

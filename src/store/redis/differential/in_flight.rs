@@ -5,8 +5,8 @@ use proptest::test_runner::TestRunner;
 use redis_server::RedisServer;
 
 use super::super::codec::{self, ToldSeats};
-use super::super::script::SEATS;
-use super::{START, millis};
+use super::super::script::{self, IN_FLIGHT};
+use super::{START, at_time_of_argument, millis};
 use crate::limit::{Claimed, Micros, Seats};
 use crate::store::{Claim, Memory};
 
@@ -41,13 +41,13 @@ fn step() -> impl Strategy<Value = Step> {
     )
 }
 
-/// The script under the time of the caller, and what it tells in a list.
+/// Returns the script under the time of the test. It pushes its messages to a list.
 fn script() -> redis::Script {
-    let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
-    let tells = "redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', h.instance), ";
-    assert_eq!((SEATS.matches(asks).count(), SEATS.matches(tells).count()), (1, 1));
-    let text = SEATS.replace(asks, "local raw = tonumber(ARGV[3])\n");
-    redis::Script::new(&text.replace(tells, "redis.pcall('RPUSH', 'told', "))
+    let publishes = "redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),";
+    let text = at_time_of_argument(IN_FLIGHT, 3);
+    assert_eq!(text.matches(publishes).count(), 1);
+    let text = text.replace(publishes, "redis.pcall('RPUSH', 'told',");
+    redis::Script::new(&script::with_inlined_constants(&text))
 }
 
 type Told = (u64, u64, u64, bool);

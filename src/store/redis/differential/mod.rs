@@ -6,7 +6,6 @@ mod formats;
 mod in_flight;
 mod late;
 
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +15,7 @@ use proptest::test_runner::TestRunner;
 use redis_server::RedisServer;
 
 use super::codec;
-use super::script::TEXT;
+use super::script::{self, RATES};
 use crate::key::Key;
 use crate::limit::{Charge, Ledger, Left, Micros, Terms, Unused};
 use crate::quota::Quota;
@@ -29,11 +28,14 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// The script under the time of the caller, and nothing else of it changed.
-fn under_the_time_of_the_test(text: &str) -> redis::Script {
-    let asks = "local raw = redis.call('TIME')\nraw = raw[1] * 1000000 + raw[2]\n";
-    assert_eq!(text.matches(asks).count(), 1, "the script asks for the time once");
-    redis::Script::new(&text.replace(asks, "local raw = tonumber(ARGV[4])\n"))
+/// Lines of a script of today that read the server's clock.
+const READS_CLOCK: &str =
+    "local server_time = redis.call('TIME')\nserver_time = server_time[1] * 1000000 + server_time[2]\n";
+
+/// Returns a script that takes the server's clock from argument `argument`. Nothing else of it changes.
+fn at_time_of_argument(text: &str, argument: u32) -> String {
+    assert_eq!(text.matches(READS_CLOCK).count(), 1, "a script reads the clock once");
+    text.replace(READS_CLOCK, &format!("local server_time = tonumber(ARGV[{argument}])\n"))
 }
 
 /// A call that asks for `needs` now, without any memory.
@@ -265,7 +267,7 @@ impl World {
         let redis = server.connect().unwrap();
         World {
             redis,
-            script: under_the_time_of_the_test(TEXT),
+            script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(RATES, 4))),
             release: Release::Today,
             key: "key".into(),
             ledger: None,

@@ -1,11 +1,18 @@
 
--- ── a token bucket (src/limit/bucket.rs) ─────────────────────────────────────────────────────────────────────────────
+-- ── a token bucket ───────────────────────────────────────────────────────────────────────────────────────────────────
 --
--- A moment m and a remainder r stand for m + r / count: what Rust keeps as one wide integer, microseconds times count.
+-- Twin: src/limit/bucket.rs. After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, `state` and `entries` (state.lua)
+--
+-- A moment m with a remainder r stands for m + r / count. Rust keeps both as one wide integer, microseconds times count.
 
+-- Returns the functions of this kind of limit.
 local function bucket_rule()
-  local RECORD, MOST_MARKS = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2', 32
-  local rule = { size = 40 }
+  local MOST_MARKS = 32
+  -- The oldest statement of an upstream that is scaled to now.
+  local LONGEST_AGO = 5000000
+
+  -- Divides and returns quotient and remainder, exactly, although p / by may be rounded.
   local function divide(p, by)
     local q = math.floor(p / by)
     local r = p - q * by
@@ -17,7 +24,7 @@ local function bucket_rule()
     return q, r
   end
 
-  -- a * b / by and its remainder, exactly, for a, b and by up to 2^30 or so.
+  -- Returns a * b / by and its remainder, exactly, for a, b and by up to about 2^30.
   local function product(a, b, by)
     if a * b < NEVER then
       return divide(a * b, by)
@@ -28,196 +35,215 @@ local function bucket_rule()
     return q1 * 32768 + q0, r0
   end
 
-  -- How long `units` take to come back.
-  local function refill(b, units)
-    local whole, rest = divide(b.window, b.count)
-    local q, r = product(units, rest, b.count)
+  -- Returns how long `units` take to be refilled.
+  local function refill(limit, units)
+    local whole, rest = divide(limit.window, limit.count)
+    local q, r = product(units, rest, limit.count)
     return units * whole + q, r
   end
 
+  -- Compares two moments.
   local function less(q, r, other, other_r)
     return q < other or (q == other and r < other_r)
   end
 
-  local function minus(b, q, r, other, other_r)
+  local function minus(limit, q, r, other, other_r)
     q, r = q - other, r - other_r
     if r < 0 then
-      q, r = q - 1, r + b.count
+      q, r = q - 1, r + limit.count
     end
     return q, r
   end
 
-  local function plus(b, q, r, other, other_r)
+  local function plus(limit, q, r, other, other_r)
     q, r = q + other, r + other_r
-    if r >= b.count then
-      q, r = q + 1, r - b.count
+    if r >= limit.count then
+      q, r = q + 1, r - limit.count
     end
     return q, r
   end
 
-  -- When the bucket holds `units`.
-  local function room_for(b, units)
-    local missing = b.capacity - units
-    local q, r = b.full, b.full_r
+  -- Returns when the bucket holds `units`.
+  local function room_for(limit, units)
+    local missing = limit.capacity - units
+    local q, r = limit.full, limit.full_r
     if missing > 0 then
-      local ahead, ahead_r = refill(b, missing)
-      q, r = minus(b, q, r, ahead, ahead_r)
+      local ahead, ahead_r = refill(limit, missing)
+      q, r = minus(limit, q, r, ahead, ahead_r)
     end
     if q < 0 then return 0 end
     return r > 0 and q + 1 or q
   end
 
-  function rule.first_slot(b, from, cost)
-    local slot = room_for(b, cost)
+  -- Returns the first moment, not before `from`, at which `cost` units may go.
+  local function first_slot(limit, from, cost)
+    local slot = room_for(limit, cost)
     return slot > from and slot or from
   end
 
-  function rule.room(b, slot)
-    local q, r = b.full - slot, b.full_r
-    if q < 0 then return b.capacity end
-    local missing = math.floor((q * b.count + r) / b.window)
-    if missing > b.capacity + 1 then return 0 end
-    local span, span_r = refill(b, missing)
+  -- Returns how many units may go at `slot`.
+  local function room(limit, slot)
+    local q, r = limit.full - slot, limit.full_r
+    if q < 0 then return limit.capacity end
+    local missing = math.floor((q * limit.count + r) / limit.window)
+    if missing > limit.capacity + 1 then return 0 end
+    local span, span_r = refill(limit, missing)
     while less(span, span_r, q, r) do
       missing = missing + 1
-      span, span_r = refill(b, missing)
+      span, span_r = refill(limit, missing)
     end
     while missing > 0 do
-      span, span_r = refill(b, missing - 1)
+      span, span_r = refill(limit, missing - 1)
       if less(span, span_r, q, r) then break end
       missing = missing - 1
     end
-    local room = b.capacity - missing
+    local room = limit.capacity - missing
     return room > 0 and room or 0
   end
 
-  local function forget_queue(b)
-    b.queued_from = NEVER
-    if b.n > 0 then
-      b.list, b.n, b.dirty = {}, 0, true
+  -- Forgets which permits wait in order: none of them can be taken back exactly any more.
+  local function forget_queue(limit)
+    limit.queued_from = NEVER
+    if limit.n > 0 then
+      limit.list, limit.n, limit.dirty = {}, 0, true
     end
   end
 
-  function rule.insert(b, slot, stamp, units)
-    local before, before_r = b.full, b.full_r
+  -- Takes units out of the bucket at `slot`.
+  local function insert(limit, slot, stamp, units)
+    local before, before_r = limit.full, limit.full_r
     local earlier = less(stamp, 0, before, before_r)
-    local queued = earlier and room_for(b, units) == slot
+    local queued = earlier and room_for(limit, units) == slot
     if earlier then
-      local slack, slack_r = minus(b, before, before_r, stamp, 0)
-      if less(slack, slack_r, b.slack, b.slack_r) then
-        b.slack, b.slack_r = slack, slack_r
+      local slack, slack_r = minus(limit, before, before_r, stamp, 0)
+      if less(slack, slack_r, limit.slack, limit.slack_r) then
+        limit.slack, limit.slack_r = slack, slack_r
       end
     else
-      b.full, b.full_r, b.base_at, b.base_r, b.slack, b.slack_r = stamp, 0, stamp, 0, NEVER, 0
+      limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r = stamp, 0, stamp, 0, NEVER, 0
     end
-    local span, span_r = refill(b, units)
-    b.full, b.full_r = plus(b, b.full, b.full_r, span, span_r)
-    if slot <= S.now then
-      forget_queue(b)
+    local span, span_r = refill(limit, units)
+    limit.full, limit.full_r = plus(limit, limit.full, limit.full_r, span, span_r)
+    if slot <= state.now then
+      forget_queue(limit)
     elseif queued then
-      if slot < b.queued_from then b.queued_from = slot end
+      if slot < limit.queued_from then limit.queued_from = slot end
     else
-      local list = entries(b)
+      local list = entries(limit)
       list[#list + 1] = {
         slot = slot, units = units, before = before, before_r = before_r,
-        after = b.full, after_r = b.full_r, queued_from = b.queued_from,
+        after = limit.full, after_r = limit.full_r, queued_from = limit.queued_from,
       }
       if #list > MOST_MARKS then table.remove(list, 1) end
-      b.queued_from, b.n, b.dirty = NEVER, #list, true
-      if b.n > b.room then S.relaid = true end
+      limit.queued_from, limit.n, limit.dirty = NEVER, #list, true
+      if limit.n > limit.room then state.relaid = true end
     end
   end
 
-  -- Counts units that were used without a permit. They leave the bucket empty now at most: an upstream that let them pass
-  -- had them. Where that cuts them, permits of before can no longer be taken back.
-  function rule.charge(b, _, stamp, units)
-    local empty, empty_r = refill(b, b.capacity)
-    empty = S.now + empty
-    if less(empty, empty_r, b.full, b.full_r) then empty, empty_r = b.full, b.full_r end
-    rule.insert(b, S.now, stamp, units < b.capacity and units or b.capacity)
-    if less(empty, empty_r, b.full, b.full_r) then
-      b.full, b.full_r, b.base_at, b.base_r, b.slack, b.slack_r = empty, empty_r, empty, empty_r, NEVER, 0
+  -- Counts units that were used without a permit. They leave the bucket empty now at most, because an upstream that let them
+  -- pass had them. If that cuts them, earlier permits can no longer be taken back.
+  local function charge(limit, _, stamp, units)
+    local empty, empty_r = refill(limit, limit.capacity)
+    empty = state.now + empty
+    if less(empty, empty_r, limit.full, limit.full_r) then empty, empty_r = limit.full, limit.full_r end
+    insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
+    if less(empty, empty_r, limit.full, limit.full_r) then
+      limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r = empty, empty_r, empty, empty_r, NEVER, 0
     end
   end
 
-  function rule.subtract(b, slot, stamp, units)
-    local span, span_r = refill(b, units)
-    if slot >= b.queued_from and room_for(b, 0) == slot then
-      b.full, b.full_r = minus(b, b.full, b.full_r, span, span_r)
+  -- Takes back units that were not used.
+  local function subtract(limit, slot, stamp, units)
+    local span, span_r = refill(limit, units)
+    if slot >= limit.queued_from and room_for(limit, 0) == slot then
+      limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, span, span_r)
       return
     end
-    if b.n > 0 then
-      local list = entries(b)
+    if limit.n > 0 then
+      local list = entries(limit)
       local mark = list[#list]
-      if mark.slot == slot and mark.after == b.full and mark.after_r == b.full_r and units <= mark.units then
+      if mark.slot == slot and mark.after == limit.full and mark.after_r == limit.full_r and units <= mark.units then
         mark.units = mark.units - units
-        mark.after, mark.after_r = minus(b, mark.after, mark.after_r, span, span_r)
-        b.full, b.full_r, b.dirty = mark.after, mark.after_r, true
+        mark.after, mark.after_r = minus(limit, mark.after, mark.after_r, span, span_r)
+        limit.full, limit.full_r, limit.dirty = mark.after, mark.after_r, true
         if mark.units == 0 then
-          b.full, b.full_r, b.queued_from = mark.before, mark.before_r, mark.queued_from
+          limit.full, limit.full_r, limit.queued_from = mark.before, mark.before_r, mark.queued_from
           list[#list] = nil
-          b.n = #list
+          limit.n = #list
         end
         return
       end
     end
-    if less(stamp, 0, b.base_at, b.base_r) then return end
-    local back, back_r = minus(b, b.full, b.full_r, b.base_at, b.base_r)
+    if less(stamp, 0, limit.base_at, limit.base_r) then return end
+    local back, back_r = minus(limit, limit.full, limit.full_r, limit.base_at, limit.base_r)
     if back < 0 then back, back_r = 0, 0 end
     if less(span, span_r, back, back_r) then back, back_r = span, span_r end
-    if less(b.slack, b.slack_r, back, back_r) then back, back_r = b.slack, b.slack_r end
-    b.full, b.full_r = minus(b, b.full, b.full_r, back, back_r)
-    if b.slack < NEVER then
-      b.slack, b.slack_r = minus(b, b.slack, b.slack_r, back, back_r)
+    if less(limit.slack, limit.slack_r, back, back_r) then back, back_r = limit.slack, limit.slack_r end
+    limit.full, limit.full_r = minus(limit, limit.full, limit.full_r, back, back_r)
+    if limit.slack < NEVER then
+      limit.slack, limit.slack_r = minus(limit, limit.slack, limit.slack_r, back, back_r)
     end
-    forget_queue(b)
+    forget_queue(limit)
   end
 
-  -- The upstream said, `ago`, that `left` units are left.
-  function rule.see(b, ago, left)
-    local back, rest = divide((ago < 5000000 and ago or 5000000) * b.count, b.window)
-    local gone = rule.room(b, S.now) - (left + back + (rest > 0 and 2 or 1))
+  -- Adopts that the upstream stated, `ago`, that `left` units remain. Returns whether less remains than the bucket knew.
+  local function see(limit, ago, left)
+    local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
+    local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
     if gone > 0 then
-      S.changed = true
-      rule.insert(b, S.now, S.now, gone)
+      state.changed = true
+      insert(limit, state.now, state.now, gone)
     end
     return gone > 0
   end
 
-  function rule.fresh_from(b)
-    return b.full_r > 0 and b.full + 1 or b.full
+  -- Returns the first moment at which the bucket is full.
+  local function fresh_from(limit)
+    return limit.full_r > 0 and limit.full + 1 or limit.full
   end
 
-  function rule.advance() end
+  local function advance() end
 
-  function rule.free(b)
-    return rule.room(b, S.now)
+  -- Returns how many units may go now.
+  local function free(limit)
+    return room(limit, state.now)
   end
 
-  function rule.used(b)
-    return b.capacity - rule.room(b, S.now)
+  -- Returns how many units are missing now.
+  local function used(limit)
+    return limit.capacity - room(limit, state.now)
   end
 
-  function rule.new(b)
-    b.full, b.full_r, b.base_at, b.base_r, b.slack, b.slack_r, b.queued_from = 0, 0, 0, 0, 0, 0, NEVER
-    b.list = {}
+  -- Makes a full bucket.
+  local function new(limit)
+    limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r, limit.queued_from = 0, 0, 0, 0, 0, 0, NEVER
+    limit.list = {}
   end
 
-  function rule.read(s, from)
-    local b = {}
-    b.kind, b.count, b.window, b.capacity, b.guard, b.asserted, b.n, b.room, b.full, b.full_r, b.base_at, b.base_r, b.slack,
-      b.slack_r, b.queued_from = struct.unpack(RECORD, s, from)
-    return b
+  -- Reads a record.
+  local function read(s, from)
+    local kind, count, window, capacity, guard, asserted, n, room, full, full_r, base_at, base_r, slack, slack_r, queued_from =
+      struct.unpack(BUCKET_RECORD, s, from)
+    return {
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, asserted = asserted, n = n, room = room,
+      full = full, full_r = full_r, base_at = base_at, base_r = base_r, slack = slack, slack_r = slack_r,
+      queued_from = queued_from, base = 0, rule = 0, ours = false, dirty = false, list = false,
+    }
   end
 
-  function rule.record(b)
-    return struct.pack(RECORD, BUCKET, b.count, b.window, b.capacity, b.guard, b.asserted, b.n, b.room, b.full, b.full_r,
-      b.base_at, b.base_r, b.slack, b.slack_r, b.queued_from, 0, 0, 0)
+  -- Packs the record.
+  local function record(limit)
+    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.full, limit.full_r,
+      limit.base_at, limit.base_r, limit.slack, limit.slack_r, limit.queued_from, 0, 0, 0)
   end
 
-  function rule.more()
-    return rule
-  end
-
+  local rule = {
+    entry = MARK, size = MARK_SIZE,
+    fields = { 'slot', 'units', 'before', 'before_r', 'after', 'after_r', 'queued_from' },
+    first_slot = first_slot, room = room, insert = insert, charge = charge, subtract = subtract, see
+    = see, fresh_from = fresh_from, advance = advance, free = free, used = used, new = new, read = read, record =
+    record, more = 0,
+  }
+  function rule.more() return rule end
   return rule
 end

@@ -1,32 +1,38 @@
 
--- ── fixed windows, aligned to the epoch (src/limit/fixed.rs) ─────────────────────────────────────────────────────────
+-- ── fixed windows, aligned to the epoch ──────────────────────────────────────────────────────────────────────────────
 --
--- Logical time ignores a step of the server's clock, which the boundaries follow: `phase` is how far they are ahead of the
--- multiples of the window in logical time.
+-- Twin: src/limit/fixed.rs. After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua), `guard` (call.lua), `state` and `entries` (state.lua)
+--
+-- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase` is how far they are ahead
+-- of the multiples of the window in logical time. A spell is the usage of one window.
 
+-- Returns the functions of this kind of limit.
 local function fixed_rule()
-  local RECORD, MOST_SPELLS, SMALLEST_STEP = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7', 64, 20000
-  local rule = { size = 14 }
+  local MOST_SPELLS = 64
+  -- A smaller move of the boundaries is a drift of the clocks, not a step.
+  local SMALLEST_STEP = 20000
 
-  -- The number of the window of a moment.
-  local function number_of(f, at)
-    return math.floor((at + f.phase) / f.window)
+  -- Returns the number of the window of a moment.
+  local function number_of(limit, at)
+    return math.floor((at + limit.phase) / limit.window)
   end
 
-  function rule.advance(f)
-    if f.n > 0 then
-      local list, current = entries(f), number_of(f, S.now)
+  -- Forgets windows that are over.
+  local function advance(limit)
+    if limit.n > 0 then
+      local list, current = entries(limit), number_of(limit, state.now)
       -- The window before the current one stays: the current one may begin earlier when the clock is set.
       while list[1] and list[1].window + 1 < current do
         table.remove(list, 1)
-        f.n, f.dirty = #list, true
+        limit.n, limit.dirty = #list, true
       end
     end
   end
 
-  -- Where the units of `window` are, or would have to be.
-  local function find_spell(f, window)
-    local list = entries(f)
+  -- Returns the place of the spell of `window` in the list, and the spell, or nil if there is none.
+  local function find_spell(limit, window)
+    local list = entries(limit)
     for i = 1, #list do
       if list[i].window >= window then
         return i, list[i].window == window and list[i] or nil
@@ -35,14 +41,15 @@ local function fixed_rule()
     return #list + 1, nil
   end
 
-  local function units_in(f, window)
-    local _, spell = find_spell(f, window)
+  -- Returns the units used in `window`.
+  local function units_in(limit, window)
+    local _, spell = find_spell(limit, window)
     return spell and spell.units or 0
   end
 
   -- Adds units to a window.
-  local function add(f, window, units)
-    local list, i, spell = entries(f), find_spell(f, window)
+  local function add(limit, window, units)
+    local list, i, spell = entries(limit), find_spell(limit, window)
     if spell then
       spell.units = spell.units + units
     else
@@ -50,51 +57,53 @@ local function fixed_rule()
     end
     while #list > MOST_SPELLS do
       local closed = table.remove(list, 1).window + 1
-      if closed > f.open_from then f.open_from = closed end
+      if closed > limit.open_from then limit.open_from = closed end
     end
-    f.n, f.dirty = #list, true
-    if f.n > f.room then S.relaid = true end
+    limit.n, limit.dirty = #list, true
+    if limit.n > limit.room then state.relaid = true end
   end
 
-  -- Moves the boundaries to where the server's clock puts them. After a step the units of a window count in each new one
-  -- that overlaps it; after a drift they stay in theirs.
-  function rule.align(f)
-    local phase = (raw - S.now) % f.window
-    if phase == f.phase then return end
-    local moved, before = math.abs(phase - f.phase), f.phase
-    if f.window - moved < moved then moved = f.window - moved end
-    local list, open_from = entries(f), f.open_from
-    f.phase, f.list, f.n, f.open_from, f.dirty = phase, {}, 0, 0, true
+  -- Moves the boundaries to where the server's clock puts them. After a step, the units of a window count in each new window
+  -- that overlaps it. After a drift, they stay in their window.
+  local function align(limit)
+    local phase = (server_time - state.now) % limit.window
+    if phase == limit.phase then return end
+    local moved, before = math.abs(phase - limit.phase), limit.phase
+    if limit.window - moved < moved then moved = limit.window - moved end
+    local list, open_from = entries(limit), limit.open_from
+    limit.phase, limit.list, limit.n, limit.open_from, limit.dirty = phase, {}, 0, 0, true
     local function overlapped(window)
-      local start = window * f.window - before
+      local start = window * limit.window - before
       if moved < SMALLEST_STEP then
-        local same = number_of(f, start + math.floor(f.window / 2))
+        local same = number_of(limit, start + math.floor(limit.window / 2))
         return same, same
       end
-      return number_of(f, start), number_of(f, start + f.window - 1)
+      return number_of(limit, start), number_of(limit, start + limit.window - 1)
     end
     if open_from > 0 then
       local _, last = overlapped(open_from - 1)
-      f.open_from = last + 1
+      limit.open_from = last + 1
     end
     for i = 1, #list do
       local first, last = overlapped(list[i].window)
       for window = first, last do
-        add(f, window, list[i].units)
+        add(limit, window, list[i].units)
       end
     end
-    S.changed = true
+    state.changed = true
   end
 
-  function rule.first_slot(f, from, cost, life, reserved)
-    local most = f.count - reserved > cost and f.count - reserved or cost
-    local list, window, open = entries(f), number_of(f, from), f.window - 2 * guard
-    if window < f.open_from then window = f.open_from end
+  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved` units of other clients. A
+  -- permit may be used for `life`, and not within the guard of a boundary.
+  local function first_slot(limit, from, cost, life, reserved)
+    local most = limit.count - reserved > cost and limit.count - reserved or cost
+    local list, window, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
+    if window < limit.open_from then window = limit.open_from end
     if open < 0 then open = 0 end
     open = open > life and open - life or 0
-    local i = find_spell(f, window)
+    local i = find_spell(limit, window)
     while true do
-      local start, spell = window * f.window - f.phase + guard, list[i]
+      local start, spell = window * limit.window - limit.phase + guard, list[i]
       local slot, units = from > start and from or start, 0
       if spell and spell.window == window then
         units, i = spell.units, i + 1
@@ -107,70 +116,84 @@ local function fixed_rule()
     end
   end
 
-  function rule.room(f, slot)
-    local window = number_of(f, slot)
-    if window < f.open_from then return 0 end
-    local room = f.count - units_in(f, window)
+  -- Returns how many units may go at `slot`.
+  local function room(limit, slot)
+    local window = number_of(limit, slot)
+    if window < limit.open_from then return 0 end
+    local room = limit.count - units_in(limit, window)
     return room > 0 and room or 0
   end
 
-  function rule.insert(f, slot, _, units)
-    add(f, number_of(f, slot), units)
+  -- Counts units at `slot`.
+  local function insert(limit, slot, _, units)
+    add(limit, number_of(limit, slot), units)
   end
 
-  -- Counts units that were used without a permit. More than the limit count as the limit.
-  function rule.charge(f, used_at, _, units)
-    if number_of(f, used_at) >= number_of(f, S.now) then
-      add(f, number_of(f, used_at), units < f.count and units or f.count)
+  -- Counts units that were used without a permit. More units than the limit count as the limit.
+  local function charge(limit, used_at, _, units)
+    if number_of(limit, used_at) >= number_of(limit, state.now) then
+      add(limit, number_of(limit, used_at), units < limit.count and units or limit.count)
     end
   end
 
-  function rule.subtract(f, slot, _, units)
-    local _, spell = find_spell(f, number_of(f, slot))
+  -- Takes back units that were not used.
+  local function subtract(limit, slot, _, units)
+    local _, spell = find_spell(limit, number_of(limit, slot))
     if spell then
       spell.units = spell.units > units and spell.units - units or 0
-      f.dirty = true
+      limit.dirty = true
     end
   end
 
-  function rule.fresh_from(f)
-    local list, last = entries(f), f.open_from
+  -- Returns the end of the last window that has units or is closed.
+  local function fresh_from(limit)
+    local list, last = entries(limit), limit.open_from
     for i = #list, 1, -1 do
       if list[i].units > 0 then
         if list[i].window + 1 > last then last = list[i].window + 1 end
         break
       end
     end
-    return last > 0 and last * f.window - f.phase or 0
+    return last > 0 and last * limit.window - limit.phase or 0
   end
 
-  function rule.free(f)
-    return rule.room(f, S.now)
+  -- Returns how many units may go now.
+  local function free(limit)
+    return room(limit, state.now)
   end
 
-  function rule.used(f)
-    return units_in(f, number_of(f, S.now))
+  -- Returns the units used in the current window.
+  local function used(limit)
+    return units_in(limit, number_of(limit, state.now))
   end
 
-  function rule.new(f)
-    f.open_from, f.phase, f.list = 0, (raw - S.now) % f.window, {}
+  -- Makes windows without units.
+  local function new(limit)
+    limit.open_from, limit.phase, limit.list = 0, (server_time - state.now) % limit.window, {}
   end
 
-  function rule.read(s, from)
-    local f = {}
-    f.kind, f.count, f.window, f.capacity, f.guard, f.asserted, f.n, f.room, f.open_from, f.phase =
-      struct.unpack(RECORD, s, from)
-    return f
+  -- Reads a record.
+  local function read(s, from)
+    local kind, count, window, capacity, record_guard, asserted, n, room, open_from, phase =
+      struct.unpack(FIXED_RECORD, s, from)
+    return {
+      kind = kind, count = count, window = window, capacity = capacity, guard = record_guard, asserted = asserted, n = n,
+      room = room, open_from = open_from, phase = phase, base = 0, rule = 0, ours = false, dirty = false, list = false,
+    }
   end
 
-  function rule.record(f)
-    return struct.pack(RECORD, FIXED, f.count, f.window, f.capacity, f.guard, f.asserted, f.n, f.room, f.open_from,
-      f.phase, 0, 0, 0, 0, 0, 0)
+  -- Packs the record.
+  local function record(limit)
+    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.open_from,
+      limit.phase, 0, 0, 0, 0, 0, 0)
   end
 
-  function rule.more()
-    return rule
-  end
-
+  local rule = {
+    entry = SPELL, size = SPELL_SIZE, fields = { 'window', 'units' },
+    advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
+    = charge, subtract = subtract, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
+    record, more = 0,
+  }
+  function rule.more() return rule end
   return rule
 end

@@ -1,217 +1,218 @@
--- Decides about the calls of one key in flight: tollgate's seats (src/limit/in_flight.rs), in Redis.
+-- Decides about the calls of one key that are in flight.
+--
+-- Twin: src/limit/in_flight.rs, which has the protocol. After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua), logical_time (time.lua)
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
--- ARGV[1]  the claim, packed; the answer is packed too. The formats are in src/guide/redis_format.md.
--- ARGV[2]  what the names of channels begin with; the instance follows. Who is given seats by another's claim is told there.
---
--- Times are whole microseconds; spans too. All numbers stay below 2^53.
+-- ARGV[1]  the claim, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
+-- ARGV[2]  how channels of stores begin; the number of the store follows. A holder that is granted slots by the claim of
+--          another holder is notified there.
 
--- The formats of calls, states and messages.
-local VERSION, STATE, MESSAGE = 2, 1, 1
-local CLAIM, PEEK = 1, 2
-local UNSURE = 3
-local HEAD, HEAD_SIZE = '<BI2I2I7I7I7dI7I7', 48
-local HOLDER, HOLDER_SIZE = '<I7I7I7I4I4I7BI7', 44
-local BATCH, BATCH_SIZE, MOST_BATCHES = '<I2I4', 6, 250
--- How far the clock of the server may be from where the caller expects it, besides a thousandth of the time between, and
--- ahead of it besides the time that call and answer may have been on their way.
-local CLOCK_TOLERANCE = 250000
--- Those who hold seats say so every third of a life; so much later, all have.
+-- Beyond this many batches, new waiters join the last batch of their holder.
+local MOST_BATCHES = 250
+-- Holders claim every third of their time to live. This much later, all of them have.
 local LATE = 1000000
 
-local raw = redis.call('TIME')
-raw = raw[1] * 1000000 + raw[2]
-
-local version, operation, dice, known, known_changes, seen, since, on_way, server_seen, server_since, instance, id, number,
-  most, sits, wants, heard, life = struct.unpack('<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7', ARGV[1])
-if version ~= VERSION then
-  return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. VERSION)
+local version, operation, random, known, known_changes, seen, since, on_way, server_seen, server_since, store, id, number,
+  limit, in_use, waiting, acknowledged, life = struct.unpack(CLAIM_CALL, ARGV[1])
+if version ~= CALL_VERSION then
+  return redis.error_reply('TOLLGATE format ' .. version .. ' of claims is unknown, this script understands ' .. CALL_VERSION)
 end
 
--- ── the state ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-local s = redis.call('GET', KEYS[1])
-local holders, queue = {}, {}
-local incarnation, changes, made, offset, last, learning = dice, 0, raw, 0, raw, 0
-if s then
-  local format, holder_count, batch_count = string.byte(s), nil, nil
-  if format ~= STATE or #s < HEAD_SIZE then
-    return redis.error_reply('TOLLGATE the seats of this key have format ' .. format .. ', this release understands '
-      .. STATE)
-  end
-  format, holder_count, batch_count, incarnation, changes, made, offset, last, learning = struct.unpack(HEAD, s)
-  local at = HEAD_SIZE + 1
+-- Reads the holders, and the queue: batches of waiters, in order.
+local function read_holders(bytes, holder_count, batch_count)
+  local holders, queue, pos = {}, {}, IN_FLIGHT_HEAD_SIZE + 1
   for i = 1, holder_count do
-    local h = {}
-    h.instance, h.id, h.number, h.most, h.taken, h.given, h.told, h.till, at = struct.unpack(HOLDER, s, at)
-    holders[i] = h
+    local its_store, its_id, its_number, its_limit, its_slots, granted, knows_others_wait, expires
+    its_store, its_id, its_number, its_limit, its_slots, granted, knows_others_wait, expires, pos =
+      struct.unpack(HOLDER, bytes, pos)
+    holders[i] = {
+      store = its_store, id = its_id, number = its_number, limit = its_limit,
+      slots = its_slots, -- slots in use, or granted and not acknowledged yet
+      granted = granted, -- slots ever granted
+      knows_others_wait = knows_others_wait, expires = expires,
+      has_new_slots = false, waits = false, index = 0,
+    }
   end
   for i = 1, batch_count do
     local index, count
-    index, count, at = struct.unpack(BATCH, s, at)
+    index, count, pos = struct.unpack(BATCH, bytes, pos)
     queue[i] = { holder = holders[index], count = count }
   end
+  return holders, queue
 end
 
--- Logical time: the server's and an offset. It never goes back, and one call alone never turns it back: see main.lua.
-local now = raw + offset
-if known == incarnation and seen > 0 then
-  local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
-  if now < expected - tolerance then
-    now = expected
-  elseif now > expected + tolerance + on_way and expected + tolerance >= last then
-    local steady = raw - server_seen - server_since
-    if server_seen == 0 or steady > tolerance + on_way or steady < -tolerance then
-      return struct.pack('<BBI7I7I7I7I7BI7I7', VERSION, UNSURE, incarnation, changes, raw, 0, 0, 0, 0, 0)
-    end
-    now = expected
-  end
-end
-if now < last then now = last end
-offset = now - raw
-
--- Those who were silent for a life have left.
-local kept = {}
-for i = 1, #holders do
-  if holders[i].till > now then kept[#kept + 1] = holders[i] else holders[i].gone = true end
-end
-holders = kept
-kept = {}
-for i = 1, #queue do
-  if not queue[i].holder.gone then kept[#kept + 1] = queue[i] end
-end
-queue = kept
-
-local function usage(most)
-  local taken = 0
+-- Returns the holders whose claims have not expired, and their batches.
+local function without_expired(holders, queue, now)
+  local kept_holders, kept_queue = {}, {}
   for i = 1, #holders do
-    taken = taken + holders[i].taken
-    if holders[i].most < most then most = holders[i].most end
+    if holders[i].expires > now then kept_holders[#kept_holders + 1] = holders[i] end
   end
-  return taken, most > taken and most - taken or 0
-end
-
-if operation == PEEK then
-  local taken, free = usage(most)
-  return struct.pack('<BBI4I4', VERSION, 0, taken, learning > now and 0 or free)
-end
-
--- ── the claim ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-if known ~= 0 and (known ~= incarnation or known_changes > changes) then
-  -- The caller knows of a state that is lost, or of a later one than this. Those who hold seats say so, and until all
-  -- have, nothing is given.
-  if known == incarnation then
-    incarnation, made = dice, now
-  end
-  local learned = made + math.floor(life / 3) + LATE
-  if learned > learning then learning = learned end
-end
-
-local me
-for i = 1, #holders do
-  if holders[i].id == id and holders[i].instance == instance then me = holders[i] end
-end
-if not me then
-  me = { instance = instance, id = id, number = 0, most = most, taken = 0, given = heard, told = 0, till = now }
-  holders[#holders + 1] = me
-end
-
-changes = changes + 1
-if me.number < number then
-  -- What it was given and had not heard of when it spoke is for those it says are waiting, as far as they are so many.
-  -- What it will hear of the rest is older than its claim: it passes that over.
-  local unheard = me.given - heard
-  if unheard < 0 then unheard = 0 end
-  if unheard > me.taken then unheard = me.taken end
-  if unheard > wants then unheard = wants end
-  me.number, me.given, me.most, me.taken, me.till = number, heard + unheard, most, sits + unheard, now + life
-  wants = wants - unheard
-
-  -- Its waiters. Who comes is last; who leaves was its last.
-  local waiting = 0
   for i = 1, #queue do
-    if queue[i].holder == me then waiting = waiting + queue[i].count end
+    if queue[i].holder.expires > now then kept_queue[#kept_queue + 1] = queue[i] end
   end
-  local leaving, coming = waiting - wants, wants - waiting
+  return kept_holders, kept_queue
+end
+
+-- Returns the slots in use, and those that are free under `smallest` and the limits of all holders.
+local function usage(holders, smallest)
+  local used = 0
+  for i = 1, #holders do
+    used = used + holders[i].slots
+    if holders[i].limit < smallest then smallest = holders[i].limit end
+  end
+  return used, smallest > used and smallest - used or 0
+end
+
+-- Makes the waiters of a holder `count`. New waiters are last in the queue; those that leave were its last.
+local function set_waiters(queue, holder, count)
+  local before = 0
+  for i = 1, #queue do
+    if queue[i].holder == holder then before = before + queue[i].count end
+  end
+  local leaving, coming = before - count, count - before
   for i = #queue, 1, -1 do
-    if leaving > 0 and queue[i].holder == me then
+    if leaving > 0 and queue[i].holder == holder then
       local left = queue[i].count < leaving and queue[i].count or leaving
       queue[i].count, leaving = queue[i].count - left, leaving - left
       if queue[i].count == 0 then table.remove(queue, i) end
     end
   end
-  if coming > 0 then
-    local newest = queue[#queue]
-    if #queue >= MOST_BATCHES then
-      newest = nil
-      for i = 1, #queue do
-        if queue[i].holder == me then newest = queue[i] end
-      end
-    elseif newest and newest.holder ~= me then
-      newest = nil
+  if coming <= 0 then return end
+  local last = queue[#queue]
+  if #queue >= MOST_BATCHES then
+    last = nil
+    for i = 1, #queue do
+      if queue[i].holder == holder then last = queue[i] end
     end
-    if newest then
-      newest.count = newest.count + coming
-    else
-      queue[#queue + 1] = { holder = me, count = coming }
-    end
+  elseif last and last.holder ~= holder then
+    last = nil
+  end
+  if last then
+    last.count = last.count + coming
+  else
+    queue[#queue + 1] = { holder = holder, count = coming }
   end
 end
 
--- Those who came first get what is free.
-if now >= learning then
-  local _, free = usage(4294967295)
+-- Grants free slots to the first waiters.
+local function grant(holders, queue)
+  local _, free = usage(holders, LARGEST_I4)
   while free > 0 and queue[1] do
-    local first = queue[1]
-    local holder, count = first.holder, first.count < free and first.count or free
-    first.count, free = first.count - count, free - count
-    holder.taken, holder.given, holder.news = holder.taken + count, holder.given + count, true
-    if first.count == 0 then table.remove(queue, 1) end
+    local batch = queue[1]
+    local holder, count = batch.holder, batch.count < free and batch.count or free
+    batch.count, free = batch.count - count, free - count
+    holder.slots, holder.granted, holder.has_new_slots = holder.slots + count, holder.granted + count, true
+    if batch.count == 0 then table.remove(queue, 1) end
   end
 end
 
--- ── who has to know ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-local first, mixed = queue[1] and queue[1].holder, false
-for i = 2, #queue do
-  if queue[i].holder ~= first then mixed = true end
+-- 1. The state, and its time.
+local bytes = redis.call('GET', KEYS[1])
+local incarnation, changes, made_at, now, learning_until = random, 0, server_time, server_time, 0
+local holders, queue = {}, {}
+if bytes then
+  local format, holder_count, batch_count, offset, last_write = string.byte(bytes), nil, nil, nil, nil
+  if format ~= IN_FLIGHT_FORMAT or #bytes < IN_FLIGHT_HEAD_SIZE then
+    return redis.error_reply('TOLLGATE the seats of this key have format ' .. format .. ', this release understands '
+      .. IN_FLIGHT_FORMAT)
+  end
+  format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, learning_until =
+    struct.unpack(IN_FLIGHT_HEAD, bytes)
+  local remembers = known == incarnation and seen > 0
+  now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
+    server_seen > 0 and server_seen + server_since)
+  if not now then
+    return struct.pack(CLAIM_REPLY, CALL_VERSION, UNSURE, incarnation, changes, server_time, 0, 0, 0, 0, 0)
+  end
+  holders, queue = read_holders(bytes, holder_count, batch_count)
+  holders, queue = without_expired(holders, queue, now)
 end
+
+if operation == PEEK then
+  local used, free = usage(holders, limit)
+  return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, learning_until > now and 0 or free)
+end
+
+-- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is granted until all holders
+-- of the lost state have claimed (src/limit/recovery.rs).
+if known ~= 0 and (known ~= incarnation or known_changes > changes) then
+  if known == incarnation then
+    incarnation, made_at = random, now
+  end
+  local learned_at = made_at + math.floor(life / 3) + LATE
+  if learned_at > learning_until then learning_until = learned_at end
+end
+
+-- 3. The claim.
+local claimant
+for i = 1, #holders do
+  if holders[i].id == id and holders[i].store == store then claimant = holders[i] end
+end
+if not claimant then
+  claimant = {
+    store = store, id = id, number = 0, limit = limit, slots = 0, granted = acknowledged, knows_others_wait = 0, expires = now,
+    has_new_slots = false, waits = false, index = 0,
+  }
+  holders[#holders + 1] = claimant
+end
+changes = changes + 1
+if claimant.number < number then
+  -- Slots that were granted after the claim was sent go to the waiters that it names, as far as it names so many. The holder
+  -- ignores messages about the others, because they are older than its claim.
+  local unseen = claimant.granted - acknowledged
+  if unseen < 0 then unseen = 0 end
+  if unseen > claimant.slots then unseen = claimant.slots end
+  if unseen > waiting then unseen = waiting end
+  claimant.number, claimant.granted, claimant.limit = number, acknowledged + unseen, limit
+  claimant.slots, claimant.expires = in_use + unseen, now + life
+  set_waiters(queue, claimant, waiting - unseen)
+end
+if now >= learning_until then
+  grant(holders, queue)
+end
+
+-- 4. Messages, and the new state. A holder is notified if it has new slots, or if it has slots and others begin to wait.
+local first, is_mixed = queue[1] and queue[1].holder, false
 for i = 1, #queue do
+  if queue[i].holder ~= first then is_mixed = true end
   queue[i].holder.waits = true
 end
-local others_wait, first_end, pushed = 0, 0, 0
-local records, batches, count = {}, {}, 0
+local others_wait, first_end, status, life_left = 0, 0, GRANTED, life
+local records, count = {}, 0
 for i = 1, #holders do
-  local h = holders[i]
-  local others = (mixed or (first and first ~= h)) and 1 or 0
-  if h == me then
-    others_wait, h.told = others, others
-  elseif h.news or (others == 1 and h.told == 0 and h.taken > 0) then
-    h.told = others
-    local told = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', h.instance), struct.pack('<BI7I7I7I7I7B', MESSAGE,
-      incarnation, changes, h.id, h.number, h.given, others))
-    -- Where that is forbidden, they ask.
-    pushed = type(told) == 'table' and 2 or pushed
+  local holder = holders[i]
+  local others = (is_mixed or (first and first ~= holder)) and 1 or 0
+  if holder == claimant then
+    others_wait, holder.knows_others_wait = others, others
+  else
+    if holder.has_new_slots or (others == 1 and holder.knows_others_wait == 0 and holder.slots > 0) then
+      holder.knows_others_wait = others
+      local published = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),
+        struct.pack(IN_FLIGHT_MESSAGE_FIELDS, IN_FLIGHT_MESSAGE, incarnation, changes, holder.id, holder.number, holder.granted,
+          others))
+      -- A table is an error. If PUBLISH is forbidden, the holders must poll.
+      if type(published) == 'table' then status = MUTE end
+    end
+    if first_end == 0 or holder.expires - now < first_end then first_end = holder.expires - now end
   end
-  if h ~= me and (first_end == 0 or h.till - now < first_end) then first_end = h.till - now end
-  if h.taken > 0 or h.waits then
+  if holder.slots > 0 or holder.waits then
     count = count + 1
-    h.index = count
-    records[count] = struct.pack(HOLDER, h.instance, h.id, h.number, h.most, h.taken, h.given, h.told, h.till)
+    holder.index = count
+    records[count] = struct.pack(HOLDER, holder.store, holder.id, holder.number, holder.limit, holder.slots, holder.granted,
+      holder.knows_others_wait, holder.expires)
   end
+  if holder.expires - now > life_left then life_left = holder.expires - now end
 end
 for i = 1, #queue do
-  batches[i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
+  records[count + i] = struct.pack(BATCH, queue[i].holder.index, queue[i].count)
 end
 
--- It lives as long as any claim can; clocks may differ by a thousandth.
-local left = learning > now + life and learning - now or life
-for i = 1, #holders do
-  if holders[i].till - now > left then left = holders[i].till - now end
-end
-redis.call('SET', KEYS[1], struct.pack(HEAD, STATE, count, #queue, incarnation, changes, made, offset, now, learning)
-  .. table.concat(records) .. table.concat(batches), 'PX', math.floor((left + left / 1000) / 1000) + 1000)
+-- It lives as long as any claim can; two clocks may differ by a thousandth.
+if learning_until - now > life_left then life_left = learning_until - now end
+redis.call('SET', KEYS[1], struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at,
+  now - server_time, now, learning_until) .. table.concat(records), 'PX', math.floor((life_left + life_left / 1000) / 1000) + 1000)
 
-return struct.pack('<BBI7I7I7I7I7BI7I7', VERSION, pushed, incarnation, changes, now, me.number, me.given, others_wait,
-  first_end, learning > now and learning - now or 0)
+-- 5. The reply.
+return struct.pack(CLAIM_REPLY, CALL_VERSION, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
+  first_end, learning_until > now and learning_until - now or 0)

@@ -1,314 +1,307 @@
 
--- ── what the call is about ────────────────────────────────────────────────────────────────────────────────────────────
+-- ── the long way: the steps of a call ────────────────────────────────────────────────────────────────────────────────
+--
+-- Twin: src/limit/mod.rs (Ledger) and `book` in src/store/memory.rs. Of step 4: src/limit/recovery.rs.
+-- After a change: cargo test --all-features --lib differential
+-- needs: all files before
 
--- The state.
-S.slack = slack
-local incarnation, writes, offset, expires, now
-local held, releases = 0, 0
-if s == '' then
-  incarnation, writes, S.born, S.learning, offset, expires, now = dice, 0, raw, 0, 0, 0, raw
-  S.pool, S.relaid = {}, true
-else
-  local format, account_count, last = string.byte(s), nil, nil
-  if (format ~= PLAIN and format ~= LATEST) or #s < HEAD_SIZE then
-    return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
-      .. PLAIN .. ' to ' .. LATEST)
+-- Reads the records of the limits into `state`. `head` has so many of them as the call has limits. Returns an error if there
+-- is a record of an unknown kind.
+local function read_records(head, record_count, limit_count)
+  if record_count > limit_count then
+    head = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * record_count - 1)
   end
-  format, account_count, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning, offset, last, expires, held,
-    releases = struct.unpack(HEAD, s)
-  if account_count > limit_count then
-    s = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * account_count - 1)
-  end
-  local base = HEAD_SIZE + RECORD_SIZE * account_count
-  for i = 1, account_count do
+  local base = HEAD_SIZE + RECORD_SIZE * record_count
+  for i = 1, record_count do
     local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
-    local kind = string.byte(s, from)
-    if kind == STRANGERS then
-      (S.seldom or seldom()).read_strangers(s, from)
-    elseif kind > STRANGERS then
+    local kind = string.byte(head, from)
+    if kind == EXTERNAL then
+      (state.cold or cold()).read_external(head, from)
+    elseif kind > EXTERNAL then
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
-        .. ', this release understands kinds up to ' .. STRANGERS)
+        .. ', this release understands kinds up to ' .. EXTERNAL)
     else
       local rule = rule_of(kind)
-      local a = rule.read(s, from)
-      a.rule, a.base = rule, base
-      base = base + a.room * rule.size
-      S[i] = a
+      local limit = rule.read(head, from)
+      limit.rule, limit.base = rule, base
+      base = base + limit.room * rule.size
+      state[i] = limit
     end
   end
-  S.there, S.pool_base = true, base
+  state.existed, state.returned_base = true, base
+end
 
-  -- Logical time: the server's and an offset. It never goes back; a caller that remembers it says where it must be.
-  -- One call alone never turns it back: a call that is executed late, or of a process that stood still, expects too little
-  -- as well. The caller is told the server's time, and asks again with that: if the server's clock has gone on since as
-  -- the caller's has, then this call is not late and the clock is steady, so it has been set forward before.
-  now = raw + offset
-  if known == incarnation and seen > 0 then
-    local expected, tolerance = seen + since, CLOCK_TOLERANCE + math.floor(since / 1000)
-    if now < expected - tolerance then
-      now = expected
-    -- A state that was written at a later time than the caller expects knows better than the caller.
-    elseif now > expected + tolerance + on_way and expected + tolerance >= last then
-      local steady = raw - server_seen - server_since
-      if server_seen == 0 or steady > tolerance + on_way or steady < -tolerance then
-        return struct.pack(REPLY, VERSION, UNSURE, incarnation, writes, raw, 0, 0, 0, 0, releases, 0, 0, 0, 0, 0, 0, 0, 0,
-          0, 0, 0)
+-- Brings the limits of the state to now, and asserts those of the call, which begin at `pos`. Returns where they end.
+local function assert_limits(operation, call, pos, limit_count, guard)
+  for i = 1, #state do
+    local limit = state[i]
+    if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
+    limit.rule.advance(limit)
+    if limit.external and state.now >= limit.external.ends then state.cold.roll(limit) end
+  end
+  for _ = 1, limit_count do
+    local kind, count, window, capacity, asserted
+    kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
+    for i = 1, #state do
+      local limit = state[i]
+      if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
+        asserted = limit
       end
-      now = expected
     end
-  elseif operation == RETURN then
-    -- Who only gives back cannot tell whether the clock stepped, and need not: for it, it is as late as at the last write,
-    -- and the offset stays.
-    now = last
-  end
-  if now < last then now = last end
-  if operation ~= RETURN and now - raw ~= offset then
-    offset, S.changed = now - raw, true
-  end
-end
-S.now = now
-
--- The hold: it only ever ends later, unless it is released. Whether it was cut is kept in the last bit of `learning`.
-S.cut = S.learning % 2
-S.learning = S.learning - S.cut
--- One that begins now does, whatever was released before and not heard of by who holds.
-if operation == HOLD and hold_releases < releases then hold_releases = releases end
-if operation == RELEASE then
-  held, releases, S.cut, S.changed = 0, releases + 1, 0, true
-elseif hold_releases > releases then
-  held, releases, S.cut, S.changed = hold_left > 0 and now + hold_left or 0, hold_releases, hold_cut, true
-elseif hold_releases == releases and hold_left > 0 and now + hold_left > held then
-  held, S.cut, S.changed = now + hold_left, hold_cut, true
-end
-S.from = held > now and held or now
-local cut = held > now and S.cut or 0
-
--- The limits: those of the call are asserted.
-for i = 1, #S do
-  local a = S[i]
-  if a.kind == FIXED and operation ~= RETURN then a.rule.align(a) end
-  a.rule.advance(a)
-  if a.strangers and now >= a.strangers.ends then S.seldom.roll(a) end
-end
-for _ = 1, limit_count do
-  local kind, count, window, capacity, a
-  kind, count, window, capacity, at = struct.unpack('<BI4I7I4', ARG, at)
-  for i = 1, #S do
-    local other = S[i]
-    if other.count == count and other.window == window and other.kind == kind and other.capacity == capacity then
-      a = other
+    if not asserted then
+      asserted = (state.cold or cold()).add(kind, count, window, capacity, guard)
+    elseif state.now - asserted.asserted > asserted.window / 2 then
+      asserted.asserted, state.changed = state.now, true
     end
+    asserted.ours = true
   end
-  if not a then
-    a = (S.seldom or seldom()).add(kind, count, window, capacity, guard)
-  elseif now - a.asserted > window / 2 then
-    a.asserted, S.changed = now, true
-  end
-  a.ours = true
-end
-if #S > limit_count then (S.seldom or seldom()).retain() end
-if #S > MOST_LIMITS then
-  return redis.error_reply('TOLLGATE a call asserts at most ' .. MOST_LIMITS .. ' limits')
-end
-if S.pooled > 0 then (S.seldom or seldom()).drain() end
-
-if operation == PEEK then
-  local next_slot, free = first_slot(1, 0), (S.seldom or seldom()).free()
-  local pooled = find_pooled(1, 0)
-  if pooled and pooled.slot < next_slot then next_slot = pooled.slot end
-  if S.learning > now then
-    free, next_slot = 0, S.learning > next_slot and S.learning or next_slot
-  end
-  local parts = { struct.pack('<BBI7I7I7I4BB', VERSION, GRANTED, free, next_slot - now, S.from - now, releases, cut, #S) }
-  for i = 1, #S do
-    local more = S[i].rule.more()
-    local a = S[i]
-    parts[i + 1] = struct.pack('<BI4I7I4I7I7I7', a.kind, a.count, a.window, a.capacity, more.used(a),
-      less_reserved(a.rule.free(a), a, now), a.strangers and reserved(a, now) or 0)
-  end
-  return table.concat(parts)
+  if #state > limit_count then (state.cold or cold()).retain() end
+  return pos
 end
 
-if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
-  -- The caller knows of a state that is lost, or of a later one than this: it had permits that are not in here.
-  if known == incarnation then
-    incarnation, S.born = dice, now
-  end
-  local made = S.seldom or seldom()
-  made.learn(granted_before)
-end
-
--- What comes back, what was used without a permit, and what the upstream says is left.
-local needs_at = at
-at = at + need_count * 8
-for _ = 1, return_count do
-  local slot, stamp, units
-  slot, stamp, units, at = struct.unpack('<I7I7I7', ARG, at)
-  if known == incarnation then
-    (S.seldom or seldom()).take_back(slot, stamp, units)
-  end
-end
-for _ = 1, charge_count do
-  local age, units
-  age, units, at = struct.unpack('<I7I7', ARG, at)
-  local made = S.seldom or seldom()
-  made.charge(age, units)
-end
-local less = false
-if left_count > 0 then
-  less = (S.seldom or seldom()).see(struct.unpack('<BI4I7I4I7I7BI7I4I7B', ARG, at))
-end
-if operation == RELEASE then
-  for i = 1, #S do
-    (S.seldom or seldom()).forget_others(S[i])
-  end
-end
-
--- What is needed: permits of `cost` units each, none later than `latest`. Where one would be, nothing is booked for it
--- and those after it.
-local segments, segment_count = nil, 0
-local status, wait, limit = GRANTED, 0, nil
-if S.learning > now then
-  if need_count > 0 then status, wait = LEARNING, S.learning - now end
-  need_count, ahead = 0, 0
-end
-local last, permits = now + latest, 0
-at = needs_at
-while need_count > 0 do
-  need_count = need_count - 1
-  local cost, count
-  cost, count, at = struct.unpack('<I4I4', ARG, at)
-  permits = permits + count
-  if permits > MOST_PERMITS then
-    return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
-  end
-  for i = 1, #S do
-    if cost == 0 or cost > largest_cost(S[i]) then
-      status, wait, limit, count, need_count = REFUSED, NEVER, nil, 0, 0
-    end
-  end
+-- Books `count` permits of `cost` units each, as many of them in one segment as one slot allows. Returns nothing if all are
+-- booked. Otherwise returns the first slot that would be later than `last`, and the limit that refused: nothing is booked for
+-- that permit and those after it.
+local function book(cost, count, life, last, segments)
   while count > 0 do
-    local slot, stamp, fits
-    slot, limit = first_slot(cost, life)
-    local entry, index
-    if S.pooled > 0 then
-      entry, index = find_pooled(cost, life)
+    local slot, refusing = first_slot(cost, life)
+    local stamp, fits, entry, index
+    if state.returned_count > 0 then
+      entry, index = find_returned(cost, life)
     end
     if entry and entry.slot <= slot and entry.slot <= last then
       slot, stamp, fits = entry.slot, entry.stamp, math.floor(entry.units / cost)
       if fits > count then fits = count end
       entry.units = entry.units - fits * cost
-      if entry.units == 0 then table.remove(S.pool, index) end
-      S.pooled, S.changed = #S.pool, true
+      if entry.units == 0 then table.remove(state.returned, index) end
+      state.returned_count, state.changed = #state.returned, true
     elseif slot > last then
-      if entry and entry.slot < slot then slot = entry.slot end
-      status, wait, need_count = REFUSED, slot < NEVER and slot - now or NEVER, 0
-      break
+      return entry and entry.slot < slot and entry.slot or slot, refusing
     else
       fits = NEVER
-      for i = 1, #S do
-        local room = less_reserved(S[i].rule.room(S[i], slot), S[i], slot)
+      for i = 1, #state do
+        local room = less_reserved(state[i].rule.room(state[i], slot), state[i], slot)
         if room < fits then fits = room end
       end
       fits = math.floor(fits / cost)
       if fits > count then fits = count end
       if fits < 1 then fits = 1 end
-      stamp = slot + life + slack
+      stamp = slot + life + state.slack
       insert(slot, stamp, cost * fits)
     end
     count = count - fits
-    segment_count = segment_count + 1
-    local segment = struct.pack('<I4I4I7I7', cost, fits, slot - now, stamp - slot)
-    if segment_count == 1 then
-      segments = segment
-    elseif segment_count == 2 then
-      segments = { segments, segment }
-    else
-      segments[segment_count] = segment
+    segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, slot - state.now, stamp - slot)
+  end
+end
+
+-- Returns the first moment at which everything is forgotten.
+local function remembered_until()
+  local until_then = state.learning_until > state.from and state.learning_until or state.from
+  for i = 1, #state do
+    local limit = state[i]
+    local from = limit.rule.fresh_from(limit)
+    if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
+    if from > until_then then until_then = from end
+  end
+  if state.returned_count > 0 and returned()[state.returned_count].slot >= until_then then
+    until_then = returned()[state.returned_count].slot + 1
+  end
+  return until_then
+end
+
+-- Writes what changed: the head, the records, and entries.
+local function write(incarnation, writes, offset, expires, held_until, releases)
+  local external, shared = '', 0
+  if state.cold then external, shared = state.cold.external_records() end
+  local records = packed_head(#state + shared, incarnation, writes, offset, expires, held_until, releases)
+  for i = 1, #state do
+    local limit = state[i]
+    records = records .. limit.rule.record(limit)
+    if limit.kind == WINDOW then
+      limit.rule.write(limit)
+    elseif limit.dirty and limit.n > 0 then
+      redis.call('SETRANGE', KEYS[1], limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
     end
   end
-end
-local ahead_count, ahead_span = 0, 0
-if status == GRANTED and ahead > 0 then
-  ahead_count, ahead_span = (S.seldom or seldom()).prefetch(ahead, ahead_life)
-end
-
--- How many units could still go now.
-local free = 0
-if status == GRANTED and S.from <= now then
-  free = NEVER
-  for i = 1, #S do
-    local units = less_reserved(S[i].rule.free(S[i]), S[i], now)
-    if units < free then free = units end
+  redis.call('SETRANGE', KEYS[1], 0, records .. external)
+  if state.returned_count > 0 then
+    redis.call('SETRANGE', KEYS[1], state.returned_base, pack_returned())
   end
 end
 
--- When everything will be forgotten.
-local fresh = S.learning > S.from and S.learning or S.from
-for i = 1, #S do
-  local from = S[i].rule.fresh_from(S[i])
-  if S[i].strangers and forgotten_from(S[i]) > from then from = forgotten_from(S[i]) end
-  if from > fresh then fresh = from end
-end
-if S.pooled > 0 and pool()[S.pooled].slot >= fresh then
-  fresh = pool()[S.pooled].slot + 1
-end
-
-if S.changed then
-  writes = writes + 1
-  -- It lives until then and a second; clocks may differ by a thousandth.
-  local left = fresh - now
-  local needed = raw + left + math.floor(left / 1000) + 1000000
-  local extend = needed > expires
-  if extend then
-    expires = needed + LIVES_ON
+-- 1. The state, and its time.
+local incarnation, writes, offset, expires, held_until, releases = random, 0, 0, 0, 0, 0
+if head == '' then
+  state.now, state.made_at, state.returned, state.relaid = server_time, server_time, {}, true
+else
+  local format, record_count, last_write = string.byte(head), nil, nil
+  if (format ~= STATE_FORMAT and format ~= STATE_FORMAT_WITH_PHASE) or #head < HEAD_SIZE then
+    return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this release understands '
+      .. STATE_FORMAT .. ' to ' .. STATE_FORMAT_WITH_PHASE)
   end
-  local ttl = math.floor((expires - raw) / 1000) + 1
-  if S.relaid then
-    (S.seldom or seldom()).rewrite(incarnation, writes, offset, expires, held, releases, ttl)
+  format, record_count, state.returned_count, state.returned_room, incarnation, writes, state.made_at, state.learning_until,
+    offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
+  local failure = read_records(head, record_count, limit_count)
+  if failure then return failure end
+
+  local remembers = known == incarnation and seen > 0
+  if operation == RETURN and not remembers then
+    -- A return without memory cannot tell whether the clock was set, and need not: its time is that of the last write.
+    state.now = last_write
   else
-    local strangers, shared = '', 0
-    if S.seldom then strangers, shared = S.seldom.strangers_records() end
-    s = struct.pack(HEAD, format_of_state(), #S + shared, S.pooled, S.pool_room, incarnation, writes, S.born, S.learning + S.cut,
-      offset, now, expires, held, releases)
-    for i = 1, #S do
-      local a = S[i]
-      s = s .. a.rule.record(a)
-      if a.kind == WINDOW then
-        a.rule.write(a)
-      elseif a.dirty and a.n > 0 then
-        redis.call('SETRANGE', KEYS[1], a.base, (S.lists or lists()).pack(a.list, a.kind))
-      end
+    local now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
+      server_seen > 0 and server_seen + server_since)
+    if not now then
+      return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0, 0, 0,
+        0, 0, 0, 0, 0)
     end
-    redis.call('SETRANGE', KEYS[1], 0, s .. strangers)
-    if S.pooled > 0 then
-      redis.call('SETRANGE', KEYS[1], S.pool_base, (S.lists or lists()).pack(S.pool, 'pool'))
+    state.now = now
+  end
+  if operation ~= RETURN and state.now - server_time ~= offset then
+    offset, state.changed = state.now - server_time, true
+  end
+end
+local now = state.now
+
+-- 2. The hold. It only ends later, unless it is released. The last bit of `learning until` says whether it was cut.
+state.hold_is_cut = state.learning_until % 2
+state.learning_until = state.learning_until - state.hold_is_cut
+-- A hold that begins now counts, even if the caller does not know of the last releases.
+if operation == HOLD and hold_releases < releases then hold_releases = releases end
+if operation == RELEASE then
+  held_until, releases, state.hold_is_cut, state.changed = 0, releases + 1, 0, true
+elseif hold_releases > releases then
+  held_until, releases, state.hold_is_cut, state.changed = hold_left > 0 and now + hold_left or 0, hold_releases, hold_is_cut, true
+elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_until then
+  held_until, state.hold_is_cut, state.changed = now + hold_left, hold_is_cut, true
+end
+state.from = held_until > now and held_until or now
+local cut = held_until > now and state.hold_is_cut or 0
+
+-- 3. The limits.
+pos = assert_limits(operation, call, pos, limit_count, guard)
+if #state > MOST_LIMITS then
+  return redis.error_reply('TOLLGATE a call asserts at most ' .. MOST_LIMITS .. ' limits')
+end
+if state.returned_count > 0 then (state.cold or cold()).drain() end
+
+if operation == PEEK then
+  local next_slot, free = first_slot(1, 0), free_now()
+  local entry = find_returned(1, 0)
+  if entry and entry.slot < next_slot then next_slot = entry.slot end
+  if state.learning_until > now then
+    free, next_slot = 0, state.learning_until > next_slot and state.learning_until or next_slot
+  end
+  local parts = { struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.from - now, releases, cut, #state) }
+  for i = 1, #state do
+    local limit = state[i]
+    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity,
+      limit.rule.more().used(limit), less_reserved(limit.rule.free(limit), limit, now),
+      limit.external and reserved(limit, now) or 0)
+  end
+  return table.concat(parts)
+end
+
+-- 4. Recovery, if the caller knows of a state that is lost, or of a later one than this: it had permits that are not in here.
+if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
+  if known == incarnation then
+    incarnation, state.made_at = random, now
+  end
+  (state.cold or cold()).recover(granted_before)
+end
+
+-- 5. What comes back, what was used without a permit, and what the upstream states remains.
+local needs_pos, is_less = pos, false
+pos = pos + need_count * CALL_NEED_SIZE
+for _ = 1, return_count do
+  local slot, stamp, units
+  slot, stamp, units, pos = struct.unpack(CALL_RETURN, call, pos)
+  if known == incarnation then
+    (state.cold or cold()).take_back(slot, stamp, units)
+  end
+end
+for _ = 1, charge_count do
+  local age, units
+  age, units, pos = struct.unpack(CALL_CHARGE, call, pos);
+  (state.cold or cold()).charge(age, units)
+end
+if remaining_count > 0 then
+  is_less = (state.cold or cold()).see(struct.unpack(CALL_REMAINING, call, pos))
+end
+if operation == RELEASE then
+  for i = 1, #state do
+    (state.cold or cold()).forget_others(state[i])
+  end
+end
+
+-- 6. Permits.
+local status, wait, refusing, segments = GRANTED, 0, nil, {}
+local prefetched, prefetched_span = 0, 0
+if state.learning_until > now then
+  if need_count > 0 then status, wait = LEARNING, state.learning_until - now end
+else
+  local permits = 0
+  pos = needs_pos
+  for _ = 1, need_count do
+    local cost, count
+    cost, count, pos = struct.unpack(CALL_NEED, call, pos)
+    permits = permits + count
+    if permits > MOST_PERMITS then
+      return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
     end
-    if extend then
-      redis.call('PEXPIRE', KEYS[1], ttl)
+    local slot
+    for i = 1, #state do
+      if cost == 0 or cost > largest_cost(state[i]) then slot = NEVER end
+    end
+    if not slot then
+      slot, refusing = book(cost, count, life, now + latest, segments)
+    end
+    if slot then
+      status, wait = REFUSED, slot < NEVER and slot - now or NEVER
+      break
+    end
+  end
+  if status == GRANTED and prefetch_most > 0 then
+    prefetched, prefetched_span = (state.cold or cold()).prefetch(prefetch_most, prefetch_life)
+  end
+end
+local free = status == GRANTED and free_now() or 0
+
+-- 7. The new state. It lives until everything in it is forgotten and a second; two clocks may differ by a thousandth.
+local remember = remembered_until() - now
+if state.changed then
+  writes = writes + 1
+  local needed = server_time + remember + math.floor(remember / 1000) + 1000000
+  local is_extended = needed > expires
+  if is_extended then
+    expires = needed + SPARE_LIFE
+  end
+  local time_to_live = math.floor((expires - server_time) / 1000) + 1
+  if state.relaid then
+    (state.cold or cold()).rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
+  else
+    write(incarnation, writes, offset, expires, held_until, releases)
+    if is_extended then
+      redis.call('PEXPIRE', KEYS[1], time_to_live)
     end
   end
 end
 
+-- 8. Messages. If PUBLISH is forbidden, the other processes learn of it with their next call.
 if operation == HOLD or operation == RELEASE then
-  -- Where that is forbidden, they know when they ask.
-  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7I4', cut == 1 and CUT_MESSAGE or HOLD_MESSAGE, S.from - now,
+  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE, state.from - now,
     releases) .. ARGV[3])
-elseif less and #ARGV == 3 then
-  redis.pcall('PUBLISH', ARGV[2], struct.pack('<BI7', LESS_MESSAGE, writes) .. ARGV[3])
+elseif is_less and #ARGV == 3 then
+  redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
 end
 
+-- 9. The reply.
 local foreign, shared = nil, 0
-if #S > limit_count then
-  for i = #S, 1, -1 do
-    if not S[i].ours then foreign = S[i] end
-  end
+for i = #state, 1, -1 do
+  if #state > limit_count and not state[i].ours then foreign = state[i] end
+  if state[i].external then shared = SHARED end
 end
-for i = 1, #S do
-  if S[i].strangers then shared = SHARED end
-end
-local l, f = status == REFUSED and limit or NONE, foreign or NONE
-s = struct.pack(REPLY, VERSION, status + shared + cut * CUT, incarnation, writes, now, fresh - now, wait, free,
-  S.from - now, releases, l.kind, l.count, l.window, l.capacity, f.kind, f.count, f.window, f.capacity, ahead_count, ahead_span, segment_count)
-if segment_count > 0 then s = s .. (segment_count == 1 and segments or table.concat(segments)) end
-return s
+refusing, foreign = status == REFUSED and refusing or NO_LIMIT, foreign or NO_LIMIT
+return struct.pack(REPLY, CALL_VERSION, status + shared + cut * CUT, incarnation, writes, now, remember, wait, free,
+  state.from - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
+  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments)

@@ -1,50 +1,51 @@
--- Changes a small value that processes share, if nobody else has since it was seen; or reads it (src/store/register.rs).
+-- Changes a register: a small value that processes share. The change is made only if the register still has the version that
+-- the caller saw. Without a change, reads it.
+--
+-- Twin: `Registers` in src/store/register.rs.
+-- After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua)
 --
 -- KEYS[1]  the register: a packed head, and the value
--- ARGV[1]  the call, packed; the answer is packed too. The formats are in src/guide/redis_format.md.
+-- ARGV[1]  the call, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
 -- ARGV[2]  the new value
--- ARGV[3]  the channel on which the change is told; empty for none
--- ARGV[4]  how the register is named there
+-- ARGV[3]  the channel on which the change is published; empty for none
+-- ARGV[4]  the name of the register in the message
 
-local VERSION, REGISTER = 1, 2
-local HEAD, HEAD_SIZE = '<BI7I7', 15
--- Beyond, numbers are no longer exact.
-local EXACT = 2 ^ 53
-
-local raw = redis.call('TIME')
-raw = raw[1] * 1000000 + raw[2]
-
-local format, writes, seen, life = struct.unpack('<BBI7I7', ARGV[1])
-if format ~= VERSION then
-  return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. VERSION)
+local format, is_change, seen, life = struct.unpack(REGISTER_CALL, ARGV[1])
+if format ~= REGISTER_VERSION then
+  return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. REGISTER_VERSION)
 end
 
-local s = redis.call('GET', KEYS[1])
-local version, at = 0, raw
-if s then
-  format = string.byte(s) or 0
-  if format ~= VERSION then
-    return redis.error_reply('TOLLGATE this register has format ' .. format .. ', this release understands ' .. VERSION)
+-- The register: its version, 0 for none, when it was changed, and its bytes.
+local version, changed_at, bytes = 0, server_time, redis.call('GET', KEYS[1])
+if bytes then
+  format = string.byte(bytes) or 0
+  if format ~= REGISTER_VERSION then
+    return redis.error_reply('TOLLGATE this register has format ' .. format .. ', this release understands '
+      .. REGISTER_VERSION)
   end
-  if #s >= HEAD_SIZE then
-    format, version, at = struct.unpack(HEAD, s)
+  if #bytes >= REGISTER_HEAD_SIZE then
+    format, version, changed_at = struct.unpack(REGISTER_HEAD, bytes)
   end
-  if #s < HEAD_SIZE or version >= EXACT then
-    -- Nothing that was written here: the next is made anew.
-    s, version, at = nil, 0, raw
+  if #bytes < REGISTER_HEAD_SIZE or version >= NEVER then
+    -- No script wrote this. The register counts as lost.
+    bytes, version, changed_at = nil, 0, server_time
   end
 end
 
-if writes == 1 and seen == version then
-  -- A register that is lost begins with a version that it did not have.
+if is_change == 1 and seen == version then
+  -- A register that was lost begins with a version that it did not have before.
   version = version + 1
-  if version < raw then version = raw end
-  redis.call('SET', KEYS[1], struct.pack(HEAD, VERSION, version, raw) .. ARGV[2], 'PX', math.floor(life / 1000) + 1)
+  if version < server_time then version = server_time end
+  redis.call('SET', KEYS[1], struct.pack(REGISTER_HEAD, REGISTER_VERSION, version, server_time) .. ARGV[2], 'PX',
+    math.floor(life / 1000) + 1)
   if ARGV[3] ~= '' then
-    -- Where that is forbidden, they know when they ask.
-    redis.pcall('PUBLISH', ARGV[3], struct.pack('<BI7', REGISTER, version) .. ARGV[4] .. ARGV[2])
+    -- If PUBLISH is forbidden, the other processes see the change with their next call.
+    redis.pcall('PUBLISH', ARGV[3], struct.pack(REGISTER_MESSAGE_FIELDS, REGISTER_MESSAGE, version) .. ARGV[4] .. ARGV[2])
   end
-  return struct.pack('<BBI7I7', VERSION, 1, version, 0)
+  return struct.pack(REGISTER_REPLY, REGISTER_VERSION, 1, version, 0)
 end
-local age = raw > at and raw - at or 0
-return struct.pack('<BBI7I7', VERSION, 0, version, age) .. (s and string.sub(s, HEAD_SIZE + 1) or '')
+
+local age = server_time > changed_at and server_time - changed_at or 0
+return struct.pack(REGISTER_REPLY, REGISTER_VERSION, 0, version, age)
+  .. (bytes and string.sub(bytes, REGISTER_HEAD_SIZE + 1) or '')

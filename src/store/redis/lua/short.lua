@@ -1,107 +1,119 @@
 
--- ── the short way ────────────────────────────────────────────────────────────────────────────────────────────────────
+-- ── the short way: permits of sliding windows, now or not at all ─────────────────────────────────────────────────────
 --
--- Most calls want permits of sliding windows at once, and get them or are refused. It decides as the long way does, which
--- follows and decides everything: whatever is unusual leaves for it (break), before anything is written.
+-- Twin: src/limit/window.rs, and window.lua with main.lua. After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua
+--
+-- Most calls need permits of sliding windows now. They are granted or refused here as main.lua would do it. Whatever is
+-- unusual falls through to the end of this file before anything is written, and main.lua decides it.
+--
+-- The arithmetic of window.lua and time.lua is written out once more here, because a function costs 50 ns in each call:
+-- this file makes none.
 
-repeat
-  if operation ~= LEASE or need_count ~= 1 or return_count + charge_count + left_count > 0 or ahead > 0 or hold_left > 0
-    or #s ~= HEAD_SIZE + RECORD_SIZE * limit_count then break end
-  local format, account_count, pooled, pool_room, incarnation, writes, born, learning, offset, last, expires, held,
-    releases = struct.unpack(HEAD, s)
-  local now = raw + offset
-  if format ~= PLAIN or account_count ~= limit_count or pooled > 0 or now < last or now < learning or now < held
-    or hold_releases > releases then break end
-  local off = now - seen - since
-  if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes or off > CLOCK_TOLERANCE + on_way
-    or off < -CLOCK_TOLERANCE) then break end
+if operation == LEASE and need_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
+  and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
+  local format, record_count, returned_count, returned_room, incarnation, writes, made_at, learning_until, offset, last_write,
+    expires, held_until, releases = struct.unpack(HEAD, head)
+  local now = server_time + offset
+  -- How far the logical time is from what the caller expects. main.lua allows a thousandth of `since` besides.
+  local deviation = now - seen - since
+  local cost, permits = struct.unpack(CALL_NEED, call, pos + CALL_LIMIT_SIZE * limit_count)
+  if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
+    and now >= last_write and now >= learning_until and now >= held_until and hold_releases <= releases
+    and (known == 0 or seen == 0 or (known == incarnation and known_writes <= writes
+      and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
+    local units, stamp, region = cost * permits, now + life + slack, #head
+    local wait, refusing, remember_until, is_asserted, is_unusual = 0, NO_LIMIT, now, false, false
+    -- If all limits grant: when all is forgotten, the new records, the chunks to write (place, bytes, ...), and free units.
+    local fresh_from, records, chunks, left_over = now, '', nil, NEVER
 
-  local cost, permits = struct.unpack('<I4I4', ARG, at + 16 * limit_count)
-  if permits > MOST_PERMITS then break end
-  local units, stamp, base, unusual = cost * permits, now + life + slack, #s, cost == 0
-  local wait, limit, fresh, kept, records, pushed, asserts, left_over = 0, NONE, now, now, '', nil, false, NEVER
-  for i = 1, limit_count do
-    local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, _, oldest,
-      oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
-    local asked_kind, asked_count, asked_window = struct.unpack('<BI4I7', ARG, at + 16 * (i - 1))
-    if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
-      or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
-      unusual = true
-      break
-    end
-    -- What is older than the window leaves.
-    while n > 0 and oldest + window <= now do
-      n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
-      if n == 1 then
-        oldest, oldest_count = newest, newest_count
-      elseif n > 1 then
-        local from = base + first % room * 11
-        oldest, oldest_count = struct.unpack('<I7I4', redis.call('GETRANGE', KEYS[1], from, from + 10))
-      end
-    end
-    if now - asserted > window / 2 then
-      asserted, asserts = now, true
-    end
-    local free, last_stamp = count - total, newest
-    if free < cost then
-      -- The first slot is when enough of the oldest have left; beyond the oldest chunk the long way looks.
-      local left = oldest + window - now
-      if cost - free > oldest_count or left <= latest then
-        unusual = true
+    for i = 1, limit_count do
+      local kind, count, window, capacity, first_guard, asserted, n, room, total, fine, coarse, first, floor, index, _,
+        oldest, oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, head, HEAD_SIZE + RECORD_SIZE * (i - 1) + 1)
+      local asked_kind, asked_count, asked_window = struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
+      if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
+        or coarse > 0 or floor > 0 or index > 0 or cost > count or n == 0 or stamp < newest then
+        is_unusual = true
         break
       end
-      if left > wait then
-        wait, limit = left, { kind = kind, count = count, window = window, capacity = capacity }
-      end
-    elseif wait == 0 then
-      if free < units or n == room then
-        -- Some now, some later; or the ring has to grow.
-        unusual = true
-        break
-      end
-      if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
-        newest_count = newest_count + units
-      else
-        -- The newest so far was in the record only.
-        if n > 0 then
-          pushed = pushed or {}
-          pushed[#pushed + 1] = base + (first + n - 1) % room * 11
-          pushed[#pushed + 1] = struct.pack('<I7I4', newest, newest_count)
+      if newest + window > remember_until then remember_until = newest + window end
+
+      -- Chunks that are older than the window leave.
+      while n > 0 and oldest + window <= now do
+        n, total, fine, first = n - 1, total - oldest_count, fine - oldest_count, first + 1
+        if n == 1 then
+          oldest, oldest_count = newest, newest_count
+        elseif n > 1 then
+          local from = region + first % room * CHUNK_SIZE
+          oldest, oldest_count = struct.unpack(CHUNK, redis.call('GETRANGE', KEYS[1], from, from + CHUNK_SIZE - 1))
         end
-        n, newest_count = n + 1, units
       end
-      if n == 1 then
-        oldest, oldest_count = stamp, newest_count
+      if now - asserted > window / 2 then
+        asserted, is_asserted = now, true
       end
-      if free - units < left_over then left_over = free - units end
-      records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, guard, asserted, n, room, total + units,
-        fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
-      if stamp + window > fresh then fresh = stamp + window end
-    end
-    base = base + room * 11
-    if last_stamp + window > kept then kept = last_stamp + window end
-  end
-  -- That a limit is still asserted has to be written.
-  if unusual or (wait > 0 and asserts) then break end
 
-  if wait > 0 then
-    -- A refusal leaves no trace.
-    return struct.pack(REPLY, VERSION, REFUSED, incarnation, writes, now, kept - now, wait, 0, 0, releases, limit.kind,
-      limit.count, limit.window, limit.capacity, 0, 0, 0, 0, 0, 0, 0)
-  end
-  local left = fresh - now
-  if pushed then
-    for i = 1, #pushed, 2 do
-      redis.call('SETRANGE', KEYS[1], pushed[i], pushed[i + 1])
+      local free = count - total
+      if free < cost then
+        -- Refused until the oldest chunk has left. If that is not enough, or is soon enough, main.lua looks for the slot.
+        local left = oldest + window - now
+        if cost - free > oldest_count or left <= latest then
+          is_unusual = true
+          break
+        end
+        if left > wait then
+          wait, refusing = left, { kind = kind, count = count, window = window, capacity = capacity }
+        end
+      elseif wait == 0 then
+        if free < units or n == room then
+          -- A part of the permits has a later slot, or the ring has to grow.
+          is_unusual = true
+          break
+        end
+        if n > 0 and (newest == stamp or newest_count < math.floor((count + 99) / 100)) then
+          newest_count = newest_count + units
+        else
+          -- So far the newest chunk was in the record only.
+          if n > 0 then
+            chunks = chunks or {}
+            chunks[#chunks + 1] = region + (first + n - 1) % room * CHUNK_SIZE
+            chunks[#chunks + 1] = struct.pack(CHUNK, newest, newest_count)
+          end
+          n, newest_count = n + 1, units
+        end
+        if n == 1 then
+          oldest, oldest_count = stamp, newest_count
+        end
+        if free - units < left_over then left_over = free - units end
+        records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, first_guard, asserted, n, room,
+          total + units, fine + units, 0, first % room, 0, 0, 0, oldest, oldest_count, stamp, newest_count)
+        if stamp + window > fresh_from then fresh_from = stamp + window end
+      end
+      region = region + room * CHUNK_SIZE
+    end
+
+    if is_unusual then
+      -- main.lua decides.
+    elseif wait == 0 then
+      if chunks then
+        for i = 1, #chunks, 2 do
+          redis.call('SETRANGE', KEYS[1], chunks[i], chunks[i + 1])
+        end
+      end
+      -- Two clocks may differ by a thousandth.
+      local left = fresh_from - now
+      local needed = server_time + left + math.floor(left / 1000) + 1000000
+      if needed > expires then
+        expires = needed + SPARE_LIFE
+        redis.call('PEXPIRE', KEYS[1], math.floor((expires - server_time) / 1000) + 1)
+      end
+      redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, STATE_FORMAT, limit_count, 0, returned_room, incarnation, writes + 1,
+        made_at, learning_until, offset, now, expires, held_until, releases) .. records)
+      return struct.pack(REPLY_WITH_SEGMENT, CALL_VERSION, GRANTED, incarnation, writes + 1, now, left, 0, left_over, 0, releases,
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
+    elseif not is_asserted then
+      -- A refusal leaves no trace. If a limit was asserted, main.lua writes that.
+      return struct.pack(REPLY, CALL_VERSION, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
+        refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0)
     end
   end
-  local needed = raw + left + math.floor(left / 1000) + 1000000
-  if needed > expires then
-    expires = needed + LIVES_ON
-    redis.call('PEXPIRE', KEYS[1], math.floor((expires - raw) / 1000) + 1)
-  end
-  redis.call('SETRANGE', KEYS[1], 0, struct.pack(HEAD, PLAIN, limit_count, 0, pool_room, incarnation, writes + 1, born,
-    learning, offset, now, expires, held, releases) .. records)
-  return struct.pack(REPLY_WITH_ONE, VERSION, GRANTED, incarnation, writes + 1, now, left, 0, left_over, 0, releases,
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now)
-until true
+end

@@ -1,62 +1,78 @@
 
--- ── the long way: everything else ─────────────────────────────────────────────────────────────────────────────────────
+-- ── the long way: the state in parts ─────────────────────────────────────────────────────────────────────────────────
+--
+-- needs: layout.lua, `slack` (call.lua)
 
--- What this call knows: the limits with what was used of them (S[1] ...), and whether there was a state, whether it must
--- be written (changed), and all of it (relaid).
-local S = {
+-- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the fields of its record and
+--   rule    the functions of its kind (window.lua, bucket.lua, fixed.lua)
+--   base    where its entries begin in the string
+--   ours    whether this call asserts it
+--   external  its external usage, if any
+local state = {
   false, false,
-  now = 0, from = 0, slack = 0, there = false, changed = false, relaid = false, born = 0, learning = 0, cut = 0,
-  pooled = 0, pool_room = 0, pool_base = 0, pool = false, lists = false, seldom = false,
+  now = 0, -- the logical time
+  from = 0, -- the first moment at which no hold forbids a permit
+  slack = slack, -- the transit slack of the caller
+  existed = false, -- whether there was a state
+  changed = false, -- whether it must be written
+  relaid = false, -- whether all of it must be written, because a region grows or moves
+  made_at = 0, learning_until = 0, hold_is_cut = 0, -- as in the head
+  returned_count = 0, returned_room = 0, -- as in the head
+  returned_base = 0, -- where the returned slots begin in the string
+  returned = false, -- the returned slots, once they are read
+  cold = false, -- the functions of `cold` (ledger.lua), once they are made
 }
-S[1], S[2] = nil, nil
+state[1], state[2] = nil, nil
 
--- Short lists are read and written whole: marks of buckets, spells of fixed windows, the pool.
-local function lists()
-  local made = {}
-  local formats = {
-    [BUCKET] = { '<I7I4I7I4I7I4I7', 40, { 'slot', 'units', 'before', 'before_r', 'after', 'after_r', 'queued_from' } },
-    [FIXED] = { '<I7I7', 14, { 'window', 'units' } },
-    pool = { '<I7I7I7', 21, { 'slot', 'stamp', 'units' } },
-  }
-  function made.read(base, n, what)
-    local format, size, fields, list = formats[what][1], formats[what][2], formats[what][3], {}
-    if n > 0 then
-      local s = redis.call('GETRANGE', KEYS[1], base, base + n * size - 1)
-      for i = 1, n do
-        local values, entry = { struct.unpack(format, s, (i - 1) * size + 1) }, {}
-        for k = 1, #fields do
-          entry[fields[k]] = values[k]
-        end
-        list[i] = entry
-      end
-    end
-    return list
-  end
-  function made.pack(list, what)
-    local format, fields, parts = formats[what][1], formats[what][3], {}
-    for i = 1, #list do
-      local v = {}
+-- Marks, spells and returned slots are in short lists, which are read and written whole. An entry of a list has `size` bytes
+-- of a format, and becomes a table with fields of these names.
+
+-- Reads a list of n entries, which begins at `base`.
+local function read_list(base, n, format, size, fields)
+  local list = {}
+  if n > 0 then
+    local bytes = redis.call('GETRANGE', KEYS[1], base, base + n * size - 1)
+    for i = 1, n do
+      local values, entry = { struct.unpack(format, bytes, (i - 1) * size + 1) }, {}
       for k = 1, #fields do
-        v[k] = list[i][fields[k]]
+        entry[fields[k]] = values[k]
       end
-      parts[i] = struct.pack(format, v[1], v[2], v[3], v[4], v[5], v[6], v[7])
+      list[i] = entry
     end
-    return table.concat(parts)
   end
-  S.lists = made
-  return made
+  return list
 end
 
-local function entries(a)
-  if not a.list then
-    a.list = (S.lists or lists()).read(a.base, a.n, a.kind)
+-- Packs a list.
+local function pack_list(list, format, fields)
+  local parts = {}
+  for i = 1, #list do
+    local values = {}
+    for k = 1, #fields do
+      values[k] = list[i][fields[k]]
+    end
+    parts[i] = struct.pack(format, unpack(values))
   end
-  return a.list
+  return table.concat(parts)
 end
 
-local function pool()
-  if not S.pool then
-    S.pool = (S.lists or lists()).read(S.pool_base, S.pooled, 'pool')
+-- Returns the marks of a bucket, or the spells of a fixed window.
+local function entries(limit)
+  if not limit.list then
+    limit.list = read_list(limit.base, limit.n, limit.rule.entry, limit.rule.size, limit.rule.fields)
   end
-  return S.pool
+  return limit.list
+end
+
+-- Returns the returned slots, sorted by slot (src/limit/returned.rs).
+local function returned()
+  if not state.returned then
+    state.returned = read_list(state.returned_base, state.returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' })
+  end
+  return state.returned
+end
+
+-- Packs the returned slots.
+local function pack_returned()
+  return pack_list(returned(), RETURNED, { 'slot', 'stamp', 'units' })
 end

@@ -1,216 +1,234 @@
 
--- ── a sliding window: a log of stamps (src/limit/window.rs) ──────────────────────────────────────────────────────────
+-- ── a sliding window: a log of stamps ────────────────────────────────────────────────────────────────────────────────
 --
--- Its chunks lie in a ring of `room` places, read in blocks of eight when they are first asked for. Chunk i (from 0) is
--- at[2 * (first + i)] and the number after it. The oldest and the newest are in the record besides, so that most calls
--- read no block.
+-- Twin: src/limit/window.rs. After a change: cargo test --all-features --lib differential
+-- The common case of first_slot, insert and advance is in short.lua once more.
+-- needs: layout.lua, `state` (state.lua)
+--
+-- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first needed. The stamp of chunk
+-- i (from 0) is at[2 * (first + i)], and its units are the number after it. The oldest and the newest chunk are in the record
+-- besides, so most calls read no block.
 
+-- Returns the functions of this kind of limit.
 local function window_rule()
+  -- The most coarse chunks, and the most others.
+  local MOST_COARSE = 48
+  local MOST_FINE = 204
 
-  local function fetch(w, place)
-    local block = place % w.room
+  -- Reads the block of a place into limit.at.
+  local function fetch(limit, place)
+    local block = place % limit.room
     block = block - block % 8
-    local from = w.base + block * 11
-    local s = redis.call('GETRANGE', KEYS[1], from, from + 87)
-    local values = { struct.unpack('<I7I4I7I4I7I4I7I4I7I4I7I4I7I4I7I4', s) }
-    local at, first = w.at, w.first0
+    local from = limit.base + block * CHUNK_SIZE
+    local s = redis.call('GETRANGE', KEYS[1], from, from + CHUNK_BLOCK_SIZE - 1)
+    local values = { struct.unpack(CHUNK_BLOCK, s) }
+    local at, first = limit.at, limit.first0
     for i = 0, 7 do
-      local place = first + (block + i - first) % w.room
-      if place < w.end0 and not at[2 * place] then
+      local place = first + (block + i - first) % limit.room
+      if place < limit.end0 and not at[2 * place] then
         at[2 * place], at[2 * place + 1] = values[2 * i + 1], values[2 * i + 2]
       end
     end
   end
 
-  local function stamp_of(w, i)
-    local place = 2 * (w.first + i)
-    local stamp = w.at[place]
+  -- Returns the stamp of chunk i.
+  local function stamp_of(limit, i)
+    local place = 2 * (limit.first + i)
+    local stamp = limit.at[place]
     if not stamp then
-      fetch(w, place / 2)
-      stamp = w.at[place]
+      fetch(limit, place / 2)
+      stamp = limit.at[place]
     end
     return stamp
   end
 
-  local function count_of(w, i)
-    local place = 2 * (w.first + i)
-    if not w.at[place] then fetch(w, place / 2) end
-    return w.at[place + 1]
+  -- Returns the units of chunk i.
+  local function count_of(limit, i)
+    local place = 2 * (limit.first + i)
+    if not limit.at[place] then fetch(limit, place / 2) end
+    return limit.at[place + 1]
   end
 
-  local function put(w, i, stamp, count)
-    local place = w.first + i
-    w.at[2 * place], w.at[2 * place + 1] = stamp, count
-    if not w.moved then w.moved, w.low, w.high = {}, place, place end
-    w.moved[place] = true
-    if place < w.low then w.low = place end
-    if place > w.high then w.high = place end
+  -- Sets chunk i.
+  local function put(limit, i, stamp, count)
+    local place = limit.first + i
+    limit.at[2 * place], limit.at[2 * place + 1] = stamp, count
+    if not limit.moved then limit.moved, limit.low, limit.high = {}, place, place end
+    limit.moved[place] = true
+    if place < limit.low then limit.low = place end
+    if place > limit.high then limit.high = place end
   end
 
-  local function pop_oldest(w)
-    local stamp, count = stamp_of(w, 0), count_of(w, 0)
-    w.first, w.n, w.total = w.first + 1, w.n - 1, w.total - count
-    if w.coarse > 0 then
-      w.coarse = w.coarse - 1
+  -- Removes the oldest chunk. Returns its stamp.
+  local function pop_oldest(limit)
+    local stamp, count = stamp_of(limit, 0), count_of(limit, 0)
+    limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - count
+    if limit.coarse > 0 then
+      limit.coarse = limit.coarse - 1
     else
-      w.fine = w.fine - count
+      limit.fine = limit.fine - count
     end
-    if w.index > 0 then
-      w.index, w.before = w.index - 1, w.before - count
+    if limit.index > 0 then
+      limit.index, limit.before = limit.index - 1, limit.before - count
     end
     return stamp
   end
 
-  -- What only long lines and give-backs need.
+  -- Makes the functions that only long queues and returned permits need.
   local more
-  local function seldom()
+  local function cold()
     if more then return more end
     more = {}
 
-    local function load_all(w)
-      for i = 0, w.n - 1 do
-        stamp_of(w, i)
+    -- Reads the whole ring.
+    local function load_all(limit)
+      for i = 0, limit.n - 1 do
+        stamp_of(limit, i)
       end
     end
 
-    -- Both move the shorter side.
-    function more.insert_chunk(w, i, stamp, count)
-      if w.n + 1 > w.room then
-        load_all(w)
-        S.relaid = true
+    -- Inserts a chunk before chunk i; moves the shorter side of the ring.
+    function more.insert_chunk(limit, i, stamp, count)
+      if limit.n + 1 > limit.room then
+        load_all(limit)
+        state.relaid = true
       end
-      if w.n - i <= i then
-        for k = w.n, i + 1, -1 do
-          put(w, k, stamp_of(w, k - 1), count_of(w, k - 1))
+      if limit.n - i <= i then
+        for k = limit.n, i + 1, -1 do
+          put(limit, k, stamp_of(limit, k - 1), count_of(limit, k - 1))
         end
       else
-        w.first = w.first - 1
+        limit.first = limit.first - 1
         for k = 0, i - 1 do
-          put(w, k, stamp_of(w, k + 1), count_of(w, k + 1))
+          put(limit, k, stamp_of(limit, k + 1), count_of(limit, k + 1))
         end
       end
-      w.n = w.n + 1
-      put(w, i, stamp, count)
+      limit.n = limit.n + 1
+      put(limit, i, stamp, count)
     end
 
-    local function remove_chunk(w, i)
-      if i < w.n / 2 then
+    -- Removes chunk i; moves the shorter side of the ring.
+    local function remove_chunk(limit, i)
+      if i < limit.n / 2 then
         for k = i, 1, -1 do
-          put(w, k, stamp_of(w, k - 1), count_of(w, k - 1))
+          put(limit, k, stamp_of(limit, k - 1), count_of(limit, k - 1))
         end
-        w.first = w.first + 1
+        limit.first = limit.first + 1
       else
-        for k = i, w.n - 2 do
-          put(w, k, stamp_of(w, k + 1), count_of(w, k + 1))
+        for k = i, limit.n - 2 do
+          put(limit, k, stamp_of(limit, k + 1), count_of(limit, k + 1))
         end
       end
-      w.n = w.n - 1
+      limit.n = limit.n - 1
     end
 
-    function more.coarsen(w)
-      local MOST_COARSE, MOST_FINE = 48, 204
-      local twice = 2 * w.count
-      while w.coarse < w.n do
-        local coarse = w.coarse
-        local count = count_of(w, coarse)
-        if w.fine - count < twice and w.n - coarse <= MOST_FINE then break end
-        w.fine = w.fine - count
-        local last = coarse > 0 and count_of(w, coarse - 1)
-        if last and last + count <= w.count then
-          put(w, coarse, stamp_of(w, coarse), count + last)
-          remove_chunk(w, coarse - 1)
-          if w.index > coarse then
-            w.index = w.index - 1
+    -- Merges old chunks until at most MOST_COARSE and MOST_FINE are left.
+    function more.coarsen(limit)
+      local twice = 2 * limit.count
+      while limit.coarse < limit.n do
+        local coarse = limit.coarse
+        local count = count_of(limit, coarse)
+        if limit.fine - count < twice and limit.n - coarse <= MOST_FINE then break end
+        limit.fine = limit.fine - count
+        local last = coarse > 0 and count_of(limit, coarse - 1)
+        if last and last + count <= limit.count then
+          put(limit, coarse, stamp_of(limit, coarse), count + last)
+          remove_chunk(limit, coarse - 1)
+          if limit.index > coarse then
+            limit.index = limit.index - 1
           else
-            w.index, w.before = 0, 0
+            limit.index, limit.before = 0, 0
           end
         else
-          w.coarse = coarse + 1
+          limit.coarse = coarse + 1
         end
       end
-      while w.coarse > MOST_COARSE do
-        local oldest = pop_oldest(w)
-        if oldest > w.floor then w.floor = oldest end
+      while limit.coarse > MOST_COARSE do
+        local oldest = pop_oldest(limit)
+        if oldest > limit.floor then limit.floor = oldest end
       end
     end
 
-    -- Joins a chunk that has become small with the next. Answers where to go on.
-    local function join_next(w, i)
-      local count = count_of(w, i)
+    -- Joins a chunk that has become small with the next. Returns the index to go on from.
+    local function join_next(limit, i)
+      local count = count_of(limit, i)
       if count > 0 then
-        if i + 1 >= w.n or i + 1 == w.coarse or count + count_of(w, i + 1) > math.floor((w.count + 99) / 100) then
+        if i + 1 >= limit.n or i + 1 == limit.coarse or count + count_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
           return i + 1
         end
-        put(w, i + 1, stamp_of(w, i + 1), count_of(w, i + 1) + count)
+        put(limit, i + 1, stamp_of(limit, i + 1), count_of(limit, i + 1) + count)
       end
-      remove_chunk(w, i)
-      if i < w.coarse then
-        w.coarse = w.coarse - 1
+      remove_chunk(limit, i)
+      if i < limit.coarse then
+        limit.coarse = limit.coarse - 1
       end
       return i
     end
 
-    function more.subtract(w, _, stamp, units)
-      if stamp + w.window <= S.now or (w.floor > 0 and stamp <= w.floor) then return end
-      -- The first chunk whose stamp is not earlier.
-      local i, beyond = 0, w.n
+    -- Takes units of a stamp out of the log.
+    function more.subtract(limit, _, stamp, units)
+      if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
+      -- Finds the first chunk whose stamp is not earlier.
+      local i, beyond = 0, limit.n
       while i < beyond do
         local middle = math.floor((i + beyond) / 2)
-        if stamp_of(w, middle) < stamp then i = middle + 1 else beyond = middle end
+        if stamp_of(limit, middle) < stamp then i = middle + 1 else beyond = middle end
       end
-      w.index, w.before = 0, 0
-      while units > 0 and i < w.n do
-        local count = count_of(w, i)
+      limit.index, limit.before = 0, 0
+      while units > 0 and i < limit.n do
+        local count = count_of(limit, i)
         local taken = units < count and units or count
         units = units - taken
-        w.total = w.total - taken
-        if i >= w.coarse then
-          w.fine = w.fine - taken
+        limit.total = limit.total - taken
+        if i >= limit.coarse then
+          limit.fine = limit.fine - taken
         end
-        put(w, i, stamp_of(w, i), count - taken)
-        i = join_next(w, i)
+        put(limit, i, stamp_of(limit, i), count - taken)
+        i = join_next(limit, i)
       end
     end
 
-    function more.used(w)
-      return w.total
+    -- Returns the units in the log.
+    function more.used(limit)
+      return limit.total
     end
 
-    -- The units whose stamps are no later, and with those of the first chunk that is later: it may hold some.
-    function more.used_until(w, stamp)
-      local least, most = w.total, w.total
-      for i = w.n - 1, 0, -1 do
-        if stamp_of(w, i) <= stamp then break end
+    -- Returns the units whose stamps are not later than `stamp`: at least, and at most. The first chunk that is later may hold
+    -- some.
+    function more.used_until(limit, stamp)
+      local least, most = limit.total, limit.total
+      for i = limit.n - 1, 0, -1 do
+        if stamp_of(limit, i) <= stamp then break end
         most = least
-        least = least - count_of(w, i)
+        least = least - count_of(limit, i)
       end
       return least, most
     end
 
-    -- Makes one without chunks.
-    function more.new(w)
-      w.total, w.fine, w.coarse, w.first, w.floor, w.index, w.before = 0, 0, 0, 0, 0, 0, 0
-      w.first0, w.end0, w.at, w.room = 0, 0, {}, 8
+    -- Makes a log without chunks.
+    function more.new(limit)
+      limit.total, limit.fine, limit.coarse, limit.first, limit.floor, limit.index, limit.before = 0, 0, 0, 0, 0, 0, 0
+      limit.first0, limit.end0, limit.at, limit.room = 0, 0, {}, 8
     end
 
     -- Calls `with` with the stamp and the units of each chunk.
-    function more.for_each(w, with)
-      for i = 0, w.n - 1 do
-        with(stamp_of(w, i), count_of(w, i))
+    function more.for_each(limit, with)
+      for i = 0, limit.n - 1 do
+        with(stamp_of(limit, i), count_of(limit, i))
       end
     end
 
-    -- All chunks from the first place on, in a ring that has room for them.
-    function more.region(w)
-      load_all(w)
+    -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
+    function more.region(limit)
+      load_all(limit)
       local parts, at = {}, {}
-      for i = 0, w.n - 1 do
-        at[2 * i], at[2 * i + 1] = stamp_of(w, i), count_of(w, i)
-        parts[i + 1] = struct.pack('<I7I4', at[2 * i], at[2 * i + 1])
+      for i = 0, limit.n - 1 do
+        at[2 * i], at[2 * i + 1] = stamp_of(limit, i), count_of(limit, i)
+        parts[i + 1] = struct.pack(CHUNK, at[2 * i], at[2 * i + 1])
       end
-      w.first, w.at = 0, at
-      while w.room < w.n do
-        w.room = w.room * 2
+      limit.first, limit.at = 0, at
+      while limit.room < limit.n do
+        limit.room = limit.room * 2
       end
       return table.concat(parts)
     end
@@ -218,6 +236,7 @@ local function window_rule()
     return more
   end
 
+  -- Reads a record.
   local function read(s, from)
     local kind, count, window, capacity, guard, asserted, n, room, total, fine, coarse, first, floor, index, before, oldest,
       oldest_count, newest, newest_count = struct.unpack(WINDOW_RECORD, s, from)
@@ -232,139 +251,146 @@ local function window_rule()
     }
   end
 
-  local function record(w)
+  -- Packs the record.
+  local function record(limit)
     local oldest, oldest_count, newest, newest_count = 0, 0, 0, 0
-    local last = w.n - 1
+    local last = limit.n - 1
     if last >= 0 then
-      oldest, oldest_count, newest, newest_count = stamp_of(w, 0), count_of(w, 0), stamp_of(w, last), count_of(w, last)
+      oldest, oldest_count, newest, newest_count = stamp_of(limit, 0), count_of(limit, 0), stamp_of(limit, last), count_of(limit, last)
     end
-    return struct.pack(WINDOW_RECORD, WINDOW, w.count, w.window, w.capacity, w.guard, w.asserted, w.n, w.room, w.total, w.fine,
-      w.coarse, w.first % w.room, w.floor, w.index, w.before, oldest, oldest_count, newest, newest_count)
+    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.total, limit.fine,
+      limit.coarse, limit.first % limit.room, limit.floor, limit.index, limit.before, oldest, oldest_count, newest, newest_count)
   end
 
-  -- Writes the chunks that moved, but for the newest, which is in the record.
-  local function write(w)
-    if not w.moved then return end
-    local from, parts, next_place, room = nil, '', nil, w.room
-    local last = w.first + w.n - 2
-    for place = w.low > w.first and w.low or w.first, w.high < last and w.high or last do
-      if w.moved[place] then
+  -- Writes the chunks that changed, except the newest, which is in the record.
+  local function write(limit)
+    if not limit.moved then return end
+    local from, parts, next_place, room = nil, '', nil, limit.room
+    local last = limit.first + limit.n - 2
+    for place = limit.low > limit.first and limit.low or limit.first, limit.high < last and limit.high or last do
+      if limit.moved[place] then
         if from and (place % room == 0 or place ~= next_place) then
-          redis.call('SETRANGE', KEYS[1], w.base + from * 11, parts)
+          redis.call('SETRANGE', KEYS[1], limit.base + from * CHUNK_SIZE, parts)
           from, parts = nil, ''
         end
         from = from or place % room
-        parts = parts .. struct.pack('<I7I4', w.at[2 * place], w.at[2 * place + 1])
+        parts = parts .. struct.pack(CHUNK, limit.at[2 * place], limit.at[2 * place + 1])
         next_place = place + 1
       end
     end
     if from then
-      redis.call('SETRANGE', KEYS[1], w.base + from * 11, parts)
+      redis.call('SETRANGE', KEYS[1], limit.base + from * CHUNK_SIZE, parts)
     end
   end
 
-  local function advance(w)
-    local gone = S.now - w.window
-    while w.n > 0 and stamp_of(w, 0) <= gone do
-      pop_oldest(w)
+  -- Forgets chunks that are older than the window.
+  local function advance(limit)
+    local gone = state.now - limit.window
+    while limit.n > 0 and stamp_of(limit, 0) <= gone do
+      pop_oldest(limit)
     end
-    if w.floor <= gone then w.floor = 0 end
+    if limit.floor <= gone then limit.floor = 0 end
   end
 
-  local function first_slot(w, from, cost, _, reserved)
+  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved` units of other clients.
+  local function first_slot(limit, from, cost, _, reserved)
     cost = cost + reserved
-    local leaving, last = w.total - (w.count > cost and w.count - cost or 0), w.floor
+    local leaving, last = limit.total - (limit.count > cost and limit.count - cost or 0), limit.floor
     if leaving >= 1 then
-      -- The stamp of the unit that is number `leaving` of the oldest.
-      local index, before = w.index, w.before
+      -- Finds the stamp of the unit that is number `leaving` from the oldest; the search goes on from the last one.
+      local index, before = limit.index, limit.before
       while before >= leaving do
         index = index - 1
-        before = before - count_of(w, index)
+        before = before - count_of(limit, index)
       end
-      local count = count_of(w, index)
+      local count = count_of(limit, index)
       while before + count < leaving do
         index, before = index + 1, before + count
-        count = count_of(w, index)
+        count = count_of(limit, index)
       end
-      w.index, w.before = index, before
-      last = stamp_of(w, index)
+      limit.index, limit.before = index, before
+      last = stamp_of(limit, index)
     elseif last == 0 then
       return from
     end
-    last = last + w.window
+    last = last + limit.window
     return last > from and last or from
   end
 
-  local function room_at(w, slot)
-    local index, before, gone = w.index, w.before, slot - w.window
-    while index > 0 and stamp_of(w, index - 1) > gone do
+  -- Returns how many units may go at `slot`, which is a first slot.
+  local function room_at(limit, slot)
+    local index, before, gone = limit.index, limit.before, slot - limit.window
+    while index > 0 and stamp_of(limit, index - 1) > gone do
       index = index - 1
-      before = before - count_of(w, index)
+      before = before - count_of(limit, index)
     end
-    while index < w.n and stamp_of(w, index) <= gone do
-      before = before + count_of(w, index)
+    while index < limit.n and stamp_of(limit, index) <= gone do
+      before = before + count_of(limit, index)
       index = index + 1
     end
-    local room = w.count - (w.total - before)
+    local room = limit.count - (limit.total - before)
     return room > 0 and room or 0
   end
 
-  local function free(w)
-    if w.floor > 0 and w.floor + w.window > S.now then return 0 end
-    return w.count > w.total and w.count - w.total or 0
+  -- Returns how many units may go now.
+  local function free(limit)
+    if limit.floor > 0 and limit.floor + limit.window > state.now then return 0 end
+    return limit.count > limit.total and limit.count - limit.total or 0
   end
 
-  local function insert(w, _, stamp, units)
-    local size, n = math.floor((w.count + 99) / 100), w.n
+  -- Adds units of a stamp to the log.
+  local function insert(limit, _, stamp, units)
+    local size, n = math.floor((limit.count + 99) / 100), limit.n
     local i = n
-    while i > 0 and stamp_of(w, i - 1) > stamp do
+    while i > 0 and stamp_of(limit, i - 1) > stamp do
       i = i - 1
     end
-    if i > 0 and stamp_of(w, i - 1) == stamp then
+    if i > 0 and stamp_of(limit, i - 1) == stamp then
       i = i - 1
-      put(w, i, stamp, count_of(w, i) + units)
-    elseif i < n and count_of(w, i) < size then
-      put(w, i, stamp_of(w, i), count_of(w, i) + units)
-    elseif i > 0 and count_of(w, i - 1) < size then
+      put(limit, i, stamp, count_of(limit, i) + units)
+    elseif i < n and count_of(limit, i) < size then
+      put(limit, i, stamp_of(limit, i), count_of(limit, i) + units)
+    elseif i > 0 and count_of(limit, i - 1) < size then
       i = i - 1
-      put(w, i, stamp, count_of(w, i) + units)
-    elseif i == n and n < w.room then
-      -- The newest so far was in the record only.
-      if n > 0 then put(w, n - 1, stamp_of(w, n - 1), count_of(w, n - 1)) end
-      w.n = n + 1
-      put(w, n, stamp, units)
+      put(limit, i, stamp, count_of(limit, i) + units)
+    elseif i == n and n < limit.room then
+      -- So far the newest chunk was in the record only.
+      if n > 0 then put(limit, n - 1, stamp_of(limit, n - 1), count_of(limit, n - 1)) end
+      limit.n = n + 1
+      put(limit, n, stamp, units)
     else
-      seldom().insert_chunk(w, i, stamp, units)
+      cold().insert_chunk(limit, i, stamp, units)
     end
-    w.total = w.total + units
-    if i < w.coarse then
-      w.coarse = w.coarse + w.n - n
+    limit.total = limit.total + units
+    if i < limit.coarse then
+      limit.coarse = limit.coarse + limit.n - n
     else
-      w.fine = w.fine + units
+      limit.fine = limit.fine + units
     end
-    if i < w.index then
-      w.index, w.before = 0, 0
+    if i < limit.index then
+      limit.index, limit.before = 0, 0
     end
-    if w.fine > 2 * w.count or w.n > 204 or w.coarse > 48 then
-      seldom().coarsen(w)
+    if limit.fine > 2 * limit.count or limit.n > MOST_FINE or limit.coarse > MOST_COARSE then
+      cold().coarsen(limit)
     end
   end
 
-  -- Counts units that were used without a permit. More than the limit count as the limit.
-  local function charge(w, _, stamp, units)
-    if stamp + w.window > S.now then
-      insert(w, stamp, stamp, units < w.count and units or w.count)
+  -- Counts units that were used without a permit. More units than the limit count as the limit.
+  local function charge(limit, _, stamp, units)
+    if stamp + limit.window > state.now then
+      insert(limit, stamp, stamp, units < limit.count and units or limit.count)
     end
   end
 
-  local function fresh_from(w)
-    local newest = w.n > 0 and stamp_of(w, w.n - 1) or 0
-    if w.floor > newest then newest = w.floor end
-    return newest > 0 and newest + w.window or 0
+  -- Returns the first moment at which the log is empty.
+  local function fresh_from(limit)
+    local newest = limit.n > 0 and stamp_of(limit, limit.n - 1) or 0
+    if limit.floor > newest then newest = limit.floor end
+    return newest > 0 and newest + limit.window or 0
   end
 
   return {
-    size = 11, more = seldom, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
+    size = CHUNK_SIZE, more = cold, read = read, record = record, write = write, advance = advance, first_slot = first_slot,
     room = room_at, insert = insert, charge = charge, free = free, fresh_from = fresh_from,
   }
 end

@@ -1,0 +1,7 @@
+-- The server's clock, in microseconds since the Unix epoch. It may be set; time.lua makes the logical time from it.
+--
+-- needs: nothing
+
+local server_time = redis.call('TIME')
+server_time = server_time[1] * 1000000 + server_time[2]
+
