@@ -1,4 +1,8 @@
 //! What was used of one limit, whichever kind it is.
+//!
+//! Twin: `rule_of` in `store/redis/lua/ledger.lua`, and the table of functions at the end of `window.lua`, `bucket.lua` and
+//! `fixed.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use super::bucket::Bucket;
 use super::fixed::Fixed;

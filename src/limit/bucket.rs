@@ -1,4 +1,7 @@
 //! A token bucket: the generic cell rate algorithm, advanced from deadlines.
+//!
+//! Twin: `store/redis/lua/bucket.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
 

@@ -16,7 +16,8 @@
 //!
 //! A fleet that is alone reserves nothing: what its upstream counts, it has granted.
 //!
-//! Twin: `ledger.lua`; `cargo test --all-features --lib differential` compares the two.
+//! Twin: `store/redis/lua/external.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use super::Micros;
 

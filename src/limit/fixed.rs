@@ -1,4 +1,7 @@
 //! Fixed windows, aligned to the epoch.
+//!
+//! Twin: `store/redis/lua/fixed.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
 

@@ -13,6 +13,9 @@
 //! seats counted as taken are never fewer than those sat on, and at most `n` of them were ever given at the same time.
 //!
 //! Holders that assert different numbers all get the smallest, for as long as any that asserts it lives.
+//!
+//! Twin: `store/redis/lua/in_flight.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
 

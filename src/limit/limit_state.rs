@@ -1,4 +1,7 @@
-//! One limit of a key: what was used of it, and what is reserved for others.
+//! One limit of a key: what was used of it, and what is reserved for other clients.
+//!
+//! Twin: `store/redis/lua/external.lua`, and `retain` in `ledger.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use super::algorithm::{Open, Rule};
 use super::external::{Ours, Size, Strangers, Word};

@@ -1,6 +1,9 @@
-//! Slots that were booked, given back before they were due, and wait for the next who asks.
+//! Slots that were booked, given back before they were due, and wait for the next caller.
 //!
-//! They stay in the logs as they are; so the next taker needs no arithmetic, and nothing is lost when many cancel.
+//! They stay in the logs as they are. So the next caller needs no arithmetic, and nothing is lost when many callers cancel.
+//!
+//! Twin: `find_returned`, `take_back` and `drain` in `store/redis/lua/ledger.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 use std::ops::RangeInclusive;
 

@@ -1,4 +1,7 @@
 //! A sliding window: a log of stamps.
+//!
+//! Twin: `store/redis/lua/window.lua`; the common case is in `short.lua` once more.
+//! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
 
