@@ -15,6 +15,12 @@
 //! grants wherever it runs.
 //!
 //! What this does not do: wait, lock, or know what a request is.
+//!
+//! Every rule is written twice, because Redis runs it in Lua: each file names its *twin*, and the tests run both on the same
+//! history.
+//!
+//! Twin: `store/redis/lua/main.lua` and `ledger.lua`.
+//! After a change: `cargo test --all-features --lib differential`
 
 mod algorithm;
 mod bucket;
@@ -23,7 +29,11 @@ mod fixed;
 mod in_flight;
 mod limit_state;
 #[cfg(test)]
+pub(crate) mod logical_clock;
+#[cfg(test)]
 mod properties;
+#[cfg(test)]
+pub(crate) mod recovery;
 mod returned;
 mod terms;
 mod window;

@@ -202,12 +202,6 @@ fn histories_go_on_through_an_upgrade() {
         .unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Returns the value of a constant of `lua/layout.lua`, as it stands there.
-fn literal(name: &str) -> &'static str {
-    let mut constants = script::REGISTER.lines().filter_map(script::constant);
-    constants.find(|(other, _)| *other == name).map(|(_, value)| value).expect("a constant of the layout")
-}
-
 /// Returns whether the first constants of a line of a script of format 1 have the values of constants of today.
 fn has_values(script: &str, line: &str, today: &[&str]) -> bool {
     let values: Vec<&str> = today.iter().map(|name| literal(name)).collect();

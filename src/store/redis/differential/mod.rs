@@ -5,6 +5,9 @@
 mod formats;
 mod in_flight;
 mod late;
+mod layout;
+mod logical_clock;
+mod recovery;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,6 +39,12 @@ const READS_CLOCK: &str =
 fn at_time_of_argument(text: &str, argument: u32) -> String {
     assert_eq!(text.matches(READS_CLOCK).count(), 1, "a script reads the clock once");
     text.replace(READS_CLOCK, &format!("local server_time = tonumber(ARGV[{argument}])\n"))
+}
+
+/// Returns the value of a constant of `lua/layout.lua`, as it stands there.
+fn literal(name: &str) -> &'static str {
+    let mut constants = script::REGISTER.lines().filter_map(script::constant);
+    constants.find(|(other, _)| *other == name).map(|(_, value)| value).expect("a constant of the layout")
 }
 
 /// A call that asks for `needs` now, without any memory.

@@ -1,0 +1,129 @@
+//! Recovery of a store that lost its state: for how long it grants nothing.
+//!
+//! Permits that were granted before the loss may still be used, and the new state does not know them. A process uses such a
+//! permit only within its *trust* after the last reply of the store: a quarter of the window, at least 1.5 s. So the store
+//! grants nothing for the trust and a window after it made the new state. A limit that remembers for longer than a minute waits
+//! for a minute; it is charged what the caller was granted instead.
+//!
+//! A store in this process never loses its state alone. This is the model of the Lua, for tests.
+//!
+//! Twin: `recover` in `store/redis/lua/ledger.lua`, and step 2 of `in_flight.lua`.
+//! After a change: `cargo test --all-features --lib differential`
+
+use super::{Micros, micros_up};
+use crate::quota::Limit;
+
+/// A store grants nothing for this long and the trust, at most.
+const LONGEST_LEARNING: Micros = 60_000_000;
+
+/// A process uses permits for at least this long after the last reply.
+const SHORTEST_TRUST: Micros = 1_500_000;
+
+/// Holders of calls in flight claim every third of their time to live. This much later, all of them have.
+const LATE: Micros = 1_000_000;
+
+/// What a caller remembers of a state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Known {
+    pub(crate) incarnation: u64,
+    pub(crate) writes: u64,
+}
+
+/// Returns whether the caller knows of a state that is lost, or of a later one than this.
+///
+/// A call about rates has such knowledge only if it states a time besides: a mere return does not.
+pub(crate) fn is_lost(known: Known, incarnation: u64, writes: u64) -> bool {
+    known.incarnation != 0 && (known.incarnation != incarnation || known.writes > writes)
+}
+
+/// Returns for how long permits of a limit count.
+pub(crate) fn remembered(limit: Limit) -> Micros {
+    let window = micros_up(limit.window());
+    match limit {
+        // Lua calculates with doubles, in this order.
+        Limit::Bucket { capacity, count, .. } if capacity > count => {
+            (window as f64 / f64::from(count) * f64::from(capacity)).ceil() as Micros
+        }
+        _ => window,
+    }
+}
+
+/// Returns whether a limit is charged what the caller was granted.
+pub(crate) fn is_charged(limit: Limit) -> bool {
+    remembered(limit) > LONGEST_LEARNING
+}
+
+/// Returns until when a state that was made at `made_at` grants nothing, under the limits that the caller asserts. The time is
+/// even, because its last bit has another meaning in the state.
+pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
+    let longest = limits.iter().map(|limit| remembered(*limit)).max().unwrap_or(0).min(LONGEST_LEARNING);
+    let until = made_at + longest + (longest / 4).max(SHORTEST_TRUST);
+    until - until % 2
+}
+
+/// The same for calls in flight, whose claims have this time to live.
+pub(crate) fn in_flight_learning_until(made_at: Micros, time_to_live: Micros) -> Micros {
+    made_at + time_to_live / 3 + LATE
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::store::trust;
+
+    const MADE: Micros = 1_700_000_000_000_000;
+
+    fn limit() -> impl Strategy<Value = Limit> {
+        let window = (1u64..7_200_000).prop_map(Duration::from_millis);
+        (0..3, 1u32..100_000, 1u32..100_000, window).prop_map(|(kind, count, capacity, window)| match kind {
+            0 => Limit::Sliding { count, window },
+            1 => Limit::Bucket { capacity, count, window },
+            _ => Limit::Fixed { count, window },
+        })
+    }
+
+    proptest! {
+        /// The process that got the last permit of the lost state uses it within its trust after the loss.
+        #[test]
+        fn lost_permits_are_a_window_old_before_the_next(limit in limit()) {
+            let window = remembered(limit).min(LONGEST_LEARNING);
+            let last_use = MADE + micros_up(trust(Duration::from_micros(window)));
+            // The time is rounded to an even one.
+            prop_assert!(learning_until(MADE, &[limit]) + 1 >= last_use + window);
+        }
+
+        #[test]
+        fn limits_that_remember_longer_are_charged(limit in limit()) {
+            let learned = learning_until(MADE, &[limit]) - MADE;
+            prop_assert!(is_charged(limit) || learned >= remembered(limit));
+        }
+
+        #[test]
+        fn recovery_ends_after_75_seconds(limits in prop::collection::vec(limit(), 0..4)) {
+            prop_assert!(learning_until(MADE, &limits) <= MADE + 75_000_000);
+        }
+
+        #[test]
+        fn another_limit_never_shortens_recovery(limits in prop::collection::vec(limit(), 1..4)) {
+            prop_assert!(learning_until(MADE, &limits) >= learning_until(MADE, &limits[1..]));
+        }
+
+        /// Each holder claims within a third of its time to live, so all of them are known again.
+        #[test]
+        fn holders_claim_before_slots_are_granted(time_to_live in 0u64..3_600_000_000) {
+            prop_assert!(in_flight_learning_until(MADE, time_to_live) > MADE + time_to_live / 3);
+        }
+    }
+
+    #[test]
+    fn callers_that_know_more_have_lost_a_state() {
+        let known = Known { incarnation: 5, writes: 9 };
+        assert!(!is_lost(known, 5, 9) && !is_lost(known, 5, 10));
+        assert!(is_lost(known, 5, 8) && is_lost(known, 6, 9));
+        assert!(!is_lost(Known { incarnation: 0, writes: 9 }, 5, 8), "the caller knows nothing");
+    }
+}

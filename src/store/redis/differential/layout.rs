@@ -1,0 +1,262 @@
+//! The layout: what Rust packs, Lua reads field by field with the formats of `lua/layout.lua`, and the other way round. Numbers
+//! that stand in a rule and in its twin are the same.
+
+use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
+use super::super::registers;
+use super::*;
+use crate::quota::Limit;
+use crate::store::{Change, Claim, LimitUsage, News, Tell};
+
+/// Returns a format of `lua/layout.lua`.
+fn format_of(name: &str) -> &'static str {
+    literal(name).trim_matches('\'')
+}
+
+/// Lua that packs and unpacks.
+struct Lua(redis::Connection);
+
+impl Lua {
+    /// Returns the size of a format.
+    fn size(&mut self, format: &str) -> u64 {
+        let script = redis::Script::new("return struct.size(ARGV[1])");
+        script.arg(format).invoke(&mut self.0).expect("a size")
+    }
+
+    /// Returns the numbers of records of these formats, one after the other, which fill `bytes`.
+    fn unpack(&mut self, bytes: &[u8], formats: &[&str]) -> Vec<i64> {
+        let script = redis::Script::new(
+            "local numbers, pos = {}, 1
+            for i = 2, #ARGV do
+              local values = { struct.unpack(ARGV[i], ARGV[1], pos) }
+              for k = 1, #values - 1 do numbers[#numbers + 1] = string.format('%.0f', values[k]) end
+              pos = values[#values]
+            end
+            assert(pos == #ARGV[1] + 1, 'the formats fill all bytes')
+            return numbers",
+        );
+        let mut invocation = script.arg(bytes);
+        for name in formats {
+            invocation.arg(format_of(name));
+        }
+        invocation.invoke(&mut self.0).expect("numbers")
+    }
+
+    /// Packs numbers.
+    fn pack(&mut self, name: &str, numbers: &[u64]) -> Vec<u8> {
+        let script = redis::Script::new(
+            "local numbers = {}
+            for i = 2, #ARGV do numbers[i - 1] = tonumber(ARGV[i]) end
+            return struct.pack(ARGV[1], unpack(numbers))",
+        );
+        let mut invocation = script.arg(format_of(name));
+        for number in numbers {
+            invocation.arg(number);
+        }
+        invocation.invoke(&mut self.0).expect("bytes")
+    }
+}
+
+fn with_lua(check: impl FnOnce(&mut Lua)) {
+    let server = RedisServer::start().expect("a server of our own");
+    check(&mut Lua(server.connect().expect("a connection")));
+}
+
+#[test]
+fn sizes_are_those_of_their_formats() {
+    with_lua(|lua| {
+        let constants = script::REGISTER.lines().filter_map(script::constant);
+        let mut count = 0;
+        for (name, size) in constants.filter_map(|(name, size)| Some((name.strip_suffix("_SIZE")?, size))) {
+            let size: u64 = size.parse().expect("a size");
+            if name == "RECORD" {
+                for record in ["WINDOW_RECORD", "BUCKET_RECORD", "FIXED_RECORD"] {
+                    assert_eq!(lua.size(format_of(record)), size, "{record}");
+                }
+                assert!(lua.size(format_of("EXTERNAL_RECORD")) <= size);
+            } else {
+                assert_eq!(lua.size(format_of(name)), size, "{name}");
+            }
+            count += 1;
+        }
+        assert_eq!(count, 13);
+        let reply_with_segment = [format_of("REPLY"), format_of("SEGMENT").trim_start_matches('<')].concat();
+        assert_eq!(reply_with_segment, format_of("REPLY_WITH_SEGMENT"));
+    });
+}
+
+#[test]
+fn calls_about_rates_are_read_field_by_field() {
+    let bucket = Quota::bucket(40).refill(3, millis(7));
+    let quota = Quota::new(30, millis(5)).and(bucket).and(Quota::fixed(20, millis(6)));
+    let terms = Arc::new(Terms::new(quota, Duration::from_micros(11), Duration::from_micros(12)));
+    let needs = [Need { cost: 31, count: 32 }, Need { cost: 33, count: 34 }];
+    let returns = [Unused { slot: 41, stamp: 42, units: 43, incarnation: 2 }];
+    let charges = [Charge::new(Duration::from_micros(51), 52)];
+    let memory = Memory {
+        incarnation: 2,
+        writes: 3,
+        seen: 4,
+        since: Duration::from_micros(5),
+        trip: Duration::from_micros(6),
+        granted: 10,
+    };
+    let left = Left {
+        reset_in: Some(Duration::from_micros(62)),
+        steady: true,
+        urgent: true,
+        ago: Duration::from_micros(63),
+        refused: 64,
+        valid_for: Duration::from_micros(65),
+        forget: true,
+        ..Left::new(quota.limits()[0], 61)
+    };
+    let ask = Ask {
+        latest: Duration::from_micros(13),
+        life: Duration::from_micros(14),
+        prefetch: 15,
+        prefetch_life: Duration::from_micros(16),
+        returns: &returns,
+        charges: &charges,
+        memory,
+        held: Held { left: Duration::from_micros(17), releases: 18, cut: true },
+        left: Some(left),
+        ..asks(&terms, &needs)
+    };
+    let mut call = codec::lease(&ask, 0);
+    codec::Call::ask_again(&mut call, Duration::ZERO, 8);
+    let formats = [
+        &["CALL"][..],
+        &["CALL_LIMIT"; 3],
+        &["CALL_NEED"; 2],
+        &["CALL_RETURN", "CALL_CHARGE", "CALL_REMAINING"],
+    ];
+    with_lua(|lua| {
+        let numbers = lua.unpack(&call, &formats.concat());
+        let (head, lists) = numbers.split_at(25);
+        let versions = [2, 1, 1];
+        let memory = [2, 3, 4, 5, 24, 8, 0, 10];
+        let spans = [11, 12, 13, 14, 15, 16, 17, 18, 1];
+        let counts = [3, 2, 1, 1, 1];
+        assert_eq!(head, [&versions[..], &memory, &spans, &counts].concat());
+        let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
+        let needs = [31, 32, 33, 34];
+        let returns_and_charges = [41, 42, 43, 51, 52];
+        let remaining = [1, 30, 5000, 0, 61, 62, 3, 63, 64, 65, 1];
+        assert_eq!(lists, [&limits[..], &needs, &returns_and_charges, &remaining].concat());
+    });
+}
+
+#[test]
+fn claims_and_register_calls_are_read_field_by_field() {
+    let memory = Memory { incarnation: 2, writes: 3, seen: 4, ..Memory::default() };
+    let life = Duration::from_micros(17);
+    let claim = Claim { holder: 11, most: 13, sits: 14, wants: 15, heard: 16, life, ..Claim::NONE };
+    let (value, tell) = (Some(Vec::new()), Tell::Nobody);
+    let change = Change { key: Key::ALL, kind: 1, seen: 2, value, life, tell };
+    with_lua(|lua| {
+        let numbers = lua.unpack(&codec::claim(&claim, 12, 10, memory, 0), &["CLAIM_CALL"]);
+        assert_eq!(numbers, [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]);
+        let call = registers::call(&change, None);
+        let Some(script::Argument::Is(call)) = call.first() else { panic!("the call is first") };
+        assert_eq!(lua.unpack(call, &["REGISTER_CALL"]), [1, 1, 2, 17]);
+    });
+}
+
+#[test]
+fn replies_about_rates_are_read_field_by_field() {
+    with_lua(|lua| {
+        // Version; refused, shared and cut; incarnation to hold; releases; the limit that refused; another; prefetched; segments.
+        let reply =
+            [2, 1 + 4 + 8, 3, 4, 5, 6, 7, 8, 9, 10, 1, 11, 12, 0, 2, 13, 14, 15, 16, 17, 1, 21, 22, 23, 24];
+        let lease =
+            codec::read_lease(&lua.pack("REPLY_WITH_SEGMENT", &reply), Duration::from_micros(2)).unwrap();
+        let micros = Duration::from_micros;
+        assert_eq!((lease.incarnation, lease.writes, lease.now), (3, 4, 5));
+        assert_eq!((lease.remember, lease.free, lease.shared), (micros(6), 8, true));
+        assert_eq!(lease.held, Held { left: micros(9), releases: 10, cut: true });
+        let limit = Limit::Sliding { count: 11, window: micros(12) };
+        assert_eq!(lease.refused, Some(Refusal { wait: Some(micros(7)), limit: Some(limit) }));
+        assert_eq!(lease.foreign, Some(Limit::Bucket { count: 13, window: micros(14), capacity: 15 }));
+        let segment =
+            Segment { cost: 21, count: 22, wait: micros(23), life: micros(22), slot: 28, stamp: 52 };
+        assert_eq!(lease.segments.to_vec(), [segment]);
+        let ahead = Segment { cost: 1, count: 16, wait: micros(0), life: micros(15), slot: 5, stamp: 22 };
+        assert_eq!(lease.prefetched, Some(ahead));
+        let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
+        assert_eq!(codec::read_unsure(&unsure), Some(5));
+
+        let head = lua.pack("PEEK_REPLY", &[2, 0, 3, 4, 5, 6, 1, 1]);
+        let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11]);
+        let usage = codec::read_peek(&[head, limit].concat()).unwrap();
+        assert_eq!((usage.free, usage.next_slot), (3, micros(4)));
+        assert_eq!(usage.held, Held { left: micros(5), releases: 6, cut: true });
+        let limit = Limit::Fixed { count: 7, window: micros(8) };
+        assert_eq!(usage.limits, [LimitUsage { limit, used: 9, free: 10, reserved: 11 }]);
+    });
+}
+
+#[test]
+fn replies_to_claims_and_messages_are_read_field_by_field() {
+    with_lua(|lua| {
+        let micros = Duration::from_micros;
+        let claimed = codec::read_claimed(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9])).unwrap();
+        let told = codec::ToldSeats { incarnation: 3, changes: 4, number: 6, given: 7, others_wait: true };
+        assert_eq!((claimed.told, claimed.mute, claimed.now), (told, true, 5));
+        assert_eq!((claimed.first_end, claimed.learning), (Some(micros(8)), micros(9)));
+        assert_eq!(codec::read_peek_seats(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(), (3, 4));
+
+        let message = lua.pack("IN_FLIGHT_MESSAGE_FIELDS", &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1]);
+        assert_eq!(codec::read_told(&message).unwrap(), (5, told));
+        for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
+            let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
+            let (news, rest) = codec::read_news(&message).unwrap();
+            let held = Held { left: micros(3), releases: 4, cut };
+            assert!(matches!(news, News::Held(other) if other == held) && rest.is_empty());
+        }
+        let message = lua.pack("REMAINING_MESSAGE_FIELDS", &[u64::from(REMAINING_MESSAGE), 3]);
+        assert!(matches!(codec::read_news(&message).unwrap(), (News::Less { writes: 3 }, [])));
+
+        let register = registers::read(&lua.pack("REGISTER_REPLY", &[1, 1, 3, 4]), 9).unwrap();
+        assert_eq!((register.kind, register.changed, register.version), (9, true, 3));
+        assert_eq!((register.age, register.value), (micros(4), Vec::new()));
+    });
+}
+
+/// Returns the number of the line of a file that begins so; the rest of the line is a number.
+fn number_after(text: &str, start: &str) -> u64 {
+    let line = text.lines().find_map(|line| line.trim_start().strip_prefix(start)).expect("a line");
+    line.trim_end_matches(';').replace('_', "").parse().expect("a number")
+}
+
+/// Asserts that the constants `lua` of a script and `rust` of its twin are the same number.
+macro_rules! same_constants {
+    ($($script:literal $lua:literal, $twin:literal $rust:literal;)*) => {
+        $({
+            let lua = number_after(include_str!(concat!("../lua/", $script)), concat!("local ", $lua, " = "));
+            let twin = include_str!(concat!("../../../limit/", $twin));
+            assert_eq!(lua, number_after(twin, concat!("const ", $rust, " = ")), $lua);
+        })*
+    };
+}
+
+#[test]
+fn constants_of_rules_are_those_of_their_twins() {
+    same_constants! {
+        "layout.lua" "CLOCK_TOLERANCE", "logical_clock.rs" "CLOCK_TOLERANCE: Micros";
+        "window.lua" "MOST_COARSE", "window.rs" "MOST_COARSE: usize";
+        "window.lua" "MOST_FINE", "window.rs" "MOST_FINE: usize";
+        "bucket.lua" "MOST_MARKS", "bucket.rs" "MOST_MARKS: usize";
+        "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
+        "fixed.lua" "MOST_SPELLS", "fixed.rs" "MOST_WINDOWS: usize";
+        "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
+        "external.lua" "LONGEST_LIFE", "mod.rs" "LONGEST_LIFE: Micros";
+        "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_WORD: Micros";
+        "ledger.lua" "MOST_LIMITS", "mod.rs" "MOST_LIMITS: usize";
+        "ledger.lua" "MOST_ROUNDS", "mod.rs" "MOST_ROUNDS: usize";
+        "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";
+        "ledger.lua" "LONGEST_LEARNING", "recovery.rs" "LONGEST_LEARNING: Micros";
+        "ledger.lua" "SHORTEST_TRUST", "recovery.rs" "SHORTEST_TRUST: Micros";
+        "in_flight.lua" "LATE", "recovery.rs" "LATE: Micros";
+        "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";
+    }
+}
