@@ -120,7 +120,9 @@ local function bucket_rule()
         limit.slack, limit.slack_r = slack, slack_r
       end
     else
-      limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r = stamp, 0, stamp, 0, NEVER, 0
+      limit.full, limit.full_r = stamp, 0
+      limit.base_at, limit.base_r = stamp, 0
+      limit.slack, limit.slack_r = NEVER, 0
     end
     local span, span_r = refill(limit, units)
     limit.full, limit.full_r = plus(limit, limit.full, limit.full_r, span, span_r)
@@ -148,7 +150,9 @@ local function bucket_rule()
     if less(empty, empty_r, limit.full, limit.full_r) then empty, empty_r = limit.full, limit.full_r end
     insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
     if less(empty, empty_r, limit.full, limit.full_r) then
-      limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r = empty, empty_r, empty, empty_r, NEVER, 0
+      limit.full, limit.full_r = empty, empty_r
+      limit.base_at, limit.base_r = empty, empty_r
+      limit.slack, limit.slack_r = NEVER, 0
     end
   end
 
@@ -216,7 +220,10 @@ local function bucket_rule()
 
   -- Makes a full bucket.
   local function new(limit)
-    limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r, limit.queued_from = 0, 0, 0, 0, 0, 0, NEVER
+    limit.full, limit.full_r = 0, 0
+    limit.base_at, limit.base_r = 0, 0
+    limit.slack, limit.slack_r = 0, 0
+    limit.queued_from = NEVER
     limit.list = {}
   end
 
@@ -233,8 +240,9 @@ local function bucket_rule()
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.full, limit.full_r,
-      limit.base_at, limit.base_r, limit.slack, limit.slack_r, limit.queued_from, 0, 0, 0)
+    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
+      limit.n, limit.room, limit.full, limit.full_r, limit.base_at, limit.base_r, limit.slack, limit.slack_r,
+      limit.queued_from, 0, 0, 0)
   end
 
   local rule = {

@@ -9,7 +9,7 @@
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
 -- Redis runs a script as a new function for each call, with every function in it: 50 ns for each, and more for each
--- variable that the function shares. So functions that few calls need are made when they are needed (`cold` in ledger.lua),
+-- variable that the function shares. So functions that few calls need are made when they are needed (`cold`, `cold_external`),
 -- and what the others share is in one table, `state`.
 
 -- How much longer than necessary a key lives, so that few grants have to extend its life.

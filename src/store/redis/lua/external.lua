@@ -56,8 +56,8 @@ local function first_slot_beside(limit, from, cost, life)
   end
 end
 
--- Makes the functions that few calls need: roll, see_at, forget_others, read_external, external_records.
-local function external_functions()
+-- Makes the functions that few calls need.
+local function cold_external()
   -- Permits live for at most this long, or a twentieth of the window.
   local LONGEST_LIFE = 50000
   -- The oldest response that bounds what may go until the next one: this old, or a twentieth of the window.
@@ -171,8 +171,25 @@ local function external_functions()
     end
   end
 
+  -- Adopts what the upstream states remains of a limit. Returns whether that allows less than before, and whether other
+  -- processes must be notified of it at once.
+  local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
+    local steady, urgent = flags % 2, flags >= 2
+    for i = 1, #state do
+      local limit = state[i]
+      if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
+        if forget == 1 then
+          forget_others(limit)
+          return false, false
+        end
+        return see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for), urgent
+      end
+    end
+    return false, false
+  end
+
   -- Reads a record and attaches it to its limit.
-  local function read_external(bytes, from)
+  local function read(bytes, from)
     local _, count, window, capacity, of_kind, ends, seen, before, refused, least, ours, whole, said, said_till,
       confirmed_until, short, short_until, counted_until = struct.unpack(EXTERNAL_RECORD, bytes, from)
     local external = {
@@ -189,8 +206,8 @@ local function external_functions()
   end
 
   -- Packs the records of all limits that other clients use. Returns them, and how many they are.
-  local function external_records()
-    local records, n = '', 0
+  local function records()
+    local bytes, n = '', 0
     for i = 1, #state do
       local limit, external = state[i], state[i].external
       if external then
@@ -198,11 +215,12 @@ local function external_functions()
           external.ends, external.seen, external.before, external.refused, external.least, external.ours, external.whole,
           external.said, external.said_till, external.confirmed_until, external.short, external.short_until,
           external.counted_until)
-        records, n = records .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
+        bytes, n = bytes .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
       end
     end
-    return records, n
+    return bytes, n
   end
 
-  return roll, see_at, forget_others, read_external, external_records
+  state.cold_external = { roll = roll, see = see, forget_others = forget_others, read = read, records = records }
+  return state.cold_external
 end

@@ -184,8 +184,8 @@ local function fixed_rule()
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.open_from,
-      limit.phase, 0, 0, 0, 0, 0, 0)
+    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
+      limit.n, limit.room, limit.open_from, limit.phase, 0, 0, 0, 0, 0, 0)
   end
 
   local rule = {

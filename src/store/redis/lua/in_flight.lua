@@ -210,8 +210,10 @@ end
 
 -- It lives as long as any claim can; two clocks may differ by a thousandth.
 if learning_until - now > life_left then life_left = learning_until - now end
-redis.call('SET', KEYS[1], struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at,
-  now - server_time, now, learning_until) .. table.concat(records), 'PX', math.floor((life_left + life_left / 1000) / 1000) + 1000)
+local time_to_live = math.floor((life_left + life_left / 1000) / 1000) + 1000
+local head = struct.pack(IN_FLIGHT_HEAD, IN_FLIGHT_FORMAT, count, #queue, incarnation, changes, made_at, now - server_time,
+  now, learning_until)
+redis.call('SET', KEYS[1], head .. table.concat(records), 'PX', time_to_live)
 
 -- 5. The reply.
 return struct.pack(CLAIM_REPLY, CALL_VERSION, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,

@@ -22,8 +22,8 @@ local IN_FLIGHT_FORMAT = 1
 local REGISTER_VERSION = 1
 
 -- Messages have no version. Their first byte names their kind, and an unknown kind is ignored.
--- A hold or a release, to all stores; the second is of a hold that the caller cut. B kind; I7 hold; I4 releases. The token of
--- the key follows.
+-- A hold or a release, to all stores; the second kind is a hold that the caller cut. B kind; I7 hold; I4 releases. The
+-- token of the key follows.
 local HOLD_MESSAGE = 1
 local CUT_HOLD_MESSAGE = 4
 local HOLD_MESSAGE_FIELDS = '<BI7I4'
@@ -95,8 +95,9 @@ local CALL_CHARGE = '<I7I7'
 -- B forget.
 local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
 
--- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold; I4 releases; B I4 I7 I4 the
--- limit that refused; B I4 I7 I4 a limit that the call does not have; I4 units prefetched; I7 their span; I2 segments.
+-- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold; I4 releases;
+-- B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have; I4 units prefetched; I7 their span;
+-- I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'

@@ -91,7 +91,6 @@ end
 local function cold()
   -- The most returned slots that are kept apart.
   local MOST_RETURNED = 32
-  local roll, see_at, forget_others, read_external, external_records = external_functions()
 
   -- Takes the units of a permit out of every limit.
   local function subtract(slot, stamp, units)
@@ -151,26 +150,13 @@ local function cold()
     end
   end
 
-  -- Adopts what the upstream states remains of a limit. Returns whether other processes must be notified at once that less
-  -- remains than the state knew.
-  local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
-    local steady, urgent = flags % 2, flags >= 2
-    for i = 1, #state do
-      local limit = state[i]
-      if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then
-        if forget == 1 then
-          forget_others(limit)
-        elseif see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for) then
-          local list = returned()
-          while #list > 0 do
-            local last = table.remove(list)
-            state.returned_count = #list
-            subtract(last.slot, last.stamp, last.units)
-          end
-          return urgent
-        end
-        return false
-      end
+  -- Takes all returned slots out of the logs: they were granted when more seemed to remain.
+  local function drop_returned()
+    local list = returned()
+    while #list > 0 do
+      local last = table.remove(list)
+      state.returned_count = #list
+      subtract(last.slot, last.stamp, last.units)
     end
   end
 
@@ -303,7 +289,8 @@ local function cold()
       regions[i], limit.room = padded(bytes, limit.n, limit.room, limit.rule.size)
       records[i] = limit.rule.record(limit)
     end
-    local records_of_external, shared = external_records()
+    local records_of_external, shared = '', 0
+    if state.cold_external then records_of_external, shared = state.cold_external.records() end
     records[#state + 1] = records_of_external
     regions[#state + 1], state.returned_room = padded(pack_returned(), state.returned_count, state.returned_room, RETURNED_SIZE)
     redis.call('SET', KEYS[1], packed_head(#state + shared, incarnation, writes, offset, expires, held_until, releases)
@@ -311,9 +298,8 @@ local function cold()
   end
 
   state.cold = {
-    take_back = take_back, drain = drain, see = see, charge = charge, prefetch = prefetch, add = add, retain = retain,
-    recover = recover, rewrite = rewrite, roll = roll, forget_others = forget_others, read_external = read_external,
-    external_records = external_records,
+    take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
+    retain = retain, recover = recover, rewrite = rewrite,
   }
   return state.cold
 end

@@ -3,7 +3,8 @@
 --
 -- Twin: src/limit/mod.rs (Ledger) and `book` in src/store/memory.rs. Of step 4: src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
--- needs: all files before
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua), state.lua, external.lua,
+-- ledger.lua
 
 -- Reads the records of the limits into `state`. `head` has so many of them as the call has limits. Returns an error if there
 -- is a record of an unknown kind.
@@ -16,7 +17,7 @@ local function read_records(head, record_count, limit_count)
     local from = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
     local kind = string.byte(head, from)
     if kind == EXTERNAL then
-      (state.cold or cold()).read_external(head, from)
+      (state.cold_external or cold_external()).read(head, from)
     elseif kind > EXTERNAL then
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
         .. ', this release understands kinds up to ' .. EXTERNAL)
@@ -37,7 +38,7 @@ local function assert_limits(operation, call, pos, limit_count, guard)
     local limit = state[i]
     if limit.kind == FIXED and operation ~= RETURN then limit.rule.align(limit) end
     limit.rule.advance(limit)
-    if limit.external and state.now >= limit.external.ends then state.cold.roll(limit) end
+    if limit.external and state.now >= limit.external.ends then state.cold_external.roll(limit) end
   end
   for _ = 1, limit_count do
     local kind, count, window, capacity, asserted
@@ -59,9 +60,9 @@ local function assert_limits(operation, call, pos, limit_count, guard)
   return pos
 end
 
--- Books `count` permits of `cost` units each, as many of them in one segment as one slot allows. Returns nothing if all are
--- booked. Otherwise returns the first slot that would be later than `last`, and the limit that refused: nothing is booked for
--- that permit and those after it.
+-- Books `count` permits of `cost` units each; one segment has as many of them as its slot allows. Returns nothing if all are
+-- booked. Otherwise returns the first slot that is later than `last`, and the limit that refused: nothing is booked for that
+-- permit and those after it.
 local function book(cost, count, life, last, segments)
   while count > 0 do
     local slot, refusing = first_slot(cost, life)
@@ -112,7 +113,7 @@ end
 -- Writes what changed: the head, the records, and entries.
 local function write(incarnation, writes, offset, expires, held_until, releases)
   local external, shared = '', 0
-  if state.cold then external, shared = state.cold.external_records() end
+  if state.cold_external then external, shared = state.cold_external.records() end
   local records = packed_head(#state + shared, incarnation, writes, offset, expires, held_until, releases)
   for i = 1, #state do
     local limit = state[i]
@@ -152,8 +153,8 @@ else
     local now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
       server_seen > 0 and server_seen + server_since)
     if not now then
-      return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0, 0, 0,
-        0, 0, 0, 0, 0)
+      return struct.pack(REPLY, CALL_VERSION, UNSURE, incarnation, writes, server_time, 0, 0, 0, 0, releases, 0, 0, 0, 0,
+        0, 0, 0, 0, 0, 0, 0)
     end
     state.now = now
   end
@@ -169,11 +170,20 @@ state.learning_until = state.learning_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the last releases.
 if operation == HOLD and hold_releases < releases then hold_releases = releases end
 if operation == RELEASE then
-  held_until, releases, state.hold_is_cut, state.changed = 0, releases + 1, 0, true
+  held_until = 0
+  releases = releases + 1
+  state.hold_is_cut = 0
+  state.changed = true
 elseif hold_releases > releases then
-  held_until, releases, state.hold_is_cut, state.changed = hold_left > 0 and now + hold_left or 0, hold_releases, hold_is_cut, true
+  -- The caller knows of a release that this state does not know.
+  held_until = hold_left > 0 and now + hold_left or 0
+  releases = hold_releases
+  state.hold_is_cut = hold_is_cut
+  state.changed = true
 elseif hold_releases == releases and hold_left > 0 and now + hold_left > held_until then
-  held_until, state.hold_is_cut, state.changed = now + hold_left, hold_is_cut, true
+  held_until = now + hold_left
+  state.hold_is_cut = hold_is_cut
+  state.changed = true
 end
 state.from = held_until > now and held_until or now
 local cut = held_until > now and state.hold_is_cut or 0
@@ -192,7 +202,9 @@ if operation == PEEK then
   if state.learning_until > now then
     free, next_slot = 0, state.learning_until > next_slot and state.learning_until or next_slot
   end
-  local parts = { struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.from - now, releases, cut, #state) }
+  local parts = {
+    struct.pack(PEEK_REPLY, CALL_VERSION, GRANTED, free, next_slot - now, state.from - now, releases, cut, #state),
+  }
   for i = 1, #state do
     local limit = state[i]
     parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity,
@@ -202,7 +214,7 @@ if operation == PEEK then
   return table.concat(parts)
 end
 
--- 4. Recovery, if the caller knows of a state that is lost, or of a later one than this: it had permits that are not in here.
+-- 4. Recovery. A caller that knows of a state that is lost, or of a later one than this, had permits that are not in here.
 if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
   if known == incarnation then
     incarnation, state.made_at = random, now
@@ -211,7 +223,7 @@ if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) t
 end
 
 -- 5. What comes back, what was used without a permit, and what the upstream states remains.
-local needs_pos, is_less = pos, false
+local needs_pos, must_notify = pos, false
 pos = pos + need_count * CALL_NEED_SIZE
 for _ = 1, return_count do
   local slot, stamp, units
@@ -226,11 +238,13 @@ for _ = 1, charge_count do
   (state.cold or cold()).charge(age, units)
 end
 if remaining_count > 0 then
-  is_less = (state.cold or cold()).see(struct.unpack(CALL_REMAINING, call, pos))
+  local is_less, is_urgent = (state.cold_external or cold_external()).see(struct.unpack(CALL_REMAINING, call, pos))
+  if is_less and state.returned_count > 0 then (state.cold or cold()).drop_returned() end
+  must_notify = is_less and is_urgent
 end
 if operation == RELEASE then
   for i = 1, #state do
-    (state.cold or cold()).forget_others(state[i])
+    (state.cold_external or cold_external()).forget_others(state[i])
   end
 end
 
@@ -289,9 +303,9 @@ end
 
 -- 8. Messages. If PUBLISH is forbidden, the other processes learn of it with their next call.
 if operation == HOLD or operation == RELEASE then
-  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE, state.from - now,
-    releases) .. ARGV[3])
-elseif is_less and #ARGV == 3 then
+  local kind = cut == 1 and CUT_HOLD_MESSAGE or HOLD_MESSAGE
+  redis.pcall('PUBLISH', ARGV[2], struct.pack(HOLD_MESSAGE_FIELDS, kind, state.from - now, releases) .. ARGV[3])
+elseif must_notify and #ARGV == 3 then
   redis.pcall('PUBLISH', ARGV[2], struct.pack(REMAINING_MESSAGE_FIELDS, REMAINING_MESSAGE, writes) .. ARGV[3])
 end
 

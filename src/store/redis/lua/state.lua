@@ -21,6 +21,7 @@ local state = {
   returned_base = 0, -- where the returned slots begin in the string
   returned = false, -- the returned slots, once they are read
   cold = false, -- the functions of `cold` (ledger.lua), once they are made
+  cold_external = false, -- the functions of `cold_external` (external.lua), once they are made
 }
 state[1], state[2] = nil, nil
 
@@ -67,7 +68,8 @@ end
 -- Returns the returned slots, sorted by slot (src/limit/returned.rs).
 local function returned()
   if not state.returned then
-    state.returned = read_list(state.returned_base, state.returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' })
+    state.returned = read_list(state.returned_base, state.returned_count, RETURNED, RETURNED_SIZE,
+      { 'slot', 'stamp', 'units' })
   end
   return state.returned
 end

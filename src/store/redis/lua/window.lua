@@ -153,7 +153,8 @@ local function window_rule()
     local function join_next(limit, i)
       local count = count_of(limit, i)
       if count > 0 then
-        if i + 1 >= limit.n or i + 1 == limit.coarse or count + count_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
+        local is_last = i + 1 >= limit.n or i + 1 == limit.coarse
+        if is_last or count + count_of(limit, i + 1) > math.floor((limit.count + 99) / 100) then
           return i + 1
         end
         put(limit, i + 1, stamp_of(limit, i + 1), count_of(limit, i + 1) + count)
@@ -256,10 +257,12 @@ local function window_rule()
     local oldest, oldest_count, newest, newest_count = 0, 0, 0, 0
     local last = limit.n - 1
     if last >= 0 then
-      oldest, oldest_count, newest, newest_count = stamp_of(limit, 0), count_of(limit, 0), stamp_of(limit, last), count_of(limit, last)
+      oldest, oldest_count = stamp_of(limit, 0), count_of(limit, 0)
+      newest, newest_count = stamp_of(limit, last), count_of(limit, last)
     end
-    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted, limit.n, limit.room, limit.total, limit.fine,
-      limit.coarse, limit.first % limit.room, limit.floor, limit.index, limit.before, oldest, oldest_count, newest, newest_count)
+    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.asserted,
+      limit.n, limit.room, limit.total, limit.fine, limit.coarse, limit.first % limit.room, limit.floor, limit.index,
+      limit.before, oldest, oldest_count, newest, newest_count)
   end
 
   -- Writes the chunks that changed, except the newest, which is in the record.
