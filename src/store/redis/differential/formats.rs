@@ -1,5 +1,5 @@
-//! What an earlier release wrote is read by this one, and what this one writes is read by the earlier one where it holds
-//! nothing new. `tests/formats/1` has the scripts of format 1, and states that they wrote.
+//! This release reads what an earlier one wrote. The earlier one reads what this one writes, unless it holds something new.
+//! `tests/formats/1` has the scripts of format 1, and states that they wrote.
 
 use super::*;
 
@@ -8,7 +8,7 @@ const SEATS_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
 const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
-/// A call of format 1, made of one of format 2 without anything new: it has neither the server's time nor charges.
+/// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, and no charges.
 fn call_1(call: &[u8]) -> Vec<u8> {
     const BEFORE_SERVER: usize = 2 + 6 * 7;
     const BEFORE_CUT: usize = BEFORE_SERVER + 2 * 7 + 5 * 7 + 4 + 7 + 7 + 4;
@@ -19,7 +19,7 @@ fn call_1(call: &[u8]) -> Vec<u8> {
     [&[1], head, rest, &call[BEFORE_CUT + 1..BEFORE_CHARGES], &call[BEFORE_CHARGES + 1..]].concat()
 }
 
-/// An answer of format 2, made of one of format 1: nothing is free.
+/// Returns an answer of format 2 for one of format 1: nothing is free.
 fn answer_2(answer: &[u8]) -> Vec<u8> {
     const BEFORE_FREE: usize = 2 + 5 * 7;
     [&[2], &answer[1..BEFORE_FREE], &[0; 7], &answer[BEFORE_FREE..]].concat()
@@ -34,7 +34,7 @@ fn run_1(world: &mut World, call: &[u8]) -> Result<Vec<u8>, redis::RedisError> {
     invocation.arg(call_1(call)).arg("told").arg("key").arg(raw).invoke(&mut world.redis)
 }
 
-/// The answer of the script of format 1 to a call, as one of today's.
+/// Returns the answer of the script of format 1 to a call, as an answer of today.
 pub(super) fn lease_1(world: &mut World, call: &[u8]) -> Vec<u8> {
     answer_2(&run_1(world, call).unwrap())
 }

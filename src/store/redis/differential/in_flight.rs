@@ -1,4 +1,4 @@
-//! The same for calls in flight: the same claims get the same seats, and the same holders are told.
+//! Calls in flight: the same claims get the same slots in Redis as in memory, and the same holders are notified.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -18,10 +18,10 @@ struct Step {
     holder: u64,
     sits: u32,
     wants: u32,
-    /// How many of the seats it was given it has not heard of.
+    /// How many slots it was granted and does not know of.
     unheard: u64,
     most: u32,
-    /// Whether the claim is one that was made before.
+    /// Whether the claim is an old one, sent again.
     old: bool,
 }
 
@@ -100,7 +100,7 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
 }
 
 #[test]
-fn seats_are_given_in_redis_as_in_memory() {
+fn slots_are_granted_in_redis_as_in_memory() {
     let server = RedisServer::start().expect("redis-server");
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
     let config = ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() };

@@ -1,5 +1,4 @@
-//! Calls that the server executes long after they were sent, clocks that are set, and processes that stood still: no window
-//! is over because of them.
+//! Late calls, clocks that are set, and processes that were suspended: no window exceeds its limit because of them.
 
 use super::*;
 
@@ -11,7 +10,7 @@ fn count(lease: &Lease) -> u32 {
     lease.segments.iter().map(|segment| segment.count).sum()
 }
 
-/// A process that knows the time asks for `count` permits, `since` its last answer, which was `first`.
+/// Asks for `count` permits as a process with this memory.
 fn ask(world: &mut World, terms: &Arc<Terms>, count: u32, memory: Memory) -> Lease {
     let needs = [Need { cost: 1, count }];
     let call = codec::lease(&Ask { memory, ..asks(terms, &needs) }, 7);
@@ -30,12 +29,12 @@ fn late_calls_age_no_permit_of_others() {
     world.begin();
     let terms = terms();
     let first = ask(&mut world, &terms, 1, Memory::default());
-    // The server stands still: a call sent at 0.1 s is executed at 3 s. Nobody uses its answer, so nobody asks again.
+    // The server was suspended: it executes at 3 s a call that was sent at 0.1 s. The caller has given up.
     world.now = START + 3_000_000;
     let needs = [Need { cost: 1, count: 1 }];
     let late = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
     assert_eq!(codec::read_unsure(&world.run(&late)), Some(START + 3_000_000));
-    // Then a process asks that never spoke of the key, and 40 ms later one that knows the time.
+    // Then a process without memory asks, and 40 ms later one that knows the time.
     world.now = START + 3_010_000;
     let newcomer = count(&ask(&mut world, &terms, 50, Memory::default()));
     world.now = START + 3_050_000;
@@ -43,7 +42,7 @@ fn late_calls_age_no_permit_of_others() {
     assert_eq!((newcomer, old), (50, 0), "granted within 40 ms");
 }
 
-/// The same call again, now with the server's time: it is late once more.
+/// A call that is sent again with the server's clock is late once more.
 #[test]
 fn late_calls_that_ask_again_age_no_permit() {
     let server = RedisServer::start().expect("a server of our own");
@@ -79,7 +78,7 @@ fn server_clocks_set_forward_grant_nothing_twice() {
     }
 }
 
-/// A process that slept remembers an old time. What others wrote since tells the script that the process is wrong.
+/// A process that was suspended remembers an old time. The state was written later, so the script knows better.
 #[test]
 fn processes_that_slept_turn_no_time_back() {
     let server = RedisServer::start().expect("a server of our own");

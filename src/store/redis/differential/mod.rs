@@ -1,6 +1,6 @@
-//! The rules are written twice, in Rust and in the script: the same history gets the same grants, to the microsecond.
+//! Compares the rules of `src/limit` with their twins in Lua: the same history gets the same grants, to the microsecond.
 //!
-//! The script runs in a real server, under the time of the test.
+//! The scripts run in a real server, at the time that the test states.
 
 mod formats;
 mod in_flight;
@@ -304,7 +304,7 @@ impl World {
         invocation.arg(call).arg("told").arg("key").arg(raw).invoke(&mut self.redis).unwrap()
     }
 
-    /// The same for a call that says what it knows of the time: asked again where the script is not sure.
+    /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
     fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
         let answer = self.run(&call);
         let Some(server_seen) = codec::read_unsure(&answer) else { return answer };
@@ -312,7 +312,7 @@ impl World {
         self.run(&call)
     }
 
-    /// The ledger of the terms at the time of the state, made first where there is none.
+    /// Returns the ledger of the terms at the time of the state; makes one if there is none.
     fn ledger(&mut self, terms: &Terms) -> &mut Ledger {
         let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
         ledger.align(self.clock);
@@ -383,7 +383,7 @@ impl World {
         (ours, theirs)
     }
 
-    /// Where nothing was granted yet there is no state, and so no limit that was asserted.
+    /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is asserted.
     fn forget_what_redis_does_not_keep(&mut self) {
         if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
             (self.ledger, self.incarnation) = (None, 0);
@@ -473,14 +473,14 @@ fn memory_and_redis_grant_the_same_in_long_lines() {
 }
 
 #[test]
-fn memory_and_redis_grant_the_same_where_little_is_asked() {
+fn memory_and_redis_grant_plain_calls_the_same() {
     check(400, Mix::Plain, 200);
 }
 
-/// A call that only gives back knows nothing of the time: it leaves the clock as it is. One that held it up made permits
-/// booked ahead come early.
+/// A call that only returns permits knows nothing of the time, so it leaves the clock as it is. When it stopped the clock,
+/// permits that were booked ahead came early.
 #[test]
-fn giving_back_does_not_hold_up_the_clock() {
+fn returns_do_not_stop_the_clock() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
@@ -517,7 +517,7 @@ fn giving_back_does_not_hold_up_the_clock() {
     }
 }
 
-/// Each process of a large fleet may have learned another limit. Their calls go on, and each is kept within its own limit.
+/// Each process of a large fleet may assert another limit. Their calls go on, and each stays within its own limit.
 #[test]
 fn memory_and_redis_forget_the_same_of_too_many_limits() {
     let server = RedisServer::start().expect("a server of our own");
