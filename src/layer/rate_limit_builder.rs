@@ -13,7 +13,7 @@ use crate::limiter::{Learn, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 #[cfg(doc)]
 use crate::signal::Signal;
-use crate::store::{MemoryStore, Share, FallbackStore};
+use crate::store::{FallbackStore, MemoryStore, Share};
 
 /// Configures a [`RateLimitLayer`].
 ///
