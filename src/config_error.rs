@@ -126,7 +126,7 @@ impl fmt::Display for ConfigError {
             ),
             ConfigError::BurstOfInFlight => write!(
                 f,
-                "burst() is for rates, and in_flight() has none: write in_flight(n).and(per_second(50).burst(10))"
+                "burst() is for rates, and calls in flight have none: write in_flight(n).and(per_second(50).burst(10))"
             ),
             ConfigError::Unparsable { text } => write!(
                 f,

@@ -13,7 +13,7 @@ use crate::key::Key;
 use crate::rng::dice;
 
 /// State that can be forgotten at some time.
-pub(crate) trait Idle {
+pub(crate) trait Evict {
     /// What tells the time of this state.
     type Now: Copy + Ord;
 
@@ -26,7 +26,7 @@ pub(crate) trait Idle {
     }
 }
 
-pub(crate) struct Keyed<T> {
+pub(crate) struct KeyMap<T> {
     shards: Box<[Mutex<Shard<T>>]>,
     seed: u64,
     max: usize,
@@ -63,12 +63,12 @@ const MOST_LOOKED_AT: usize = 64;
 /// A smaller table is not worth shrinking.
 const SMALL: usize = 64;
 
-impl<T: Idle> Keyed<T> {
+impl<T: Evict> KeyMap<T> {
     /// A table for at most `max` keys.
     pub(crate) fn new(max: usize) -> Self {
         let shards = (max / KEYS_IN_A_SHARD).clamp(FEWEST_SHARDS, MOST_SHARDS);
         let shard = || Mutex::new(Shard { table: HashTable::new(), hand: 0 });
-        Keyed {
+        KeyMap {
             shards: (0..shards).map(|_| shard()).collect(),
             seed: dice(),
             max,
@@ -168,7 +168,7 @@ struct Looked<Now> {
     least: Option<(Now, usize)>,
 }
 
-impl<T: Idle> Shard<T> {
+impl<T: Evict> Shard<T> {
     /// Looks at the next `buckets`, and forgets what is worthless.
     fn look(&mut self, buckets: usize, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Looked<T::Now> {
         let mut looked = Looked { keys: 0, gone: 0, least: None };
@@ -213,10 +213,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// Idle from one moment, in use where there is none, and worthless from another.
+    /// Evict from one moment, in use where there is none, and worthless from another.
     struct Until(Option<u32>, u32);
 
-    impl Idle for Until {
+    impl Evict for Until {
         type Now = u32;
 
         fn idle_from(&self) -> Option<u32> {
@@ -232,24 +232,24 @@ mod tests {
         Key::new(number.to_le_bytes())
     }
 
-    fn enter(keyed: &Keyed<Until>, number: u32, now: u32, state: Until) -> Result<Vec<Key>, Full> {
+    fn enter(keyed: &KeyMap<Until>, number: u32, now: u32, state: Until) -> Result<Vec<Key>, Full> {
         let mut gone = Vec::new();
         keyed.enter(key(number), now, || state, |key, _| gone.push(key), |_| ()).map(|()| gone)
     }
 
-    fn len(keyed: &Keyed<Until>) -> usize {
+    fn len(keyed: &KeyMap<Until>) -> usize {
         let len = keyed.shards.iter().map(|shard| lock(shard).table.len()).sum();
         assert_eq!(keyed.len.load(Ordering::Relaxed), len, "the count is right");
         len
     }
 
-    fn room(keyed: &Keyed<Until>) -> usize {
+    fn room(keyed: &KeyMap<Until>) -> usize {
         keyed.shards.iter().map(|shard| lock(shard).table.capacity()).sum()
     }
 
     #[test]
     fn worthless_keys_are_forgotten_and_keys_in_use_never() {
-        let keyed = Keyed::new(100_000);
+        let keyed = KeyMap::new(100_000);
         let mut gone = 0;
         for number in 0..100_000 {
             let until = if number % 100 == 0 { None } else { Some(number + 1000) };
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_full_table_refuses_a_new_key_until_an_old_one_is_idle() {
-        let keyed = Keyed::new(3);
+        let keyed = KeyMap::new(3);
         for number in 0..3 {
             enter(&keyed, number, 0, Until(Some(100 + number), 0)).unwrap();
         }
@@ -279,7 +279,7 @@ mod tests {
 
     #[test]
     fn max_keys_fit_at_once_and_not_one_more() {
-        let keyed = Keyed::new(20_000);
+        let keyed = KeyMap::new(20_000);
         for number in 0..20_000 {
             assert!(enter(&keyed, number, 0, Until(None, 0)).is_ok(), "{number}");
         }
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn what_is_still_of_use_goes_only_where_room_is_needed_and_the_oldest_first() {
         const MAX: u32 = 10_000;
-        let keyed = Keyed::new(MAX as usize);
+        let keyed = KeyMap::new(MAX as usize);
         let idle = |number| Until(Some(number), number + 1_000_000);
         for number in 0..MAX {
             assert_eq!(enter(&keyed, number, number, idle(number)).unwrap(), [], "there is room");
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn threads_that_come_together_keep_the_count() {
         const MAX: usize = 1000;
-        let keyed = Keyed::new(MAX);
+        let keyed = KeyMap::new(MAX);
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 let keyed = &keyed;
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn memory_is_given_back_when_most_keys_are_gone() {
-        let keyed = Keyed::new(100_000);
+        let keyed = KeyMap::new(100_000);
         for number in 0..100_000 {
             enter(&keyed, number, 0, Until(Some(10), 0)).unwrap();
         }
@@ -343,7 +343,7 @@ mod tests {
     /// However long it goes on: the room for those in the fullest shard is the most that any shard keeps.
     #[test]
     fn keys_that_come_and_go_need_no_more_room_in_the_end() {
-        let keyed = Keyed::new(100_000);
+        let keyed = KeyMap::new(100_000);
         let mut most = (0, 0);
         for number in 0..400_000 {
             enter(&keyed, number, number, Until(Some(number + 200), 0)).unwrap();

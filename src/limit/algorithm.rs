@@ -19,23 +19,23 @@ pub(super) struct Open {
 
 /// What was used of one limit.
 #[derive(Debug)]
-pub(super) enum Rule {
+pub(super) enum Algorithm {
     Window(Window),
     /// Boxed, as it is larger than the others.
     Bucket(Box<Bucket>),
     Fixed(Fixed),
 }
 
-impl Rule {
+impl Algorithm {
     /// Nothing is used of it yet. The wall clock is ahead of the ledger's time by `ahead`.
     pub(super) fn new(limit: Limit, ahead: i64) -> Self {
         let window = micros_up(limit.window());
         match limit {
-            Limit::Sliding { count, .. } => Rule::Window(Window::new(count, window)),
+            Limit::Sliding { count, .. } => Algorithm::Window(Window::new(count, window)),
             Limit::Bucket { capacity, count, .. } => {
-                Rule::Bucket(Box::new(Bucket::new(capacity, count, window)))
+                Algorithm::Bucket(Box::new(Bucket::new(capacity, count, window)))
             }
-            Limit::Fixed { count, .. } => Rule::Fixed(Fixed::new(count, window, ahead)),
+            Limit::Fixed { count, .. } => Algorithm::Fixed(Fixed::new(count, window, ahead)),
             Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }
     }
@@ -43,9 +43,9 @@ impl Rule {
     /// Forgets what no longer matters at `now`.
     pub(super) fn advance(&mut self, now: Micros) {
         match self {
-            Rule::Window(window) => window.advance(now),
-            Rule::Bucket(_) => {}
-            Rule::Fixed(fixed) => fixed.advance(now),
+            Algorithm::Window(window) => window.advance(now),
+            Algorithm::Bucket(_) => {}
+            Algorithm::Fixed(fixed) => fixed.advance(now),
         }
     }
 
@@ -53,15 +53,15 @@ impl Rule {
     /// Of windows, `reserved` units are for others.
     pub(super) fn first_slot(&mut self, from: Micros, cost: u64, open: Open, reserved: u64) -> Micros {
         match self {
-            Rule::Window(window) => window.first_slot(from, cost, reserved),
-            Rule::Bucket(bucket) => bucket.first_slot(from, cost),
-            Rule::Fixed(fixed) => fixed.first_slot(from, cost, open.life, open.guard, reserved),
+            Algorithm::Window(window) => window.first_slot(from, cost, reserved),
+            Algorithm::Bucket(bucket) => bucket.first_slot(from, cost),
+            Algorithm::Fixed(fixed) => fixed.first_slot(from, cost, open.life, open.guard, reserved),
         }
     }
 
     /// The wall clock is ahead of the ledger's time by `ahead`.
     pub(super) fn align(&mut self, ahead: i64) {
-        if let Rule::Fixed(fixed) = self {
+        if let Algorithm::Fixed(fixed) = self {
             fixed.align(ahead);
         }
     }
@@ -70,58 +70,58 @@ impl Rule {
     pub(super) fn charge(&mut self, now: Micros, end: Micros, transit_slack: Micros, units: u64) {
         let stamp = end + transit_slack;
         match self {
-            Rule::Window(window) => window.charge(now, stamp, units),
-            Rule::Bucket(bucket) => bucket.charge(now, stamp, units),
-            Rule::Fixed(fixed) => fixed.charge(now, end, units),
+            Algorithm::Window(window) => window.charge(now, stamp, units),
+            Algorithm::Bucket(bucket) => bucket.charge(now, stamp, units),
+            Algorithm::Fixed(fixed) => fixed.charge(now, end, units),
         }
     }
 
     /// How many units may go at `slot`, which is a first slot.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         match self {
-            Rule::Window(window) => window.room(slot),
-            Rule::Bucket(bucket) => bucket.room(slot),
-            Rule::Fixed(fixed) => fixed.room(slot),
+            Algorithm::Window(window) => window.room(slot),
+            Algorithm::Bucket(bucket) => bucket.room(slot),
+            Algorithm::Fixed(fixed) => fixed.room(slot),
         }
     }
 
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
         match self {
-            Rule::Window(window) => window.insert(stamp, units),
-            Rule::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
-            Rule::Fixed(fixed) => fixed.insert(slot, units),
+            Algorithm::Window(window) => window.insert(stamp, units),
+            Algorithm::Bucket(bucket) => bucket.insert(slot, stamp, units, slot > now),
+            Algorithm::Fixed(fixed) => fixed.insert(slot, units),
         }
     }
 
     pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
         match self {
-            Rule::Window(window) => window.subtract(now, unused.stamp, unused.units),
-            Rule::Bucket(bucket) => bucket.subtract(unused),
-            Rule::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
+            Algorithm::Window(window) => window.subtract(now, unused.stamp, unused.units),
+            Algorithm::Bucket(bucket) => bucket.subtract(unused),
+            Algorithm::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
         }
     }
 
     pub(super) fn free(&mut self, now: Micros) -> u64 {
         match self {
-            Rule::Window(window) => window.free(now),
-            Rule::Bucket(bucket) => bucket.room(now),
-            Rule::Fixed(fixed) => fixed.room(now),
+            Algorithm::Window(window) => window.free(now),
+            Algorithm::Bucket(bucket) => bucket.room(now),
+            Algorithm::Fixed(fixed) => fixed.room(now),
         }
     }
 
     pub(super) fn used(&self, now: Micros) -> u64 {
         match self {
-            Rule::Window(window) => window.used(),
-            Rule::Bucket(bucket) => bucket.used(now),
-            Rule::Fixed(fixed) => fixed.used(now),
+            Algorithm::Window(window) => window.used(),
+            Algorithm::Bucket(bucket) => bucket.used(now),
+            Algorithm::Fixed(fixed) => fixed.used(now),
         }
     }
 
     pub(super) fn fresh_from(&self) -> Micros {
         match self {
-            Rule::Window(window) => window.fresh_from(),
-            Rule::Bucket(bucket) => bucket.fresh_from(),
-            Rule::Fixed(fixed) => fixed.fresh_from(),
+            Algorithm::Window(window) => window.fresh_from(),
+            Algorithm::Bucket(bucket) => bucket.fresh_from(),
+            Algorithm::Fixed(fixed) => fixed.fresh_from(),
         }
     }
 }

@@ -6,12 +6,12 @@
 //! window ends, and in the window after, less what was left over in the end. Where the log did not see all of the first
 //! window, nothing is reserved in the second: what was gone may have been granted here, before a restart.
 //!
-//! No response reserves anything for long. Until [`Strangers::confirmed_until`] all of it is reserved. From then on, until
+//! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is reserved. From then on, until
 //! another response shows others, what they were seen to use is free, and at most a quarter of the limit is kept of what is
 //! expected of them. A newer response that says more is left lowers what an older one showed.
 //!
 //! A response also bounds what may go until the next one: where it says that less is left than the log knows of, the
-//! difference ([`Strangers::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
+//! difference ([`ExternalUsage::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
 //! response, even where nobody knows yet whether the difference is others' use.
 //!
 //! A fleet that is alone reserves nothing: what its upstream counts, it has granted.
@@ -23,7 +23,7 @@ use super::Micros;
 
 /// Units reserved for others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Strangers {
+pub(super) struct ExternalUsage {
     /// When the upstream's window ends, and a new count begins.
     ends: Micros,
     /// Units used by others in it, at least.
@@ -84,10 +84,10 @@ pub(super) struct Ours {
     pub(super) until: Micros,
 }
 
-impl Strangers {
+impl ExternalUsage {
     /// Before anything is known of a window that ends at `ends`; `whole` says whether the log knows all of it.
     pub(super) fn new(ends: Micros, whole: bool) -> Self {
-        Strangers {
+        ExternalUsage {
             ends,
             seen: 0,
             before: 0,
@@ -107,14 +107,14 @@ impl Strangers {
     /// If no use of others is known yet, their window ends at `ends`; `whole` says whether the log knows all of it.
     pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
         if (self.seen, self.before, self.refused) == (0, 0, 0) {
-            let &mut Strangers { said, said_until, short, short_until, counted_until, .. } = self;
-            *self = Strangers {
+            let &mut ExternalUsage { said, said_until, short, short_until, counted_until, .. } = self;
+            *self = ExternalUsage {
                 said,
                 said_until,
                 short,
                 short_until,
                 counted_until,
-                ..Strangers::new(ends, whole)
+                ..ExternalUsage::new(ends, whole)
             };
         }
     }
@@ -128,11 +128,11 @@ impl Strangers {
         // What was seen, or what was expected before, unless they cannot have used so much.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
-        let &mut Strangers { said, said_until, .. } = self;
+        let &mut ExternalUsage { said, said_until, .. } = self;
         // What was left in the end shows that they may have used it.
         let shown_until = if self.least < u32::MAX { said_until } else { 0 };
         let confirmed_until = self.confirmed_until.max(shown_until);
-        *self = Strangers { before, said, said_until, confirmed_until, ..Strangers::new(ends, true) };
+        *self = ExternalUsage { before, said, said_until, confirmed_until, ..ExternalUsage::new(ends, true) };
         before > 0
     }
 

@@ -3,27 +3,27 @@
 //! Twin: `store/redis/lua/external.lua`, and `retain` in `ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::algorithm::{Open, Rule};
-use super::external::{Ours, Size, Strangers, Word};
+use super::algorithm::{Algorithm, Open};
+use super::external::{ExternalUsage, Ours, Size, Word};
 use super::{Left, Micros, Unused, micros_up};
 use crate::quota::Limit;
 
 /// One limit of a key, and when it was last asserted.
 #[derive(Debug)]
-pub(super) struct Account {
+pub(super) struct LimitState {
     pub(super) limit: Limit,
-    pub(super) rule: Rule,
+    pub(super) rule: Algorithm,
     pub(super) asserted: Micros,
     /// Few limits are shared with others, and fewer upstreams say so.
-    strangers: Option<Box<Strangers>>,
+    strangers: Option<Box<ExternalUsage>>,
 }
 
 /// The oldest response that bounds what may go until the next one: units may have left the log since an older one.
 const OLDEST_WORD: Micros = 250_000;
 
-impl Account {
-    pub(super) fn new(limit: Limit, rule: Rule, now: Micros) -> Self {
-        Account { limit, rule, asserted: now, strangers: None }
+impl LimitState {
+    pub(super) fn new(limit: Limit, rule: Algorithm, now: Micros) -> Self {
+        LimitState { limit, rule, asserted: now, strangers: None }
     }
 
     /// Until when the limit holds, unless it is asserted again.
@@ -96,9 +96,9 @@ impl Account {
         let ago = micros_up(left.ago);
         let units = u32::try_from(left.units).unwrap_or(u32::MAX);
         let (least, most) = match &mut self.rule {
-            Rule::Window(log) => log.used_until(sent),
-            Rule::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
-            Rule::Bucket(bucket) => return bucket.see(now, ago, left.units),
+            Algorithm::Window(log) => log.used_until(sent),
+            Algorithm::Fixed(fixed) => (fixed.used(now), fixed.used(now)),
+            Algorithm::Bucket(bucket) => return bucket.see(now, ago, left.units),
         };
         let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
         let resets = left.reset_in.filter(|_| bounds).map(|reset_in| now.saturating_add(micros_up(reset_in)));
@@ -111,7 +111,7 @@ impl Account {
         // Of a count whose beginning is not known, the log has to know the whole of the window until now.
         let known_from = if steady { ends } else { now };
         let whole = born.saturating_add(window - window / 10) <= known_from;
-        let strangers = self.strangers.get_or_insert_with(|| Box::new(Strangers::new(ends, whole)));
+        let strangers = self.strangers.get_or_insert_with(|| Box::new(ExternalUsage::new(ends, whole)));
         if steady || refused > 0 {
             strangers.begin(ends, whole);
         }

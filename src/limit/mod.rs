@@ -44,10 +44,10 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::quota::Limit;
-use algorithm::{Open, Rule};
+use algorithm::{Algorithm, Open};
 pub(crate) use in_flight::{Claimed, Seats, Told};
-use limit_state::Account;
-use returned::Pool;
+use limit_state::LimitState;
+use returned::ReturnedSlots;
 pub use terms::Terms;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
@@ -101,8 +101,8 @@ pub(crate) struct TooLate {
 #[derive(Debug)]
 pub(crate) struct Ledger {
     /// Most keys have one limit.
-    accounts: SmallVec<[Account; 1]>,
-    pool: Pool,
+    accounts: SmallVec<[LimitState; 1]>,
+    pool: ReturnedSlots,
     /// The slacks of the caller of this call.
     transit_slack: Micros,
     boundary_slack: Micros,
@@ -139,7 +139,7 @@ impl Hold {
 
 impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
-        let (accounts, pool, hold) = (SmallVec::new(), Pool::default(), Hold::default());
+        let (accounts, pool, hold) = (SmallVec::new(), ReturnedSlots::default(), Hold::default());
         let mut ledger =
             Ledger { accounts, pool, transit_slack: 0, boundary_slack: 0, now, ahead: 0, born: now, hold };
         ledger.advance(terms, now);
@@ -172,7 +172,7 @@ impl Ledger {
                 Some(_) => {}
                 None => {
                     let rule = self.rule_for(*limit, now);
-                    self.accounts.push(Account::new(*limit, rule, now));
+                    self.accounts.push(LimitState::new(*limit, rule, now));
                 }
             }
         }
@@ -205,11 +205,11 @@ impl Ledger {
     }
 
     /// A rule for a limit that is new to this key: it starts with what the others remember.
-    fn rule_for(&self, limit: Limit, now: Micros) -> Rule {
-        let mut rule = Rule::new(limit, self.ahead);
-        let longest = self.accounts.iter().filter(|account| matches!(account.rule, Rule::Window(_)));
+    fn rule_for(&self, limit: Limit, now: Micros) -> Algorithm {
+        let mut rule = Algorithm::new(limit, self.ahead);
+        let longest = self.accounts.iter().filter(|account| matches!(account.rule, Algorithm::Window(_)));
         match longest.max_by_key(|account| account.limit.window()) {
-            Some(Account { rule: Rule::Window(window), .. }) => {
+            Some(LimitState { rule: Algorithm::Window(window), .. }) => {
                 for chunk in window.chunks() {
                     rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
                 }
@@ -244,7 +244,7 @@ impl Ledger {
 
     /// Ends the hold, and forgets what is reserved for others. Returns what holds.
     pub(crate) fn release(&mut self) -> Hold {
-        self.accounts.iter_mut().for_each(Account::forget_others);
+        self.accounts.iter_mut().for_each(LimitState::forget_others);
         self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
         self.hold
     }
@@ -389,7 +389,7 @@ impl Ledger {
 
     /// Whether others are known to use a limit too.
     pub(crate) fn is_shared(&self) -> bool {
-        self.accounts.iter().any(Account::is_shared)
+        self.accounts.iter().any(LimitState::is_shared)
     }
 
     /// Each limit with the units used of it, those free now, and those reserved for others.

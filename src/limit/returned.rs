@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 use super::{Grant, Micros, Unused};
 
 #[derive(Debug, Default)]
-pub(super) struct Pool {
+pub(super) struct ReturnedSlots {
     /// Sorted by slot.
     slots: Vec<Unused>,
 }
@@ -18,7 +18,7 @@ pub(super) struct Pool {
 /// The most slots that are kept apart.
 const MOST: usize = 32;
 
-impl Pool {
+impl ReturnedSlots {
     /// Takes a slot in. Where there is no room, answers the last slot, for which there is none then.
     pub(super) fn put(&mut self, unused: Unused) -> Option<Unused> {
         let index =

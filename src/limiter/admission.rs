@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::key_state::next_number;
 use super::queue::Number;
-use super::reservation::{Patience, Settled, Slot};
+use super::queue::next_number;
+use super::reservation::{Reservation, Settled, WaitBound};
 use super::seat::Seat;
 use super::settings::Settings;
 use crate::clock;
@@ -45,7 +45,7 @@ pub(super) enum Admission {
     /// The request may leave now.
     Granted {
         /// `None` if the request costs nothing, or if rates are not limited.
-        slot: Option<Slot>,
+        slot: Option<Reservation>,
         /// `None` if calls in flight are not limited, or could not be counted.
         seat: Option<Seat>,
     },
@@ -67,7 +67,7 @@ pub(super) enum WaitFor {
     /// An in-flight slot, under this number.
     Seat(Number),
     /// A slot, under this number.
-    Slot(Number),
+    Reservation(Number),
     /// The end of its key's hold, expected at this moment.
     Hold(Instant),
 }
@@ -85,20 +85,15 @@ impl Admission {
 
 impl Core {
     /// Enters a request at the first stage.
-    pub(super) fn admit(self: &Arc<Self>, entry: &Entry, patience: Patience, now: Instant) -> Admission {
-        match self.stopped_by_host(entry, patience, now) {
+    pub(super) fn admit(self: &Arc<Self>, entry: &Entry, bound: WaitBound, now: Instant) -> Admission {
+        match self.stopped_by_host(entry, bound, now) {
             Some(stopped) => stopped,
-            None => self.admit_past_host(entry, None, patience, now),
+            None => self.admit_past_host(entry, None, bound, now),
         }
     }
 
     /// Returns what stops a request because its host is on hold.
-    fn stopped_by_host(
-        self: &Arc<Self>,
-        entry: &Entry,
-        patience: Patience,
-        now: Instant,
-    ) -> Option<Admission> {
+    fn stopped_by_host(self: &Arc<Self>, entry: &Entry, bound: WaitBound, now: Instant) -> Option<Admission> {
         let hold = host_hold(entry.key, entry.host)?;
         self.hosts.notice(entry.host?);
         let Settings { max_hold, max_waiting, .. } = self.settings;
@@ -110,9 +105,9 @@ impl Core {
         })?;
         let left = left?;
         let until = clock::after(now, left);
-        if until > patience.latest {
-            self.at_line(hold, now, |line, desk, wakers| {
-                if line.asks_for_release(now) { line.confirm(desk, wakers) } else { None }
+        if until > bound.latest {
+            self.at_line(hold, now, |line, ctx, wakers| {
+                if line.asks_for_release(now) { line.confirm(ctx, wakers) } else { None }
             });
             return Some(Admission::held(left));
         }
@@ -127,11 +122,11 @@ impl Core {
         self: &Arc<Self>,
         entry: &Entry,
         number: Option<Number>,
-        patience: Patience,
+        bound: WaitBound,
         now: Instant,
     ) -> Admission {
-        match self.admit_in_flight(entry.key, patience, now) {
-            Ok(seat) => self.admit_with_seat(entry, seat, number, patience, now),
+        match self.admit_in_flight(entry.key, bound, now) {
+            Ok(seat) => self.admit_with_seat(entry, seat, number, bound, now),
             Err(stopped) => stopped,
         }
     }
@@ -139,16 +134,16 @@ impl Core {
     fn admit_in_flight(
         self: &Arc<Self>,
         key: Key,
-        patience: Patience,
+        bound: WaitBound,
         now: Instant,
     ) -> Result<Option<Seat>, Admission> {
         if self.flights.is_none() {
             return Ok(None);
         }
         let number = next_number();
-        match self.enter_flight(key, number, patience.latest <= now, now) {
+        match self.enter_flight(key, number, bound.latest <= now, now) {
             Ok(None) => Err(Admission::waits(WaitFor::Seat(number), None)),
-            Ok(Some(settled)) => self.seat_settled(key, patience, settled),
+            Ok(Some(settled)) => self.seat_settled(key, bound, settled),
             Err(Full) => {
                 let reason = Reason::TooManyKeys(self.settings.max_keys);
                 Err(Admission::Refused(reason, Refusal::NEVER))
@@ -160,7 +155,7 @@ impl Core {
     pub(super) fn seat_settled(
         self: &Arc<Self>,
         key: Key,
-        patience: Patience,
+        bound: WaitBound,
         settled: Settled<Number>,
     ) -> Result<Option<Seat>, Admission> {
         let Settings { max_wait, max_waiting, .. } = self.settings;
@@ -168,7 +163,7 @@ impl Core {
             Settled::Granted(number) => Ok(Some(Seat::new(self.clone(), key, number))),
             Settled::Failed(source) if self.passes(&source) => Ok(None),
             Settled::Failed(source) => Err(Admission::Failed(source)),
-            Settled::Refused(_) => Err(Admission::Refused(patience.reason(max_wait), self.flight_refusal())),
+            Settled::Refused(_) => Err(Admission::Refused(bound.reason(max_wait), self.flight_refusal())),
             Settled::QueueFull => {
                 Err(Admission::Refused(Reason::LineFull(max_waiting), self.flight_refusal()))
             }
@@ -181,18 +176,18 @@ impl Core {
         entry: &Entry,
         seat: Option<Seat>,
         number: Option<Number>,
-        patience: Patience,
+        bound: WaitBound,
         now: Instant,
     ) -> Admission {
         if self.settings.terms.quota().limits().is_empty() {
-            return self.admit_without_rates(entry.key, seat, patience, now);
+            return self.admit_without_rates(entry.key, seat, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
-        let entered = self.with_new_line(entry.key, now, |line, desk, wakers| {
-            line.enter(desk, entry.cost, patience, number, wakers)
+        let entered = self.with_new_line(entry.key, now, |line, ctx, wakers| {
+            line.enter(ctx, entry.cost, bound, number, wakers)
         });
         let settled = match entered {
-            Ok(None) => return Admission::waits(WaitFor::Slot(number), seat),
+            Ok(None) => return Admission::waits(WaitFor::Reservation(number), seat),
             Ok(Some(settled)) => settled,
             Err(Full) => Settled::Failed(StoreError::Full { max_keys: self.settings.max_keys }),
         };
@@ -207,7 +202,7 @@ impl Core {
             // No request passes uncounted while its key is on hold.
             return Admission::held(left);
         }
-        self.slot_settled(entry.key, patience, settled, seat, now)
+        self.slot_settled(entry.key, bound, settled, seat, now)
     }
 
     /// Enters a request whose key has no limits of rates: only a hold stops it.
@@ -215,7 +210,7 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         seat: Option<Seat>,
-        patience: Patience,
+        bound: WaitBound,
         now: Instant,
     ) -> Admission {
         // The requests of this key do not ask the store for slots, so the first one asks for a hold.
@@ -224,7 +219,7 @@ impl Core {
         }
         let Some(left) = self.blocked(key, now) else { return Admission::Granted { slot: None, seat } };
         let until = clock::after(now, left);
-        if until <= patience.latest {
+        if until <= bound.latest {
             Admission::waits(WaitFor::Hold(until), seat)
         } else {
             Admission::held(until.saturating_duration_since(now))
@@ -235,14 +230,14 @@ impl Core {
     pub(super) fn slot_settled(
         &self,
         key: Key,
-        patience: Patience,
+        bound: WaitBound,
         settled: Settled,
         seat: Option<Seat>,
         now: Instant,
     ) -> Admission {
         match settled {
             Settled::Granted(slot) => Admission::Granted { slot: Some(slot), seat },
-            Settled::Refused(refusal) => self.refused(key, patience, refusal, now),
+            Settled::Refused(refusal) => self.refused(key, bound, refusal, now),
             Settled::QueueFull => {
                 Admission::Refused(Reason::LineFull(self.settings.max_waiting), Refusal::NEVER)
             }
@@ -253,7 +248,7 @@ impl Core {
 
     /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has one limit,
     /// the refusal names it.
-    fn refused(&self, key: Key, patience: Patience, refusal: Refusal, now: Instant) -> Admission {
+    fn refused(&self, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
         if self.held(key, now).is_some() {
             return Admission::Refused(Reason::Held, Refusal { limit: None, ..refusal });
         }
@@ -261,7 +256,7 @@ impl Core {
             [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
             _ => refusal,
         };
-        Admission::Refused(patience.reason(self.settings.max_wait), refusal)
+        Admission::Refused(bound.reason(self.settings.max_wait), refusal)
     }
 
     /// Returns how many requests of `key` wait for the same as one that `wait`s, itself included.
@@ -269,7 +264,7 @@ impl Core {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
             WaitFor::Seat(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
-            WaitFor::Slot(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
+            WaitFor::Reservation(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
         }
     }
 }

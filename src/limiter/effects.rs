@@ -1,7 +1,7 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
 //! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and
-//! an [`Errand`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run
+//! an [`Effect`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run
 //! the rest. They are the only callers of [`Core::run`].
 
 use std::future::Future;
@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 
 use super::engine::Core;
-use super::key_state::{CallNumber, Desk, Errand, Line};
-use super::reservation::Slot;
+use super::key_state::{Effect, KeyContext, KeyState};
+use super::queue::CallNumber;
+use super::reservation::Reservation;
 use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
@@ -33,15 +34,15 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
+        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
     ) -> Option<R> {
         let mut wakers = Wakers::default();
-        let (done, errand) = self.lines.find(key, |line| {
+        let (done, effect) = self.lines.find(key, |line| {
             self.hosts.touch(key);
             let learned = self.learned(line, now);
-            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+            act(line, &self.ctx(key, now, learned.as_ref()), &mut wakers)
         })?;
-        self.run(key, now, errand, wakers);
+        self.run(key, now, effect, wakers);
         Some(done)
     }
 
@@ -54,21 +55,21 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> (R, Option<Errand>),
+        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
     ) -> Result<R, Full> {
         let mut wakers = Wakers::default();
-        let new = || Line::new(self.settings.terms.life(), now);
-        let forgotten = |key, mut line: Line| {
+        let new = || KeyState::new(self.settings.terms.life(), now);
+        let forgotten = |key, mut line: KeyState| {
             let learned = self.learned(&mut line, now);
-            line.forgotten(&self.desk(key, now, learned.as_ref()));
+            line.forgotten(&self.ctx(key, now, learned.as_ref()));
         };
-        let with = |line: &mut Line| {
+        let with = |line: &mut KeyState| {
             self.hosts.touch(key);
             let learned = self.learned(line, now);
-            act(line, &self.desk(key, now, learned.as_ref()), &mut wakers)
+            act(line, &self.ctx(key, now, learned.as_ref()), &mut wakers)
         };
-        let (done, errand) = self.lines.enter(key, now, new, forgotten, with)?;
-        self.run(key, now, errand, wakers);
+        let (done, effect) = self.lines.enter(key, now, new, forgotten, with)?;
+        self.run(key, now, effect, wakers);
         Ok(done)
     }
 
@@ -78,9 +79,9 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> Option<Errand>,
+        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
     ) -> bool {
-        self.with_line(key, now, |line, desk, wakers| ((), act(line, desk, wakers))).is_some()
+        self.with_line(key, now, |line, ctx, wakers| ((), act(line, ctx, wakers))).is_some()
     }
 
     /// The same as [`with_new_line`](Core::with_new_line) for an `act` whose result is its effect.
@@ -88,14 +89,14 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers) -> Option<Errand>,
+        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
     ) -> Result<(), Full> {
-        self.with_new_line(key, now, |line, desk, wakers| ((), act(line, desk, wakers)))
+        self.with_new_line(key, now, |line, ctx, wakers| ((), act(line, ctx, wakers)))
     }
 
     /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
-    pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Slot) {
-        if !self.at_line(key, clock::now(), |line, desk, wakers| line.give_back(desk, slot, wakers)) {
+    pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
+        if !self.at_line(key, clock::now(), |line, ctx, wakers| line.give_back(ctx, slot, wakers)) {
             let Settings { store, terms, .. } = &self.settings;
             store.give_back(key, terms, &[slot.unused()]);
         }
@@ -105,23 +106,23 @@ impl Core {
     ///
     /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime
     /// is dropped, or there is none, a call ends as lost and a delay ends at once.
-    fn run(self: &Arc<Self>, key: Key, now: Instant, errand: Option<Errand>, wakers: Wakers) {
+    fn run(self: &Arc<Self>, key: Key, now: Instant, effect: Option<Effect>, wakers: Wakers) {
         wakers.wake();
-        match errand {
-            Some(Errand::Call(number, call)) => {
+        match effect {
+            Some(Effect::Call(number, call)) => {
                 let mut pending = PendingCall { core: self.clone(), key, since: now, number, open: true };
                 self.spawn(async move {
                     let answer = call.await;
                     pending.answered(answer);
                 });
             }
-            Some(Errand::Gather(delay)) => self.gather(key, now, delay),
-            Some(Errand::PassOn(delay)) => {
+            Some(Effect::Gather(delay)) => self.gather(key, now, delay),
+            Some(Effect::PassOn(delay)) => {
                 let core = Arc::downgrade(self);
                 self.spawn(async move {
                     wait_for(now, delay).await;
                     if let Some(core) = core.upgrade() {
-                        core.at_line(key, clock::now(), |line, desk, wakers| line.pass_on_now(desk, wakers));
+                        core.at_line(key, clock::now(), |line, ctx, wakers| line.pass_on_now(ctx, wakers));
                     }
                 });
             }
@@ -164,7 +165,7 @@ impl Core {
             while let Some(at) = next {
                 clock::sleep_until(at).await;
                 let Some(core) = core.upgrade() else { return };
-                next = core.with_line(key, clock::now(), |line, desk, _| (line.sweep(desk), None)).flatten();
+                next = core.with_line(key, clock::now(), |line, ctx, _| (line.sweep(ctx), None)).flatten();
             }
         });
     }
@@ -201,10 +202,10 @@ impl PendingCall {
             events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
-        let sweep_at = self.core.with_line(self.key, clock::now(), |line, desk, wakers| {
+        let sweep_at = self.core.with_line(self.key, clock::now(), |line, ctx, wakers| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let errand = line.call_answered(desk, self.number, answer, self.since, wakers);
-            (line.start_sweep(desk.now), errand)
+            let effect = line.call_answered(ctx, self.number, answer, self.since, wakers);
+            (line.start_sweep(ctx.now), effect)
         });
         if let Some(at) = sweep_at.flatten() {
             self.core.sweep(self.key, at);
@@ -251,7 +252,7 @@ impl BatchDelay {
     fn end(&self, joined: bool) {
         let Some(core) = self.core.upgrade() else { return };
         if !self.over.swap(true, Ordering::Relaxed) {
-            core.at_line(self.key, clock::now(), |line, desk, wakers| line.gathered(desk, joined, wakers));
+            core.at_line(self.key, clock::now(), |line, ctx, wakers| line.gathered(ctx, joined, wakers));
         }
     }
 }

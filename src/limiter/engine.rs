@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
 use super::in_flight::Flights;
-use super::key_state::{Desk, Line};
+use super::key_state::{KeyContext, KeyState};
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::{Key, RequestInfo};
-use crate::key_map::Keyed;
+use crate::key_map::KeyMap;
 use crate::limit::Terms;
 use crate::store;
 
@@ -25,7 +25,7 @@ use crate::store;
 pub(super) struct Core {
     pub(super) id: CoreId,
     /// The rate limits: the state of each key.
-    pub(super) lines: Keyed<Line>,
+    pub(super) lines: KeyMap<KeyState>,
     /// The calls in flight of each key. `None` if their number is not limited.
     pub(super) flights: Option<Flights>,
     pub(super) settings: Settings,
@@ -74,7 +74,7 @@ impl Core {
     pub(super) fn new(settings: Settings) -> Arc<Self> {
         let core = Arc::new(Core {
             id: CoreId::next(),
-            lines: Keyed::new(settings.max_keys),
+            lines: KeyMap::new(settings.max_keys),
             flights: Flights::new(&settings),
             settings,
             warned: AtomicBool::new(false),
@@ -86,9 +86,14 @@ impl Core {
 
     /// Builds the context in which the state of `key` works: under the limits it has `learned`, or the
     /// configured ones.
-    pub(super) fn desk<'a>(&'a self, key: Key, now: Instant, learned: Option<&'a Arc<Terms>>) -> Desk<'a> {
+    pub(super) fn ctx<'a>(
+        &'a self,
+        key: Key,
+        now: Instant,
+        learned: Option<&'a Arc<Terms>>,
+    ) -> KeyContext<'a> {
         let Settings { terms, store, max_waiting, on_store_error, max_hold, .. } = &self.settings;
-        Desk {
+        KeyContext {
             key,
             store,
             terms: learned.unwrap_or(terms),
@@ -100,7 +105,7 @@ impl Core {
     }
 
     /// Returns the limits that the key of `line` has learned, if any.
-    pub(super) fn learned(&self, line: &mut Line, now: Instant) -> Option<Arc<Terms>> {
+    pub(super) fn learned(&self, line: &mut KeyState, now: Instant) -> Option<Arc<Terms>> {
         let Settings { terms, learn, .. } = &self.settings;
         line.learned_terms(*learn, terms, now)
     }

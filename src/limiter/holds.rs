@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::key_state::{Desk, Line};
+use super::key_state::{KeyContext, KeyState};
 use super::queue::Number;
 use crate::clock;
 use crate::error::StoreError;
@@ -45,7 +45,7 @@ impl Core {
     /// Takes in a hold of `key` that this process has seen itself.
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: Held, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
-        let _ = self.at_new_line(key, now, |line, desk, wakers| line.hold(desk, held, true, wakers));
+        let _ = self.at_new_line(key, now, |line, ctx, wakers| line.hold(ctx, held, true, wakers));
     }
 
     /// Takes in that another process has held or released `key`.
@@ -55,8 +55,9 @@ impl Core {
     /// go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: Held) {
         let now = clock::now();
-        let hear =
-            |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| line.hold(desk, held, false, wakers);
+        let hear = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
+            line.hold(ctx, held, false, wakers)
+        };
         let requests_ask = !self.settings.terms.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.left.is_zero() {
             self.at_line(key, now, hear);
@@ -67,7 +68,7 @@ impl Core {
 
     /// Takes in that an upstream told another process that less is left.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
-        self.at_line(key, clock::now(), |line, desk, wakers| line.less_heard(desk, writes, wakers));
+        self.at_line(key, clock::now(), |line, ctx, wakers| line.less_heard(ctx, writes, wakers));
     }
 
     /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If
@@ -81,7 +82,7 @@ impl Core {
             }
         });
         for key in keys {
-            self.at_line(key, now, |line, desk, wakers| line.confirm(desk, wakers));
+            self.at_line(key, now, |line, ctx, wakers| line.confirm(ctx, wakers));
         }
     }
 
@@ -131,7 +132,7 @@ impl Core {
             return true;
         }
         let max_hold = self.settings.max_hold;
-        let look = |line: &mut Line| {
+        let look = |line: &mut KeyState| {
             let is_clear = line.is_clear(max_hold, now);
             if let Some(first) = first {
                 first.set_clear(is_clear);
@@ -145,6 +146,6 @@ impl Core {
     /// comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
         // If there is no room for one more key, the request goes on without.
-        let _ = self.at_new_line(key, now, |line, desk, wakers| line.inquire(desk, wakers));
+        let _ = self.at_new_line(key, now, |line, ctx, wakers| line.inquire(ctx, wakers));
     }
 }

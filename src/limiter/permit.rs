@@ -11,7 +11,7 @@ use super::admission::Entry;
 use super::engine::{Core, CoreId};
 use super::hosts::host_hold;
 use super::key_state::is_any_uncertain;
-use super::reservation::Slot;
+use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::seat::Seat;
 use crate::clock;
@@ -33,7 +33,7 @@ pub struct Permit {
     core: Arc<Core>,
     key: Key,
     /// `None` if the request costs nothing, or if rates are not limited.
-    slot: Option<Slot>,
+    slot: Option<Reservation>,
     /// `None` if calls in flight are not limited, or could not be counted.
     seat: Option<Seat>,
     /// `None` if the request did not wait.
@@ -54,7 +54,7 @@ pub(super) struct Wait {
 
 impl Permit {
     #[inline]
-    pub(super) fn new(core: Arc<Core>, key: Key, slot: Option<Slot>, seat: Option<Seat>) -> Self {
+    pub(super) fn new(core: Arc<Core>, key: Key, slot: Option<Reservation>, seat: Option<Seat>) -> Self {
         Permit { core, key, slot, seat, wait: None }
     }
 
@@ -121,7 +121,7 @@ impl Permit {
     }
 
     /// Takes the permit apart: its slot, and its in-flight slot.
-    pub(super) fn into_parts(self) -> (Option<Slot>, Option<Seat>) {
+    pub(super) fn into_parts(self) -> (Option<Reservation>, Option<Seat>) {
         (self.slot, self.seat)
     }
 

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::reservation::Slot;
+use super::reservation::Reservation;
 use crate::clock;
 use crate::limit::{Terms, Unused};
 
@@ -15,7 +15,7 @@ pub(super) struct Prefetched {
     units: u32,
     /// When they expire.
     until: Instant,
-    /// Slot, stamp and incarnation in the store's terms, for permits that go back.
+    /// Reservation, stamp and incarnation in the store's terms, for permits that go back.
     slot: u64,
     stamp: u64,
     incarnation: u64,
@@ -49,9 +49,17 @@ impl Prefetched {
 
     /// Takes a permit.
     #[inline]
-    pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
+    pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
         let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
-        self.spend(cost, now).then_some(Slot { at: now, until, cost, count: 1, slot, stamp, incarnation })
+        self.spend(cost, now).then_some(Reservation {
+            at: now,
+            until,
+            cost,
+            count: 1,
+            slot,
+            stamp,
+            incarnation,
+        })
     }
 
     /// Takes the units of a request that leaves at once. Returns whether there were enough.
@@ -65,18 +73,18 @@ impl Prefetched {
     }
 
     /// Takes up to `most` permits.
-    pub(super) fn take_many(&mut self, cost: u32, most: usize, now: Instant) -> Option<Slot> {
+    pub(super) fn take_many(&mut self, cost: u32, most: usize, now: Instant) -> Option<Reservation> {
         if now >= self.until || cost == 0 {
             return None;
         }
         let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
         self.units -= count * cost;
         let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
-        (count > 0).then_some(Slot { at: now, until, cost, count, slot, stamp, incarnation })
+        (count > 0).then_some(Reservation { at: now, until, cost, count, slot, stamp, incarnation })
     }
 
     /// Takes back a permit. Returns false if it is not one of these, or has expired.
-    pub(super) fn put(&mut self, slot: &Slot, now: Instant) -> bool {
+    pub(super) fn put(&mut self, slot: &Reservation, now: Instant) -> bool {
         let ours = (self.slot, self.stamp) == (slot.slot, slot.stamp) && now < self.until;
         if ours {
             self.units = self.units.saturating_add(slot.cost);
@@ -85,7 +93,7 @@ impl Prefetched {
     }
 
     /// Replaces the permits by those of `slot`.
-    pub(super) fn fill(&mut self, slot: &Slot) {
+    pub(super) fn fill(&mut self, slot: &Reservation) {
         let units = slot.cost.saturating_mul(slot.count);
         self.units = units;
         self.fetched = units;

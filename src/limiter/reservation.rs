@@ -9,7 +9,7 @@ use crate::store::Refusal;
 
 /// Permits of one slot, as this process may use them.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Slot {
+pub(crate) struct Reservation {
     /// The moment from which they may be used.
     pub(super) at: Instant,
     /// The moment from which they may no longer be used.
@@ -26,17 +26,17 @@ pub(crate) struct Slot {
     pub(super) incarnation: u64,
 }
 
-impl Slot {
+impl Reservation {
     /// Returns what the store gets back if none of the permits was used.
     pub(super) fn unused(&self) -> Unused {
-        let &Slot { cost, count, slot, stamp, incarnation, .. } = self;
+        let &Reservation { cost, count, slot, stamp, incarnation, .. } = self;
         Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
     }
 }
 
 /// How long a request waits, and which bound that is.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub(super) struct WaitBound {
     /// The latest slot that the request waits for.
     pub(super) latest: Instant,
     /// Whether the request's own deadline is the bound. Else it is `max_wait`.
@@ -45,13 +45,13 @@ pub(super) struct Patience {
     pub(super) is_none: bool,
 }
 
-impl Patience {
+impl WaitBound {
     /// Takes the earlier of a request's `deadline` and `max_wait` after `now`.
     pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
         let (latest, is_none) = (clock::after(now, max_wait), max_wait.is_zero());
         match deadline {
-            Some(deadline) if deadline < latest => Patience { latest: deadline, by_deadline: true, is_none },
-            _ => Patience { latest, by_deadline: false, is_none },
+            Some(deadline) if deadline < latest => WaitBound { latest: deadline, by_deadline: true, is_none },
+            _ => WaitBound { latest, by_deadline: false, is_none },
         }
     }
 
@@ -66,7 +66,7 @@ impl Patience {
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is
 /// polled. It is the result of one queue: an `Admission` is the result of all stages that a request passes.
 #[derive(Clone, Debug)]
-pub(super) enum Settled<T = Slot> {
+pub(super) enum Settled<T = Reservation> {
     Granted(T),
     /// The wait would be too long, or was.
     Refused(Refusal),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, CoreId};
-use super::key_state::{Desk, Errand, Learn, Line, is_any_uncertain, is_of_use};
+use super::key_state::{Effect, KeyContext, KeyState, Learn, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
 use crate::events;
@@ -55,23 +55,23 @@ impl Core {
         let &AnsweredCall { key, hold, sent, .. } = call;
         let now = clock::now();
         let limited = signal.limited().is_some();
-        let accept = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
+        let accept = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
             if !limited && line.accepted_upstream(sent, now) {
-                (true, line.hold_changed(desk, wakers))
+                (true, line.hold_changed(ctx, wakers))
             } else {
                 (false, None)
             }
         };
         let mut is_released = false;
         if hold == key {
-            let take_in = |line: &mut Line, desk: &Desk<'_>, wakers: &mut Wakers| {
-                let (is_released, errand) = accept(line, desk, wakers);
-                (is_released, self.learn(call, signal, line, desk, wakers, errand))
+            let take_in = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
+                let (is_released, effect) = accept(line, ctx, wakers);
+                (is_released, self.learn(call, signal, line, ctx, wakers, effect))
             };
             is_released |= self.with_line(key, now, take_in) == Some(true);
         } else {
             is_released |= self.with_line(hold, now, accept) == Some(true);
-            self.at_line(key, now, |line, desk, wakers| self.learn(call, signal, line, desk, wakers, None));
+            self.at_line(key, now, |line, ctx, wakers| self.learn(call, signal, line, ctx, wakers, None));
         }
         if is_released {
             // The probe was accepted, so the other requests may leave, in all processes. The answer is of no
@@ -89,7 +89,7 @@ impl Core {
         if limited || retry_after.is_some() {
             self.hold_by_signal(call, signal, retry_after, now);
         }
-        self.at_line(key, now, |line, desk, wakers| line.pass_on(desk, wakers));
+        self.at_line(key, now, |line, ctx, wakers| line.pass_on(ctx, wakers));
     }
 
     /// Takes in the limits that a response states and how much of them is left. Returns the effect: `errand`,
@@ -98,29 +98,29 @@ impl Core {
         &self,
         call: &AnsweredCall,
         signal: &Signal,
-        line: &mut Line,
-        desk: &Desk<'_>,
+        line: &mut KeyState,
+        ctx: &KeyContext<'_>,
         wakers: &mut Wakers,
-        errand: Option<Errand>,
-    ) -> Option<Errand> {
+        effect: Option<Effect>,
+    ) -> Option<Effect> {
         let Settings { terms, learn, .. } = &self.settings;
         let by_host = call.hold != call.key;
         // Each of several hosts under one key has quotas of its own.
         if *learn == Learn::Nothing || (by_host && self.hosts.are_several()) {
-            return errand;
+            return effect;
         }
         let limited = signal.limited().is_some();
-        line.learn(*learn, terms, signal, desk);
+        line.learn(*learn, terms, signal, ctx);
         // What is left is left of the limits that count from now on.
-        let learned = self.learned(line, desk.now);
+        let learned = self.learned(line, ctx.now);
         let refused = if limited { call.cost } else { 0 };
         let is_less =
-            line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, call.sent, desk.now);
+            line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, call.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
-        if errand.is_none() && is_less && (!limited || by_host) {
-            return line.tighten(desk, wakers);
+        if effect.is_none() && is_less && (!limited || by_host) {
+            return line.tighten(ctx, wakers);
         }
-        errand
+        effect
     }
 
     /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds
@@ -138,9 +138,9 @@ impl Core {
             _ => Some(call.hold),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
-        let held = self.with_new_line(key, now, |line, desk, _| {
+        let held = self.with_new_line(key, now, |line, ctx, _| {
             let held = line.refused_upstream(retry_after, *max_hold, call.sent, now);
-            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(desk.terms, *max_hold, now));
+            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(ctx.terms, *max_hold, now));
             (held.map(|(held, tells)| (held, tells, left)), None)
         });
         let Ok(Some((held, tells, left))) = held else { return };

@@ -6,9 +6,9 @@ use std::time::Instant;
 use super::admission::{Admission, Entry, WaitFor};
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::key_state::Line;
+use super::key_state::KeyState;
 use super::limited::Request;
-use super::reservation::{Patience, Slot};
+use super::reservation::{Reservation, WaitBound};
 use super::seat::Seat;
 use super::waiter::Waiter;
 use crate::clock;
@@ -20,7 +20,7 @@ use crate::store::Refusal;
 pub(crate) enum Started {
     /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The seat is
     /// `None` if calls in flight are not limited.
-    Granted(Option<Slot>, Option<Seat>),
+    Granted(Option<Reservation>, Option<Seat>),
     Waiting(Box<Waiter>),
     Limited(Limited),
 }
@@ -35,7 +35,7 @@ impl Core {
     fn take<R>(
         &self,
         entry: &Entry,
-        pick: impl FnOnce(&mut Line, u32, Instant) -> Option<R>,
+        pick: impl FnOnce(&mut KeyState, u32, Instant) -> Option<R>,
     ) -> Result<(Option<R>, Instant), Instant> {
         let now = clock::now();
         if entry.cost == 0 {
@@ -63,7 +63,7 @@ impl Core {
     /// Enters a request. `label` returns the name of its key, and is called on the slow path only.
     #[inline]
     pub(super) fn start(self: &Arc<Self>, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
-        match self.take(entry, Line::take) {
+        match self.take(entry, KeyState::take) {
             Ok((slot, _)) => Started::Granted(slot, None),
             Err(now) => self.start_slow(entry, now, label),
         }
@@ -78,7 +78,7 @@ impl Core {
         label: impl FnOnce() -> Box<str>,
     ) -> Started {
         let settings = &self.settings;
-        let patience = Patience::new(entry.deadline, now, settings.max_wait);
+        let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
         let refuse =
             |label, reason, refusal| Started::Limited(Request::new(label, now).refuse(reason, refusal, now));
         let largest = settings.terms.quota().largest_cost();
@@ -86,10 +86,10 @@ impl Core {
             let reason = Reason::CostAboveLimit { cost: entry.cost, largest };
             return refuse(label(), reason, Refusal::NEVER);
         }
-        if patience.latest < now {
+        if bound.latest < now {
             return refuse(label(), Reason::Deadline, Refusal::NEVER);
         }
-        match self.admit(entry, patience, now) {
+        match self.admit(entry, bound, now) {
             Admission::Granted { slot, seat } => {
                 let Some(left) = host_hold(entry.key, entry.host).and_then(|hold| self.blocked(hold, now))
                 else {
@@ -100,7 +100,7 @@ impl Core {
                     self.give_back(entry.key, slot);
                 }
                 let wait = WaitFor::HostHold(clock::after(now, left));
-                Started::Waiting(Waiter::new(self, entry, patience, now, label()).waits(wait, None, now))
+                Started::Waiting(Waiter::new(self, entry, bound, now, label()).waits(wait, None, now))
             }
             Admission::Uncounted { cause, seat } => {
                 events::passed(&label(), &cause);
@@ -109,7 +109,7 @@ impl Core {
             Admission::Waits { wait, seat } => {
                 let label = label();
                 events::waiting(&label, self.queued(entry.key, wait));
-                Started::Waiting(Waiter::new(self, entry, patience, now, label).waits(wait, seat, now))
+                Started::Waiting(Waiter::new(self, entry, bound, now, label).waits(wait, seat, now))
             }
             Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
             Admission::Failed(source) => Started::Limited(Request::new(label(), now).fail(source, now)),

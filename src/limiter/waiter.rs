@@ -9,11 +9,12 @@ use std::time::Instant;
 use super::admission::{Admission, Entry, WaitFor};
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::key_state::{Place, next_number};
+use super::key_state::Ticket;
 use super::limited::Request;
 use super::permit::{Permit, Wait};
+use super::queue::next_number;
 use super::queue::{ANSWER, Number};
-use super::reservation::{Patience, Settled, Slot};
+use super::reservation::{Reservation, Settled, WaitBound};
 use super::seat::Seat;
 use crate::clock::{self, Timer};
 use crate::error::{Limited, StoreError};
@@ -28,7 +29,7 @@ pub(crate) struct Waiter {
     key: Key,
     /// The key of its host, if holds go by host or a redirect may lead to another host.
     host: Option<Key>,
-    place: Place,
+    ticket: Ticket,
     stage: Stage,
     /// Its in-flight slot, once it has one.
     seat: Option<Seat>,
@@ -38,10 +39,10 @@ pub(crate) struct Waiter {
     label: Box<str>,
 }
 
-// HostHold => Seat | Slot | Hold | Done
-// Seat => Slot | Hold | Done
-// Slot, Hold => Done, and HostHold if the host was held meanwhile
-// Done => Slot, if the permit expired before it could be used
+// HostHold => Seat | Reservation | Hold | Done
+// Seat => Reservation | Hold | Done
+// Reservation, Hold => Done, and HostHold if the host was held meanwhile
+// Done => Reservation, if the permit expired before it could be used
 #[derive(Debug)]
 enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
@@ -49,7 +50,7 @@ enum Stage {
     /// Waits for an in-flight slot, but not longer than `until`.
     Seat { number: Number, until: Instant, timer: Option<Timer> },
     /// Waits for a slot.
-    Slot,
+    Reservation,
     /// Waits until its key is not on hold. Only for keys without limits of rates.
     Hold { until: Instant, timer: Option<Timer> },
     /// Waits for nothing: the future is about to end, or has ended.
@@ -61,14 +62,14 @@ impl Waiter {
     pub(super) fn new(
         core: &Arc<Core>,
         &Entry { key, cost, host, .. }: &Entry,
-        patience: Patience,
+        bound: WaitBound,
         since: Instant,
         label: Box<str>,
     ) -> Self {
         // Under this number the waiter watches its host's hold, in all stages.
         let number = if host_hold(key, host).is_some() { next_number() } else { 0 };
-        let place = Place { number, cost, patience, turns: 1 };
-        Waiter { core: core.clone(), key, host, place, stage: Stage::Done, seat: None, since, label }
+        let ticket = Ticket { number, cost, bound, turns: 1 };
+        Waiter { core: core.clone(), key, host, ticket, stage: Stage::Done, seat: None, since, label }
     }
 
     /// Begins a wait.
@@ -82,18 +83,18 @@ impl Waiter {
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
             WaitFor::Seat(number) => {
-                let latest = self.place.patience.latest;
+                let latest = self.ticket.bound.latest;
                 // A request that cannot wait still waits for the store's answer.
                 let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
                 Stage::Seat { number, until, timer: None }
             }
-            WaitFor::Slot(number) => {
-                self.place.number = number;
-                Stage::Slot
+            WaitFor::Reservation(number) => {
+                self.ticket.number = number;
+                Stage::Reservation
             }
             WaitFor::Hold(until) => {
-                if self.place.number == 0 {
-                    self.place.number = next_number();
+                if self.ticket.number == 0 {
+                    self.ticket.number = next_number();
                 }
                 Stage::Hold { until, timer: None }
             }
@@ -105,10 +106,10 @@ impl Waiter {
         let (slot, seat) = permit.into_parts();
         self.seat = seat;
         let Some(slot) = slot else { return };
-        self.stage = Stage::Slot;
-        let place = &mut self.place;
-        let opened = self.core.at_new_line(self.key, clock::now(), |line, desk, wakers| {
-            line.return_late(desk, place, slot, wakers)
+        self.stage = Stage::Reservation;
+        let ticket = &mut self.ticket;
+        let opened = self.core.at_new_line(self.key, clock::now(), |line, ctx, wakers| {
+            line.return_late(ctx, ticket, slot, wakers)
         });
         // Without room for the key's state, the next poll finds no place and ends the wait.
         if opened.is_err() {
@@ -135,8 +136,8 @@ impl Waiter {
         Poll::Ready(result)
     }
 
-    fn permit(&self, slot: Option<Slot>, seat: Option<Seat>, now: Instant) -> Permit {
-        let (turns, label) = (self.place.turns, self.label.clone());
+    fn permit(&self, slot: Option<Reservation>, seat: Option<Seat>, now: Instant) -> Permit {
+        let (turns, label) = (self.ticket.turns, self.label.clone());
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
         let permit = Permit::new(self.core.clone(), self.key, slot, seat);
@@ -144,17 +145,17 @@ impl Waiter {
     }
 
     fn request(&self) -> Request {
-        Request { label: self.label.clone(), since: self.since, turns: self.place.turns }
+        Request { label: self.label.clone(), since: self.since, turns: self.ticket.turns }
     }
 
     fn entry(&self) -> Entry {
-        Entry { key: self.key, cost: self.place.cost, deadline: None, host: self.host }
+        Entry { key: self.key, cost: self.ticket.cost, deadline: None, host: self.host }
     }
 
     /// Returns its number in the queue. A waiter that watched its host's hold has one already, and with it a
     /// place in front of all later requests.
     fn number(&self) -> Option<Number> {
-        (self.place.number > 0).then_some(self.place.number)
+        (self.ticket.number > 0).then_some(self.ticket.number)
     }
 
     /// Polls the hold of its host. Ready if the waiter may go on: with the end of its wait, if the wait ended.
@@ -164,12 +165,12 @@ impl Waiter {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Permit, Limited>>> {
         let Some(hold) = host_hold(self.key, self.host) else { return Poll::Ready(None) };
-        let Place { number, patience, .. } = self.place;
+        let Ticket { number, bound, .. } = self.ticket;
         if let Some(left) = self.core.poll_host_hold(hold, number, now, cx) {
             // What the waiter has would keep other requests waiting.
             self.leave_stage();
             let end = clock::after(now, left);
-            if end > patience.latest {
+            if end > bound.latest {
                 return self.proceed(Admission::held(left), now).map(Some);
             }
             let mut timer = match std::mem::replace(&mut self.stage, Stage::Done) {
@@ -186,7 +187,7 @@ impl Waiter {
         }
         if matches!(self.stage, Stage::HostHold { .. }) {
             self.stage = Stage::Done;
-            let admission = self.core.admit_past_host(&self.entry(), self.number(), patience, now);
+            let admission = self.core.admit_past_host(&self.entry(), self.number(), bound, now);
             return match self.proceed(admission, now) {
                 Poll::Ready(result) => Poll::Ready(Some(result)),
                 Poll::Pending => Poll::Ready(None),
@@ -203,7 +204,7 @@ impl Waiter {
             return Poll::Ready(result);
         }
         match self.stage {
-            Stage::Slot => self.poll_slot(now, cx),
+            Stage::Reservation => self.poll_slot(now, cx),
             Stage::Hold { .. } => self.poll_hold(now, cx),
             Stage::HostHold { .. } | Stage::Seat { .. } | Stage::Done => Poll::Pending,
         }
@@ -220,23 +221,23 @@ impl Waiter {
             }
         };
         self.stage = Stage::Done;
-        let patience = &mut self.place.patience;
-        if patience.is_none {
+        let bound = &mut self.ticket.bound;
+        if bound.is_none {
             // It waited for the store's answer only, and asks for its slot as it asked for its in-flight slot.
-            patience.latest = patience.latest.max(now);
+            bound.latest = bound.latest.max(now);
         }
-        let patience = *patience;
-        let admission = match self.core.seat_settled(self.key, patience, settled) {
-            Ok(seat) => self.core.admit_with_seat(&self.entry(), seat, self.number(), patience, now),
+        let bound = *bound;
+        let admission = match self.core.seat_settled(self.key, bound, settled) {
+            Ok(seat) => self.core.admit_with_seat(&self.entry(), seat, self.number(), bound, now),
             Err(stopped) => stopped,
         };
         self.proceed(admission, now)
     }
 
     fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let place = &mut self.place;
+        let ticket = &mut self.ticket;
         let polled =
-            self.core.with_line(self.key, now, |line, desk, wakers| line.poll(desk, place, cx, wakers));
+            self.core.with_line(self.key, now, |line, ctx, wakers| line.poll(ctx, ticket, cx, wakers));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let seat = self.seat.take();
@@ -247,23 +248,23 @@ impl Waiter {
             self.core.give_back(self.key, slot);
             return self.proceed(Admission::Failed(StoreError::SeatLost), now);
         }
-        let admission = self.core.slot_settled(self.key, self.place.patience, settled, seat, now);
+        let admission = self.core.slot_settled(self.key, self.ticket.bound, settled, seat, now);
         self.proceed(admission, now)
     }
 
     fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         let Stage::Hold { until, timer } = &mut self.stage else { return Poll::Pending };
-        let Place { number, patience, .. } = self.place;
+        let Ticket { number, bound, .. } = self.ticket;
         let Some(left) = self.core.poll_hold(self.key, number, now, cx) else {
             let seat = self.seat.take();
             return self.proceed(Admission::Granted { slot: None, seat }, now);
         };
         let end = clock::after(now, left);
-        if end > patience.latest {
+        if end > bound.latest {
             self.core.leave_hold(self.key, number);
             let refusal = Refusal { wait: Some(left), limit: None };
             let seat = self.seat.take();
-            let admission = self.core.slot_settled(self.key, patience, Settled::Refused(refusal), seat, now);
+            let admission = self.core.slot_settled(self.key, bound, Settled::Refused(refusal), seat, now);
             return self.proceed(admission, now);
         }
         if end != *until {
@@ -283,7 +284,7 @@ impl Waiter {
         if let (Some(slot), _) = permit.into_parts() {
             self.core.give_back(self.key, slot);
         }
-        self.place.turns += 1;
+        self.ticket.turns += 1;
         self.wait(WaitFor::HostHold(clock::after(now, left)), None, now);
         None
     }
@@ -295,12 +296,12 @@ impl Waiter {
         match self.stage {
             Stage::HostHold { .. } => return,
             Stage::Seat { number, .. } => self.core.leave_flight(self.key, number),
-            Stage::Slot => {
-                let place = &self.place;
+            Stage::Reservation => {
+                let ticket = &self.ticket;
                 self.core
-                    .at_line(self.key, clock::now(), |line, desk, wakers| line.leave(desk, place, wakers));
+                    .at_line(self.key, clock::now(), |line, ctx, wakers| line.leave(ctx, ticket, wakers));
             }
-            Stage::Hold { .. } => self.core.leave_hold(self.key, self.place.number),
+            Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),
             Stage::Done => {}
         }
         self.stage = Stage::Done;
@@ -332,7 +333,7 @@ impl Drop for Waiter {
     fn drop(&mut self) {
         self.leave_stage();
         if let Some(hold) = host_hold(self.key, self.host) {
-            self.core.leave_hold(hold, self.place.number);
+            self.core.leave_hold(hold, self.ticket.number);
         }
     }
 }

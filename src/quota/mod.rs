@@ -384,7 +384,7 @@ mod tests {
         let fine = Slacks { transit: millis(1), rate_loss: 15, ..SLACKS };
         assert_eq!(Quota::every(millis(20)).check(fine), Ok(Duration::from_nanos(2_529_411)));
         let error = Quota::every(millis(20)).check(Slacks { rate_loss: 10, ..fine }).unwrap_err().to_string();
-        assert!(error.contains("lose 14 %") && error.contains(".max_rate_loss(14)"), "{error}");
+        assert!(error.contains("loses 14 %") && error.contains(".max_rate_loss(14)"), "{error}");
     }
 
     #[test]

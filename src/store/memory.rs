@@ -11,7 +11,7 @@ use super::{
 };
 use crate::clock;
 use crate::key::Key;
-use crate::key_map::{Full, Idle, Keyed};
+use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{
     Claimed, Grant, Hold, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
 };
@@ -35,8 +35,8 @@ use crate::limit::{
 /// # }
 /// ```
 pub struct MemoryStore {
-    counts: Keyed<Counts>,
-    flights: Keyed<Flight>,
+    counts: KeyMap<Counts>,
+    flights: KeyMap<Flight>,
     registers: Registers,
     listeners: Listeners,
     max_keys: usize,
@@ -57,7 +57,7 @@ impl MemoryStore {
     ///
     /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
     pub fn new(max_keys: usize) -> Self {
-        let (counts, flights) = (Keyed::new(max_keys), Keyed::new(max_keys));
+        let (counts, flights) = (KeyMap::new(max_keys), KeyMap::new(max_keys));
         let registers = Registers::new(max_keys);
         MemoryStore { counts, flights, registers, listeners: Listeners::default(), max_keys }
     }
@@ -123,7 +123,7 @@ impl Counts {
     }
 }
 
-impl Idle for Counts {
+impl Evict for Counts {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
@@ -131,7 +131,7 @@ impl Idle for Counts {
     }
 }
 
-impl Idle for Flight {
+impl Evict for Flight {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::key::Key;
-use crate::key_map::{Full, Idle, Keyed};
+use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{Micros, micros_up};
 
 /// What is to become of a register: the word of [`Store::compare_and_set`](super::Store::compare_and_set).
@@ -55,7 +55,7 @@ pub struct Register {
 
 /// The registers of one process.
 pub(super) struct Registers {
-    kept: Keyed<Kept>,
+    kept: KeyMap<Kept>,
     versions: AtomicU64,
 }
 
@@ -68,7 +68,7 @@ struct Kept {
 
 impl Registers {
     pub(super) fn new(max_keys: usize) -> Self {
-        Registers { kept: Keyed::new(max_keys), versions: AtomicU64::new(0) }
+        Registers { kept: KeyMap::new(max_keys), versions: AtomicU64::new(0) }
     }
 
     pub(super) fn compare_and_set(&self, change: &Change, now: Micros) -> Result<Register, Full> {
@@ -118,7 +118,7 @@ impl Kept {
     }
 }
 
-impl Idle for Kept {
+impl Evict for Kept {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {

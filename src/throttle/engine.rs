@@ -16,7 +16,7 @@ use crate::config_error::ConfigError;
 use crate::error::{Facts, Limited, Reason, Report};
 use crate::events;
 use crate::key::{Key, RequestInfo};
-use crate::key_map::{Full, Keyed};
+use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
 use crate::store::{self, Listener, News, Store};
@@ -44,7 +44,7 @@ pub(crate) struct ThrottleSettings {
 pub(super) struct Core {
     pub(super) settings: ThrottleSettings,
     /// The waiters of each key in use.
-    keys: Keyed<Waiters>,
+    keys: KeyMap<Waiters>,
     /// How processes share the pace, if they do.
     pub(super) shared: Option<SharedPace>,
 }
@@ -74,7 +74,7 @@ impl Core {
         settings: ThrottleSettings,
         start_sync: fn(&Arc<Core>, Key, u64),
     ) -> Result<Arc<Self>, ConfigError> {
-        let keys = Keyed::new(settings.max_keys);
+        let keys = KeyMap::new(settings.max_keys);
         let shared = match &settings.store {
             Some(store) => {
                 let kind = PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();

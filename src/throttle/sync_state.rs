@@ -18,7 +18,7 @@ const MOST_DOUBLINGS: u32 = 5;
 #[derive(Debug)]
 pub(super) enum SyncState {
     /// The store is reachable, and nothing is under way.
-    Idle {
+    Evict {
         /// This process writes nothing before this moment, because other processes were faster too often.
         rests_until: Option<Instant>,
     },
@@ -76,7 +76,7 @@ pub(super) enum StoreChange {
 
 impl Default for SyncState {
     fn default() -> Self {
-        SyncState::Idle { rests_until: None }
+        SyncState::Evict { rests_until: None }
     }
 }
 
@@ -90,14 +90,14 @@ impl SyncState {
     pub(super) fn pending(&self) -> Option<&PendingCas> {
         match self {
             SyncState::Asking(cas) | SyncState::Probing { cas, .. } => Some(cas),
-            SyncState::Idle { .. } | SyncState::Away { .. } => None,
+            SyncState::Evict { .. } | SyncState::Away { .. } => None,
         }
     }
 
     /// Notes that a compare-and-set is sent.
     pub(super) fn begin(&mut self, cas: PendingCas) {
         *self = match std::mem::take(self) {
-            SyncState::Idle { .. } | SyncState::Asking(_) => SyncState::Asking(cas),
+            SyncState::Evict { .. } | SyncState::Asking(_) => SyncState::Asking(cas),
             SyncState::Away { outage, .. } | SyncState::Probing { outage, .. } => {
                 SyncState::Probing { outage, cas }
             }
@@ -110,7 +110,7 @@ impl SyncState {
         match std::mem::take(self) {
             SyncState::Asking(cas) => Some((cas, None)),
             SyncState::Probing { outage, cas } => Some((cas, Some(outage))),
-            state @ (SyncState::Idle { .. } | SyncState::Away { .. }) => {
+            state @ (SyncState::Evict { .. } | SyncState::Away { .. }) => {
                 *self = state;
                 None
             }
@@ -126,7 +126,7 @@ impl SyncState {
 
     /// Notes that this process writes nothing for `span`.
     pub(super) fn rest(&mut self, now: Instant, span: Duration) {
-        *self = SyncState::Idle { rests_until: Some(clock::after(now, span)) };
+        *self = SyncState::Evict { rests_until: Some(clock::after(now, span)) };
     }
 }
 

@@ -15,7 +15,7 @@ use super::sync_state::{CasRequest, StoreChange};
 use super::sync_task_state::SyncTaskState;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
-use crate::key_map::Idle;
+use crate::key_map::Evict;
 use crate::signal::Signal;
 use crate::store::Register;
 use crate::wakers::Wakers;
@@ -424,7 +424,7 @@ impl Waiter {
     }
 }
 
-impl Idle for Waiters {
+impl Evict for Waiters {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use super::claims::{Claims, Counts};
 use super::validity::Validity;
 use crate::key::Key;
-use crate::key_map::Idle;
-use crate::limiter::key_state::next_number;
+use crate::key_map::Evict;
 use crate::limiter::queue::Number;
+use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, News, Refusal};
 use crate::wakers::Wakers;
@@ -61,7 +61,7 @@ impl Impatient {
     }
 }
 
-impl Idle for Flight {
+impl Evict for Flight {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {

@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use super::flight::Flight;
 use crate::key::Key;
-use crate::key_map::{Full, Keyed};
+use crate::key_map::{Full, KeyMap};
 use crate::limiter::settings::Settings;
 use crate::store::Claim;
 
 /// The calls in flight of all keys.
 pub(in crate::limiter) struct Flights {
-    keyed: Keyed<Flight>,
+    keyed: KeyMap<Flight>,
     /// The limit: calls in flight at the same time, for each key.
     limit: u32,
     /// How long a claim counts that is not repeated.
@@ -28,7 +28,7 @@ impl Flights {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
         let limit = settings.terms.quota().most_in_flight()?;
-        Some(Flights { keyed: Keyed::new(settings.max_keys), limit, ttl: settings.in_flight_life })
+        Some(Flights { keyed: KeyMap::new(settings.max_keys), limit, ttl: settings.in_flight_life })
     }
 
     /// Returns the limit of each key.

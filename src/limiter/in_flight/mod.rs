@@ -23,13 +23,13 @@
 //!
 //! ```text
 //!                 claim                    answer
-//!     Idle ────────────────────> Asking ──────────> Idle
+//!     Evict ────────────────────> Asking ──────────> Evict
 //!                                  │
 //!                                  │ failure
 //!                                  v     claim
 //!                                Failed ────────> Asking
 //!                                  │  answer to the repeated claim
-//!                                  └──────────────────────────────> Idle
+//!                                  └──────────────────────────────> Evict
 //! ```
 //!
 //! A request that cannot wait is queued like the others, until the answer to the claim that counts it. If no seat was

@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::refused::Refused;
-use super::{Desk, Line};
+use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::Terms;
 use crate::limiter::queue::Answered;
-use crate::limiter::reservation::{Settled, Slot};
+use crate::limiter::reservation::{Reservation, Settled};
 use crate::limiter::session::StoreSession;
 use crate::quota::LIFE;
 use crate::store::{Lease, Refusal, Segment, trust};
@@ -20,19 +20,19 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 /// How late a task may wake.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
-impl Line {
+impl KeyState {
     /// Takes in the answer to the call that was sent at `sent`.
     pub(super) fn answered(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         answer: Result<Lease, StoreError>,
         sent: Instant,
         now: Instant,
         wakers: &mut Wakers,
     ) {
         match answer {
-            Ok(lease) => self.granted(desk, &lease, sent, now, wakers),
-            Err(error) => self.failed(desk, error, now, wakers),
+            Ok(lease) => self.granted(ctx, &lease, sent, now, wakers),
+            Err(error) => self.failed(ctx, error, now, wakers),
         }
         if self.queue.is_some() {
             self.obey(now, wakers);
@@ -40,12 +40,19 @@ impl Line {
     }
 
     /// The store answered with a lease.
-    fn granted(&mut self, desk: &Desk<'_>, lease: &Lease, sent: Instant, now: Instant, wakers: &mut Wakers) {
-        let bounds = self.remember(desk, lease, sent, now);
+    fn granted(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        lease: &Lease,
+        sent: Instant,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
+        let bounds = self.remember(ctx, lease, sent, now);
         if lease.is_word_of_store() {
             self.hold_answered(lease.held, sent, bounds);
         }
-        let least = self.least_use(desk);
+        let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.learning {
             return queue.pause(wait, now, wakers);
@@ -54,19 +61,19 @@ impl Line {
         let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
         let Answered { died, refused } = queue.answered(slots, Some(&end), least, now, wakers);
         // A request that passes uncounted while the store cannot be reached has to ask.
-        if self.later && lease.own.is_none() && !desk.fails_open {
+        if self.later && lease.own.is_none() && !ctx.fails_open {
             let before = self.refused.as_deref().copied();
             self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
         }
-        self.adapt_life(desk.terms, bounds, died);
+        self.adapt_life(ctx.terms, bounds, died);
     }
 
     /// The store failed.
-    fn failed(&mut self, desk: &Desk<'_>, error: StoreError, now: Instant, wakers: &mut Wakers) {
-        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
-        let least = self.least_use(desk);
+    fn failed(&mut self, ctx: &KeyContext<'_>, error: StoreError, now: Instant, wakers: &mut Wakers) {
+        let (trusted, held) = (self.is_trusted(ctx, now), self.held(now));
+        let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
-        if let Some(left) = held.filter(|_| desk.fails_open) {
+        if let Some(left) = held.filter(|_| ctx.fails_open) {
             // No request passes uncounted while the key is on hold.
             return queue.pause(left, now, wakers);
         }
@@ -80,21 +87,21 @@ impl Line {
     /// Turns an answer that took longer than any permit is valid into an error, and gives back what it brought.
     pub(super) fn unless_too_slow(
         &self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         answer: Result<Lease, StoreError>,
         sent: Instant,
     ) -> Result<Lease, StoreError> {
         let lease = answer?;
         // A permit's validity counts from when the call was sent: of one that took longer, what was due at once has expired.
-        let took = desk.now.saturating_duration_since(sent);
-        let longest = self.longest_life(desk.terms);
+        let took = ctx.now.saturating_duration_since(sent);
+        let longest = self.longest_life(ctx.terms);
         let expired = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
         let is_too_slow = took >= self.life
             && self.life >= longest
             && lease.own.is_none()
             && lease.segments.iter().any(expired);
         if is_too_slow {
-            desk.store.give_back(desk.key, desk.terms, &lease.unused());
+            ctx.store.give_back(ctx.key, ctx.terms, &lease.unused());
             return Err(StoreError::TooSlow { took, longest });
         }
         Ok(lease)
@@ -103,7 +110,7 @@ impl Line {
     /// Keeps what a lease says besides its segments. Returns between which moments of this process its time was.
     pub(super) fn remember(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         lease: &Lease,
         sent: Instant,
         now: Instant,
@@ -117,10 +124,10 @@ impl Line {
         let bounds = if lease.is_word_of_store() {
             self.shared = lease.shared;
             self.free = if is_alone { 0 } else { lease.free };
-            self.remember_session(desk, lease, sent, now)
+            self.remember_session(ctx, lease, sent, now)
         } else {
             if let Some(session) = &mut self.session {
-                session.count(lease, desk.terms.quota().longest_memory(), now);
+                session.count(lease, ctx.terms.quota().longest_memory(), now);
             }
             None
         };
@@ -138,7 +145,7 @@ impl Line {
     /// Takes in the clock and the incarnation of a store that may lose its state. Returns the bounds of its time.
     fn remember_session(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         lease: &Lease,
         sent: Instant,
         now: Instant,
@@ -148,7 +155,7 @@ impl Line {
         }
         let session = self.session.get_or_insert_with(|| Box::new(StoreSession::new(lease, sent, now)));
         let has_lost_state = session.incarnation() != lease.incarnation;
-        session.update(lease, desk.terms.quota().longest_memory(), sent, now);
+        session.update(lease, ctx.terms.quota().longest_memory(), sent, now);
         let bounds = session.bounds();
         if has_lost_state {
             self.forget_permits();
@@ -166,20 +173,20 @@ impl Line {
     }
 
     /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
-    pub(super) fn is_trusted(&self, desk: &Desk<'_>, now: Instant) -> bool {
+    pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let is_trusted =
-            |session: &StoreSession| session.is_trusted(trust(desk.terms.quota().longest_memory()), now);
+            |session: &StoreSession| session.is_trusted(trust(ctx.terms.quota().longest_memory()), now);
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
     /// Returns whether the store is asked now to confirm the next slot, so that its answer is there when the slot is due. If that
     /// is later, the waiter of the slot wakes then.
-    pub(super) fn confirms_next_slot(&mut self, desk: &Desk<'_>, now: Instant) -> bool {
+    pub(super) fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
-        if self.is_trusted(desk, slot) {
+        if self.is_trusted(ctx, slot) {
             return false;
         }
-        let lead = trust(desk.terms.quota().longest_memory()) / 4;
+        let lead = trust(ctx.terms.quota().longest_memory()) / 4;
         let at = slot.checked_sub(lead).unwrap_or(now);
         let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
             return false;
@@ -194,8 +201,8 @@ impl Line {
 
     /// Returns for how long a slot ahead must be usable. After a slow trip little is left of a permit's validity: a waiter that
     /// wakes a little late would lose its slot, and the next permits are valid for longer.
-    fn least_use(&self, desk: &Desk<'_>) -> Duration {
-        if self.life < self.longest_life(desk.terms) { desk.terms.life() / 2 } else { Duration::ZERO }
+    fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
+        if self.life < self.longest_life(ctx.terms) { ctx.terms.life() / 2 } else { Duration::ZERO }
     }
 
     /// Sets the validity of the next permits by how well the store's clock is known, and by whether permits `died` on their way.
@@ -217,16 +224,16 @@ impl Line {
     }
 
     /// Returns the validity of permits that are fetched in advance: a two-hundredth of the window at most.
-    pub(super) fn prefetch_life(&self, desk: &Desk<'_>) -> Duration {
-        self.life.max(desk.terms.quota().shortest_window() / 200)
+    pub(super) fn prefetch_life(&self, ctx: &KeyContext<'_>) -> Duration {
+        self.life.max(ctx.terms.quota().shortest_window() / 200)
     }
 }
 
 /// Returns when this process may use a segment of a lease, whose time lies between two moments: never before its slot, and never
 /// after its deadline. The microsecond is for the store's time, which is cut to whole ones.
-pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Slot {
+pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Reservation {
     let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
-    Slot {
+    Reservation {
         at: clock::after(latest, segment.wait),
         until: clock::after(earliest, lasts),
         cost: segment.cost,

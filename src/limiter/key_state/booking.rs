@@ -1,7 +1,7 @@
 //! Booking: when the store is asked for the waiters of a key, and for what.
 //!
-//! [`Line::step`] is run whenever something changed: a request came or left, a slot is due, the store answered. It hands out the
-//! slots that are due and decides by [`Line::next_call`] whether the store is asked. One call at a time is under way; it books
+//! [`KeyState::step`] is run whenever something changed: a request came or left, a slot is due, the store answered. It hands out the
+//! slots that are due and decides by [`KeyState::next_call`] whether the store is asked. One call at a time is under way; it books
 //! for all waiters without a slot.
 
 use std::time::{Duration, Instant};
@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::hold::Passage;
-use super::{CallNumber, Desk, Errand, Line};
+use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::Unused;
+use crate::limiter::queue::CallNumber;
 use crate::limiter::queue::{Gathering, Number};
 use crate::store::{Answer, Ask, Lease, Need};
 use crate::wakers::Wakers;
@@ -38,54 +39,54 @@ enum Called {
     /// The store answered at once.
     Answered,
     /// The answer is still to come.
-    UnderWay(Errand),
+    UnderWay(Effect),
 }
 
-impl Line {
+impl KeyState {
     /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and asks the store for
     /// waiters without a slot. `me` is being polled and needs no waking.
     pub(super) fn step(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         me: Option<Number>,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
-        let (mut now, mut errand) = (desk.now, None);
+    ) -> Option<Effect> {
+        let (mut now, mut effect) = (ctx.now, None);
         // A store that answers at once may bring slots that are due, or refuse one need and leave those after it undecided.
         for _ in 0..MOST_ROUNDS {
-            let died = self.hand_out_due(desk, me, now, wakers)?;
-            match self.next_call(desk, now) {
+            let died = self.hand_out_due(ctx, me, now, wakers)?;
+            match self.next_call(ctx, now) {
                 NextCall::None => break,
                 NextCall::Gather(delay) => {
-                    errand = Some(Errand::Gather(delay));
+                    effect = Some(Effect::Gather(delay));
                     break;
                 }
-                NextCall::Ask(needs) => match self.send(desk, &needs, died, now, wakers) {
+                NextCall::Ask(needs) => match self.send(ctx, &needs, died, now, wakers) {
                     // The store asked the time after we did.
                     Called::Answered => now = clock::now(),
                     Called::UnderWay(call) => {
-                        errand = Some(call);
+                        effect = Some(call);
                         break;
                     }
                 },
             }
         }
-        self.return_unused(desk, now);
-        errand
+        self.return_unused(ctx, now);
+        effect
     }
 
     /// Hands out the slots that are due. Returns whether permits had expired before a waiter took them; `None` if there is no
     /// queue.
     fn hand_out_due(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         me: Option<Number>,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Option<bool> {
-        let most = match self.passage(desk.max_hold, now) {
+        let most = match self.passage(ctx.max_hold, now) {
             // The store has to confirm them first.
-            _ if !self.is_trusted(desk, now) => 0,
+            _ if !self.is_trusted(ctx, now) => 0,
             Passage::Open => usize::MAX,
             Passage::Probe => 1,
             Passage::Probing(_) => 0,
@@ -101,9 +102,9 @@ impl Line {
     }
 
     /// Decides whether the store is called.
-    fn next_call(&mut self, desk: &Desk<'_>, now: Instant) -> NextCall {
-        let (trusted, held) = (self.is_trusted(desk, now), self.held(now));
-        let passage = self.passage(desk.max_hold, now);
+    fn next_call(&mut self, ctx: &KeyContext<'_>, now: Instant) -> NextCall {
+        let (trusted, held) = (self.is_trusted(ctx, now), self.held(now));
+        let passage = self.passage(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return NextCall::None };
         let is_doubtful = !trusted && queue.is_due(now);
         queue.trim();
@@ -112,7 +113,7 @@ impl Line {
         }
         queue.give_up_call();
         let is_open = held.is_none() && passage == Passage::Open;
-        let confirms = is_doubtful || (is_open && self.confirms_next_slot(desk, now));
+        let confirms = is_doubtful || (is_open && self.confirms_next_slot(ctx, now));
         let Some(queue) = &mut self.queue else { return NextCall::None };
         let needs = queue.needs(match passage {
             Passage::Open if !self.later => usize::MAX,
@@ -147,56 +148,56 @@ impl Line {
     /// Calls the store for `needs`. If permits `died` since the last call, those of later calls are valid for longer.
     fn send(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         needs: &[Need],
         died: bool,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Called {
-        let is_open = self.passage(desk.max_hold, now) == Passage::Open;
+        let is_open = self.passage(ctx.max_hold, now) == Passage::Open;
         let queue = self.queue.get_or_insert_default();
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
-        let latest = queue.latest().unwrap_or(desk.now);
+        let latest = queue.latest().unwrap_or(ctx.now);
         let mut returns = std::mem::take(&mut queue.returns);
         let prefetch = if self.later && !is_scarce && !needs.is_empty() && is_open {
-            self.prefetched.order(desk.terms, self.prefetch_life(desk), desk.now)
+            self.prefetched.order(ctx.terms, self.prefetch_life(ctx), ctx.now)
         } else {
             0
         };
         returns.extend(self.prefetched.clear());
         if died {
-            self.lengthen_life(desk);
+            self.lengthen_life(ctx);
         }
-        let answer = desk.store.lease(self.ask(desk, needs, prefetch, latest, &returns));
+        let answer = ctx.store.lease(self.ask(ctx, needs, prefetch, latest, &returns));
         let queue = self.queue.get_or_insert_default();
         match answer {
             Answer::Now(answer) => {
-                queue.asking(needs, desk.now, false);
-                self.answered(desk, answer, desk.now, clock::now(), wakers);
+                queue.asking(needs, ctx.now, false);
+                self.answered(ctx, answer, ctx.now, clock::now(), wakers);
                 Called::Answered
             }
             Answer::Later(call) => {
                 self.later = true;
-                Called::UnderWay(Errand::Call(queue.asking(needs, desk.now, desk.is_watched()), call))
+                Called::UnderWay(Effect::Call(queue.asking(needs, ctx.now, ctx.is_watched()), call))
             }
         }
     }
 
     /// Gives back the permits that no waiter needs, unless a call that takes them along is near.
-    fn return_unused(&mut self, desk: &Desk<'_>, now: Instant) {
-        let is_blocked = self.held(now).is_some() || self.passage(desk.max_hold, now) != Passage::Open;
+    fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
+        let is_blocked = self.held(now).is_some() || self.passage(ctx.max_hold, now) != Passage::Open;
         let Some(queue) = &mut self.queue else { return };
         let gathers = queue.gathering == Gathering::UnderWay && !is_blocked;
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
-            desk.store.give_back(desk.key, desk.terms, &std::mem::take(&mut queue.returns));
+            ctx.store.give_back(ctx.key, ctx.terms, &std::mem::take(&mut queue.returns));
         }
     }
 
     /// Returns the request to the store: for `needs`, and for `prefetch` permits in advance.
     pub(super) fn ask<'a>(
         &mut self,
-        desk: &'a Desk<'_>,
+        ctx: &'a KeyContext<'_>,
         needs: &'a [Need],
         prefetch: u32,
         latest: Instant,
@@ -204,41 +205,45 @@ impl Line {
     ) -> Ask<'a> {
         let memory = self.session.as_mut().map(|session| {
             session.forget(returns);
-            session.tell(desk.now)
+            session.tell(ctx.now)
         });
         Ask {
-            key: desk.key,
-            terms: desk.terms,
+            key: ctx.key,
+            terms: ctx.terms,
             needs,
             prefetch,
-            latest: latest.saturating_duration_since(desk.now),
+            latest: latest.saturating_duration_since(ctx.now),
             life: self.life,
-            prefetch_life: self.prefetch_life(desk),
+            prefetch_life: self.prefetch_life(ctx),
             returns,
             charges: &[],
             memory: memory.unwrap_or_default(),
-            held: self.held_for_store(desk.now),
-            left: self.left(desk.terms, desk.max_hold, desk.now),
+            held: self.held_for_store(ctx.now),
+            left: self.left(ctx.terms, ctx.max_hold, ctx.now),
         }
     }
 
     /// Calls the store although no request waits: it learns what this process knows of the key, and answers what it knows. Does
     /// nothing while another call is under way.
-    pub(in crate::limiter) fn inquire(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        if self.queue.as_ref().is_some_and(|queue| queue.is_calling(desk.now)) {
+    pub(in crate::limiter) fn inquire(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
+        if self.queue.as_ref().is_some_and(|queue| queue.is_calling(ctx.now)) {
             return None;
         }
         let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
-        match desk.store.lease(self.ask(desk, &[], 0, desk.now, &returns)) {
+        match ctx.store.lease(self.ask(ctx, &[], 0, ctx.now, &returns)) {
             Answer::Now(answer) => {
-                self.answered(desk, answer, desk.now, clock::now(), wakers);
+                self.answered(ctx, answer, ctx.now, clock::now(), wakers);
                 None
             }
             Answer::Later(call) => {
                 self.later = true;
                 let queue = self.queue.get_or_insert_default();
                 queue.give_up_call();
-                Some(Errand::Call(queue.asking(&[], desk.now, desk.is_watched()), call))
+                Some(Effect::Call(queue.asking(&[], ctx.now, ctx.is_watched()), call))
             }
         }
     }
@@ -246,40 +251,40 @@ impl Line {
     /// The store answered the call that was sent at `sent`. What an answer brings that counts as lost goes back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         number: CallNumber,
         answer: Result<Lease, StoreError>,
         sent: Instant,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
+    ) -> Option<Effect> {
         if !self.queue.as_ref().is_some_and(|queue| queue.is_call(number)) {
             if let Ok(lease) = answer {
-                desk.store.give_back(desk.key, desk.terms, &lease.unused());
+                ctx.store.give_back(ctx.key, ctx.terms, &lease.unused());
             }
             return None;
         }
-        let answer = self.unless_too_slow(desk, answer, sent);
+        let answer = self.unless_too_slow(ctx, answer, sent);
         let failed = answer.is_err();
-        self.answered(desk, answer, sent, desk.now, wakers);
+        self.answered(ctx, answer, sent, ctx.now, wakers);
         if self.tightens {
-            return self.tighten(desk, wakers);
+            return self.tighten(ctx, wakers);
         }
         // If the store has to learn of a hold, the step only hands out; else it asks as well what the upstream said.
-        let told = self.retell_hold(desk, wakers);
-        let asked = self.step(desk, None, wakers);
-        let errand = told.or(asked).or_else(|| self.pass_on(desk, wakers));
-        self.close(desk);
-        if failed { errand.or_else(|| self.asks_again(desk.now)) } else { errand }
+        let told = self.retell_hold(ctx, wakers);
+        let asked = self.step(ctx, None, wakers);
+        let effect = told.or(asked).or_else(|| self.pass_on(ctx, wakers));
+        self.close(ctx);
+        if failed { effect.or_else(|| self.asks_again(ctx.now)) } else { effect }
     }
 
     /// The delay in which others `joined` the next call is over. If they did not, its task was dropped with its runtime.
     pub(in crate::limiter) fn gathered(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         joined: bool,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
-        let is_held = self.held(desk.now).is_some();
+    ) -> Option<Effect> {
+        let is_held = self.held(ctx.now).is_some();
         let queue = self.queue.as_mut()?;
         if is_held && !joined {
             // The other waiters have runtimes of their own.
@@ -288,11 +293,11 @@ impl Line {
             return None;
         }
         queue.gathering = Gathering::Done;
-        let errand = self.step(desk, None, wakers);
+        let effect = self.step(ctx, None, wakers);
         if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
             queue.gathering = Gathering::NotYet;
         }
-        self.close(desk);
-        errand
+        self.close(ctx);
+        effect
     }
 }

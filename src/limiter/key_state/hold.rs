@@ -12,7 +12,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::refusal::{Refusals, SAME, Wait};
-use super::{Desk, Errand, Line};
+use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::limiter::queue::{Gathering, Number};
 use crate::quota::Limit;
@@ -123,7 +123,7 @@ const LONGEST_PROBATION: Duration = Duration::from_secs(60);
 /// How often the store is asked whether a hold still holds, while somebody calls.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-impl Line {
+impl KeyState {
     /// For how long it is held.
     pub(in crate::limiter) fn held(&self, now: Instant) -> Option<Duration> {
         let until = self.hold.as_ref()?.until;
@@ -270,34 +270,34 @@ impl Line {
     /// The key is held, or released.
     pub(in crate::limiter) fn hold(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         held: Held,
         sure: bool,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
-        if !self.adopt(held, desk.now, sure) {
+    ) -> Option<Effect> {
+        if !self.adopt(held, ctx.now, sure) {
             return None;
         }
-        self.hold_changed(desk, wakers)
+        self.hold_changed(ctx, wakers)
     }
 
     /// What holds the key has changed: gives up what may no longer be used, and goes on with what may.
     pub(in crate::limiter) fn hold_changed(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
+    ) -> Option<Effect> {
         self.refused = None;
         if let Some(hold) = &mut self.hold {
             std::mem::take(&mut hold.waiting).into_values().for_each(|waker| wakers.add(Some(waker)));
         }
-        self.obey(desk.now, wakers);
-        let is_held = self.held(desk.now).is_some();
+        self.obey(ctx.now, wakers);
+        let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
             // What was booked for later goes as well, so that all is asked for anew when it ends, as it is allowed then; but
             // not where it is paced: a bucket that others have slots in cannot take single ones back.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
-            if !is_held || !desk.terms.quota().limits().iter().any(is_paced) {
+            if !is_held || !ctx.terms.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
             }
             // Nobody waits for its end any more.
@@ -305,16 +305,20 @@ impl Line {
                 queue.gathering = Gathering::Done;
             }
         }
-        let errand = self.step(desk, None, wakers);
-        self.close(desk);
-        errand
+        let effect = self.step(ctx, None, wakers);
+        self.close(ctx);
+        effect
     }
 
     /// Asks the store whether it still knows of the hold and of what is booked, though nobody may wait for its answer. A
     /// store that came back with an older state grants what is booked to others, until it hears of it.
-    pub(in crate::limiter) fn confirm(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        let is_at_stake = self.held(desk.now).is_some() || self.is_booked();
-        if self.later && is_at_stake { self.inquire(desk, wakers) } else { None }
+    pub(in crate::limiter) fn confirm(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
+        let is_at_stake = self.held(ctx.now).is_some() || self.is_booked();
+        if self.later && is_at_stake { self.inquire(ctx, wakers) } else { None }
     }
 
     /// Whether slots are booked ahead.
@@ -323,9 +327,9 @@ impl Line {
     }
 
     /// The store could not be asked whether it still holds: it is asked again, though nobody may wait.
-    pub(super) fn asks_again(&self, now: Instant) -> Option<Errand> {
+    pub(super) fn asks_again(&self, now: Instant) -> Option<Effect> {
         let doubted = self.hold.as_ref().is_some_and(|hold| hold.heard.is_none());
-        (doubted && self.held(now).is_some()).then_some(Errand::PassOn(ASK_AGAIN))
+        (doubted && self.held(now).is_some()).then_some(Effect::PassOn(ASK_AGAIN))
     }
 
     /// The store has lost its state: what is known of the hold is all there is.
@@ -336,9 +340,9 @@ impl Line {
     }
 
     /// Tells a store that has lost its state, before others ask it who know nothing.
-    pub(super) fn retell_hold(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+    pub(super) fn retell_hold(&mut self, ctx: &KeyContext<'_>, wakers: &mut Wakers) -> Option<Effect> {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
-        if retell { self.confirm(desk, wakers) } else { None }
+        if retell { self.confirm(ctx, wakers) } else { None }
     }
 
     /// Gives up what lies at hand, and what is booked for before the end of the hold.

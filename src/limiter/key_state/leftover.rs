@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Desk, Line};
+use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::limit::Unused;
 
 /// A sweep that is this late was lost with its runtime.
 const LOST_SWEEP: Duration = Duration::from_secs(1);
 
-impl Line {
-    /// Returns when to [`sweep`](Line::sweep), if no task is about to.
+impl KeyState {
+    /// Returns when to [`sweep`](KeyState::sweep), if no task is about to.
     pub(in crate::limiter) fn start_sweep(&mut self, now: Instant) -> Option<Instant> {
         let is_lost = self.sweep_at.is_none_or(|at| clock::after(at, LOST_SWEEP) < now);
         let until = self.prefetched.until();
@@ -19,20 +19,20 @@ impl Line {
 
     /// Gives back the permits that have expired, so that an idle process takes nothing from the others. Returns when to look
     /// again.
-    pub(in crate::limiter) fn sweep(&mut self, desk: &Desk<'_>) -> Option<Instant> {
-        self.sweep_at = Some(self.prefetched.until()).filter(|until| *until > desk.now);
+    pub(in crate::limiter) fn sweep(&mut self, ctx: &KeyContext<'_>) -> Option<Instant> {
+        self.sweep_at = Some(self.prefetched.until()).filter(|until| *until > ctx.now);
         if self.sweep_at.is_none()
             && let Some(left) = self.clear()
         {
-            desk.store.give_back(desk.key, desk.terms, &[left]);
+            ctx.store.give_back(ctx.key, ctx.terms, &[left]);
         }
         self.sweep_at
     }
 
     /// Gives back its permits, before the state of the key is dropped for want of room.
-    pub(in crate::limiter) fn forgotten(&mut self, desk: &Desk<'_>) {
+    pub(in crate::limiter) fn forgotten(&mut self, ctx: &KeyContext<'_>) {
         if let Some(left) = self.prefetched.clear() {
-            desk.store.give_back(desk.key, desk.terms, &[left]);
+            ctx.store.give_back(ctx.key, ctx.terms, &[left]);
         }
     }
 

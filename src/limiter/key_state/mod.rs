@@ -18,17 +18,16 @@ mod wait;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{Number, Queue};
-use super::reservation::{Patience, Settled, Slot};
+use super::queue::{CallNumber, Number, Queue};
+use super::reservation::{Reservation, Settled, WaitBound};
 use super::session::StoreSession;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::key_map::Idle;
+use crate::key_map::Evict;
 use crate::limit::Terms;
 use crate::store::{Answer, Lease, Need, Refusal, Store};
 use crate::wakers::Wakers;
@@ -37,14 +36,14 @@ use answer::slot;
 pub(super) use hold::is_any_uncertain;
 use hold::{Holding, Passage};
 use refused::Refused;
-use remaining::Words;
+use remaining::RemainingTracker;
 pub(super) use remaining::is_of_use;
-use stated::Lesson;
+use stated::StatedLimits;
 pub use stated::{Learn, Learned};
-pub(super) use wait::Place;
+pub(super) use wait::Ticket;
 
 /// What a line needs to know of its gate.
-pub(super) struct Desk<'a> {
+pub(super) struct KeyContext<'a> {
     pub(super) key: Key,
     pub(super) store: &'a Arc<dyn Store>,
     pub(super) terms: &'a Arc<Terms>,
@@ -56,14 +55,14 @@ pub(super) struct Desk<'a> {
     pub(super) max_hold: Duration,
 }
 
-impl Desk<'_> {
+impl KeyContext<'_> {
     /// Whether waiters look after the store's calls themselves: they may be lost with the runtime of a caller.
     fn is_watched(&self) -> bool {
         self.store.background().is_none()
     }
 }
 
-pub(super) struct Line {
+pub(super) struct KeyState {
     prefetched: Prefetched,
     /// Only while somebody waits.
     queue: Option<Box<Queue>>,
@@ -78,9 +77,9 @@ pub(super) struct Line {
     alone: bool,
     hold: Option<Box<Holding>>,
     /// What the upstream said of each limit.
-    words: Option<Box<Words>>,
+    remaining: Option<Box<RemainingTracker>>,
     /// What the upstream has stated of its limits.
-    lesson: Option<Box<Lesson>>,
+    stated: Option<Box<StatedLimits>>,
     /// Whether others use a limit of the key too, as the store says.
     shared: bool,
     /// Units that could still go, as the store said last.
@@ -92,7 +91,7 @@ pub(super) struct Line {
 }
 
 /// What is to be done for a line without its lock.
-pub(super) enum Errand {
+pub(super) enum Effect {
     /// Run a call to its end.
     Call(CallNumber, Call),
     /// Come back after so long: others may join the next call meanwhile.
@@ -101,13 +100,10 @@ pub(super) enum Errand {
     PassOn(Duration),
 }
 
-/// The number of a call. An answer to another than the last one is late.
-pub(super) type CallNumber = u64;
-
 /// A store's answer that is still to come.
 pub(super) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
 
-impl Idle for Line {
+impl Evict for KeyState {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
@@ -124,10 +120,10 @@ impl Idle for Line {
     }
 }
 
-impl Line {
+impl KeyState {
     /// A line in which nobody waits. `life` is how long its permits live at first.
     pub(super) fn new(life: Duration, now: Instant) -> Self {
-        Line {
+        KeyState {
             prefetched: Prefetched::new(now),
             queue: None,
             life,
@@ -136,8 +132,8 @@ impl Line {
             session: None,
             alone: false,
             hold: None,
-            words: None,
-            lesson: None,
+            remaining: None,
+            stated: None,
             shared: false,
             free: 0,
             tightens: false,
@@ -157,7 +153,7 @@ impl Line {
 
     /// A permit at hand, if nobody waits for one.
     #[inline]
-    pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Slot> {
+    pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
         if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
     }
 
@@ -170,96 +166,101 @@ impl Line {
     /// Enters a request. Returns `None` if it waits, under `number`.
     pub(super) fn enter(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         cost: u32,
-        patience: Patience,
+        bound: WaitBound,
         number: Number,
         wakers: &mut Wakers,
-    ) -> (Option<Settled>, Option<Errand>) {
-        if let Some(slot) = self.take(cost, desk.now) {
+    ) -> (Option<Settled>, Option<Effect>) {
+        if let Some(slot) = self.take(cost, ctx.now) {
             return (Some(Settled::Granted(slot)), None);
         }
-        let held = self.held(desk.now);
-        let too_long = held.filter(|left| clock::after(desk.now, *left) > patience.latest);
+        let held = self.held(ctx.now);
+        let too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
         if let Some(left) = too_long
-            && !self.asks_for_release(desk.now)
+            && !self.asks_for_release(ctx.now)
         {
             return (Some(Settled::Refused(Refusal { wait: Some(left), limit: None })), None);
         }
         let refused = self.refused.as_ref();
-        if let Some(refusal) = refused.and_then(|refused| refused.of(cost, patience, desk.now)) {
+        if let Some(refusal) = refused.and_then(|refused| refused.of(cost, bound, ctx.now)) {
             return (Some(Settled::Refused(refusal)), None);
         }
-        let is_open = held.is_none() && self.passage(desk.max_hold, desk.now) == Passage::Open;
+        let is_open = held.is_none() && self.passage(ctx.max_hold, ctx.now) == Passage::Open;
         if self.queue.is_none() && !self.later && is_open {
-            return self.enter_empty(desk, cost, patience, number);
+            return self.enter_empty(ctx, cost, bound, number);
         }
         let queue = self.queue.get_or_insert_default();
-        if queue.waiting() >= desk.max_waiting {
+        if queue.waiting() >= ctx.max_waiting {
             return (Some(Settled::QueueFull), None);
         }
-        if let Some(wait) = queue.paused_beyond(patience, desk.now) {
+        if let Some(wait) = queue.paused_beyond(bound, ctx.now) {
             return (Some(Settled::Refused(Refusal { wait: Some(wait), limit: None })), None);
         }
-        queue.wait(number, cost, patience, desk.now, held);
-        let asked = if too_long.is_some() { self.inquire(desk, wakers) } else { None };
-        let errand = asked.or_else(|| self.step(desk, Some(number), wakers));
+        queue.wait(number, cost, bound, ctx.now, held);
+        let asked = if too_long.is_some() { self.inquire(ctx, wakers) } else { None };
+        let effect = asked.or_else(|| self.step(ctx, Some(number), wakers));
         let settled = self.collect(number);
-        self.close(desk);
-        (settled, errand)
+        self.close(ctx);
+        (settled, effect)
     }
 
     /// Nobody waits: a store that answers at once is asked for this one alone, and for what may be fetched ahead.
     fn enter_empty(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         cost: u32,
-        patience: Patience,
+        bound: WaitBound,
         number: Number,
-    ) -> (Option<Settled>, Option<Errand>) {
-        let prefetch = self.prefetched.order(desk.terms, self.prefetch_life(desk), desk.now);
+    ) -> (Option<Settled>, Option<Effect>) {
+        let prefetch = self.prefetched.order(ctx.terms, self.prefetch_life(ctx), ctx.now);
         let left = self.prefetched.clear();
         let need = Need { cost, count: 1 };
-        let ask = self.ask(desk, std::slice::from_ref(&need), prefetch, patience.latest, left.as_slice());
-        match desk.store.lease(ask) {
+        let ask = self.ask(ctx, std::slice::from_ref(&need), prefetch, bound.latest, left.as_slice());
+        match ctx.store.lease(ask) {
             Answer::Now(Err(error)) => (Some(Settled::Failed(error)), None),
             Answer::Now(Ok(lease)) => {
-                let bounds = self.remember(desk, &lease, desk.now, desk.now);
+                let bounds = self.remember(ctx, &lease, ctx.now, ctx.now);
                 if lease.is_word_of_store() {
-                    self.hold_answered(lease.held, desk.now, bounds);
+                    self.hold_answered(lease.held, ctx.now, bounds);
                 }
                 let Some(segment) = lease.segments.first() else {
                     let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
                     let refusal = lease.refused.or(learning).unwrap_or(Refusal::NEVER);
                     return (Some(Settled::Refused(refusal)), None);
                 };
-                let slot = slot(&lease, segment, (desk.now, clock::now()));
+                let slot = slot(&lease, segment, (ctx.now, clock::now()));
                 if segment.wait.is_zero() {
                     return (Some(Settled::Granted(slot)), None);
                 }
                 let queue = self.queue.get_or_insert_default();
-                queue.wait(number, cost, patience, desk.now, None);
-                queue.answered([slot], None, Duration::ZERO, desk.now, &mut Wakers::default());
+                queue.wait(number, cost, bound, ctx.now, None);
+                queue.answered([slot], None, Duration::ZERO, ctx.now, &mut Wakers::default());
                 (None, None)
             }
             Answer::Later(call) => {
                 let queue = self.queue.get_or_insert_default();
-                queue.wait(number, cost, patience, desk.now, None);
-                let called = queue.asking(&[need], desk.now, desk.is_watched());
+                queue.wait(number, cost, bound, ctx.now, None);
+                let called = queue.asking(&[need], ctx.now, ctx.is_watched());
                 self.later = true;
-                (None, Some(Errand::Call(called, call)))
+                (None, Some(Effect::Call(called, call)))
             }
         }
     }
 
     /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
-    pub(super) fn give_back(&mut self, desk: &Desk<'_>, slot: Slot, wakers: &mut Wakers) -> Option<Errand> {
-        let held = self.held(desk.now).is_some();
+    pub(super) fn give_back(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        slot: Reservation,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
+        let held = self.held(ctx.now).is_some();
         self.probe_comes_back();
         self.refused = None;
         let Some(queue) = &mut self.queue else {
-            if held || !self.prefetched.put(&slot, desk.now) {
-                desk.store.give_back(desk.key, desk.terms, &[slot.unused()]);
+            if held || !self.prefetched.put(&slot, ctx.now) {
+                ctx.store.give_back(ctx.key, ctx.terms, &[slot.unused()]);
             }
             return None;
         };
@@ -268,23 +269,17 @@ impl Line {
         } else {
             queue.add(slot);
         }
-        let errand = self.step(desk, None, wakers);
-        self.close(desk);
-        errand
+        let effect = self.step(ctx, None, wakers);
+        self.close(ctx);
+        effect
     }
 
     /// Drops a queue in which nobody is left, and gives back what was to go with the next call.
-    fn close(&mut self, desk: &Desk<'_>) {
-        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(desk.now))
+    fn close(&mut self, ctx: &KeyContext<'_>) {
+        if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
             && !queue.returns.is_empty()
         {
-            desk.store.give_back(desk.key, desk.terms, &queue.returns);
+            ctx.store.give_back(ctx.key, ctx.terms, &queue.returns);
         }
     }
-}
-
-/// One count for the process: a line may be forgotten and opened anew while somebody means to come back to its place.
-pub(super) fn next_number() -> Number {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Call, CallNumber, Desk, Errand, Line, Place, next_number};
+use super::{Call, Effect, KeyContext, KeyState, Ticket};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::Terms;
-use crate::limiter::reservation::{Patience, Settled, Slot};
+use crate::limiter::queue::{CallNumber, next_number};
+use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::quota::Quota;
 use crate::store::{Answer, Ask, Held, Lease, MemoryStore, Store, Unused, Usage};
 use crate::wakers::Wakers;
@@ -34,7 +35,7 @@ enum Step {
     Use(usize),
     GiveBack(usize),
     /// An errand is done, if it is time.
-    Errand(usize),
+    Effect(usize),
     /// An errand is lost with its runtime.
     ErrandLost(usize),
     /// The key is held for so long, and perhaps that was cut.
@@ -58,7 +59,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => which().prop_map(Step::Leave),
         6 => which().prop_map(Step::Use),
         2 => which().prop_map(Step::GiveBack),
-        12 => which().prop_map(Step::Errand),
+        12 => which().prop_map(Step::Effect),
         1 => which().prop_map(Step::ErrandLost),
         1 => (1u64..3000, prop::bool::weighted(0.3)).prop_map(|(span, cut)| Step::Hold(span, cut)),
         1 => Just(Step::Release),
@@ -135,7 +136,7 @@ impl Wake for Task {
 }
 
 struct One {
-    place: Place,
+    place: Ticket,
     task: Arc<Task>,
     stage: Stage,
     /// Whether somebody was before it in line when its wait ended.
@@ -146,7 +147,7 @@ struct One {
 // Has => Ended | Waiting, when its permit died
 enum Stage {
     Waiting,
-    Has(Slot),
+    Has(Reservation),
     Ended,
 }
 
@@ -159,7 +160,7 @@ enum Pending {
 }
 
 struct World {
-    line: Line,
+    line: KeyState,
     wire: Arc<Wire>,
     store: Arc<dyn Store>,
     terms: Arc<Terms>,
@@ -183,7 +184,7 @@ impl World {
             returned: AtomicU64::new(0),
         });
         World {
-            line: Line::new(ms(10), clock::now()),
+            line: KeyState::new(ms(10), clock::now()),
             store: wire.clone(),
             wire,
             terms: Arc::new(Terms::new(quota, ms(10), ms(10))),
@@ -199,16 +200,16 @@ impl World {
     /// Does something to the line, as the gate does.
     fn act<R>(
         &mut self,
-        act: impl FnOnce(&mut Line, &Desk<'_>, &mut Wakers, &mut [One]) -> (R, Option<Errand>),
+        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers, &mut [One]) -> (R, Option<Effect>),
     ) -> R {
         let now = clock::now();
-        let in_line = |line: &Line, one: &One| {
-            let Place { number, cost, .. } = one.place;
+        let in_line = |line: &KeyState, one: &One| {
+            let Ticket { number, cost, .. } = one.place;
             line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
         };
         let before: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
         let mut wakers = Wakers::default();
-        let desk = Desk {
+        let ctx = KeyContext {
             key: Key::ALL,
             store: &self.store,
             terms: &self.terms,
@@ -217,16 +218,16 @@ impl World {
             fails_open: false,
             max_hold: ms(60_000),
         };
-        let (result, errand) = act(&mut self.line, &desk, &mut wakers, &mut self.all);
+        let (result, effect) = act(&mut self.line, &ctx, &mut wakers, &mut self.all);
         wakers.wake();
-        self.errands.extend(errand.map(|errand| match errand {
-            Errand::Call(number, call) => Pending::Call(number, call, now),
-            Errand::Gather(delay) => Pending::Gather(clock::after(now, delay)),
-            Errand::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
+        self.errands.extend(effect.map(|effect| match effect {
+            Effect::Call(number, call) => Pending::Call(number, call, now),
+            Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
+            Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
         }));
         let after: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
         for index in 0..before.len() {
-            let Place { number, cost, .. } = self.all[index].place;
+            let Ticket { number, cost, .. } = self.all[index].place;
             let earlier = |(other, waits): (&One, &bool)| {
                 *waits && other.place.cost == cost && other.place.number < number
             };
@@ -240,9 +241,9 @@ impl World {
     fn enter(&mut self, cost: u32, wait: u64, by_deadline: bool) {
         let now = clock::now();
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
-        let patience = Patience::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
+        let bound = WaitBound::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
         let number = next_number();
-        let entered = self.act(|line, desk, wakers, _| line.enter(desk, cost, patience, number, wakers));
+        let entered = self.act(|line, ctx, wakers, _| line.enter(ctx, cost, bound, number, wakers));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
@@ -258,16 +259,16 @@ impl World {
             Some(Settled::Refused(_) | Settled::QueueFull) => return,
         };
         let task = Arc::new(Task { woken: AtomicBool::new(true), anybody: self.anybody.clone() });
-        let place = Place { number, cost, patience, turns: 1 };
+        let place = Ticket { number, cost, bound, turns: 1 };
         self.all.push(One { place, task, stage, overtakes: false });
     }
 
     fn is_in_line(&self, one: &One) -> bool {
-        let Place { number, cost, .. } = one.place;
+        let Ticket { number, cost, .. } = one.place;
         self.line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
     }
 
-    fn assert_usable(&self, slot: &Slot) {
+    fn assert_usable(&self, slot: &Reservation) {
         let now = clock::now();
         assert!(slot.at <= now && now < slot.until, "a permit is granted when it can be used");
         assert!(self.line.held(now).is_none(), "nobody leaves while the key is held");
@@ -282,7 +283,7 @@ impl World {
         let waker = Waker::from(one.task.clone());
         let mut cx = Context::from_waker(&waker);
         let polled =
-            self.act(|line, desk, wakers, all| line.poll(desk, &mut all[index].place, &mut cx, wakers));
+            self.act(|line, ctx, wakers, all| line.poll(ctx, &mut all[index].place, &mut cx, wakers));
         let stage = match polled {
             Poll::Pending => {
                 let waits = self.is_in_line(&self.all[index]);
@@ -311,7 +312,7 @@ impl World {
     fn leave(&mut self, index: usize) {
         if matches!(self.all[index].stage, Stage::Waiting) {
             self.all[index].stage = Stage::Ended;
-            self.act(|line, desk, wakers, all| ((), line.leave(desk, &all[index].place, wakers)));
+            self.act(|line, ctx, wakers, all| ((), line.leave(ctx, &all[index].place, wakers)));
         }
     }
 
@@ -322,8 +323,8 @@ impl World {
             self.uses.push((now, slot.cost));
             one.stage = Stage::Ended;
             // The upstream lets it pass at once.
-            let passed = self.act(|line, desk, wakers, _| match line.accepted_upstream(now, now) {
-                true => (true, line.hold_changed(desk, wakers)),
+            let passed = self.act(|line, ctx, wakers, _| match line.accepted_upstream(now, now) {
+                true => (true, line.hold_changed(ctx, wakers)),
                 false => (false, None),
             });
             if passed {
@@ -332,13 +333,13 @@ impl World {
         } else if one.place.number == 0 {
             // One that never waited has no place to go back to.
             one.stage = Stage::Ended;
-            self.act(|line, desk, wakers, _| ((), line.give_back(desk, slot, wakers)));
+            self.act(|line, ctx, wakers, _| ((), line.give_back(ctx, slot, wakers)));
         } else {
             one.stage = Stage::Waiting;
             one.overtakes = false;
             one.task.woken.store(true, Ordering::Relaxed);
-            self.act(|line, desk, wakers, all| {
-                ((), line.return_late(desk, &mut all[index].place, slot, wakers))
+            self.act(|line, ctx, wakers, all| {
+                ((), line.return_late(ctx, &mut all[index].place, slot, wakers))
             });
         }
     }
@@ -346,7 +347,7 @@ impl World {
     fn give_back(&mut self, index: usize) {
         if let Stage::Has(slot) = self.all[index].stage {
             self.all[index].stage = Stage::Ended;
-            self.act(|line, desk, wakers, _| ((), line.give_back(desk, slot, wakers)));
+            self.act(|line, ctx, wakers, _| ((), line.give_back(ctx, slot, wakers)));
         }
     }
 
@@ -364,13 +365,13 @@ impl World {
                 self.answered(number, answer, since);
             }
             Pending::Gather(_) => {
-                self.act(|line, desk, wakers, _| ((), line.gathered(desk, true, wakers)));
+                self.act(|line, ctx, wakers, _| ((), line.gathered(ctx, true, wakers)));
             }
             Pending::PassOn(_) => {
-                self.act(|line, desk, wakers, _| ((), line.pass_on_now(desk, wakers)));
+                self.act(|line, ctx, wakers, _| ((), line.pass_on_now(ctx, wakers)));
             }
             Pending::Sweep(_) => {
-                let next = self.act(|line, desk, _, _| (line.sweep(desk), None));
+                let next = self.act(|line, ctx, _, _| (line.sweep(ctx), None));
                 self.errands.extend(next.map(Pending::Sweep));
             }
         }
@@ -378,9 +379,9 @@ impl World {
     }
 
     fn answered(&mut self, number: CallNumber, answer: Result<Lease, StoreError>, since: Instant) {
-        let sweep = self.act(|line, desk, wakers, _| {
-            let errand = line.call_answered(desk, number, answer, since, wakers);
-            (line.start_sweep(desk.now), errand)
+        let sweep = self.act(|line, ctx, wakers, _| {
+            let effect = line.call_answered(ctx, number, answer, since, wakers);
+            (line.start_sweep(ctx.now), effect)
         });
         self.errands.extend(sweep.map(Pending::Sweep));
     }
@@ -389,14 +390,14 @@ impl World {
         match self.errands.swap_remove(index) {
             Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
             Pending::Gather(_) => {
-                self.act(|line, desk, wakers, _| ((), line.gathered(desk, false, wakers)));
+                self.act(|line, ctx, wakers, _| ((), line.gathered(ctx, false, wakers)));
             }
             Pending::PassOn(_) | Pending::Sweep(_) => {}
         }
     }
 
     fn hold(&mut self, held: Held) {
-        self.act(|line, desk, wakers, _| ((), line.hold(desk, held, true, wakers)));
+        self.act(|line, ctx, wakers, _| ((), line.hold(ctx, held, true, wakers)));
     }
 
     fn release(&mut self) {
@@ -413,7 +414,7 @@ impl World {
             Step::Leave(which) => one(which).map_or((), |index| self.leave(index)),
             Step::Use(which) => one(which).map_or((), |index| self.uses(index)),
             Step::GiveBack(which) => one(which).map_or((), |index| self.give_back(index)),
-            Step::Errand(which) => {
+            Step::Effect(which) => {
                 if let Some(index) = which.checked_rem(self.errands.len()) {
                     self.run(index);
                 }
@@ -437,7 +438,7 @@ impl World {
             Step::Away(away) => self.wire.away.store(away && self.faults, Ordering::Relaxed),
             Step::Passes(span) => {
                 // Only a fault makes a call take longer than permits live.
-                let is_call = |errand: &Pending| matches!(errand, Pending::Call(..));
+                let is_call = |effect: &Pending| matches!(effect, Pending::Call(..));
                 while let Some(index) = self.errands.iter().position(is_call)
                     && span >= 20
                     && !self.faults
@@ -515,7 +516,7 @@ impl World {
     /// What was granted and not used came back, once.
     fn assert_nothing_is_lost(&mut self) {
         // What lies at hand goes back when the line is forgotten.
-        self.act(|line, desk, _, _| (line.forgotten(desk), None));
+        self.act(|line, ctx, _, _| (line.forgotten(ctx), None));
         let [granted, returned] =
             [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
         let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();
@@ -563,7 +564,7 @@ async fn what_those_had_who_leave_before_the_next_call_goes_back() {
     }
     world.settle().await;
     world.enter(1, LONGEST, false);
-    while let Some(index) = world.errands.iter().position(|errand| errand.due() <= clock::now()) {
+    while let Some(index) = world.errands.iter().position(|effect| effect.due() <= clock::now()) {
         world.run(index);
     }
     let booked = world.line.queue.as_ref().and_then(|queue| queue.last_booked());
@@ -587,7 +588,7 @@ async fn what_one_had_who_is_held_back_for_too_long_goes_back() {
     world.enter(1, 2000, false);
     // It is handed out by another, and before the one is polled the key is held.
     tokio::time::advance(ms(1025)).await;
-    world.act(|line, desk, wakers, _| ((), line.step(desk, None, wakers)));
+    world.act(|line, ctx, wakers, _| ((), line.step(ctx, None, wakers)));
     assert_eq!(world.line.waiting(), 0, "it was handed out");
     world.hold(Held { left: ms(5000), ..Held::default() });
     world.poll(5);
@@ -609,7 +610,7 @@ async fn answers_that_come_too_late_go_back() {
         Step::Passes(20),
         Step::Poll(28),
         Step::Poll(3),
-        Step::Errand(0),
+        Step::Effect(0),
         enter(0),
         Step::Passes(15),
         Step::Passes(1),

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::limiter::reservation::Patience;
+use crate::limiter::reservation::WaitBound;
 use crate::quota::Limit;
 use crate::store::Refusal;
 
@@ -48,9 +48,9 @@ impl Refused {
     }
 
     /// The refusal of a request that cannot wait for the slot, if the store is not to be asked yet.
-    pub(super) fn of(&self, cost: u32, patience: Patience, now: Instant) -> Option<Refusal> {
+    pub(super) fn of(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         let &Refused { slot, limit, .. } = self;
-        let refuses = now < self.ask_at && cost >= self.cost && patience.latest < slot;
+        let refuses = now < self.ask_at && cost >= self.cost && bound.latest < slot;
         refuses.then(|| Refusal { wait: Some(slot - now), limit })
     }
 }

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Desk, Errand, Line};
+use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::limit::Terms;
 use crate::limiter::queue::Gathering;
@@ -17,7 +17,7 @@ use crate::wakers::Wakers;
 
 /// What was said of each limit.
 #[derive(Default)]
-pub(super) struct Words {
+pub(super) struct RemainingTracker {
     of: Vec<Word>,
     /// When the store is told what was said last.
     telling: Option<Instant>,
@@ -195,7 +195,7 @@ fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
     }
 }
 
-impl Line {
+impl KeyState {
     /// The response to a call that was sent at `sent` has come, which refused so many units, if any. Returns whether it says
     /// that less is left than could still go, and here or elsewhere would go before the next call.
     pub(in crate::limiter) fn upstream_said(
@@ -213,7 +213,7 @@ impl Line {
             // Of several, the one of which the most is gone.
             let said = said.filter(|quota| quota.remaining().is_some());
             let Some(quota) = said.min_by_key(|quota| left_of(*limit, quota)) else { continue };
-            let words = self.words.get_or_insert_default();
+            let words = self.remaining.get_or_insert_default();
             if words.of.len() <= index {
                 words.of.resize_with(index + 1, Word::default);
             }
@@ -229,13 +229,17 @@ impl Line {
     }
 
     /// Less is left than could still go from here: gives up what lies at hand and what is booked, and asks anew with that.
-    pub(in crate::limiter) fn tighten(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
+    pub(in crate::limiter) fn tighten(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
         let unused = self.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.give_up_slots();
         // A call under way may bring more than is left: then it is done again when that is answered.
-        self.tightens = queue.is_calling(desk.now);
+        self.tightens = queue.is_calling(ctx.now);
         if self.tightens {
             return None;
         }
@@ -244,53 +248,61 @@ impl Line {
             queue.gathering = Gathering::Done;
         }
         // What was heard from another process, the store knows.
-        let tells = self.words.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
-        let errand =
-            if tells && !is_waiting { self.inquire(desk, wakers) } else { self.step(desk, None, wakers) };
-        self.close(desk);
-        errand
+        let tells = self.remaining.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
+        let effect =
+            if tells && !is_waiting { self.inquire(ctx, wakers) } else { self.step(ctx, None, wakers) };
+        self.close(ctx);
+        effect
     }
 
     /// Another process has told the store that less is left; the state that knows it was written so often.
     pub(in crate::limiter) fn less_heard(
         &mut self,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
         writes: u64,
         wakers: &mut Wakers,
-    ) -> Option<Errand> {
+    ) -> Option<Effect> {
         let is_news = self.session.as_ref().is_some_and(|session| session.writes() < writes);
-        if is_news { self.tighten(desk, wakers) } else { None }
+        if is_news { self.tighten(ctx, wakers) } else { None }
     }
 
     /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the
     /// limit too.
-    pub(in crate::limiter) fn pass_on(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        let words = self.words.as_mut()?;
-        let limits = desk.terms.quota().limits().iter();
+    pub(in crate::limiter) fn pass_on(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
+        let words = self.remaining.as_mut()?;
+        let limits = ctx.terms.quota().limits().iter();
         let news = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
         let news = news.filter(|(_, word)| self.shared || word.refused > 0);
-        let rest = news.map(|(limit, word)| word.rests(*limit, desk.now)).min()?;
+        let rest = news.map(|(limit, word)| word.rests(*limit, ctx.now)).min()?;
         if rest.is_zero() {
-            return self.inquire(desk, wakers);
+            return self.inquire(ctx, wakers);
         }
         // One who was to do it and is late has gone with its runtime.
-        let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < desk.now);
+        let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < ctx.now);
         nobody.then(|| {
-            words.telling = Some(clock::after(desk.now, rest));
-            Errand::PassOn(rest)
+            words.telling = Some(clock::after(ctx.now, rest));
+            Effect::PassOn(rest)
         })
     }
 
     /// It is time to; or to ask about a hold again.
-    pub(in crate::limiter) fn pass_on_now(&mut self, desk: &Desk<'_>, wakers: &mut Wakers) -> Option<Errand> {
-        if let Some(words) = &mut self.words {
+    pub(in crate::limiter) fn pass_on_now(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        wakers: &mut Wakers,
+    ) -> Option<Effect> {
+        if let Some(words) = &mut self.remaining {
             words.telling = None;
         }
-        let doubted = self.asks_again(desk.now).is_some();
-        let errand = self.pass_on(desk, wakers);
-        let errand = errand.or_else(|| if doubted { self.confirm(desk, wakers) } else { None });
-        self.close(desk);
-        errand
+        let doubted = self.asks_again(ctx.now).is_some();
+        let effect = self.pass_on(ctx, wakers);
+        let effect = effect.or_else(|| if doubted { self.confirm(ctx, wakers) } else { None });
+        self.close(ctx);
+        effect
     }
 
     /// What the store is to be told of what is left: of one limit with each call.
@@ -300,7 +312,7 @@ impl Line {
         max_hold: Duration,
         now: Instant,
     ) -> Option<Left> {
-        let words = self.words.as_mut()?;
+        let words = self.remaining.as_mut()?;
         let mut limits = terms.quota().limits().iter().zip(&mut words.of);
         limits.find_map(|(limit, word)| word.tell(*limit, max_hold, now))
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{Desk, Line};
+use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::events;
 use crate::limit::Terms;
@@ -58,7 +58,7 @@ pub struct Learned {
 }
 
 /// What was learned for one key.
-pub(super) struct Lesson {
+pub(super) struct StatedLimits {
     pub(super) terms: Arc<Terms>,
     learned: SmallVec<[Learned; 1]>,
     /// When that changed last, and the times before.
@@ -101,7 +101,7 @@ impl Learned {
     }
 }
 
-impl Line {
+impl KeyState {
     /// What is allowed, where the upstream has stated it lately.
     pub(in crate::limiter) fn learned_terms(
         &mut self,
@@ -109,23 +109,23 @@ impl Line {
         configured: &Arc<Terms>,
         now: Instant,
     ) -> Option<Arc<Terms>> {
-        let lesson = self.lesson.as_ref()?;
+        let lesson = self.stated.as_ref()?;
         if lesson.learned.iter().any(|learned| learned.until <= now) {
             let mut learned = lesson.learned.clone();
             learned.retain(|learned| learned.until > now);
             self.set_learned(learn, configured, learned);
         }
-        self.lesson.as_ref().map(|lesson| lesson.terms.clone())
+        self.stated.as_ref().map(|lesson| lesson.terms.clone())
     }
 
     /// What the upstream has stated.
     pub(in crate::limiter) fn learned(&self) -> Vec<Learned> {
-        self.lesson.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
+        self.stated.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
     }
 
     /// Until when that holds.
     pub(super) fn learned_until(&self) -> Option<Instant> {
-        self.lesson.as_ref()?.learned.iter().map(|learned| learned.until).max()
+        self.stated.as_ref()?.learned.iter().map(|learned| learned.until).max()
     }
 
     /// An answer has come: what it states holds from now on, besides or instead of what is `configured`.
@@ -134,15 +134,15 @@ impl Line {
         learn: Learn,
         configured: &Arc<Terms>,
         signal: &Signal,
-        desk: &Desk<'_>,
+        ctx: &KeyContext<'_>,
     ) {
         let quota = configured.quota();
         if !matches!(learn, Learn::Stricter | Learn::Stated) || quota.limits().is_empty() {
             return;
         }
-        let mut learned = self.lesson.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
-        learned.retain(|learned| learned.until > desk.now);
-        let stated = signal.quotas().iter().filter_map(|quota| Learned::of(quota, configured, desk.now));
+        let mut learned = self.stated.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
+        learned.retain(|learned| learned.until > ctx.now);
+        let stated = signal.quotas().iter().filter_map(|quota| Learned::of(quota, configured, ctx.now));
         for stated in stated.filter(|stated| learn == Learn::Stated || !stated.is_implied_by(quota)) {
             let same =
                 |other: &Learned| other.name == stated.name && other.limit.window() == stated.limit.window();
@@ -155,35 +155,35 @@ impl Line {
         let limits = |learned: &[Learned]| -> SmallVec<[Limit; MOST]> {
             learned.iter().map(|learned| learned.limit).collect()
         };
-        let known = self.lesson.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
+        let known = self.stated.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
         if limits(&learned) == known {
-            if let Some(lesson) = &mut self.lesson {
+            if let Some(lesson) = &mut self.stated {
                 lesson.learned = learned;
             }
             return;
         }
-        let changed = self.lesson.as_ref().map(|lesson| lesson.changed).unwrap_or_default();
+        let changed = self.stated.as_ref().map(|lesson| lesson.changed).unwrap_or_default();
         let longest = learned.iter().map(|learned| learned.limit.window()).max().unwrap_or_default();
         let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
-        if changed[0].is_some_and(|earliest| clock::after(earliest, kept) > desk.now) {
+        if changed[0].is_some_and(|earliest| clock::after(earliest, kept) > ctx.now) {
             return;
         }
         for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
-            events::learned(&label(&**desk.store, desk.key, None), new.limit, new.name.as_deref());
+            events::learned(&label(&**ctx.store, ctx.key, None), new.limit, new.name.as_deref());
         }
         self.set_learned(learn, configured, learned);
-        if let Some(lesson) = &mut self.lesson {
+        if let Some(lesson) = &mut self.stated {
             lesson.changed = changed;
             lesson.changed.rotate_left(1);
-            lesson.changed[MOST_CHANGES - 1] = Some(desk.now);
+            lesson.changed[MOST_CHANGES - 1] = Some(ctx.now);
         }
     }
 
     fn set_learned(&mut self, learn: Learn, configured: &Terms, learned: SmallVec<[Learned; 1]>) {
         let quota = configured.quota();
         // What was said of other limits is said again.
-        self.words = None;
-        self.lesson = (!learned.is_empty()).then(|| {
+        self.remaining = None;
+        self.stated = (!learned.is_empty()).then(|| {
             let base = if learn == Learn::Stricter { Some(*quota) } else { None };
             let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
             let stated = learned.iter().take(room).map(|learned| learned.limit);
@@ -193,7 +193,7 @@ impl Line {
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
             let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
             let terms = terms.with_life(configured.life());
-            Box::new(Lesson { terms: Arc::new(terms), learned, changed: Default::default() })
+            Box::new(StatedLimits { terms: Arc::new(terms), learned, changed: Default::default() })
         });
     }
 }

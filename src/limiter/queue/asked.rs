@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 
 use super::cost_class::Brought;
 use super::{ANSWER, Answered, Calling, Gathering, Number, Queue};
+use super::{CallNumber, next_number};
 use crate::clock;
-use crate::limiter::key_state::{CallNumber, next_number};
-use crate::limiter::reservation::{Settled, Slot};
+use crate::limiter::reservation::{Reservation, Settled};
 use crate::store::Need;
 use crate::wakers::Wakers;
 
@@ -83,7 +83,7 @@ impl Queue {
     /// `least` is of no use.
     pub(in crate::limiter) fn answered(
         &mut self,
-        slots: impl IntoIterator<Item = Slot>,
+        slots: impl IntoIterator<Item = Reservation>,
         end: Option<&Settled>,
         least: Duration,
         now: Instant,

@@ -12,15 +12,15 @@ use smallvec::SmallVec;
 
 use super::Number;
 use crate::clock::{self, Timer};
-use crate::limiter::reservation::{Patience, Settled, Slot};
+use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
 
 /// The waiters and slots of one cost.
 #[derive(Default)]
-pub(super) struct Class {
+pub(super) struct CostClass {
     pub(super) waiting: BTreeMap<Number, Waiting>,
     /// Sorted by time.
-    pub(super) slots: VecDeque<Slot>,
+    pub(super) slots: VecDeque<Reservation>,
     /// How many permits lie in `slots`.
     pub(super) booked: usize,
     /// How many permits the call under way asks for.
@@ -28,7 +28,7 @@ pub(super) struct Class {
 }
 
 pub(super) struct Waiting {
-    pub(super) patience: Patience,
+    pub(super) bound: WaitBound,
     /// From this moment the time until the store answers does not count as waiting.
     pub(super) entered: Instant,
     /// Whether the store has decided on it.
@@ -43,7 +43,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     pub(super) fn wake_at(&mut self, slot: Instant) {
-        let wake_at = if self.heard { slot.min(self.patience.latest) } else { slot };
+        let wake_at = if self.heard { slot.min(self.bound.latest) } else { slot };
         if wake_at != self.wake_at {
             self.wake_at = wake_at;
             if let Some(timer) = &mut self.timer {
@@ -53,7 +53,7 @@ impl Waiting {
     }
 }
 
-impl Class {
+impl CostClass {
     /// Returns how many waiters have no slot and are not with a call.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len().saturating_sub(self.booked + self.asked)
@@ -64,7 +64,7 @@ impl Class {
         self.waiting.keys().skip(self.booked + self.asked).copied()
     }
 
-    pub(super) fn add(&mut self, slot: Slot) {
+    pub(super) fn add(&mut self, slot: Reservation) {
         let index = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(index, slot);
         self.booked += slot.count as usize;
@@ -124,8 +124,8 @@ impl Class {
         for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
             let asking = now.saturating_duration_since(waiting.entered);
             waiting.entered = now.max(waiting.entered);
-            if !waiting.patience.by_deadline {
-                waiting.patience.latest = clock::after(waiting.patience.latest, asking);
+            if !waiting.bound.by_deadline {
+                waiting.bound.latest = clock::after(waiting.bound.latest, asking);
             }
         }
     }
@@ -149,7 +149,7 @@ impl Class {
         let mut slots = from_last.iter().rev().peekable();
         for (&number, waiting) in self.waiting.range_mut(first..) {
             let Some(&&slot) = slots.peek() else { break };
-            if slot > waiting.patience.latest {
+            if slot > waiting.bound.latest {
                 let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {

@@ -11,20 +11,20 @@ mod asked;
 mod cost_class;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::key_state::CallNumber;
 use super::prefetched::Prefetched;
-use super::reservation::{Patience, Settled, Slot};
+use super::reservation::{Reservation, Settled, WaitBound};
 use crate::clock::{self, Timer};
 use crate::limit::Unused;
 use crate::store::{Need, Refusal};
 use crate::wakers::Wakers;
 
-use cost_class::{Class, Waiting};
+use cost_class::{CostClass, Waiting};
 
 /// How long a request waits for the store's answer, even if it can wait less for a slot. An older call counts as lost.
 pub(super) const ANSWER: Duration = Duration::from_secs(1);
@@ -35,14 +35,24 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 /// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
-/// The number of a waiter: smaller is earlier.
+/// The number of a waiter: smaller is earlier. 0 is none.
 pub(super) type Number = u64;
+
+/// The number of a call to the store. The answer to any but the last call is late.
+pub(super) type CallNumber = u64;
+
+/// Returns the next number. All keys of the process share one count, since the state of a key may be dropped and made anew while one of
+/// its waiters means to return to its place.
+pub(super) fn next_number() -> Number {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
 
 /// The waiters of a key, and the call to the store for them.
 #[derive(Default)]
 pub(super) struct Queue {
     /// Waiters and slots by cost.
-    classes: BTreeMap<u32, Class>,
+    classes: BTreeMap<u32, CostClass>,
     /// How waits ended whose futures have not been polled since.
     settled: BTreeMap<Number, Settled>,
     /// How many wait, over all costs.
@@ -159,11 +169,11 @@ impl Queue {
         &mut self,
         number: Number,
         cost: u32,
-        patience: Patience,
+        bound: WaitBound,
         now: Instant,
         held: Option<Duration>,
     ) {
-        let Patience { latest, by_deadline, .. } = patience;
+        let WaitBound { latest, by_deadline, .. } = bound;
         let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
@@ -171,7 +181,7 @@ impl Queue {
         let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
         let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
         let waiting =
-            Waiting { patience, entered, heard: false, gives_up_at, wake_at, timer: None, waker: None };
+            Waiting { bound, entered, heard: false, gives_up_at, wake_at, timer: None, waker: None };
         self.classes.entry(cost).or_default().waiting.insert(number, waiting);
         self.waiting += 1;
         self.latest = self.latest.max(Some(latest));
@@ -190,7 +200,7 @@ impl Queue {
     }
 
     /// Adds slots for the waiters of their cost.
-    pub(super) fn add(&mut self, slot: Slot) {
+    pub(super) fn add(&mut self, slot: Reservation) {
         self.classes.entry(slot.cost).or_default().add(slot);
     }
 
@@ -229,7 +239,7 @@ impl Queue {
                 let Some((number, waiting)) = class.waiting.pop_first() else { break };
                 self.waiting -= 1;
                 count += 1;
-                self.settled.insert(number, Settled::Granted(Slot { count: 1, ..*slot }));
+                self.settled.insert(number, Settled::Granted(Reservation { count: 1, ..*slot }));
                 if Some(number) != me {
                     wakers.add(waiting.waker);
                 }
@@ -257,7 +267,7 @@ impl Queue {
             {
                 let surplus =
                     u32::try_from(class.booked - class.waiting.len()).unwrap_or(u32::MAX).min(last.count);
-                self.returns.push(Slot { count: surplus, ..*last }.unused());
+                self.returns.push(Reservation { count: surplus, ..*last }.unused());
                 class.booked -= surplus as usize;
                 last.count -= surplus;
                 if last.count == 0 {
@@ -281,7 +291,7 @@ impl Queue {
         let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
         // Its timer may be set to a slot that is gone meanwhile.
         waiting.is_some_and(|waiting| {
-            let end = if waiting.heard { waiting.patience.latest } else { waiting.gives_up_at };
+            let end = if waiting.heard { waiting.bound.latest } else { waiting.gives_up_at };
             end <= now
         })
     }
@@ -309,14 +319,14 @@ impl Queue {
     }
 
     /// Returns for how long the store decides nothing, if that is longer than a request can wait.
-    pub(super) fn paused_beyond(&self, patience: Patience, now: Instant) -> Option<Duration> {
-        let until = self.paused_until.filter(|until| *until > patience.latest && *until > now)?;
+    pub(super) fn paused_beyond(&self, bound: WaitBound, now: Instant) -> Option<Duration> {
+        let until = self.paused_until.filter(|until| *until > bound.latest && *until > now)?;
         Some(until.saturating_duration_since(now))
     }
 
     /// Returns whether a slot is due that a waiter needs.
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        let due = |class: &Class| class.slots.front().is_some_and(|slot| slot.at <= now);
+        let due = |class: &CostClass| class.slots.front().is_some_and(|slot| slot.at <= now);
         self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
     }
 
@@ -328,7 +338,7 @@ impl Queue {
 
     /// Wakes the waiter of the slot `slot` at `at`, before its slot.
     pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
-        let has_slot = |class: &&mut Class| class.slots.front().is_some_and(|first| first.at == slot);
+        let has_slot = |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
         if let Some(class) = self.classes.values_mut().find(has_slot)
             && let Some(mut first) = class.waiting.first_entry()
         {
@@ -369,7 +379,7 @@ impl Queue {
                 class.slots.pop_front();
             }
             class.waiting.retain(|&number, one| {
-                let stays = one.patience.latest >= until;
+                let stays = one.bound.latest >= until;
                 if stays {
                     one.entered = one.entered.max(until);
                 } else {
@@ -398,7 +408,7 @@ impl Queue {
             let without = class.waiting.len().saturating_sub(class.booked);
             let newcomers = class.waiting.iter().rev().take(without);
             let leaving: SmallVec<[Number; 4]> = newcomers
-                .filter(|(_, waiting)| waiting.patience.latest < until)
+                .filter(|(_, waiting)| waiting.bound.latest < until)
                 .map(|(&number, _)| number)
                 .collect();
             for number in leaving {
@@ -420,7 +430,7 @@ impl Queue {
             let wake_at = match first_slot {
                 Some(slot) if slot <= now => clock::after(now, ANSWER),
                 Some(slot) => slot,
-                None if waiting.heard => waiting.patience.latest,
+                None if waiting.heard => waiting.bound.latest,
                 None => waiting.gives_up_at,
             };
             waiting.wake_at(watched.map_or(wake_at, |watched| wake_at.min(watched)));

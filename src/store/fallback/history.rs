@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::Share;
 use super::standalone::StandaloneLedger;
 use crate::clock;
-use crate::key_map::Idle;
+use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
 use crate::store::lease::STANDALONE;
 use crate::store::{Asked, Lease, Segment};
@@ -54,7 +54,7 @@ struct Part {
     units: u64,
 }
 
-impl Idle for GrantHistory {
+impl Evict for GrantHistory {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {

@@ -32,7 +32,7 @@ use super::{
 use crate::clock;
 use crate::events;
 use crate::key::Key;
-use crate::key_map::Keyed;
+use crate::key_map::KeyMap;
 use crate::limit::Micros;
 use history::GrantHistory;
 use standalone::{Stage, StandaloneLedger};
@@ -62,7 +62,7 @@ struct Inner {
     store: Arc<dyn Store>,
     /// The share of a process that was granted nothing lately.
     share: Option<Share>,
-    histories: Keyed<GrantHistory>,
+    histories: KeyMap<GrantHistory>,
     /// Whether a task charges the store for keys that no request asks for.
     is_charging: AtomicBool,
 }
@@ -72,7 +72,7 @@ impl FallbackStore {
         FallbackStore(Arc::new(Inner {
             store,
             share,
-            histories: Keyed::new(max_keys),
+            histories: KeyMap::new(max_keys),
             is_charging: AtomicBool::new(false),
         }))
     }
