@@ -1,7 +1,7 @@
-//! A bounded table from [`Key`] to state, in shards, so that keys seldom wait for one another.
+//! A bounded map from [`Key`] to state, in shards, so that keys seldom wait for one another.
 //!
-//! A key carries its hash, so looking one up hashes nothing. What is of no use any more is found by a hand that goes
-//! round: each new key moves it on by a few entries. So no call ever looks at many, whatever the number of keys.
+//! A key carries its hash, so a lookup hashes nothing. State of no more use is evicted by the CLOCK algorithm: each shard has a hand,
+//! and each new key moves it on by a few entries. So a call looks at a few entries, whatever the number of keys.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,15 +12,15 @@ use hashbrown::hash_table::Entry;
 use crate::key::Key;
 use crate::rng::dice;
 
-/// State that can be forgotten at some time.
+/// State that can be evicted at some time.
 pub(crate) trait Evict {
-    /// What tells the time of this state.
+    /// The type of the state's clock.
     type Now: Copy + Ord;
 
-    /// The moment from which it can be forgotten where room is needed; `None` while it is in use.
+    /// Returns the moment from which it may be evicted if room is needed; `None` while it is in use.
     fn idle_from(&self) -> Option<Self::Now>;
 
-    /// The moment from which nobody would notice: then it is forgotten in any case.
+    /// Returns the moment from which it is of no use: then it is evicted in any case.
     fn worthless_from(&self) -> Option<Self::Now> {
         self.idle_from()
     }
@@ -30,9 +30,9 @@ pub(crate) struct KeyMap<T> {
     shards: Box<[Mutex<Shard<T>>]>,
     seed: u64,
     max: usize,
-    /// How many keys all shards hold, those about to be made included.
+    /// How many keys all shards hold, including keys that are about to be added.
     len: AtomicUsize,
-    /// The shard in which room is looked for next.
+    /// The shard that is searched for room next.
     next: AtomicUsize,
 }
 
@@ -42,21 +42,21 @@ struct Shard<T> {
     hand: usize,
 }
 
-/// As many keys as may be are in use, or all of those that were looked at.
+/// The map is full: all keys are in use, or all that were looked at.
 #[derive(Debug)]
 pub(crate) struct Full;
 
-/// So many keys fill a table of 1024 buckets nearly to where it would grow; to move them takes some tens of
-/// microseconds, the longest that one call takes for others.
+/// The keys of a shard: nearly as many as a table of 1024 buckets holds before it grows. Growing moves them, which takes some tens of
+/// microseconds, the longest that one call works for others.
 const KEYS_IN_A_SHARD: usize = 800;
 
 const FEWEST_SHARDS: usize = 64;
 const MOST_SHARDS: usize = 8192;
 
-/// Buckets that each new key looks at: with eight, those that wait to be found are a seventh of all.
+/// The buckets that each new key looks at. With eight, a seventh of the entries are of no use and not found yet.
 const LOOK: usize = 8;
 
-/// Buckets of one shard that are looked at for room, and keys in all.
+/// The buckets of one shard that are searched for room, and the keys in all shards.
 const LOOK_FOR_ROOM: usize = 32;
 const MOST_LOOKED_AT: usize = 64;
 
@@ -64,7 +64,7 @@ const MOST_LOOKED_AT: usize = 64;
 const SMALL: usize = 64;
 
 impl<T: Evict> KeyMap<T> {
-    /// A table for at most `max` keys.
+    /// Makes a map for at most `max` keys.
     pub(crate) fn new(max: usize) -> Self {
         let shards = (max / KEYS_IN_A_SHARD).clamp(FEWEST_SHARDS, MOST_SHARDS);
         let shard = || Mutex::new(Shard { table: HashTable::new(), hand: 0 });
@@ -84,8 +84,7 @@ impl<T: Evict> KeyMap<T> {
         lock(&self.shards[(share >> 32) as usize])
     }
 
-    /// Calls `with` with the state of `key`, which is made first where there is none. What is forgotten meanwhile goes to
-    /// `forgotten`.
+    /// Calls `with` with the state of `key`, which is made first if there is none. Evicted state goes to `forgotten`.
     pub(crate) fn enter<R>(
         &self,
         key: Key,
@@ -130,13 +129,13 @@ impl<T: Evict> KeyMap<T> {
         shard.table.find_mut(hash, |(other, _)| *other == key).map(|(_, state)| with(state))
     }
 
-    /// Makes sure of room for one more key: where there is none, the one of those looked at goes that is of the least use.
+    /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that it looks at.
     fn reserve(&self, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Result<(), Full> {
         if self.len.fetch_add(1, Ordering::Relaxed) < self.max {
             return Ok(());
         }
         let mut left = MOST_LOOKED_AT;
-        // Where keys are few, that is a look at all of them.
+        // If keys are few, that is all of them.
         for _ in 0..FEWEST_SHARDS {
             let number = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
             let mut shard = lock(&self.shards[number]);
@@ -158,18 +157,18 @@ impl<T: Evict> KeyMap<T> {
     }
 }
 
-/// What came of looking.
+/// The result of a look at some buckets.
 struct Looked<Now> {
-    /// How many keys were there.
+    /// How many keys they held.
     keys: usize,
-    /// How many of them are forgotten.
+    /// How many of them were evicted.
     gone: usize,
-    /// Of the others that are idle, the one that will be worthless first, and its bucket.
+    /// Of the others that are idle, the one that is of no use first, and its bucket.
     least: Option<(Now, usize)>,
 }
 
 impl<T: Evict> Shard<T> {
-    /// Looks at the next `buckets`, and forgets what is worthless.
+    /// Looks at the next `buckets`, and evicts keys of no use.
     fn look(&mut self, buckets: usize, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Looked<T::Now> {
         let mut looked = Looked { keys: 0, gone: 0, least: None };
         let all = self.table.num_buckets();
@@ -196,7 +195,7 @@ impl<T: Evict> Shard<T> {
         true
     }
 
-    /// Gives memory back once a round, if most of it is empty.
+    /// Frees memory once a round, if most of it is empty.
     fn shrink(&mut self, seed: u64) {
         let all = self.table.num_buckets();
         if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
@@ -213,7 +212,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// Evict from one moment, in use where there is none, and worthless from another.
+    /// State that is idle from one moment, or in use if there is none, and of no use from another.
     struct Until(Option<u32>, u32);
 
     impl Evict for Until {

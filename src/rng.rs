@@ -49,28 +49,32 @@ pub(crate) fn jittered(span: Duration) -> Duration {
     half.saturating_add(half.mul_f64(dice() as f64 / u64::MAX as f64))
 }
 
-/// The pauses between tries: jittered, and twice as long after each try, up to the longest.
-#[cfg(feature = "redis")]
+/// The pauses between attempts: jittered, and twice as long after each attempt, up to the longest.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     next: Duration,
     longest: Duration,
 }
 
-#[cfg(feature = "redis")]
 impl Backoff {
-    const SHORTEST: Duration = Duration::from_millis(50);
-    const LONGEST: Duration = Duration::from_secs(1);
-
-    pub(crate) fn new() -> Self {
-        Backoff::up_to(Backoff::LONGEST)
+    /// Makes pauses from `shortest` to `longest`.
+    pub(crate) const fn between(shortest: Duration, longest: Duration) -> Self {
+        Backoff { next: shortest, longest }
     }
 
+    /// Makes pauses from 50 ms to a second.
+    #[cfg(feature = "redis")]
+    pub(crate) const fn new() -> Self {
+        Backoff::between(Duration::from_millis(50), Duration::from_secs(1))
+    }
+
+    /// Makes pauses from 50 ms to `longest`.
+    #[cfg(feature = "redis")]
     pub(crate) fn up_to(longest: Duration) -> Self {
-        Backoff { next: Backoff::SHORTEST, longest }
+        Backoff::between(Duration::from_millis(50).min(longest), longest)
     }
 
-    /// Returns the pause before the next try.
+    /// Returns the pause before the next attempt.
     pub(crate) fn pause(&mut self) -> Duration {
         let pause = jittered(self.next);
         self.next = (self.next * 2).min(self.longest);

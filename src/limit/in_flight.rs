@@ -1,18 +1,18 @@
-//! Calls in flight: who sits, and who waits for a seat.
+//! Calls in flight: which process uses how many slots of the limit, and which ones wait.
 //!
-//! A limit of `n` calls in flight has `n` **seats**. Each process is a *holder*. It does not take and return seats, it
-//! says how things are, its *claim*: how many it sits on, and how many more it wants. A claim that is lost, repeated or
-//! late harms nothing: the next one says it all again. A claim is good for a *life*; a holder that is silent for so long
-//! has left, with all its seats.
+//! A limit of `n` calls in flight has `n` **seats** (in-flight slots). Each process is a *holder*. It does not take and return single
+//! seats. It sends its *claim*, the whole state: how many seats it uses, and how many more it wants. A claim that is lost, repeated
+//! or late does no harm, because the next one replaces it. A claim is valid for its *life*; a holder that sends no claim for that
+//! long has left, and its seats are free.
 //!
-//! > A seat is given to the first in the queue while fewer than `n` are taken: those that holders say they sit on, and
-//! > those they were given since.
+//! > The first in the queue gets a seat while fewer than `n` are taken: those that holders state they use, and those they were given
+//! > since.
 //!
-//! *Why it is never over.* A holder sits on no seat that it was not given, and on none beyond the life of its last claim.
-//! What it says it sits on was given to it; what it was given and has not heard of is kept for it until it has. So the
-//! seats counted as taken are never fewer than those sat on, and at most `n` of them were ever given at the same time.
+//! *Why it is never over.* A holder uses no seat that it was not given, and none beyond the life of its last claim. A seat that it was
+//! given and does not know of yet is kept for it. So the seats counted as taken are never fewer than those in use, and at most `n` of
+//! them were ever given at the same time.
 //!
-//! Holders that assert different numbers all get the smallest, for as long as any that asserts it lives.
+//! If holders state different limits, the smallest applies, for as long as a holder that states it lives.
 //!
 //! Twin: `store/redis/lua/in_flight.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -26,70 +26,70 @@ use super::Micros;
 pub(crate) struct Seats {
     holders: Vec<Holder>,
     queue: VecDeque<Batch>,
-    /// How often this changed: what was told later is true.
+    /// How often this changed. Of two messages the one with the larger number is true.
     version: u64,
 }
 
-/// Who holds or wants seats: a gate in a process, for one key.
+/// A holder: the limiter of a process, for one key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Holder {
     id: u64,
     /// The number of its last claim.
     number: u64,
-    /// What it asserts the limit to be.
+    /// The limit that it states.
     most: u32,
-    /// Seats it sits on, or was given.
+    /// Seats that it uses, or was given.
     taken: u32,
-    /// Seats it was ever given, as far as it could keep them.
+    /// Seats that it was ever given and could use.
     given: u64,
-    /// Whether it was told that others wait.
+    /// Whether it knows that other holders wait.
     told: bool,
-    /// Whether it was given seats since it was last told.
+    /// Whether it was given seats since the last message to it.
     news: bool,
     until: Micros,
 }
 
-/// Some who wait, of one holder.
+/// Waiters of one holder that stand together in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Batch {
     holder: u64,
     count: u32,
 }
 
-/// Beyond so many batches, those who come join the last one of their holder: fair enough, and bounded.
+/// The most batches. Further waiters join the last batch of their holder, so that the queue stays bounded.
 const MOST_BATCHES: usize = 250;
 
-/// What a holder says.
+/// What a holder states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Claimed {
     pub(crate) id: u64,
     /// Larger than that of its claims before.
     pub(crate) number: u64,
     pub(crate) most: u32,
-    /// Seats it sits on.
+    /// Seats that it uses.
     pub(crate) sits: u32,
     /// How many more it wants.
     pub(crate) wants: u32,
-    /// How many it knows that it was ever given.
+    /// How many seats it knows that it was ever given.
     pub(crate) heard: u64,
     pub(crate) life: Micros,
 }
 
-/// What a holder is told.
+/// The answer to a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Told {
     pub(crate) id: u64,
     /// The last of its claims that was taken in.
     pub(crate) number: u64,
-    /// Seats it was ever given.
+    /// Seats that it was ever given.
     pub(crate) given: u64,
-    /// Whether others wait: then a seat that becomes free is not its own to pass on.
+    /// Whether other holders wait. Then a seat that becomes free goes back.
     pub(crate) others_wait: bool,
     pub(crate) version: u64,
 }
 
 impl Seats {
-    /// A holder claims. `tell` hears what is news: to the claimant, always, and to others.
+    /// Takes in a claim. Calls `tell` with the answer to its holder, and with news for the others.
     pub(crate) fn claim(&mut self, now: Micros, claim: Claimed, mut tell: impl FnMut(Told)) {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
@@ -114,26 +114,26 @@ impl Seats {
         holders.retain(|holder| holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id));
     }
 
-    /// Those who were silent for a life have left.
+    /// Removes the holders whose claims have expired.
     pub(crate) fn forget(&mut self, now: Micros) {
         let Seats { holders, queue, .. } = self;
         holders.retain(|holder| holder.until > now);
         queue.retain(|batch| holders.iter().any(|holder| holder.id == batch.holder));
     }
 
-    /// Seats that are taken, and those that are free under a limit of `most`.
+    /// Returns how many seats are taken, and how many are free under a limit of `most`.
     pub(crate) fn usage(&self, most: u32) -> (u32, u32) {
         let taken = self.holders.iter().fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
         let most = self.holders.iter().map(|holder| holder.most).min().unwrap_or(most).min(most);
         (taken, most.saturating_sub(taken))
     }
 
-    /// Whether `holder` sits or waits.
+    /// Returns whether `holder` uses seats or waits.
     pub(crate) fn knows(&self, holder: u64) -> bool {
         self.holders.iter().any(|known| known.id == holder)
     }
 
-    /// Whether nobody sits and nobody waits.
+    /// Returns whether no holder uses seats or waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.holders.is_empty()
     }
@@ -151,7 +151,7 @@ impl Seats {
         self.line_up(claim.id, claim.wants - kept);
     }
 
-    /// Makes those who wait for `holder` so many. Who comes is last; who leaves was the last of its holder's.
+    /// Sets the number of waiters of `holder`. New ones come last; of those that leave, the last ones of the holder leave.
     fn line_up(&mut self, holder: u64, wants: u32) {
         let queue = &mut self.queue;
         let waiting = queue.iter().filter(|batch| batch.holder == holder).map(|batch| batch.count).sum();

@@ -67,7 +67,7 @@ pub(super) enum WaitFor {
     /// An in-flight slot, under this number.
     Seat(Number),
     /// A slot, under this number.
-    Reservation(Number),
+    Slot(Number),
     /// The end of its key's hold, expected at this moment.
     Hold(Instant),
 }
@@ -187,7 +187,7 @@ impl Core {
             line.enter(ctx, entry.cost, bound, number, wakers)
         });
         let settled = match entered {
-            Ok(None) => return Admission::waits(WaitFor::Reservation(number), seat),
+            Ok(None) => return Admission::waits(WaitFor::Slot(number), seat),
             Ok(Some(settled)) => settled,
             Err(Full) => Settled::Failed(StoreError::Full { max_keys: self.settings.max_keys }),
         };
@@ -264,7 +264,7 @@ impl Core {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
             WaitFor::Seat(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
-            WaitFor::Reservation(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
+            WaitFor::Slot(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
         }
     }
 }

@@ -15,7 +15,7 @@ pub(super) struct Prefetched {
     units: u32,
     /// When they expire.
     until: Instant,
-    /// Reservation, stamp and incarnation in the store's terms, for permits that go back.
+    /// Slot, stamp and incarnation in the store's terms, for permits that go back.
     slot: u64,
     stamp: u64,
     incarnation: u64,

@@ -39,10 +39,10 @@ pub(crate) struct Waiter {
     label: Box<str>,
 }
 
-// HostHold => Seat | Reservation | Hold | Done
-// Seat => Reservation | Hold | Done
-// Reservation, Hold => Done, and HostHold if the host was held meanwhile
-// Done => Reservation, if the permit expired before it could be used
+// HostHold => Seat | Slot | Hold | Done
+// Seat => Slot | Hold | Done
+// Slot, Hold => Done, and HostHold if the host was held meanwhile
+// Done => Slot, if the permit expired before it could be used
 #[derive(Debug)]
 enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
@@ -50,7 +50,7 @@ enum Stage {
     /// Waits for an in-flight slot, but not longer than `until`.
     Seat { number: Number, until: Instant, timer: Option<Timer> },
     /// Waits for a slot.
-    Reservation,
+    Slot,
     /// Waits until its key is not on hold. Only for keys without limits of rates.
     Hold { until: Instant, timer: Option<Timer> },
     /// Waits for nothing: the future is about to end, or has ended.
@@ -88,9 +88,9 @@ impl Waiter {
                 let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
                 Stage::Seat { number, until, timer: None }
             }
-            WaitFor::Reservation(number) => {
+            WaitFor::Slot(number) => {
                 self.ticket.number = number;
-                Stage::Reservation
+                Stage::Slot
             }
             WaitFor::Hold(until) => {
                 if self.ticket.number == 0 {
@@ -106,7 +106,7 @@ impl Waiter {
         let (slot, seat) = permit.into_parts();
         self.seat = seat;
         let Some(slot) = slot else { return };
-        self.stage = Stage::Reservation;
+        self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
         let opened = self.core.at_new_line(self.key, clock::now(), |line, ctx, wakers| {
             line.return_late(ctx, ticket, slot, wakers)
@@ -204,7 +204,7 @@ impl Waiter {
             return Poll::Ready(result);
         }
         match self.stage {
-            Stage::Reservation => self.poll_slot(now, cx),
+            Stage::Slot => self.poll_slot(now, cx),
             Stage::Hold { .. } => self.poll_hold(now, cx),
             Stage::HostHold { .. } | Stage::Seat { .. } | Stage::Done => Poll::Pending,
         }
@@ -296,7 +296,7 @@ impl Waiter {
         match self.stage {
             Stage::HostHold { .. } => return,
             Stage::Seat { number, .. } => self.core.leave_flight(self.key, number),
-            Stage::Reservation => {
+            Stage::Slot => {
                 let ticket = &self.ticket;
                 self.core
                     .at_line(self.key, clock::now(), |line, ctx, wakers| line.leave(ctx, ticket, wakers));

@@ -1,4 +1,4 @@
-//! What a store is told of calls in flight, and what it tells those who listen.
+//! Calls in flight: the claims that a store receives, and the news that it sends to listeners.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -7,32 +7,32 @@ use std::time::{Duration, Instant};
 use super::{Held, Register, StoreError};
 use crate::key::Key;
 
-/// What a gate says about the calls of a key: how many are in flight, and how many wait.
+/// What a limiter states about the calls of a key: how many are in flight, and how many wait.
 ///
-/// It says how things are, not what changed: one that is lost is made up for by the next.
+/// It states the whole state, not what changed: a claim that is lost is replaced by the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// Whose calls.
+    /// The key.
     pub key: Key,
-    /// Who says so: another number in each gate of a process, and another one for what it says of the key anew.
+    /// The holder: another number for each limiter of a process, and a new one for each time that it opens the key.
     pub holder: u64,
-    /// Larger than that of the holder's claims before; one that arrives after a later one is passed over.
+    /// Grows with each claim of the holder. A claim that arrives after a later one is ignored.
     pub number: u64,
     /// How many may be in flight at the same time.
     pub most: u32,
-    /// How many seats it sits on: calls in flight.
+    /// How many seats it uses: calls in flight.
     pub sits: u32,
-    /// How many more it wants, for those who wait.
+    /// How many more it wants, for its waiters.
     pub wants: u32,
     /// How many seats it knows that it was ever given.
     pub heard: u64,
-    /// For how long a claim is good that is not repeated, when its process dies.
+    /// How long the claim is valid if it is not repeated, because its process died.
     pub life: Duration,
 }
 
 impl Claim {
-    /// Of nobody.
+    /// The claim of no holder.
     #[cfg(feature = "redis")]
     pub(crate) const NONE: Claim = Claim {
         key: Key::ALL,
@@ -45,68 +45,66 @@ impl Claim {
         life: Duration::ZERO,
     };
 
-    /// Whether its holder sits on nothing and wants nothing: it leaves.
+    /// Returns whether its holder uses no seat and wants none: it leaves.
     #[cfg(feature = "redis")]
     pub(crate) fn is_over(&self) -> bool {
         self.sits == 0 && self.wants == 0
     }
 }
 
-/// What a store tells a gate.
+/// What a store notifies a limiter of.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum News {
-    /// How things are.
+    /// The seats of a holder.
     #[non_exhaustive]
     Seats {
-        /// The last claim that was taken in. Where that is not the last that was made, this is old news.
+        /// The number of the last claim that the store took in. If that is not the last that was made, this is old.
         number: u64,
-        /// How many seats it was ever given.
+        /// How many seats the holder was ever given.
         given: u64,
-        /// Whether other gates wait: then a seat whose call has ended is to go back, not to the next who waits here.
+        /// Whether other holders wait. Then a seat whose call has ended goes back, not to the next waiter here.
         others_wait: bool,
-        /// Grows with what changes: what has a smaller one is older.
+        /// Grows with each change: news with a smaller version is older.
         version: u64,
     },
-    /// The claim could not be made; the store tries again while any seats are taken.
+    /// The claim failed. The store retries while any seats are in use.
     Failed(StoreError),
-    /// What holds the key has changed.
+    /// The hold of the key has changed.
     Held(Held),
-    /// An upstream said that less is left of a limit than the store knew: permits that lie at hand or are booked may be too
-    /// many.
+    /// An upstream stated that less is left of a limit than the store knew. Permits that are at hand or booked may be too many.
     #[non_exhaustive]
     Less {
-        /// [`Lease::writes`](crate::store::Lease::writes) of the state that knows it: who has been answered so or later
-        /// knows it too.
+        /// [`Lease::writes`](crate::store::Lease::writes) of the state that knows it. A limiter with an answer of at least this number
+        /// knows it, too.
         writes: u64,
     },
     /// Another process has changed a register.
     Register(Register),
-    /// From now on what others do is not heard, until [`Missed`](News::Missed) is.
+    /// No news arrives from now on, until [`Missed`](News::Missed).
     Deaf,
-    /// What others did may have been missed: what is known of holds and registers is to be asked again.
+    /// News may have been missed: holds and registers have to be asked again.
     Missed,
-    /// There is another connection to the server, which may have lost its state meanwhile: what is booked there is to be
-    /// asked again as well, before others are granted the same.
+    /// There is a new connection to the server, which may have lost its state meanwhile: bookings have to be confirmed as well, before
+    /// other processes are granted the same.
     Reconnected,
-    /// The store has confirmed the last claim: its seats are the gate's until then, and no longer unless it is confirmed
-    /// again. A store that does not say so keeps them for ever.
+    /// The store has confirmed the last claim. Its seats are valid until this moment, unless a claim is confirmed again. With a store that
+    /// never sends this they are valid for ever.
     Good(Instant),
-    /// The last claim has run out, and could not be repeated: the seats may be given to others.
+    /// The last claim has expired and could not be repeated: other holders may be given the seats.
     Lost,
 }
 
 impl News {
-    /// How things are: for stores of your own.
+    /// Makes [`News::Seats`], for stores of your own.
     pub fn seats(number: u64, given: u64, others_wait: bool, version: u64) -> Self {
         News::Seats { number, given, others_wait, version }
     }
 }
 
-/// Who is told: a gate.
+/// A limiter or throttle that a store notifies.
 pub trait Listener: Send + Sync + 'static {
-    /// Hears what there is to know about `key`, or about its calls for which `holder` claimed. Does not block, and does
-    /// not panic.
+    /// Receives news of `key`, or of its calls in flight that `holder` claimed. Must not block or panic.
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
 }
 

@@ -14,7 +14,7 @@
 //! ```text
 //!             next_cas                        next_cas
 //!   ┌──────┐ ─────────▶ ┌────────┐    ┌──────┐ ─────────▶ ┌─────────┐
-//!   │ Evict │            │ Asking │    │ Away │            │ Probing │
+//!   │ Idle  │            │ Asking │    │ Away │            │ Probing │
 //!   └──────┘ ◀───────── └────────┘    └──────┘ ◀───────── └─────────┘
 //!      ▲   written,         │             ▲      error          │
 //!      │   conflict, read   └─────────────┘                     │
@@ -25,13 +25,13 @@
 //!
 //! | from | event | to | what the process does |
 //! |---|---|---|---|
-//! | Evict | something to write or to read | Asking | sends the compare-and-set |
-//! | Asking | written | Evict | drops the written events; its granted requests may leave |
-//! | Asking | read, or a conflict | Evict | adopts the register and replays its events; rests after every fourth conflict |
+//! | Idle | something to write or to read | Asking | sends the compare-and-set |
+//! | Asking | written | Idle | drops the written events; its granted requests may leave |
+//! | Asking | read, or a conflict | Idle | adopts the register and replays its events; rests after every fourth conflict |
 //! | Asking | error | Away | saves the pace state, divides the pace by the number of processes |
 //! | Away | the pause is over | Probing | reads the register |
 //! | Probing | error | Away | doubles the pause |
-//! | Probing | answer | Evict | restores the saved pace state, then as after Asking |
+//! | Probing | answer | Idle | restores the saved pace state, then as after Asking |
 
 use std::time::{Duration, Instant};
 
@@ -87,7 +87,7 @@ impl PacedQueue {
     pub(super) fn awaits_register(&self) -> bool {
         let Some(view) = &self.view else { return false };
         match view.sync {
-            SyncState::Evict { .. } => view.written_first != self.first_since(),
+            SyncState::Idle { .. } => view.written_first != self.first_since(),
             SyncState::Asking(_) => true,
             SyncState::Away { .. } | SyncState::Probing { .. } => false,
         }
@@ -157,7 +157,7 @@ impl PacedQueue {
         let (write_rests_until, turn_rests_until) = match view.sync {
             SyncState::Asking(_) | SyncState::Probing { .. } => return None,
             // Turns do not rest: only one process at a time takes its turn.
-            SyncState::Evict { rests_until } => (rests_until, None),
+            SyncState::Idle { rests_until } => (rests_until, None),
             SyncState::Away { rests_until, .. } => (Some(rests_until), Some(rests_until)),
         };
         let write_at = self.write_at(view).map(|at| write_rests_until.map_or(at, |until| at.max(until)));

@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use super::peers::{Peer, Peers};
 use crate::clock;
 use crate::error::StoreError;
-use crate::rng::jittered;
+use crate::rng::Backoff;
 use crate::store::Tell;
 
-/// The pause after the first failed attempt to reach the store. It doubles with each attempt, up to 32 times as long.
-const RETRY: Duration = Duration::from_millis(100);
-const MOST_DOUBLINGS: u32 = 5;
+/// The pause after the first failed attempt to reach the store, and the longest.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_millis(3200);
 
 /// What this process is doing with the register.
 #[derive(Debug)]
 pub(super) enum SyncState {
     /// The store is reachable, and nothing is under way.
-    Evict {
+    Idle {
         /// This process writes nothing before this moment, because other processes were faster too often.
         rests_until: Option<Instant>,
     },
@@ -33,8 +33,7 @@ pub(super) enum SyncState {
 /// A time in which the store does not answer.
 #[derive(Debug)]
 pub(super) struct Outage {
-    /// How many requests have failed.
-    failures: u32,
+    backoff: Backoff,
     /// The pace state that the processes shared before the outage.
     pub(super) before: Vec<u8>,
     pub(super) began: Instant,
@@ -76,7 +75,7 @@ pub(super) enum StoreChange {
 
 impl Default for SyncState {
     fn default() -> Self {
-        SyncState::Evict { rests_until: None }
+        SyncState::Idle { rests_until: None }
     }
 }
 
@@ -90,14 +89,14 @@ impl SyncState {
     pub(super) fn pending(&self) -> Option<&PendingCas> {
         match self {
             SyncState::Asking(cas) | SyncState::Probing { cas, .. } => Some(cas),
-            SyncState::Evict { .. } | SyncState::Away { .. } => None,
+            SyncState::Idle { .. } | SyncState::Away { .. } => None,
         }
     }
 
     /// Notes that a compare-and-set is sent.
     pub(super) fn begin(&mut self, cas: PendingCas) {
         *self = match std::mem::take(self) {
-            SyncState::Evict { .. } | SyncState::Asking(_) => SyncState::Asking(cas),
+            SyncState::Idle { .. } | SyncState::Asking(_) => SyncState::Asking(cas),
             SyncState::Away { outage, .. } | SyncState::Probing { outage, .. } => {
                 SyncState::Probing { outage, cas }
             }
@@ -110,7 +109,7 @@ impl SyncState {
         match std::mem::take(self) {
             SyncState::Asking(cas) => Some((cas, None)),
             SyncState::Probing { outage, cas } => Some((cas, Some(outage))),
-            state @ (SyncState::Evict { .. } | SyncState::Away { .. }) => {
+            state @ (SyncState::Idle { .. } | SyncState::Away { .. }) => {
                 *self = state;
                 None
             }
@@ -119,20 +118,19 @@ impl SyncState {
 
     /// Notes another failure of `outage`, and when to ask the store again.
     pub(super) fn fail(&mut self, mut outage: Outage, now: Instant) {
-        outage.failures = outage.failures.saturating_add(1);
-        let pause = jittered(RETRY * 2_u32.pow(outage.failures.min(MOST_DOUBLINGS)));
-        *self = SyncState::Away { outage, rests_until: clock::after(now, pause) };
+        let rests_until = clock::after(now, outage.backoff.pause());
+        *self = SyncState::Away { outage, rests_until };
     }
 
     /// Notes that this process writes nothing for `span`.
     pub(super) fn rest(&mut self, now: Instant, span: Duration) {
-        *self = SyncState::Evict { rests_until: Some(clock::after(now, span)) };
+        *self = SyncState::Idle { rests_until: Some(clock::after(now, span)) };
     }
 }
 
 impl Outage {
     /// Begins an outage in which no request has failed yet. `before` is the pace state that the processes share.
     pub(super) fn new(before: Vec<u8>, now: Instant) -> Self {
-        Outage { failures: 0, before, began: now }
+        Outage { backoff: Backoff::between(SHORTEST_PAUSE, LONGEST_PAUSE), before, began: now }
     }
 }

@@ -23,7 +23,7 @@ impl Counts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Exchange {
     /// The last claim was answered.
-    Evict,
+    Idle,
     /// The last claim was sent and not answered. No other claim is sent until then.
     Asking,
     /// The last claim failed. The store repeats it.
@@ -55,7 +55,7 @@ impl Claims {
         Claims {
             holder: next_number(),
             number: 0,
-            exchange: Exchange::Evict,
+            exchange: Exchange::Idle,
             claimed: Counts::NONE,
             known: Counts::NONE,
             granted: 0,
@@ -66,7 +66,7 @@ impl Claims {
 
     /// Returns whether the store has answered the last claim, so that what it knows is what is.
     pub(super) fn is_answered(&self) -> bool {
-        self.exchange == Exchange::Evict
+        self.exchange == Exchange::Idle
     }
 
     /// Returns whether a claim is to be sent now that the process has `counts`.
@@ -78,7 +78,7 @@ impl Claims {
             Exchange::Asking => false,
             // The store repeats the last claim anyway.
             Exchange::Failed => self.claimed != counts,
-            Exchange::Evict => {
+            Exchange::Idle => {
                 let fewer_wait = counts.queued < self.known.queued && (self.others_wait || has_left);
                 counts.in_use < self.known.in_use
                     || counts.queued > self.known.queued
@@ -123,7 +123,7 @@ impl Claims {
         }
         self.version = version;
         self.others_wait = others_wait;
-        self.exchange = Exchange::Evict;
+        self.exchange = Exchange::Idle;
         let more = granted.saturating_sub(self.granted);
         self.granted += more;
         let more = u32::try_from(more).unwrap_or(u32::MAX);

@@ -23,13 +23,13 @@
 //!
 //! ```text
 //!                 claim                    answer
-//!     Evict ────────────────────> Asking ──────────> Evict
+//!     Idle ─────────────────────> Asking ──────────> Idle
 //!                                  │
 //!                                  │ failure
 //!                                  v     claim
 //!                                Failed ────────> Asking
 //!                                  │  answer to the repeated claim
-//!                                  └──────────────────────────────> Evict
+//!                                  └──────────────────────────────> Idle
 //! ```
 //!
 //! A request that cannot wait is queued like the others, until the answer to the claim that counts it. If no seat was

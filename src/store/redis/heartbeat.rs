@@ -1,7 +1,7 @@
-//! The claims of this process: said once when something changes, again every third of a life, and again when the store
-//! was away; so the gates need not be asked, and their runtimes may be gone.
+//! The claims of this process: sent when something changes, every third of a life, and again after Redis could not be reached. The
+//! limiters need not be asked, and their runtimes may be gone.
 //!
-//! A claim says how things are: of each holder only the last one counts, and one at a time is on its way.
+//! A claim is the whole state: of each holder only the last one counts, and one at a time is on its way.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -16,24 +16,23 @@ use super::script::{Argument, Script};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
-use crate::rng::{dice, jittered};
+use crate::rng::{Backoff, dice, jittered};
 use crate::store::in_flight::notify;
 use crate::store::{Claim, Listener, Memory, News};
 
-/// How often a holder may say its last claim again: its numbers leave so much room.
+/// How often a holder may repeat its last claim: the distance of two claim numbers on the wire.
 const AGAIN: u64 = 1 << 20;
 
-/// Where nobody tells those who wait that they have been given seats, they ask after so long.
+/// How often waiters poll if they cannot be notified of their seats.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Between two tries where the store is away; jittered, and doubled up to the longest.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause between two attempts while Redis cannot be reached.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// What runs out has run out a little later.
+/// Added to the time until something expires in Redis, so that it has expired when asked.
 const A_LITTLE: Duration = Duration::from_millis(2);
 
-/// So many claims that are said again may be on their way at the same time, so that the last of many is answered in time.
+/// The most repeated claims on their way at the same time, so that the last of many is answered in time.
 const MOST_AGAIN: usize = 100;
 
 const SMALLEST_SWEEP: usize = 64;
@@ -41,28 +40,28 @@ const SMALLEST_SWEEP: usize = 64;
 pub(super) struct Claims {
     backend: Backend,
     script: Arc<Script>,
-    /// Which store this is, to others.
+    /// The number of this store among all of the fleet.
     instance: u64,
     store_timeout: Duration,
-    /// By their number.
+    /// The holders, by number.
     holders: HashMap<u64, Holder>,
     timers: BTreeSet<(Instant, u64)>,
-    /// What is remembered of keys that nobody claims any more, until when it is of use: by it a server is found out that
-    /// forgot others.
+    /// The sessions of keys that no holder claims any more, and until when they are of use: by them a server is found out that lost the
+    /// state of other processes.
     remembered: HashMap<Arc<str>, (Remembered, Instant)>,
-    /// At so many, those of no more use are forgotten.
+    /// At this many, sessions of no more use are dropped.
     sweep_at: usize,
     on_their_way: JoinSet<(u64, Result<Claimed, StoreError>)>,
-    /// Whether this process is told what others do.
+    /// Whether this process is notified of changes by others.
     told: bool,
     warned: bool,
     flushes: Vec<Flush>,
 }
 
-/// One who wants to know when the store has heard all that was said.
+/// A caller that waits until the store has confirmed all claims.
 struct Flush {
-    /// Those of whom it has not heard all, and their last claim at that time: of one that is always busy, the answer to
-    /// a later one will do.
+    /// The holders whose claims are not confirmed, and their last claim at that time. For a holder that is always busy, the answer to a
+    /// later claim is enough.
     left: HashMap<u64, u64>,
     heard: Result<(), StoreError>,
     answer: oneshot::Sender<Result<(), StoreError>>,
@@ -72,20 +71,21 @@ struct Holder {
     name: Arc<str>,
     claim: Claim,
     listener: Arc<dyn Listener>,
-    /// How often the claim was said.
+    /// How often the claim was sent.
     said: u64,
-    /// When the claim that is on its way was sent, and what it was.
+    /// When the claim on its way was sent, and the claim.
     sent: Option<(Instant, Claim)>,
     memory: Option<Remembered>,
-    /// Until when the last claim that was answered is good.
+    /// Until when the last claim that was answered is valid.
     good_until: Option<Instant>,
     lost: bool,
-    failures: u32,
+    /// Since the last answer there were failures, with these pauses between them.
+    backoff: Option<Backoff>,
     /// The last claim that was answered.
     answered: u64,
-    /// What arrived before the answer that came before it.
+    /// A message that arrived before the answer that was sent before it.
     early: Option<ToldSeats>,
-    /// How much was told: what comes later is newer.
+    /// How many news were sent to the listener.
     version: u64,
     timer: Option<Instant>,
 }
@@ -97,7 +97,7 @@ struct Remembered {
     seen: u64,
     sent: Instant,
     heard: Instant,
-    /// By how much the wall clock was ahead then: a machine that slept since knows nothing of the time.
+    /// By how much the wall clock was ahead then: after a sleep of the machine the time is not known.
     wall_ahead: i64,
 }
 
@@ -123,7 +123,7 @@ impl Claims {
         self.script.clone()
     }
 
-    /// A gate claims.
+    /// Takes in a claim of a limiter.
     pub(super) fn take(&mut self, name: String, claim: Claim, listener: Arc<dyn Listener>) {
         let id = claim.holder;
         let (name, remembered): (Arc<str>, _) = (name.into(), &mut self.remembered);
@@ -136,7 +136,7 @@ impl Claims {
             sent: None,
             good_until: None,
             lost: false,
-            failures: 0,
+            backoff: None,
             answered: 0,
             early: None,
             version: 0,
@@ -151,10 +151,10 @@ impl Claims {
         }
     }
 
-    /// When something is to be done.
+    /// Returns when something is due.
     pub(super) fn due_at(&self) -> Option<Instant> {
         let &(at, _) = self.timers.first()?;
-        // Where too many are on their way, their answers come first.
+        // If too many are on their way, their answers come first.
         (self.on_their_way.len() < MOST_AGAIN).then_some(at)
     }
 
@@ -177,12 +177,12 @@ impl Claims {
         }
     }
 
-    /// Answers when a claim has been answered, and what.
+    /// Waits for the next answer to a claim.
     pub(super) async fn answer(&mut self) -> Option<(u64, Result<Claimed, StoreError>)> {
         self.on_their_way.join_next().await?.ok()
     }
 
-    /// Says all claims again, as when a panic may have left some of them without a timer.
+    /// Sends all claims again, since a panic may have left some of them without a timer.
     pub(super) fn repeat_all(&mut self) {
         self.on_their_way = JoinSet::new();
         self.timers.clear();
@@ -229,7 +229,7 @@ impl Claims {
         self.set_timer(id, clock::after(now, claim.life / 3));
     }
 
-    /// A claim has been answered.
+    /// Takes in the answer to a claim.
     pub(super) fn answered(&mut self, id: u64, answer: Result<Claimed, StoreError>) {
         let (now, told) = (clock::now(), self.told);
         let Some(holder) = self.holders.get_mut(&id) else { return };
@@ -242,7 +242,6 @@ impl Claims {
                 holder.heard(sent, claim, &answer, now, told)
             }
             Err(error) => {
-                holder.failures += 1;
                 holder.tell_if_lost(now);
                 notify(holder.listener.clone(), claim.key, id, News::Failed(error.clone()));
                 if holder.claim.is_over() {
@@ -254,13 +253,13 @@ impl Claims {
                         return self.forget(id);
                     }
                 }
-                let pause = SHORTEST_PAUSE.saturating_mul(1 << holder.failures.min(10)).min(LONGEST_PAUSE);
-                jittered(pause.min(claim.life / 6))
+                let longest = LONGEST_PAUSE.min(claim.life / 6);
+                holder.backoff.get_or_insert_with(|| Backoff::up_to(longest)).pause()
             }
         };
         if holder.claim.number > claim.number {
             self.send(id);
-        } else if holder.claim.is_over() && holder.failures == 0 {
+        } else if holder.claim.is_over() && holder.backoff.is_none() {
             self.forget(id);
         } else {
             self.set_timer(id, clock::after(now, next));
@@ -282,19 +281,19 @@ impl Claims {
         }
     }
 
-    /// Whether the store has heard all there is to say.
+    /// Returns whether the store has confirmed all claims.
     pub(super) fn all_heard(&self) -> bool {
         self.holders.values().all(Holder::is_heard)
     }
 
-    /// Answers when the store has heard all there is to say now.
+    /// Answers when the store has confirmed all present claims.
     pub(super) fn flush(&mut self, answer: oneshot::Sender<Result<(), StoreError>>) {
         let left = self.holders.iter().filter(|(_, holder)| !holder.is_heard());
         let left = left.map(|(id, holder)| (*id, holder.claim.number)).collect();
         self.flushes.push(Flush { left, heard: Ok(()), answer });
     }
 
-    /// There is nothing else to be done at the moment: all that was said before has been taken.
+    /// All jobs that were sent before have been taken: answers the flushes that are done.
     pub(super) fn rest(&mut self) {
         let (flushes, holders) = (&mut self.flushes, &self.holders);
         for flush in &mut *flushes {
@@ -307,7 +306,7 @@ impl Claims {
         }
     }
 
-    /// The other side has told a holder something.
+    /// Takes in a message to a holder.
     pub(super) fn hear(&mut self, message: &[u8]) {
         if let Ok((id, told)) = codec::read_told(message)
             && let Some(holder) = self.holders.get_mut(&id)
@@ -324,7 +323,7 @@ impl Claims {
         }
     }
 
-    /// From now on this process is told what others do, or is no longer. What it was not told meanwhile, it asks.
+    /// From now on this process is notified of changes, or no longer. Waiters ask for what they missed meanwhile.
     pub(super) fn set_told(&mut self, told: bool) {
         self.told = told;
         let now = clock::now();
@@ -336,9 +335,9 @@ impl Claims {
 }
 
 impl Holder {
-    /// Takes in an answer. Answers after how long the claim is to be said again.
+    /// Takes in an answer. Returns after how long the claim is repeated.
     fn heard(&mut self, sent: Instant, claim: Claim, answer: &Claimed, now: Instant, told: bool) -> Duration {
-        // What others did since may have been told already.
+        // A later message may have arrived before.
         let good_until = clock::after(sent, claim.life);
         (self.good_until, self.lost) = (Some(good_until), false);
         notify(self.listener.clone(), claim.key, claim.holder, News::Good(good_until));
@@ -349,7 +348,8 @@ impl Holder {
             self.memory.filter(|memory| memory.incarnation == incarnation).map(|memory| memory.changes);
         let is_news = known.is_none_or(|known| known <= newest.changes);
         let changes = known.unwrap_or(0).max(newest.changes);
-        (self.failures, self.answered) = (0, claim.number);
+        self.backoff = None;
+        self.answered = claim.number;
         let wall_ahead = clock::wall_ahead();
         self.memory =
             Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now, wall_ahead });
@@ -371,7 +371,7 @@ impl Holder {
         let ToldSeats { number, given, others_wait, .. } = told;
         let claim = &mut self.claim;
         if number / AGAIN == claim.number {
-            // Said again, it says how things are: a server that forgot knows nothing of what it gave.
+            // A repeated claim is the whole state, since a server that lost its state does not know what it gave.
             let more = given.saturating_sub(claim.heard);
             let seats = u32::try_from(more).unwrap_or(u32::MAX);
             claim.heard += more;
@@ -381,7 +381,7 @@ impl Holder {
         notify(self.listener.clone(), self.claim.key, self.claim.holder, news);
     }
 
-    /// Whether the store has heard all that it has to say.
+    /// Returns whether the store has confirmed its last claim.
     fn is_heard(&self) -> bool {
         self.sent.is_none() && !self.claim.is_over()
     }

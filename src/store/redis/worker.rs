@@ -1,7 +1,7 @@
-//! The thread on which a store talks to Redis: it outlives every caller and every runtime of theirs.
+//! The thread on which a store talks to Redis. It outlives all callers and their runtimes.
 //!
-//! A call is a job, answered over a channel; so dropping who waits for it drops nothing else. What is given back needs
-//! no answer: it is gathered for a moment, so that many who leave at once make one call.
+//! A call is a job that is answered over a channel, so a caller that is dropped drops nothing else. Permits that are given back
+//! need no answer: they are gathered for a moment, so that many of them make one call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -29,14 +29,14 @@ use crate::rng::{Backoff, dice};
 use crate::store::in_flight::{Listeners, notify};
 use crate::store::{Claim, Listener, News, Task};
 
-/// How long what is given back waits for more.
+/// How long permits that are given back wait for more.
 const GATHERING: Duration = Duration::from_millis(2);
 
 pub(super) type Jobs = mpsc::UnboundedSender<Job>;
 
-/// What the thread is to do.
+/// A task of the thread.
 pub(super) enum Job {
-    /// Runs a script once, if anybody still waits for its answer.
+    /// Runs a script once, if its caller still waits.
     Call {
         about: About,
         key: String,
@@ -50,11 +50,11 @@ pub(super) enum Job {
         terms: Arc<Terms>,
         unused: Vec<Unused>,
     },
-    /// Holds a key or releases it, and tells all; whether or not anybody waits for the answer.
+    /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not wait.
     Hold {
         name: String,
         call: Vec<u8>,
-        /// How the key is named to the others.
+        /// The sealed key, for the other processes.
         token: Vec<u8>,
         answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
@@ -65,16 +65,16 @@ pub(super) enum Job {
     },
     /// Runs a task for as long as the thread lives.
     Run(Task),
-    /// Answers when all that was given back before has arrived.
+    /// Completes when all permits that were given back before have arrived.
     Flush(oneshot::Sender<Result<(), StoreError>>),
-    /// Answers whether Redis does.
+    /// Completes when Redis answers.
     Ping(oneshot::Sender<Result<(), StoreError>>),
-    /// Fails as a defect would.
+    /// Panics, for tests.
     #[cfg(test)]
     Panic,
 }
 
-/// What a script is about.
+/// The subject of a script.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum About {
     Rates,
@@ -82,28 +82,28 @@ pub(super) enum About {
     Registers,
 }
 
-/// The thread, as others see it.
+/// The handle of the thread.
 pub(super) struct Thread {
     pub(super) jobs: Jobs,
-    /// Why there is no connection now is known without asking.
+    /// Why there is no connection now, if there is none.
     pub(super) backend: Backend,
 }
 
-/// What the thread is started with.
+/// The settings of the thread.
 pub(super) struct Setup {
     pub(super) connecting: Connecting,
     pub(super) store_timeout: Duration,
-    /// What the names of channels begin with.
+    /// The prefix of channel names.
     pub(super) channels: String,
-    /// Which store of all it is.
+    /// The number of this store among all of the fleet.
     pub(super) instance: u64,
     pub(super) secret: Option<Key>,
-    /// Who is told of holds and registers; the store adds to them.
+    /// The listeners for holds and registers. The store adds to them.
     pub(super) listeners: Arc<Listeners>,
 }
 
 impl Job {
-    /// Answers that it cannot be done.
+    /// Answers with an error.
     fn refuse(self, error: StoreError) {
         match self {
             Job::Call { answer, .. } | Job::Hold { answer, .. } => {
@@ -115,7 +115,7 @@ impl Job {
             Job::Claim { claim, listener, .. } => {
                 notify(listener, claim.key, claim.holder, News::Failed(error));
             }
-            // What is not given back runs out by itself; a task that is dropped ends as lost.
+            // A permit that is not given back expires; a task that is dropped ends as lost.
             Job::GiveBack { .. } | Job::Run(_) => {}
             #[cfg(test)]
             Job::Panic => {}
@@ -123,7 +123,7 @@ impl Job {
     }
 }
 
-/// Starts the thread. It ends when the last sender of jobs is dropped and all is done.
+/// Starts the thread. It ends when the last sender of jobs is dropped and all jobs are done.
 pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
     let backend = Backend::new(setup.connecting.clone(), setup.store_timeout, &setup.channels);
@@ -135,7 +135,7 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     Ok(thread)
 }
 
-/// What the thread does.
+/// Runs the thread.
 fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
     // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would be if the thread could
     // not be started.
@@ -176,12 +176,12 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         tasks: JoinSet::new(),
     };
     let mut backoff = Backoff::new();
-    // After a panic the worker goes on with what it knows: nobody else repeats the claims of calls in flight.
+    // After a panic the worker goes on with its state: only it repeats the claims of calls in flight.
     while catch_unwind(AssertUnwindSafe(|| runtime.block_on(worker.run(&mut incoming)))).is_err() {
         runtime.block_on(clock::sleep(backoff.pause()));
         worker.claims.repeat_all();
     }
-    // A resolver of names may be at work still; nobody waits for it.
+    // A name resolver may still be at work, and is not waited for.
     runtime.shutdown_background();
 }
 
@@ -200,7 +200,7 @@ where
     }
 }
 
-/// What was given back, by key and by the life of the state that granted it.
+/// Permits that were given back, by key and by the incarnation that granted them.
 type Returns = HashMap<(String, u64), (Arc<Terms>, Vec<Unused>)>;
 
 type Releases = JoinSet<Result<(), StoreError>>;
@@ -211,23 +211,23 @@ struct Worker {
     script: Arc<Script>,
     registers: Arc<Script>,
     returns: Returns,
-    /// When what was given back is sent.
+    /// When permits that were given back are sent.
     release_at: Option<Instant>,
-    /// Why something that was given back did not arrive; told to who asks next whether all has.
+    /// Why some of them did not arrive. The next flush returns it.
     lost: Option<StoreError>,
     claims: Claims,
     heard: mpsc::UnboundedReceiver<Heard>,
-    /// Who is told of holds and registers.
+    /// The listeners for holds and registers.
     listeners: Arc<Listeners>,
     secret: Option<Key>,
-    /// What gates run here. Dropped with the thread.
+    /// The tasks of limiters. Dropped with the thread.
     tasks: JoinSet<()>,
 }
 
 impl Worker {
     async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
-        // Until the last gate is gone, and the store has heard of all who left.
+        // Until the last handle is dropped, and Redis has confirmed the last claims.
         let mut open = true;
         while open || !self.claims.all_heard() {
             if jobs.is_empty() {
@@ -247,7 +247,7 @@ impl Worker {
                 }
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
                 Some(heard) = self.heard.recv() => self.hear(heard),
-                // Who was asked before may have been another server, or have lost its state.
+                // The new connection may lead to another server, or to one that lost its state.
                 () = self.connections.next() => self.listeners.tell(Key::ALL, &News::Reconnected),
                 Some(_) = calls.join_next() => {}
                 Some(_) = self.tasks.join_next() => {}
@@ -261,7 +261,7 @@ impl Worker {
 
     fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
         match job {
-            // Nobody waits for it any more: it need not be made.
+            // Its caller has gone: it need not be made.
             Job::Call { answer, .. } if answer.is_closed() => {}
             Job::Call { about, key, call, packed, answer } => {
                 let script = match about {
@@ -277,7 +277,7 @@ impl Worker {
                         }
                         About::Registers => script.run(&backend, &key, &call).await,
                     };
-                    // Whoever asked may have gone meanwhile: what was granted runs out by itself.
+                    // The caller may have gone meanwhile: what was granted expires.
                     let _ = answer.send(ran);
                 });
             }
@@ -346,7 +346,7 @@ impl Worker {
         }
     }
 
-    /// Whether it is a message of a register.
+    /// Returns whether it is a message about a register.
     fn hear_of_register(&self, message: &[u8]) -> bool {
         let news = registers::read_news(message, self.secret);
         news.map(|(key, news)| self.listeners.tell(key, &news)).is_some()
@@ -356,7 +356,7 @@ impl Worker {
         self.lost = self.lost.take().or(released.err());
     }
 
-    /// Sends what was given back. If it does not arrive, it runs out by itself.
+    /// Sends the permits that were given back. If they do not arrive, they expire.
     fn release(&mut self, releases: &mut Releases) {
         self.release_at = None;
         for ((key, _), (terms, unused)) in self.returns.drain() {
