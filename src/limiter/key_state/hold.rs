@@ -1,10 +1,18 @@
-//! The hold of a key: until when nothing may leave, because an upstream or an operator said so.
+//! The hold of a key: until when no request may leave, after a refusal by the upstream or by an operator.
 //!
-//! What lies at hand and what was booked before its end goes back; a request that cannot wait so long is refused; the
-//! others take new slots, which a store that knows of the hold gives for the time after it.
+//! Permits at hand, and those booked before its end, go back. Waiters that cannot wait until its end are refused. The others get new
+//! slots, which a store that knows of the hold grants for the time after it.
 //!
-//! A hold that was cut to the longest allowed ends on probation: one request leaves, the probe, and the others when it has
-//! passed. If it is refused, that is a new hold. A probe whose response takes long is followed by another.
+//! A hold that was cut to `max_hold` ends on probation: one request leaves as a probe, and the others once it has passed. If it is
+//! refused, that is a new hold. If its response takes long, another probe follows.
+//!
+//! Three moments describe one end, by the evidence for it:
+//!
+//! | moment | means |
+//! |---|---|
+//! | `until` | the end, as far as this process knows; requests wait for it |
+//! | `sure_until` | the part of it that this process saw itself or that the store answered; the store is told of it |
+//! | `known_until` | the part of it that the store knows of, at most; what lies beyond is told with the next call |
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,28 +29,28 @@ use crate::wakers::Wakers;
 
 pub(super) struct Holding {
     until: Instant,
-    /// Until when it holds at least, by what was seen here or answered: the store is told of it. What was published to all
-    /// may have been on its way for long.
+    /// Until when it holds at least, by what this process saw or the store answered. A published message may have been on its way for
+    /// long.
     sure_until: Instant,
     releases: u32,
-    /// Whether the upstream said that it lasts longer.
+    /// Whether it was cut: the upstream asked for longer.
     cut: bool,
-    /// On probation: when the probe left.
+    /// When the probe left, on probation.
     probe: Option<Instant>,
     /// Until when the store knows of it, at most.
     known_until: Instant,
-    /// Since when it is what it is: answers to calls of before may not know of it.
+    /// When it last changed. Answers to calls that were sent before may not know of it.
     since: Instant,
-    /// When the store or others last spoke of it; none if some message may have been missed.
+    /// When the store or another process last confirmed it; `None` if a message may have been missed.
     heard: Option<Instant>,
     /// When this process last told the store of a refusal.
     told: Option<Instant>,
-    /// Whether the store has lost it, and was not told again yet.
+    /// Whether the store has lost it and has to be told again.
     retell: bool,
-    /// The tasks that wait for its end alone.
+    /// The tasks that wait for nothing but its end.
     waiting: BTreeMap<Number, Waker>,
     refusals: Refusals,
-    /// While a call that passes would change anything.
+    /// Set while a call that passes changes anything.
     uncertain: Option<Uncertain>,
 }
 
@@ -65,7 +73,7 @@ impl Holding {
         }
     }
 
-    /// Holds until another moment.
+    /// Sets another end.
     fn set(&mut self, until: Instant, cut: bool) {
         (self.until, self.cut, self.probe) = (until, cut, None);
         if cut {
@@ -74,22 +82,22 @@ impl Holding {
     }
 }
 
-/// Whether requests may leave a key that was held.
+/// Whether requests may leave a key after a hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Passage {
-    /// All may.
+    /// All requests may.
     Open,
-    /// One may, as a probe.
+    /// One request may, as the probe.
     Probe,
-    /// None before the probe has passed, or so long.
+    /// No request may until the probe has passed, or for this long.
     Probing(Duration),
 }
 
-/// Something is to be learned from the next call that passes: until then all responses are looked at.
+/// The next call that passes matters: until then all responses are read.
 #[derive(Debug)]
 struct Uncertain;
 
-/// How many there are, in all gates.
+/// How many there are in the process.
 static UNCERTAIN: AtomicUsize = AtomicUsize::new(0);
 
 impl Uncertain {
@@ -105,13 +113,13 @@ impl Drop for Uncertain {
     }
 }
 
-/// Whether an answer that is no refusal is of interest to anybody.
+/// Returns whether responses other than refusals matter to any key.
 #[inline]
 pub(in crate::limiter) fn is_any_uncertain() -> bool {
     UNCERTAIN.load(Ordering::Relaxed) > 0
 }
 
-/// How often this process tells the store of one refusal after the other, unless it is longer by a tenth.
+/// How often this process tells the store of a refusal, unless the hold is longer by a tenth.
 const TELL_AGAIN: Duration = Duration::from_secs(1);
 
 /// A probe whose response takes longer is followed by another.
@@ -120,24 +128,24 @@ const PROBE: Duration = Duration::from_secs(5);
 /// The longest probation, and no longer than `max_hold`.
 const LONGEST_PROBATION: Duration = Duration::from_secs(60);
 
-/// How often the store is asked whether a hold still holds, while somebody calls.
+/// How often the store is asked for a release while requests come.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 impl KeyState {
-    /// For how long it is held.
+    /// Returns for how long the key is on hold.
     pub(in crate::limiter) fn held(&self, now: Instant) -> Option<Duration> {
         let until = self.hold.as_ref()?.until;
         (until > now).then(|| until - now)
     }
 
-    /// Until when it is of use to know of the hold.
+    /// Returns until when the hold matters.
     pub(super) fn hold_matters_until(&self) -> Option<Instant> {
         let hold = self.hold.as_ref()?;
         let probation = if hold.cut { LONGEST_PROBATION } else { Duration::ZERO };
         Some(clock::after(hold.until, hold.refusals.matters_for().max(probation)))
     }
 
-    /// Whether requests may leave, if the key is not held.
+    /// Returns whether requests may leave, if the key is not on hold.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
         let Some(hold) = self.hold.as_ref().filter(|hold| hold.cut) else { return Passage::Open };
         if clock::after(hold.until, LONGEST_PROBATION.min(max_hold)) <= now {
@@ -147,21 +155,21 @@ impl KeyState {
         next.map_or(Passage::Probe, |next| Passage::Probing(next - now))
     }
 
-    /// The probe leaves now.
+    /// Notes that the probe leaves now.
     pub(super) fn probe_leaves(&mut self, now: Instant) {
         if let Some(hold) = &mut self.hold {
             hold.probe = Some(now);
         }
     }
 
-    /// A permit came back unused: if it was the probe's, another request may be the probe.
+    /// Notes that a permit came back unused. If it was the probe's, another request may be the probe.
     pub(super) fn probe_comes_back(&mut self) {
         if let Some(hold) = &mut self.hold {
             hold.probe = None;
         }
     }
 
-    /// For how long no request may leave, because of a hold or a probe. A request that may leave on probation is the probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. A request that may leave on probation is the probe.
     pub(in crate::limiter) fn blocked(&mut self, max_hold: Duration, now: Instant) -> Option<Duration> {
         if let Some(left) = self.held(now) {
             return Some(left);
@@ -176,7 +184,7 @@ impl KeyState {
         }
     }
 
-    /// For how long no request may leave, because of a hold or a probe. The next request may be the probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. The next request may be the probe.
     pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
         self.held(now).or_else(|| match self.passage(max_hold, now) {
             Passage::Open | Passage::Probe => None,
@@ -184,26 +192,26 @@ impl KeyState {
         })
     }
 
-    /// Whether all requests may leave, and none is the probe.
+    /// Returns whether all requests may leave, without a probe.
     pub(in crate::limiter) fn is_clear(&self, max_hold: Duration, now: Instant) -> bool {
         self.hold.is_none() || self.held(now).is_none() && self.passage(max_hold, now) == Passage::Open
     }
 
-    /// How many tasks wait for the end of the hold alone.
+    /// Returns how many tasks wait for nothing but the end of the hold.
     pub(in crate::limiter) fn waiting_for_hold(&self) -> usize {
         self.hold.as_ref().map_or(0, |hold| hold.waiting.len())
     }
 
-    /// What the store is told of the hold: all there is where it may not know.
+    /// Returns the hold for the store, as far as the store may not know of it.
     pub(super) fn held_for_store(&self, now: Instant) -> Held {
         let Some(hold) = &self.hold else { return Held::default() };
-        // Else each exchange would move it later by what the trips differ. The ledger of a process alone knows of nothing.
+        // Otherwise each call would move it by the difference of the trips. The ledger of a process on its own knows of no hold.
         let is_news = self.alone || hold.sure_until > clock::after(hold.known_until, SAME);
         let left = if is_news { hold.sure_until.saturating_duration_since(now) } else { Duration::ZERO };
         Held { left, releases: hold.releases, cut: hold.cut }
     }
 
-    /// The store has said what holds, in answer to a call sent at `sent`; its time was between two moments of ours.
+    /// Takes in the hold that the store answered to a call sent at `sent`. Its time lay between the two moments.
     pub(super) fn hold_answered(
         &mut self,
         held: Held,
@@ -215,7 +223,7 @@ impl KeyState {
         }
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(sent)));
         let least = clock::after(earliest, held.left);
-        // What holds nothing has ended before, not when the answer came: who is being served asked the time earlier.
+        // A hold that is over ended before, not when the answer came: the task being served asked the time earlier.
         let most = if held.left.is_zero() { least } else { clock::after(latest, held.left) };
         if held.releases < hold.releases {
             return;
@@ -238,12 +246,12 @@ impl KeyState {
             }
             hold.until = most;
         } else {
-            // It has forgotten.
+            // The store has lost it.
             hold.until = hold.sure_until;
         }
     }
 
-    /// Takes in what holds, as it was seen here (`sure`) or told to all. Answers whether that changes anything.
+    /// Takes in a hold that this process saw (`sure`) or that was published. Returns whether that changes anything.
     fn adopt(&mut self, held: Held, now: Instant, sure: bool) -> bool {
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
         let until = clock::after(now, held.left);
@@ -267,7 +275,7 @@ impl KeyState {
         changes
     }
 
-    /// The key is held, or released.
+    /// Puts the key on hold, or releases it.
     pub(in crate::limiter) fn hold(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -281,7 +289,7 @@ impl KeyState {
         self.hold_changed(ctx, wakers)
     }
 
-    /// What holds the key has changed: gives up what may no longer be used, and goes on with what may.
+    /// The hold has changed: gives up permits that may not be used any more, and goes on with the others.
     pub(in crate::limiter) fn hold_changed(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -294,13 +302,13 @@ impl KeyState {
         self.obey(ctx.now, wakers);
         let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
-            // What was booked for later goes as well, so that all is asked for anew when it ends, as it is allowed then; but
-            // not where it is paced: a bucket that others have slots in cannot take single ones back.
+            // Later bookings go as well, so that all is booked anew when it ends, by what is allowed then. Not for paced quotas: a bucket
+            // in which other processes have slots cannot take single ones back.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
             if !is_held || !ctx.terms.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
             }
-            // Nobody waits for its end any more.
+            // No task waits for its end any more.
             if !is_held && queue.gathering == Gathering::UnderWay {
                 queue.gathering = Gathering::Done;
             }
@@ -310,8 +318,8 @@ impl KeyState {
         effect
     }
 
-    /// Asks the store whether it still knows of the hold and of what is booked, though nobody may wait for its answer. A
-    /// store that came back with an older state grants what is booked to others, until it hears of it.
+    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that came back with an older state grants
+    /// booked slots to other processes until it is asked.
     pub(in crate::limiter) fn confirm(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -321,47 +329,47 @@ impl KeyState {
         if self.later && is_at_stake { self.inquire(ctx, wakers) } else { None }
     }
 
-    /// Whether slots are booked ahead.
+    /// Returns whether slots are booked ahead.
     pub(in crate::limiter) fn is_booked(&self) -> bool {
         self.queue.as_ref().is_some_and(|queue| queue.last_booked().is_some())
     }
 
-    /// The store could not be asked whether it still holds: it is asked again, though nobody may wait.
+    /// The store could not be asked about the hold. Asks again, even if no request waits.
     pub(super) fn asks_again(&self, now: Instant) -> Option<Effect> {
         let doubted = self.hold.as_ref().is_some_and(|hold| hold.heard.is_none());
         (doubted && self.held(now).is_some()).then_some(Effect::PassOn(ASK_AGAIN))
     }
 
-    /// The store has lost its state: what is known of the hold is all there is.
+    /// The store has lost its state, and the hold with it.
     pub(super) fn hold_forgotten(&mut self, now: Instant) {
         if let Some(hold) = &mut self.hold {
             (hold.sure_until, hold.known_until, hold.retell) = (hold.until, now, true);
         }
     }
 
-    /// Tells a store that has lost its state, before others ask it who know nothing.
+    /// Tells a store that lost its state of the hold, before processes ask it that know of none.
     pub(super) fn retell_hold(&mut self, ctx: &KeyContext<'_>, wakers: &mut Wakers) -> Option<Effect> {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
         if retell { self.confirm(ctx, wakers) } else { None }
     }
 
-    /// Gives up what lies at hand, and what is booked for before the end of the hold.
+    /// Gives up permits at hand, and those booked before the end of the hold.
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
-        // What goes back with the next call is forgotten then.
+        // The session takes off what goes back with the next call.
         let unused = self.prefetched.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.withdraw(clock::after(now, left), now, wakers);
     }
 
-    /// How often holds were released.
+    /// Returns how often holds were released.
     pub(in crate::limiter) fn releases(&self) -> u32 {
         self.hold.as_ref().map_or(0, |hold| hold.releases)
     }
 
-    /// The upstream has refused a call that was sent at `sent`. Returns the hold that follows, if it is longer than the one
-    /// there is, and whether the store is to be told.
+    /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if it is longer than the present one, and
+    /// whether the store has to be told.
     pub(in crate::limiter) fn refused_upstream(
         &mut self,
         retry_after: Option<Duration>,
@@ -382,8 +390,8 @@ impl KeyState {
         Some((Held { left, releases: hold.releases, cut }, tells))
     }
 
-    /// A call that was sent at `sent` has passed. Returns whether that ends a probation: then others may leave, and the
-    /// store is to be told.
+    /// Takes in that a request passed that was sent at `sent`. Returns whether that ends a probation: then other requests may leave, and
+    /// the store has to be told.
     pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
         let Some(hold) = self.hold.as_mut().filter(|hold| hold.until <= now) else { return false };
         hold.refusals.passed(sent);
@@ -397,7 +405,7 @@ impl KeyState {
         passed
     }
 
-    /// Whether the store is to be asked by one who is held: a release may have been missed. One asks for all.
+    /// Returns whether a request that is held asks the store, since a release may have been missed. One request asks for all.
     pub(in crate::limiter) fn asks_for_release(&mut self, now: Instant) -> bool {
         let Some(hold) = &mut self.hold else { return false };
         let asks = hold.heard.is_none_or(|heard| clock::after(heard, ASK_AGAIN) <= now);
@@ -407,7 +415,7 @@ impl KeyState {
         asks
     }
 
-    /// For how long no request may leave; until then, the task is woken when that changes.
+    /// Returns for how long no request may leave. The task is woken when that changes.
     pub(in crate::limiter) fn poll_hold(
         &mut self,
         number: Number,
@@ -420,8 +428,8 @@ impl KeyState {
         Some(left)
     }
 
-    /// For how long no request may leave, for one that waits for other things too and is the probe only when it leaves. The
-    /// task is woken when the key is held or released.
+    /// Returns for how long no request may leave, for a waiter that also waits for other things, and is the probe only when it leaves.
+    /// The task is woken when the key is put on hold or released.
     pub(in crate::limiter) fn watch_hold(
         &mut self,
         number: Number,
@@ -434,14 +442,14 @@ impl KeyState {
         self.waits(max_hold, now)
     }
 
-    /// One waits for the end of the hold no more.
+    /// Removes a task that waits for the end of the hold.
     pub(in crate::limiter) fn leave_hold(&mut self, number: Number) {
         if let Some(hold) = &mut self.hold {
             hold.waiting.remove(&number);
         }
     }
 
-    /// A hold may have been missed, or a release.
+    /// Notes that a hold or a release may have been missed.
     pub(in crate::limiter) fn doubt(&mut self) {
         if let Some(hold) = &mut self.hold {
             hold.heard = None;

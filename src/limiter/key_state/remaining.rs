@@ -1,8 +1,8 @@
-//! What the upstream's answers say of the limits of a key, for the store.
+//! What the upstream's `Remaining` headers say about the limits of a key, for the store.
 //!
-//! An upstream that starts anew at a moment which stays where it is counts in windows, or from its oldest call: what it
-//! counts then, the store has in its log, and what is more, others have used. Where that moment moves along, what is gone
-//! cannot be told from what has just left the log: then only what is refused tells of others.
+//! If the reset of an upstream stays at one moment, the upstream counts in windows, or from its oldest request. The store has the same
+//! requests in its log, so what the upstream counts beyond them was used by other clients. If the reset moves along, the two counts
+//! cannot be compared: then only refusals show that other clients use the limit.
 
 use std::time::{Duration, Instant};
 
@@ -15,60 +15,61 @@ use crate::signal::{Observed, Signal};
 use crate::store::Left;
 use crate::wakers::Wakers;
 
-/// What was said of each limit.
+/// The headers about each limit.
 #[derive(Default)]
 pub(super) struct RemainingTracker {
     of: Vec<Word>,
-    /// When the store is told what was said last.
+    /// When the store is told of the last headers.
     telling: Option<Instant>,
 }
 
-/// What was said of one limit.
+/// The headers about one limit.
 #[derive(Default)]
 struct Word {
-    /// When it was to start anew, as first said, and when that was.
+    /// The reset as first stated, and when it was stated.
     anchor: Option<(Instant, Instant)>,
-    /// Whether that stayed where it was.
+    /// Whether the reset stayed at that moment.
     stays: bool,
-    /// What is left, until when, and when that was said.
+    /// The units left, the reset, and when they were stated.
     latest: Option<(u64, Instant, Instant)>,
+    /// Units of refused requests that the store was not told of.
     refused: u32,
     /// When the store was last told.
     told: Option<Instant>,
-    /// Whether it says that less is left than could still go, and the store was not told since: it is with the next call.
+    /// Whether less is left than could still leave, and the store was not told since. It is told with the next call.
     is_less: bool,
-    /// Whether the other processes are to be told as well.
+    /// Whether the other processes are notified as well.
     urgent: bool,
-    /// When they were last told, and of how many units.
+    /// When they were last notified, and of how many units.
     told_others: Option<(Instant, u64)>,
-    /// Whether responses that name no limit turned out to mean another one.
+    /// Whether unnamed quotas turned out to mean another limit.
     is_other: bool,
-    /// Whether the store is to forget what followed from earlier responses: they meant another limit.
+    /// Whether the store drops what followed from earlier responses, which meant another limit.
     forget: bool,
 }
 
-/// What differs by so much is the same: many say whole seconds, and not all round alike.
+/// Two resets that differ by less are the same: many servers state whole seconds, and round in different ways.
 const SAME: Duration = Duration::from_millis(1500);
 
-/// A response that is not older bounds what may go, though it is not known whether the reset stays where it is.
+/// A response that took no longer bounds what may leave, although it is not known whether the reset stays at one moment.
 const FRESH: Duration = Duration::from_millis(250);
 
-/// The longest that units are left to others unless a response confirms it; `max_hold` if that is less.
+/// The longest that units are reserved unless a response confirms it; `max_hold` if that is less.
 const LONGEST_VALID: Duration = Duration::from_secs(60);
 
-/// That it stays where it is can be told after so long.
+/// After this span it is known whether the reset stays at one moment.
 const LONG: Duration = Duration::from_secs(3);
 
 /// The last second may be rounding.
 const LAST: Duration = Duration::from_secs(1);
 
-/// The store is told so often in a window, and every second; or as soon as calls were refused.
+/// How often the store is told in a window, but at least every second; of refusals it is told at once.
 const TOLD_PER_WINDOW: u32 = 32;
 const LONGEST_REST: Duration = Duration::from_secs(1);
 
 impl Word {
-    /// A call that was sent at `sent` has been answered so. What it says is of a moment between then and now, and taken for
-    /// the first: it starts anew sooner then, and more has come back since.
+    /// Takes in the headers of a response to a request that was sent at `sent`. They are of a moment between then and now, and taken for
+    /// the earlier one: the reset comes sooner then, and more was refilled since.
     fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, sent: Instant) {
         let Some(left) = left_of(limit, quota) else { return };
         let is_unnamed = names_no_limit(quota);
@@ -87,16 +88,16 @@ impl Word {
         };
         let apart = |one: Instant, other: Instant| one.max(other) - one.min(other);
         if apart(resets, anchor) <= SAME {
-            // One that lies further away than the window is long is of another limit.
+            // A reset that is further away than the window is of another limit.
             let is_near = reset_after <= limit.window().saturating_add(LAST);
             self.stays |= is_near && sent.saturating_duration_since(since) >= LONG;
             return;
         }
-        // The next window, if it follows the last.
+        // It is the next window, if it follows the last.
         let over = clock::after(sent, LAST) >= anchor;
         let follows = over && resets > anchor && apart(resets, clock::after(anchor, limit.window())) <= SAME;
         if over && resets > anchor && is_unnamed {
-            // A quota of a minute is not one of an hour.
+            // The quota of a minute is not that of an hour.
             let period = apart(resets, anchor).saturating_add(SAME);
             self.is_other = limit.window() > 2 * period;
         }
@@ -107,7 +108,7 @@ impl Word {
         self.anchor = Some((resets, sent));
     }
 
-    /// Whether the last response bounds what may go: it says until when, and is not old.
+    /// Returns whether the last response bounds what may leave: it states a reset, and is not old.
     fn bounds(&self, limit: Limit, now: Instant) -> Option<u64> {
         let (units, resets, said) = self.latest?;
         let is_fresh = self.stays || now.saturating_duration_since(said) <= FRESH;
@@ -115,7 +116,7 @@ impl Word {
         (is_fresh && lasts).then_some(units)
     }
 
-    /// How long the store need not be told.
+    /// Returns for how long the store need not be told.
     fn rests(&self, limit: Limit, now: Instant) -> Duration {
         let told = self.told.filter(|_| self.refused == 0);
         let rest = (limit.window() / TOLD_PER_WINDOW).min(LONGEST_REST);
@@ -123,8 +124,8 @@ impl Word {
         due.saturating_duration_since(now)
     }
 
-    /// It says that less is left than could still go. Returns whether the other processes are to be told at once: once a
-    /// second, and whenever half of what they know of is left.
+    /// Notes that less is left than could still leave. Returns whether the other processes are notified at once: once a second, and
+    /// whenever half of what they know of is left.
     fn is_urgent(&mut self, units: u64, now: Instant) -> bool {
         self.is_less = true;
         let rests = |(told, of): (Instant, u64)| now < clock::after(told, LONGEST_REST) && units > of / 2;
@@ -135,7 +136,7 @@ impl Word {
         self.urgent
     }
 
-    /// What the store is to know now.
+    /// Returns what the store is told now.
     fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
         if std::mem::take(&mut self.forget) {
             return Some(Left { forget: true, ..Left::new(limit, 0) });
@@ -161,27 +162,27 @@ impl Word {
     }
 }
 
-/// Whether a response may say what is left of a limit, or which there is.
+/// Returns whether a response may state what is left of a limit, or the limit.
 pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
     let stated = |quota: &Observed| quota.limit().is_some() && quota.window().is_some();
     signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
 }
 
-/// What is left of a limit: all but what is gone of the quota. Of a smaller one, for some of the calls or for all, the rest
-/// is not gone.
+/// Returns what is left of a limit: all but what is used of the stated quota. If that is smaller, for some of the requests or for all,
+/// the rest of the limit is not used.
 fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
     let more = quota.limit().map_or(0, |stated| u64::from(limit.count()).saturating_sub(stated));
     let more = if let Limit::Bucket { .. } = limit { 0 } else { more };
     quota.remaining().map(|left| left.saturating_add(more))
 }
 
-/// Whether a quota says neither its name nor its size nor its window.
+/// Returns whether a quota states neither name nor size nor window.
 fn names_no_limit(quota: &Observed) -> bool {
     quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
 }
 
-/// Whether it is this limit that is spoken of. What is left of tokens says nothing of one that counts requests: what counts
-/// anything else is meant where it is as large.
+/// Returns whether a quota means this limit. A quota of tokens says nothing about a limit of requests: a quota of another unit is
+/// meant only if it is as large.
 fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
@@ -196,8 +197,8 @@ fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
 }
 
 impl KeyState {
-    /// The response to a call that was sent at `sent` has come, which refused so many units, if any. Returns whether it says
-    /// that less is left than could still go, and here or elsewhere would go before the next call.
+    /// Takes in the response to a request that was sent at `sent`, which refused `refused` units. Returns whether less is left than
+    /// could leave before the next call, here or in another process.
     pub(in crate::limiter) fn upstream_said(
         &mut self,
         terms: &Terms,
@@ -210,7 +211,7 @@ impl KeyState {
         let mut is_less = false;
         for (index, limit) in terms.quota().limits().iter().enumerate() {
             let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
-            // Of several, the one of which the most is gone.
+            // Of several, the most used one.
             let said = said.filter(|quota| quota.remaining().is_some());
             let Some(quota) = said.min_by_key(|quota| left_of(*limit, quota)) else { continue };
             let words = self.remaining.get_or_insert_default();
@@ -228,7 +229,7 @@ impl KeyState {
         is_less
     }
 
-    /// Less is left than could still go from here: gives up what lies at hand and what is booked, and asks anew with that.
+    /// Less is left than this process could send: gives up permits at hand and booked slots, and asks for them anew.
     pub(in crate::limiter) fn tighten(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -238,7 +239,7 @@ impl KeyState {
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
         queue.give_up_slots();
-        // A call under way may bring more than is left: then it is done again when that is answered.
+        // A call under way may bring more than is left: this is done again when it is answered.
         self.tightens = queue.is_calling(ctx.now);
         if self.tightens {
             return None;
@@ -247,7 +248,7 @@ impl KeyState {
         if is_waiting {
             queue.gathering = Gathering::Done;
         }
-        // What was heard from another process, the store knows.
+        // What another process stated, the store knows.
         let tells = self.remaining.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
         let effect =
             if tells && !is_waiting { self.inquire(ctx, wakers) } else { self.step(ctx, None, wakers) };
@@ -255,7 +256,7 @@ impl KeyState {
         effect
     }
 
-    /// Another process has told the store that less is left; the state that knows it was written so often.
+    /// Another process told the store that less is left; `writes` is the number of that state.
     pub(in crate::limiter) fn less_heard(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -266,8 +267,8 @@ impl KeyState {
         if is_news { self.tighten(ctx, wakers) } else { None }
     }
 
-    /// Tells the store what was said, though nobody may wait: of refusals at once, and of all else soon where others use the
-    /// limit too.
+    /// Tells the store of the headers, even if no request waits: of refusals at once, and of others soon if other clients use the limit,
+    /// too.
     pub(in crate::limiter) fn pass_on(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -281,7 +282,7 @@ impl KeyState {
         if rest.is_zero() {
             return self.inquire(ctx, wakers);
         }
-        // One who was to do it and is late has gone with its runtime.
+        // A task that is late was lost with its runtime.
         let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < ctx.now);
         nobody.then(|| {
             words.telling = Some(clock::after(ctx.now, rest));
@@ -289,7 +290,7 @@ impl KeyState {
         })
     }
 
-    /// It is time to; or to ask about a hold again.
+    /// Tells the store now, or asks it about a hold again.
     pub(in crate::limiter) fn pass_on_now(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -305,7 +306,7 @@ impl KeyState {
         effect
     }
 
-    /// What the store is to be told of what is left: of one limit with each call.
+    /// Returns what the store is told of what is left: of one limit with each call.
     pub(in crate::limiter) fn left(
         &mut self,
         terms: &Terms,
