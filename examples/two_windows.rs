@@ -15,7 +15,7 @@ use std::time::Duration;
 use reqwest::Request;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, Key, Limited, Peek, Quota, RateLimitLayer};
+use tollgate::{BoxError, Key, KeyStatus, Limited, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Rule, Upstream, WHO_HEADER};
 
@@ -134,7 +134,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-fn show(peek: &Peek) -> String {
+fn show(peek: &KeyStatus) -> String {
     let limits = peek
         .limits
         .iter()

@@ -47,11 +47,11 @@ pub enum ConfigError {
         smallest_burst: u32,
     },
     /// The guards on both sides of a boundary leave too little of a fixed window.
-    WindowTooShortForSlack {
+    WindowTooShortForGuard {
         /// The limit.
         limit: Limit,
         /// The guard.
-        boundary_slack: Duration,
+        boundary_guard: Duration,
     },
     /// More than [`Quota::MOST_LIMITS`] limits on one key.
     TooManyLimits,
@@ -111,10 +111,10 @@ impl fmt::Display for ConfigError {
                 limit.count(),
                 limit.window(),
             ),
-            ConfigError::WindowTooShortForSlack { limit, boundary_slack } => write!(
+            ConfigError::WindowTooShortForGuard { limit, boundary_guard } => write!(
                 f,
-                "quota {limit}: a boundary_slack of {boundary_slack:?} on both sides leaves less than half of the \
-                 window; lower boundary_slack, or use a sliding window, which needs none"
+                "quota {limit}: a boundary_guard of {boundary_guard:?} on both sides leaves less than half of the \
+                 window; lower boundary_guard, or use a sliding window, which needs none"
             ),
             ConfigError::TooManyLimits => {
                 write!(f, "a quota holds at most {} limits, bursts included", Quota::MOST_LIMITS)

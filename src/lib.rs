@@ -172,7 +172,7 @@ mod wakers;
 pub use config_error::ConfigError;
 pub use error::{BoxError, Error, Limited, Reason, Report};
 pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
-pub use layer::body::{HeldBody, HoldBody, HoldUntilBodyEnd, Holding, HoldingFuture, InFlight};
+pub use layer::body::{InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody, Tracking, TrackingFuture};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::{AsError, RetryLimited};
@@ -181,9 +181,9 @@ pub use layer::{
     RateLimitBuilder, RateLimitLayer, ResponseFuture, RetryingThrottle, RetryingThrottleLayer,
     ThrottledFuture,
 };
-pub use limiter::{Acquire, Learn, Learned, Limiter, OnStoreError, Peek, Permit};
+pub use limiter::{Acquire, HeaderTrust, KeyStatus, Limiter, OnStoreError, Permit, StatedLimit};
 pub use quota::{Bucket, Limit, Quota};
-pub use signal::{AsResponseInfo, Observed, Signal};
+pub use signal::{AsResponseInfo, ObservedQuota, Signal};
 pub use throttle::{Throttle, ThrottlePermit};
 
 /// The programs in the README, compiled and run as tests.

@@ -98,7 +98,7 @@ async fn a_slot_is_confirmed_before_it_is_due() {
     let limiter = layer.build().unwrap().limiter();
     let start = Instant::now();
     let waits =
-        (0..3).map(|_| limiter.acquire(key()).map(|permit| (permit.unwrap().is_alive(), start.elapsed())));
+        (0..3).map(|_| limiter.acquire(key()).map(|permit| (permit.unwrap().is_valid(), start.elapsed())));
     let left = join_all(waits).await;
     let at_most = |slots: u32| slots * millis(5300) + millis(200);
     assert!((0..).zip(&left).all(|(slots, (alive, left))| *alive && *left <= at_most(slots)), "{left:?}");
@@ -179,7 +179,7 @@ async fn a_store_slower_than_a_permit_lives_is_given_longer_lives() {
     let limiter = limiter(Quota::per_second(20), &store);
     for _ in 0..50 {
         let permit = limiter.acquire(key()).await.unwrap();
-        assert!(permit.is_alive(), "nothing is sent under a dead permit");
+        assert!(permit.is_valid(), "nothing is sent under a dead permit");
     }
     assert!(store.calls() <= 55, "{} calls", store.calls());
 }

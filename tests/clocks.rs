@@ -42,7 +42,7 @@ fn patient_limiter(server: &RedisServer, quota: Quota) -> Limiter {
 /// Returns when it left, at the latest.
 fn send(permit: Permit) -> Option<Instant> {
     let now = Instant::now();
-    permit.is_alive().then_some(now)
+    permit.is_valid().then_some(now)
 }
 
 /// Acquires a permit from a store that is there: at the first try, unless the machine is busy.

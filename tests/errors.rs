@@ -10,8 +10,8 @@ use std::sync::Arc;
 use http::{Request, Response};
 use tollgate::store::{MemoryStore, StoreError, Terms};
 use tollgate::{
-    Acquire, BoxError, ConfigError, Cost, Deadline, Error, Key, Limit, Limited, Limiter, Peek, Permit, Quota,
-    RateLimit, RateLimitBuilder, RateLimitLayer, Reason, Report, ResponseFuture, Signal,
+    Acquire, BoxError, ConfigError, Cost, Deadline, Error, Key, KeyStatus, Limit, Limited, Limiter, Permit,
+    Quota, RateLimit, RateLimitBuilder, RateLimitLayer, Reason, Report, ResponseFuture, Signal,
 };
 use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
@@ -193,7 +193,7 @@ fn every_public_type_may_cross_threads_and_outlive_its_maker() {
     shared::<Limiter>();
     shared::<Acquire>();
     shared::<Permit>();
-    shared::<Peek>();
+    shared::<KeyStatus>();
     shared::<(Error, Limited, Reason, Report, ConfigError, StoreError)>();
     shared::<(Key, Cost, Deadline, Quota, Limit, Signal)>();
     shared::<(MemoryStore, Arc<Terms>)>();

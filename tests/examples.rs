@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use tollgate::store::RedisStore;
-use tollgate::{Key, Peek, Quota, RateLimitLayer};
+use tollgate::{Key, KeyStatus, Quota, RateLimitLayer};
 use upstream::{Log, Rule, Upstream, WHO_HEADER};
 
 use stage::{Spy, Stage, count, ends, everything_in, run};
@@ -77,8 +77,12 @@ async fn three_processes_share_one_call_a_second() {
 // ── 25 per 5 s and 300 per minute ───────────────────────────────────────────────────────────────────────────────
 
 /// The counts as any process with these limits sees them.
-async fn peek(stage: &Stage, limits: &str) -> Peek {
-    let store = RedisStore::builder(&stage.redis.url()).prefix("two-windows").build().unwrap();
+async fn peek(stage: &Stage, limits: &str) -> KeyStatus {
+    let store = RedisStore::builder(&stage.redis.url())
+        .prefix("two-windows")
+        .store_timeout(seconds(5))
+        .build()
+        .unwrap();
     let quota: Quota = limits.parse().unwrap();
     let limit = RateLimitLayer::builder(quota).store(Arc::new(store)).build().unwrap();
     limit.limiter().peek(Key::ALL).await.unwrap()

@@ -18,7 +18,7 @@ use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 const HOUR: Duration = Duration::from_secs(3600);
 
 fn limiter(quota: Quota) -> Limiter {
-    RateLimitLayer::builder(quota).max_wait(HOUR * 10).max_waiting(100_000).build().unwrap().limiter()
+    RateLimitLayer::builder(quota).max_wait(HOUR * 10).max_queue(100_000).build().unwrap().limiter()
 }
 
 fn key() -> Key {

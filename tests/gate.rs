@@ -164,7 +164,7 @@ async fn a_tenth_of_the_line_cancels_and_no_slot_is_lost() {
 async fn a_hundred_thousand_abandoned_waiters_cost_no_slot_and_leave_nothing() {
     let limiter = RateLimitLayer::builder(Quota::per_second(10))
         .max_wait(HOUR * 12)
-        .max_waiting(200_000)
+        .max_queue(200_000)
         .build()
         .unwrap()
         .limiter();
@@ -194,7 +194,7 @@ async fn a_waiter_that_wakes_late_keeps_its_place_and_sends_nothing_late() {
     advance(millis(1500)).await; // its slot was at 1030 ms, and lived for 10 ms
     assert!(next.as_mut().now_or_never().is_none(), "the next may not pass");
     let permit = late.await.unwrap();
-    assert!(permit.is_alive());
+    assert!(permit.is_valid());
     let first = Instant::now();
     next.await.unwrap().spend();
     assert!(first.elapsed() >= millis(1000), "{:?}", first.elapsed());
@@ -247,14 +247,14 @@ async fn refused_at_once_with_the_moment_it_could_have_been() {
 
 #[tokio::test(start_paused = true)]
 async fn a_full_line_refuses_and_says_so() {
-    let limiter = RateLimitLayer::builder(Quota::per_second(1)).max_waiting(2).build().unwrap().limiter();
+    let limiter = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap().limiter();
     let mut futures: Vec<_> = (0..3).map(|_| Box::pin(limiter.acquire(key()))).collect();
     assert!(futures[0].as_mut().now_or_never().is_some());
     assert!(futures[1].as_mut().now_or_never().is_none());
     assert!(futures[2].as_mut().now_or_never().is_none());
     let refused = limiter.acquire(key()).await.unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::LineFull(2), .. }), "{refused}");
-    assert!(refused.to_string().contains("max_waiting"), "{refused}");
+    assert!(matches!(refused, Limited::Local { reason: Reason::QueueFull(2), .. }), "{refused}");
+    assert!(refused.to_string().contains("max_queue"), "{refused}");
 }
 
 /// D35: keys are bounded, idle ones make room, a limited one is never handed a fresh allowance.
@@ -391,13 +391,13 @@ async fn a_permit_at_hand_costs_no_allocation() {
 fn settings_that_make_no_sense_are_errors_that_say_what_to_change() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1));
     for (built, part) in [
-        (builder().max_waiting(0).build(), "max_wait to zero"),
+        (builder().max_queue(0).build(), "max_wait to zero"),
         (builder().max_keys(0).build(), "at least 1"),
         (builder().max_wait(Duration::MAX).build(), "at most a day"),
         (builder().transit_slack(HOUR).build(), "at most 60 s"),
         (
-            RateLimitLayer::builder(Quota::fixed(5, HOUR)).boundary_slack(Duration::MAX).build(),
-            "lower boundary_slack",
+            RateLimitLayer::builder(Quota::fixed(5, HOUR)).boundary_guard(Duration::MAX).build(),
+            "lower boundary_guard",
         ),
         (RateLimitLayer::new(Quota::every(millis(50))), "burst of 2"),
     ] {

@@ -193,7 +193,7 @@ async fn a_dialect_of_one_s_own_holds_the_keys_it_is_for() {
     let theirs = Key::host("theirs.example");
     let pause = move |key: Key, headers: &http::HeaderMap, signal: tollgate::Signal| {
         if key == theirs && headers.contains_key("x-pause") {
-            signal.with_limited(StatusCode::TOO_MANY_REQUESTS).with_retry_after(3 * SECOND)
+            signal.with_refusal(StatusCode::TOO_MANY_REQUESTS).with_retry_after(3 * SECOND)
         } else {
             signal
         }

@@ -128,13 +128,13 @@ async fn a_wait_ends_after_max_wait_or_at_the_deadline() {
 
 #[tokio::test(start_paused = true)]
 async fn a_line_that_is_full_refuses_the_next() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_waiting(1).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_queue(1).build().unwrap();
     let limiter = layer.limiter();
     let held = limiter.acquire(Key::ALL).await.unwrap();
     let mut waits = Box::pin(limiter.acquire(Key::ALL));
     assert!(waits.as_mut().now_or_never().is_none());
     let full = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(full, Limited::Local { reason: Reason::LineFull(1), .. }), "{full:?}");
+    assert!(matches!(full, Limited::Local { reason: Reason::QueueFull(1), .. }), "{full:?}");
     drop(held);
     assert!(waits.await.is_ok());
 }
@@ -191,7 +191,7 @@ async fn held_until_the_body_ends_a_call_is_in_flight_until_then() {
         };
         Ok::<_, BoxError>(Response::new(body))
     });
-    let service = ServiceBuilder::new().layer(layer.clone().hold_until_body_end()).service(client);
+    let service = ServiceBuilder::new().layer(layer.clone().in_flight_until_body_end()).service(client);
     let response = service.clone().oneshot(get("/")).await.unwrap();
     assert_eq!(free(&layer).await, 0);
     let mut body = response.into_body();
@@ -307,7 +307,7 @@ fn a_runtime_that_is_dropped_leaves_no_call_in_flight() {
 async fn a_refusal_that_is_sent_again_holds_no_seat() {
     for seats in [1, 3] {
         let upstream = Upstream::answering((0..seats).map(|_| support::limited("1")));
-        let limit = layer(Quota::in_flight(seats)).hold_until_body_end();
+        let limit = layer(Quota::in_flight(seats)).in_flight_until_body_end();
         let throttle = tollgate::AdaptiveThrottleLayer::builder()
             // As many are out as there are seats.
             .pace(|| tollgate::pace::Unpaced)

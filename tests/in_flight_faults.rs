@@ -21,7 +21,7 @@ use in_flight::{Upstream, builder, free, millis, process, until_free};
 async fn a_server_that_forgets_gives_nothing_to_others_while_calls_are_in_flight() {
     let server = RedisServer::start().unwrap();
     let build =
-        || builder(&server, Quota::in_flight(4)).in_flight_life(millis(900)).build().unwrap().limiter();
+        || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
     let (ours, theirs) = (build(), build());
     let upstream = Arc::new(Upstream::default());
     let call = |limiter: &Limiter, takes| {
@@ -70,14 +70,14 @@ async fn a_store_that_is_away_is_told_at_once_and_found_again() {
 async fn a_call_whose_seat_may_be_anothers_is_given_up_or_goes_on_as_told() {
     let mut server = RedisServer::start().unwrap();
     let life = millis(400);
-    let closed = builder(&server, Quota::in_flight(2)).in_flight_life(life).build().unwrap().limiter();
-    let open = builder(&server, Quota::in_flight(2)).in_flight_life(life);
+    let closed = builder(&server, Quota::in_flight(2)).in_flight_ttl(life).build().unwrap().limiter();
+    let open = builder(&server, Quota::in_flight(2)).in_flight_ttl(life);
     let open = open.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
     let (one, two) = (closed.acquire(Key::ALL).await.unwrap(), open.acquire(Key::ALL).await.unwrap());
     server.kill();
-    let lost = one.lost().await;
+    let lost = one.revoked().await;
     assert!(matches!(lost, StoreError::SeatLost), "{lost:?}");
-    let goes_on = tokio::time::timeout(millis(500), two.lost()).await;
+    let goes_on = tokio::time::timeout(millis(500), two.revoked()).await;
     assert!(goes_on.is_err(), "{goes_on:?}");
     // What is lost ends like any other.
     drop((one, two));
@@ -110,7 +110,7 @@ async fn a_connection_of_ones_own_asks_where_nobody_tells() {
 async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
     let server = RedisServer::start().unwrap();
     let build =
-        || builder(&server, Quota::in_flight(4)).in_flight_life(millis(900)).build().unwrap().limiter();
+        || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
     let (ours, theirs) = (build(), build());
     let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
     let waits = tokio::spawn({
@@ -122,7 +122,7 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
     // Longer than the server learns.
     let nobody = tokio::time::timeout(millis(2500), waits).await;
     assert!(nobody.is_err(), "{nobody:?}");
-    let lost = tokio::time::timeout(millis(10), held[0].as_ref().unwrap().lost()).await;
+    let lost = tokio::time::timeout(millis(10), held[0].as_ref().unwrap().revoked()).await;
     assert!(lost.is_err(), "the store was there all the time");
     drop(held);
     until_free(&ours, 4).await;
@@ -131,7 +131,7 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
 #[tokio::test]
 async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others() {
     let server = RedisServer::start().unwrap();
-    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(8000)).max_wait(millis(500));
+    let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
     let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
     drop(theirs.acquire(Key::ALL).await.unwrap());
     until_free(&ours, 4).await;
@@ -145,7 +145,7 @@ async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others()
 #[tokio::test]
 async fn one_who_knows_of_more_finds_out_that_the_server_has_an_older_state() {
     let mut server = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
-    let build = || builder(&server, Quota::in_flight(4)).in_flight_life(millis(8000)).max_wait(millis(500));
+    let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
     let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
     drop(theirs.acquire(Key::ALL).await.unwrap());
     until_free(&ours, 4).await;
@@ -219,7 +219,7 @@ async fn those_who_may_not_speak_ask() {
     let build = || {
         let store = Arc::new(RedisStore::new(&url).unwrap());
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(millis(4000));
-        builder.in_flight_life(Duration::from_secs(60)).build().unwrap().limiter()
+        builder.in_flight_ttl(Duration::from_secs(60)).build().unwrap().limiter()
     };
     let (ours, theirs) = (build(), build());
     let held = ours.acquire(Key::ALL).await.unwrap();
@@ -287,7 +287,7 @@ async fn a_connection_that_is_cut_without_a_sign_is_made_anew() {
     let build = |url: &str| {
         let store = Arc::new(RedisStore::new(url).unwrap());
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
-        builder.in_flight_life(Duration::from_secs(120)).build().unwrap().limiter()
+        builder.in_flight_ttl(Duration::from_secs(120)).build().unwrap().limiter()
     };
     let (ours, theirs) = (build(&server.url()), build(&proxy.url));
     // They listen.

@@ -95,9 +95,7 @@ async fn an_upstream_slower_than_the_life_never_sees_more() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let processes: Vec<_> = (0..3)
-        .map(|_| {
-            builder(&server, Quota::in_flight(5)).in_flight_life(millis(1500)).build().unwrap().limiter()
-        })
+        .map(|_| builder(&server, Quota::in_flight(5)).in_flight_ttl(millis(1500)).build().unwrap().limiter())
         .collect();
     let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 5]).map(|limiter| {
         let upstream = upstream.clone();
@@ -183,7 +181,7 @@ async fn a_seat_that_was_wanted_by_those_who_left_is_not_kept_for_them() {
     let server = RedisServer::start().unwrap();
     let build = || {
         builder(&server, Quota::in_flight(1))
-            .in_flight_life(millis(600))
+            .in_flight_ttl(millis(600))
             .max_keys(1)
             .build()
             .unwrap()
@@ -207,8 +205,7 @@ async fn a_seat_that_was_wanted_by_those_who_left_is_not_kept_for_them() {
 #[tokio::test]
 async fn what_is_said_again_counts_no_seat_twice() {
     let server = RedisServer::start().unwrap();
-    let limiter =
-        builder(&server, Quota::in_flight(4)).in_flight_life(millis(300)).build().unwrap().limiter();
+    let limiter = builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(300)).build().unwrap().limiter();
     let (permits, mut held) = tokio::sync::mpsc::unbounded_channel();
     let calls: Vec<_> = (0..6)
         .map(|_| {
@@ -277,7 +274,7 @@ async fn calls_of_many_keys_stay_counted_when_all_are_to_be_said_at_once() {
     let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build();
     let store = Arc::new(store.unwrap());
     let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
-    let limiter = builder.in_flight_life(millis(10_000)).max_wait(millis(60_000)).build().unwrap().limiter();
+    let limiter = builder.in_flight_ttl(millis(10_000)).max_wait(millis(60_000)).build().unwrap().limiter();
     let key = |number: u32| Key::new(number.to_le_bytes());
     let mut held = Vec::new();
     for chunk in 0..100 {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::Response;
 use support::{Upstream, get, pass};
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{Key, Learn, Limit, Quota, RateLimitLayer};
+use tollgate::{HeaderTrust, Key, Limit, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
 fn sliding(count: u32, seconds: u64) -> Limit {
@@ -21,12 +21,17 @@ fn stating(headers: &[(&str, &str)]) -> Response<String> {
     response.body("hello".to_owned()).unwrap()
 }
 
-fn layer(quota: Quota, learn: Learn, store: &Arc<dyn Store>) -> RateLimitLayer {
-    RateLimitLayer::builder(quota).learn(learn).max_wait(Duration::ZERO).store(store.clone()).build().unwrap()
+fn layer(quota: Quota, learn: HeaderTrust, store: &Arc<dyn Store>) -> RateLimitLayer {
+    RateLimitLayer::builder(quota)
+        .trust_headers(learn)
+        .max_wait(Duration::ZERO)
+        .store(store.clone())
+        .build()
+        .unwrap()
 }
 
 /// Two gates on one store, of which the first has had an answer with these headers.
-async fn taught(quota: Quota, learn: Learn, headers: &[(&str, &str)]) -> [RateLimitLayer; 2] {
+async fn taught(quota: Quota, learn: HeaderTrust, headers: &[(&str, &str)]) -> [RateLimitLayer; 2] {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layers = [(); 2].map(|()| layer(quota, learn, &store));
     let upstream = Upstream::answering([Ok(stating(headers))]);
@@ -51,7 +56,7 @@ async fn learned(layer: &RateLimitLayer) -> Vec<(Limit, Option<Box<str>>)> {
 #[tokio::test(start_paused = true)]
 async fn a_stricter_policy_holds_for_the_fleet() {
     let policy = [("RateLimit-Policy", r#""default";q=30;w=10"#)];
-    let [taught, other] = taught(Quota::per_minute(300), Learn::Stricter, &policy).await;
+    let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
     assert_eq!(learned(&taught).await, [(sliding(30, 10), Some("default".into()))]);
     assert_eq!(granted(&taught).await, 29, "the first call counts");
     assert_eq!(granted(&other).await, 0, "it was not told, and yet");
@@ -65,9 +70,12 @@ async fn a_stricter_policy_holds_for_the_fleet() {
 #[tokio::test(start_paused = true)]
 async fn a_looser_policy_counts_where_that_is_asked_for() {
     let policy = [("RateLimit-Policy", r#""default";q=100;w=10"#)];
-    for (learn, allowed) in
-        [(Learn::Nothing, 9), (Learn::Remaining, 9), (Learn::Stricter, 9), (Learn::Stated, 99)]
-    {
+    for (learn, allowed) in [
+        (HeaderTrust::Ignore, 9),
+        (HeaderTrust::Usage, 9),
+        (HeaderTrust::Stricter, 9),
+        (HeaderTrust::Replace, 99),
+    ] {
         let [taught, _] = taught(Quota::new(10, Duration::from_secs(10)), learn, &policy).await;
         // The stricter limit holds until it was not asserted for two of its windows.
         for _ in 0..4 {
@@ -82,7 +90,7 @@ async fn a_looser_policy_counts_where_that_is_asked_for() {
 #[tokio::test(start_paused = true)]
 async fn several_budgets_gate_together() {
     let budgets = [("X-App-Rate-Limit", "20:1,50:120"), ("X-App-Rate-Limit-Count", "1:1,1:120")];
-    let [taught, other] = taught(Quota::per_second(1000), Learn::Stricter, &budgets).await;
+    let [taught, other] = taught(Quota::per_second(1000), HeaderTrust::Stricter, &budgets).await;
     assert_eq!(learned(&taught).await.len(), 2);
     assert_eq!(granted(&taught).await, 19, "20 a second");
     pass(Duration::from_millis(1100)).await;
@@ -94,7 +102,7 @@ async fn several_budgets_gate_together() {
 #[tokio::test(start_paused = true)]
 async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_minute(1000), Learn::Stricter, &store);
+    let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
     let policy = |count: u32| Ok(stating(&[("RateLimit-Policy", &format!(r#""default";q={count};w=2"#))]));
     let upstream = Upstream::answering([policy(3), policy(5), Ok(stating(&[]))]);
     let service = layer.layer(upstream);
@@ -113,7 +121,7 @@ async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
 #[tokio::test(start_paused = true)]
 async fn what_is_stated_no_more_is_forgotten_where_nothing_is_stated_any_more() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_minute(1000), Learn::Stricter, &store);
+    let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
     let policy = Ok(stating(&[("RateLimit-Policy", r#""default";q=1;w=2"#)]));
     let upstream = Upstream::answering(std::iter::once(policy).chain((0..99).map(|_| Ok(stating(&[])))));
     let service = layer.layer(upstream);
@@ -130,7 +138,7 @@ async fn a_bucket_that_holds_more_than_is_stated_implies_nothing() {
     let policy = [("RateLimit-Policy", r#""default";q=60;w=60"#)];
     for (capacity, allowed) in [(60, 0), (1000, 1)] {
         let quota = Quota::bucket(capacity).refill(60, Duration::from_secs(60));
-        let [taught, _] = taught(quota, Learn::Stricter, &policy).await;
+        let [taught, _] = taught(quota, HeaderTrust::Stricter, &policy).await;
         assert_eq!(learned(&taught).await.len(), allowed, "{capacity}");
         assert!(granted(&taught).await < 60, "{capacity}");
     }
@@ -140,7 +148,7 @@ async fn a_bucket_that_holds_more_than_is_stated_implies_nothing() {
 #[tokio::test(start_paused = true)]
 async fn what_was_said_of_another_limit_is_not_said_of_a_new_one() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_minute(60), Learn::Stated, &store);
+    let layer = layer(Quota::per_minute(60), HeaderTrust::Replace, &store);
     let refusal = [
         ("RateLimit-Policy", r#""hourly";q=1000;w=3600"#),
         ("X-RateLimit-Limit", "60"),
@@ -166,7 +174,7 @@ async fn what_makes_no_sense_as_a_limit_of_requests_is_none() {
         ("X-App-Usage", r#"{"call_count": 28, "total_time": 25, "total_cputime": 25}"#),
         ("X-RateLimit-Limit", "10"),
     ] {
-        let [taught, _] = taught(Quota::per_minute(300), Learn::Stricter, &[headers]).await;
+        let [taught, _] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &[headers]).await;
         assert_eq!(learned(&taught).await, [], "{headers:?}");
         assert_eq!(granted(&taught).await, 299, "{headers:?}");
     }
@@ -176,7 +184,7 @@ async fn what_makes_no_sense_as_a_limit_of_requests_is_none() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_after_a_restart_is_all_that_is_used() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_hour(5000), Learn::Remaining, &store);
+    let layer = layer(Quota::per_hour(5000), HeaderTrust::Usage, &store);
     let says = |left: u32, reset: u32| {
         Ok(stating(&[
             ("X-RateLimit-Limit", "5000"),
@@ -202,7 +210,7 @@ async fn what_is_left_after_a_restart_is_all_that_is_used() {
 #[tokio::test(start_paused = true)]
 async fn release_forgets_what_was_reserved_for_others() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layers = [(); 2].map(|()| layer(Quota::per_hour(5000), Learn::Remaining, &store));
+    let layers = [(); 2].map(|()| layer(Quota::per_hour(5000), HeaderTrust::Usage, &store));
     let says = |left: u32, reset: u32| {
         Ok(stating(&[
             ("X-RateLimit-Limit", "5000"),
@@ -234,7 +242,7 @@ async fn release_forgets_what_was_reserved_for_others() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_minute(1000), Learn::Remaining, &store);
+    let layer = layer(Quota::per_minute(1000), HeaderTrust::Usage, &store);
     let says = |requests: u32, tokens: u32, reset: u32| {
         let budgets = format!(r#""r";r={requests};t={reset}, "t";r={tokens};t={reset}"#);
         let policies = r#""r";q=1000;w=60, "t";q=60000;w=60;qu="tokens""#;
@@ -253,7 +261,7 @@ async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_smaller_quota_is_not_gone_of_the_limit() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
-    let layer = layer(Quota::per_minute(1000), Learn::Remaining, &store);
+    let layer = layer(Quota::per_minute(1000), HeaderTrust::Usage, &store);
     let says = |all: u32, searches: u32, reset: u32| {
         let budgets = format!(r#""all";r={all};t={reset}, "search";r={searches};t={reset}"#);
         let policies = r#""all";q=1000;w=60, "search";q=10;w=60"#;

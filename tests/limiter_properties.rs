@@ -57,7 +57,7 @@ async fn call(limiter: Limiter, caller: Caller, uses: Uses) {
         None => permit.give_back(),
         Some(after) => {
             sleep(Duration::from_millis(after)).await;
-            if permit.is_alive() {
+            if permit.is_valid() {
                 uses.lock().unwrap().push((Instant::now(), caller.cost));
             } else {
                 permit.give_back();

@@ -317,7 +317,7 @@ async fn a_call_in_flight_ends_with_the_head_or_with_the_body() {
     let server = Server::open();
     let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
     let free = async || support::peek(&limit, Key::ALL).await.free;
-    let held = limit.clone().hold_until_body_end();
+    let held = limit.clone().in_flight_until_body_end();
 
     let service = ServiceBuilder::new().layer(limit.clone()).service(client());
     let plain = service.oneshot(request(&server)).await.unwrap();
@@ -347,7 +347,7 @@ async fn a_middleware_that_sends_again_holds_no_place_meanwhile() {
     let limit = RateLimitLayer::builder(Quota::in_flight(1)).max_hold(ms(0)).build().unwrap();
     let client = ClientBuilder::new(client())
         .with(AdaptiveThrottleLayer::new().retrying())
-        .with(limit.clone().hold_until_body_end())
+        .with(limit.clone().in_flight_until_body_end())
         .with(Canned(upstream.clone()))
         .build();
     let call = tokio::spawn(client.get("http://a/").send());

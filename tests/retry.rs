@@ -65,7 +65,7 @@ async fn a_tower_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
 async fn a_tower_retry_holds_no_place_in_flight_while_it_waits() {
     let upstream = support::Upstream::answering([limited("2")]);
     let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
-    let held = limit.clone().hold_until_body_end();
+    let held = limit.clone().in_flight_until_body_end();
     let service = ServiceBuilder::new().retry(RetryLimited::new()).layer(held).service(upstream.clone());
     assert_eq!(service.oneshot(support::get("/")).await.unwrap().status().as_u16(), 200);
     assert_eq!((upstream.count(), support::peek(&limit, Key::ALL).await.free), (2, 1));
@@ -78,7 +78,7 @@ async fn reqwest_retry_holds_no_place_in_flight_while_it_waits() {
     let retry = RetryLimited::new();
     let client = ClientBuilder::new(client())
         .with(RetryTransientMiddleware::new_with_policy_and_strategy(retry.clone(), retry))
-        .with(limit.hold_until_body_end())
+        .with(limit.in_flight_until_body_end())
         .build();
     assert_eq!(client.get(server.url()).send().await.unwrap().status(), 200);
 }

@@ -72,7 +72,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
     vec![
         (second(builder().max_wait(ms(10)), secret()).await, "max_wait"),
         (second(builder(), with(Deadline(long_ago()))).await, "deadline"),
-        (behind_another(builder().max_waiting(1), secret()).await, "max_waiting"),
+        (behind_another(builder().max_queue(1), secret()).await, "max_queue"),
         (behind_another(builder().max_keys(1), another_key).await, "max_keys"),
         (second(builder(), with(Cost(9))).await, "split it, or raise the limit"),
         (first(builder(), keyless).await, "by_host needs an absolute URL"),
@@ -106,7 +106,7 @@ async fn no_error_shows_a_key_and_each_says_what_to_do() {
         [
             Reason::MaxWait(_),
             Reason::Deadline,
-            Reason::LineFull(1),
+            Reason::QueueFull(1),
             Reason::TooManyKeys(1),
             Reason::CostAboveLimit { cost: 9, largest: 1 },
             Reason::NoKey,

@@ -234,12 +234,12 @@ async fn a_refusal_of_one_holds_all() {
     let remote = Remote::new(ms(1));
     let (one, other) = (layer(&remote), layer(&remote));
     // Both know that there is plenty, and send without asking.
-    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
     for layer in [&one, &other, &one, &other] {
         layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
         pass(ms(150)).await;
     }
-    let refusal = Signal::default().with_limited(StatusCode::TOO_MANY_REQUESTS);
+    let refusal = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
     let refusal = refusal.with_retry_after(Duration::from_secs(30));
     let (permit, start) = (one.throttle().acquire(Key::ALL).await.unwrap(), now());
     permit.answered(&refusal);
@@ -250,7 +250,7 @@ async fn a_refusal_of_one_holds_all() {
 }
 
 fn refusal_for(seconds: u64) -> Signal {
-    let refusal = Signal::default().with_limited(StatusCode::TOO_MANY_REQUESTS);
+    let refusal = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
     refusal.with_retry_after(Duration::from_secs(seconds))
 }
 
@@ -345,7 +345,7 @@ async fn who_cannot_wait_leaves_if_it_is_its_turn() {
         .max_wait(Duration::ZERO)
         .build()
         .unwrap();
-    let empty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(0));
+    let empty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(0));
     layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
     let refused = layer.throttle().acquire(Key::ALL).await.unwrap_err();
     assert!(refused.report().retry_after().is_some_and(|wait| wait > ms(500)), "{refused}");
@@ -358,7 +358,7 @@ async fn a_store_that_never_answers_is_away() {
     let remote = Remote::new(ms(1));
     remote.mute.store(true, Ordering::Relaxed);
     let (layer, start) = (layer(&remote), now());
-    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
     for _ in 0..10 {
         layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
     }
@@ -373,7 +373,7 @@ fn a_runtime_that_stands_still_keeps_nobody_in_another_waiting() {
     };
     let (first, second) = (runtime(), runtime());
     let layer = layer(&Remote::new(ms(1)));
-    let plenty = Signal::default().with_quota(tollgate::Observed::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
     let call = |after: Duration| {
         let (throttle, plenty) = (layer.throttle(), plenty.clone());
         async move {

@@ -12,7 +12,7 @@ use redis_server::RedisServer;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::pace::Fair;
 use tollgate::store::RedisStore;
-use tollgate::{AdaptiveThrottleLayer, Key, Observed, Signal, Throttle};
+use tollgate::{AdaptiveThrottleLayer, Key, ObservedQuota, Signal, Throttle};
 
 fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
@@ -32,11 +32,11 @@ fn process(server: &RedisServer, secret: Option<&str>) -> Throttle {
 }
 
 fn left(remaining: u64) -> Signal {
-    Signal::default().with_quota(Observed::new().with_remaining(remaining))
+    Signal::default().with_quota(ObservedQuota::new().with_remaining(remaining))
 }
 
 fn refusal() -> Signal {
-    left(0).with_limited(StatusCode::TOO_MANY_REQUESTS)
+    left(0).with_refusal(StatusCode::TOO_MANY_REQUESTS)
 }
 
 /// A bucket of 100 that is empty at first and gets 20 a second.

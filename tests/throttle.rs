@@ -187,9 +187,9 @@ async fn those_in_line_are_told_at_once_when_a_hold_is_longer_than_they_can_wait
 #[tokio::test(start_paused = true)]
 async fn refusals_at_the_gate_say_why() {
     let upstream = Upstream::taking(ms(100));
-    let build = |max_wait, max_waiting| {
+    let build = |max_wait, max_queue| {
         let builder = AdaptiveThrottleLayer::builder().pace(|| Every(10_000)).key(by_host);
-        builder.max_wait(ms(max_wait)).max_waiting(max_waiting).max_keys(1).build().unwrap()
+        builder.max_wait(ms(max_wait)).max_queue(max_queue).max_keys(1).build().unwrap()
     };
     let url = "http://api.example.com/";
     let service = build(0, 1).layer(upstream.clone());
@@ -205,7 +205,7 @@ async fn refusals_at_the_gate_say_why() {
     let waits = tokio::spawn(service.clone().oneshot(get(url)));
     settle().await;
     let full = service.clone().oneshot(get(url)).await.unwrap_err();
-    assert_eq!(reason(&full), Some(Reason::LineFull(1)));
+    assert_eq!(reason(&full), Some(Reason::QueueFull(1)));
     let other = service.clone().oneshot(get("http://other.example.com/")).await.unwrap_err();
     assert_eq!(reason(&other), Some(Reason::TooManyKeys(1)));
     assert_eq!(reason(&service.clone().oneshot(get("/")).await.unwrap_err()), Some(Reason::NoKey));
@@ -324,7 +324,7 @@ async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
         Ok(response)
     };
     let pause = |_, headers: &http::HeaderMap, signal: Signal| match headers.contains_key("x-pause") {
-        true => signal.with_limited(StatusCode::TOO_MANY_REQUESTS).with_retry_after(ms(3000)),
+        true => signal.with_refusal(StatusCode::TOO_MANY_REQUESTS).with_retry_after(ms(3000)),
         false => signal,
     };
     let builder = AdaptiveThrottleLayer::builder().key(by_host).dialect(pause).error_on_upstream_limit();

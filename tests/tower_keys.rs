@@ -229,7 +229,7 @@ async fn max_wait_holds_besides_a_later_deadline() {
 #[tokio::test(start_paused = true)]
 async fn keys_do_not_wait_for_one_another() {
     let upstream = Upstream::new();
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).max_waiting(3).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).max_queue(3).build().unwrap();
     let service = limit.layer(upstream.clone());
     let line: Vec<_> = (0..4).map(|_| tokio::spawn(service.clone().oneshot(get("http://busy/")))).collect();
     support::settle().await;

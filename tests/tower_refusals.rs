@@ -98,13 +98,13 @@ async fn a_refusal_names_its_limit_its_key_and_its_wait() {
 
 #[tokio::test(start_paused = true)]
 async fn a_full_line_refuses_the_next_and_takes_it_when_somebody_left() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_waiting(2).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap();
     let service = limit.layer(Upstream::new());
     let call = || tokio::spawn(service.clone().oneshot(get("/")));
     let calls = [call(), call(), call()];
     settle().await;
     assert_eq!(waiting(&limit).await, 2);
-    assert_eq!(local(&refusal(&limit, get("/")).await), Reason::LineFull(2));
+    assert_eq!(local(&refusal(&limit, get("/")).await), Reason::QueueFull(2));
     let [first, second, third] = calls;
     second.abort();
     let fourth = call();
@@ -296,14 +296,14 @@ fn absurd_settings_are_errors_that_name_the_setting() {
         (RateLimitLayer::new(Quota::per_second(0)), "count"),
         (RateLimitLayer::new(Quota::every(Duration::MAX)), "window"),
         (
-            RateLimitLayer::builder(Quota::fixed(1, ms(1000))).boundary_slack(Duration::MAX).build(),
-            "boundary_slack",
+            RateLimitLayer::builder(Quota::fixed(1, ms(1000))).boundary_guard(Duration::MAX).build(),
+            "boundary_guard",
         ),
     ] {
         let error = built.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(setting), "{error}");
     }
-    assert!(builder().max_waiting(usize::MAX).max_keys(usize::MAX).max_wait(ms(86_400_000)).build().is_ok());
+    assert!(builder().max_queue(usize::MAX).max_keys(usize::MAX).max_wait(ms(86_400_000)).build().is_ok());
 }
 
 #[test]

@@ -23,7 +23,7 @@ async fn both(
                 return Err(limited);
             }
         };
-        if held.is_alive() {
+        if held.is_valid() {
             return Ok([held, next]);
         }
         // The wait outlasted it: back with it, and its limiter is asked again.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use http::{Request, Response, StatusCode};
 use support::{Upstream, get, ms, now, pass};
 use tokio::task::JoinSet;
-use tollgate::{Learn, Quota, RateLimitLayer};
+use tollgate::{HeaderTrust, Quota, RateLimitLayer};
 use tower::{BoxError, Layer, Service, ServiceExt};
 
 /// The limit of the servers here: so many in a window of the clock.
@@ -185,14 +185,14 @@ async fn what_is_left_counts_at_once() {
         Quota::fixed(10, Duration::from_secs(3600)),
         Quota::per_minute(10).and(Quota::per_day(1000)),
     ];
-    for learn in [Learn::Remaining, Learn::Stricter, Learn::Stated] {
+    for learn in [HeaderTrust::Usage, HeaderTrust::Stricter, HeaderTrust::Replace] {
         for quota in quotas {
             for way in 0..if quota.limits().len() > 1 { 2 } else { 3 } {
                 for remaining in 0..5 {
                     let window = quota.limits()[0].window();
                     let limit = RateLimitLayer::builder(quota)
-                        .learn(learn)
-                        .boundary_slack(Duration::ZERO)
+                        .trust_headers(learn)
+                        .boundary_guard(Duration::ZERO)
                         .max_wait(Duration::ZERO)
                         .build()
                         .unwrap();

@@ -224,8 +224,8 @@ pub enum Reason {
     MaxWait(Duration),
     /// Its slot lies beyond the request's own deadline.
     Deadline,
-    /// `max_waiting` requests already wait for the key.
-    LineFull(usize),
+    /// `max_queue` requests already wait for the key.
+    QueueFull(usize),
     /// `max_keys` keys are in use.
     TooManyKeys(usize),
     /// The request costs more than the quota ever allows at once.
@@ -248,7 +248,7 @@ impl fmt::Display for Reason {
             Reason::MaxWait(Duration::ZERO) => write!(f, "no permit is free, and max_wait is 0"),
             Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait ({max_wait:?})"),
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
-            Reason::LineFull(most) => write!(f, "the queue of the key is full: max_waiting is {most}"),
+            Reason::QueueFull(most) => write!(f, "the queue of the key is full: max_queue is {most}"),
             Reason::TooManyKeys(most) => {
                 write!(f, "{most} keys are in use: raise max_keys or use fewer keys")
             }

@@ -21,7 +21,7 @@ impl RateLimitLayer {
     /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body of their response ends or is
     /// dropped. Without it, a call ends with the head of its response.
     ///
-    /// Around a service of `http::Request`, the response becomes an `http::Response<`[`HeldBody<B>`]`>`. Around a
+    /// Around a service of `http::Request`, the response becomes an `http::Response<`[`InFlightBody<B>`]`>`. Around a
     /// `reqwest::Client` and in reqwest-middleware, the type of the response stays the same.
     ///
     /// ```
@@ -36,7 +36,7 @@ impl RateLimitLayer {
     /// # let client = service_fn(|_: Request<String>| async { Ok::<_, BoxError>(Response::new(Full::new(Bytes::from("hello")))) });
     /// let limit = RateLimitLayer::new(Quota::in_flight(1))?;
     /// let limiter = limit.limiter();
-    /// let mut service = ServiceBuilder::new().layer(limit.hold_until_body_end()).service(client);
+    /// let mut service = ServiceBuilder::new().layer(limit.in_flight_until_body_end()).service(client);
     ///
     /// let request = Request::get("http://example.com/").body(String::new())?;
     /// let response = service.ready().await?.call(request).await?;
@@ -47,55 +47,55 @@ impl RateLimitLayer {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn hold_until_body_end(self) -> HoldUntilBodyEnd {
-        HoldUntilBodyEnd { layer: self }
+    pub fn in_flight_until_body_end(self) -> InFlightUntilBodyEnd {
+        InFlightUntilBodyEnd { layer: self }
     }
 }
 
 /// A [`RateLimitLayer`] with calls that are in flight until the body of their response ends or is dropped. Made by
-/// [`RateLimitLayer::hold_until_body_end`].
+/// [`RateLimitLayer::in_flight_until_body_end`].
 ///
 /// It is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`, as the [`RateLimitLayer`] is.
 #[derive(Clone, Debug)]
-pub struct HoldUntilBodyEnd {
+pub struct InFlightUntilBodyEnd {
     pub(super) layer: RateLimitLayer,
 }
 
-impl<S> Layer<S> for HoldUntilBodyEnd {
-    type Service = Holding<S>;
+impl<S> Layer<S> for InFlightUntilBodyEnd {
+    type Service = Tracking<S>;
 
-    fn layer(&self, inner: S) -> Holding<S> {
-        Holding(Gated { gate: self.layer.clone(), inner })
+    fn layer(&self, inner: S) -> Tracking<S> {
+        Tracking(Gated { gate: self.layer.clone(), inner })
     }
 }
 
-/// The Tower service of a [`HoldUntilBodyEnd`].
+/// The Tower service of a [`InFlightUntilBodyEnd`].
 #[derive(Clone, Debug)]
-pub struct Holding<S>(Gated<RateLimitLayer, S>);
+pub struct Tracking<S>(Gated<RateLimitLayer, S>);
 
-impl<S, R> Service<R> for Holding<S>
+impl<S, R> Service<R> for Tracking<S>
 where
     R: AsRequestInfo,
     S: Service<R> + Clone,
-    S::Response: AsResponseInfo + HoldBody,
+    S::Response: AsResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {
-    type Response = <S::Response as HoldBody>::Held;
+    type Response = <S::Response as TrackBody>::Held;
     type Error = Error;
-    type Future = HoldingFuture<S, R>;
+    type Future = TrackingFuture<S, R>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         self.0.inner.poll_ready(cx).map_err(Error::inner)
     }
 
-    fn call(&mut self, request: R) -> HoldingFuture<S, R> {
-        HoldingFuture { inner: self.0.call(request, None) }
+    fn call(&mut self, request: R) -> TrackingFuture<S, R> {
+        TrackingFuture { inner: self.0.call(request, None) }
     }
 }
 
 pin_project! {
-    /// The response future of a [`Holding`] service.
-    pub struct HoldingFuture<S, R>
+    /// The response future of a [`Tracking`] service.
+    pub struct TrackingFuture<S, R>
     where
         S: Service<R>,
     {
@@ -104,25 +104,25 @@ pin_project! {
     }
 }
 
-impl<S, R> Future for HoldingFuture<S, R>
+impl<S, R> Future for TrackingFuture<S, R>
 where
     S: Service<R> + Clone,
-    S::Response: AsResponseInfo + HoldBody,
+    S::Response: AsResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {
-    type Output = Result<<S::Response as HoldBody>::Held, Error>;
+    type Output = Result<<S::Response as TrackBody>::Held, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         self.project().inner.poll_with(cx, S::Response::hold)
     }
 }
 
-impl<S, R> fmt::Debug for HoldingFuture<S, R>
+impl<S, R> fmt::Debug for TrackingFuture<S, R>
 where
     S: Service<R>,
 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HoldingFuture").finish_non_exhaustive()
+        f.debug_struct("TrackingFuture").finish_non_exhaustive()
     }
 }
 
@@ -133,7 +133,7 @@ pub struct InFlight(pub(super) Option<Seat>);
 
 impl InFlight {
     /// Polls for the error of a call that must be cancelled, because the store may have given its in-flight slot to another call;
-    /// see [`Permit::lost`](crate::Permit::lost).
+    /// see [`Permit::revoked`](crate::Permit::revoked).
     pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
         match &self.0 {
             Some(seat) => seat.poll_limited(cx).map(Error::from),
@@ -145,7 +145,7 @@ impl InFlight {
 /// A response that can keep its call in flight until its body ends.
 ///
 /// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
-pub trait HoldBody {
+pub trait TrackBody {
     /// The response with the call in its body.
     type Held;
 
@@ -153,18 +153,18 @@ pub trait HoldBody {
     fn hold(self, call: InFlight) -> Self::Held;
 }
 
-impl<B: Body> HoldBody for http::Response<B> {
-    type Held = http::Response<HeldBody<B>>;
+impl<B: Body> TrackBody for http::Response<B> {
+    type Held = http::Response<InFlightBody<B>>;
 
     fn hold(self, call: InFlight) -> Self::Held {
-        self.map(|body| HeldBody::new(body, call))
+        self.map(|body| InFlightBody::new(body, call))
     }
 }
 
 pin_project! {
     /// A response body that keeps its call in flight until it ends or is dropped.
     #[derive(Debug)]
-    pub struct HeldBody<B> {
+    pub struct InFlightBody<B> {
         #[pin]
         body: B,
         // `None` once the body has ended.
@@ -172,15 +172,15 @@ pin_project! {
     }
 }
 
-impl<B: Body> HeldBody<B> {
+impl<B: Body> InFlightBody<B> {
     /// Wraps `body`. If it is empty, the call ends now.
     pub(super) fn new(body: B, call: InFlight) -> Self {
         let call = (!body.is_end_stream()).then_some(call);
-        HeldBody { body, call }
+        InFlightBody { body, call }
     }
 }
 
-impl<B> Body for HeldBody<B>
+impl<B> Body for InFlightBody<B>
 where
     B: Body,
     B::Error: Into<BoxError>,

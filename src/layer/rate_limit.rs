@@ -135,7 +135,7 @@ impl Gate for RateLimitLayer {
     }
 
     fn send(permit: Permit, waiter: &mut Box<Waiter>) -> Option<Sent> {
-        if permit.is_alive() {
+        if permit.is_valid() {
             return Some(permit.sent());
         }
         waiter.wait_again(permit);

@@ -9,7 +9,7 @@ use super::settings::{Common, at_most, common_setters};
 use crate::config_error::ConfigError;
 use crate::key::{Key, RequestInfo};
 use crate::limit::Terms;
-use crate::limiter::{Learn, Limiter, OnScope, OnStoreError, Settings};
+use crate::limiter::{HeaderTrust, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 #[cfg(doc)]
 use crate::signal::Signal;
@@ -36,11 +36,11 @@ pub struct RateLimitBuilder {
     /// Between 0 and 1; see [`RateLimitBuilder::fallback_share`].
     fallback_share: Option<f64>,
     transit_slack: Duration,
-    boundary_slack: Duration,
+    boundary_guard: Duration,
     /// Per cent of the rate.
     max_rate_loss: u32,
-    in_flight_life: Duration,
-    learn: Learn,
+    in_flight_ttl: Duration,
+    learn: HeaderTrust,
     on_scope: Option<OnScope>,
 }
 
@@ -61,10 +61,10 @@ impl RateLimitBuilder {
             on_store_error: OnStoreError::default(),
             fallback_share: None,
             transit_slack: RateLimitBuilder::DEFAULT_TRANSIT_SLACK,
-            boundary_slack: RateLimitBuilder::DEFAULT_BOUNDARY_SLACK,
+            boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_SLACK,
             max_rate_loss: Slacks::RATE_LOSS,
-            in_flight_life: RateLimitBuilder::DEFAULT_IN_FLIGHT_LIFE,
-            learn: Learn::default(),
+            in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_LIFE,
+            learn: HeaderTrust::default(),
             on_scope: None,
         }
     }
@@ -91,7 +91,7 @@ impl RateLimitBuilder {
         /// has no response, another one follows after 5 s. All requests may be sent a minute after the hold, or after `max_hold` if
         /// that is shorter.
         ///
-        /// Usage by others that is [learned](Self::learn) from one response is reserved for a minute, or for `max_hold` if that is
+        /// Usage by others that is [learned](Self::trust_headers) from one response is reserved for a minute, or for `max_hold` if that is
         /// shorter.
         ///
         /// Without a [key function](Self::key), a refusal holds the requests to its host ([`Key::host_hold`]) and no others; the
@@ -113,7 +113,7 @@ impl RateLimitBuilder {
         ///     let seconds = headers.get("x-pause").and_then(|value| value.to_str().ok()?.parse().ok());
         ///     match seconds {
         ///         Some(seconds) if key == theirs => signal
-        ///             .with_limited(StatusCode::TOO_MANY_REQUESTS)
+        ///             .with_refusal(StatusCode::TOO_MANY_REQUESTS)
         ///             .with_retry_after(Duration::from_secs(seconds)),
         ///         _ => signal,
         ///     }
@@ -210,8 +210,8 @@ impl RateLimitBuilder {
     /// most a quarter of the window.
     ///
     /// It covers the time that a request takes to the upstream, and the difference between the clocks.
-    pub fn boundary_slack(mut self, boundary_slack: Duration) -> Self {
-        self.boundary_slack = boundary_slack;
+    pub fn boundary_guard(mut self, boundary_guard: Duration) -> Self {
+        self.boundary_guard = boundary_guard;
         self
     }
 
@@ -221,17 +221,17 @@ impl RateLimitBuilder {
     /// A running process renews its calls at every third of this time. If it cannot reach the store for all of it, it cancels its
     /// calls with [`StoreError::SeatLost`](crate::store::StoreError::SeatLost). So calls in flight survive a store outage of that
     /// length. With a store in memory, the setting has no effect.
-    pub fn in_flight_life(mut self, in_flight_life: Duration) -> Self {
-        self.in_flight_life = in_flight_life;
+    pub fn in_flight_ttl(mut self, in_flight_ttl: Duration) -> Self {
+        self.in_flight_ttl = in_flight_ttl;
         self
     }
 
-    /// Sets what the layer learns from what the upstream says about its quotas. Default: [`Learn::Remaining`].
+    /// Sets what the layer learns from what the upstream says about its quotas. Default: [`HeaderTrust::Usage`].
     ///
     /// Without a [key function](Self::key), nothing is learned from requests to several hosts: each host has quotas of its own.
     ///
     /// [`Limiter::peek`](crate::Limiter::peek) shows what was learned.
-    pub fn learn(mut self, learn: Learn) -> Self {
+    pub fn trust_headers(mut self, learn: HeaderTrust) -> Self {
         self.learn = learn;
         self
     }
@@ -280,24 +280,24 @@ impl RateLimitBuilder {
         self.check()?;
         let slacks = Slacks {
             transit: self.transit_slack,
-            boundary: self.boundary_slack,
+            boundary: self.boundary_guard,
             rate_loss: self.max_rate_loss,
         };
         let life = self.quota.check(slacks)?;
         let share = self.share()?;
-        let Common { extractors, store, max_wait, max_waiting, max_keys, max_hold } = self.common;
+        let Common { extractors, store, max_wait, max_queue, max_keys, max_hold } = self.common;
         let mut store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
         if self.on_store_error == OnStoreError::FallbackShare {
             store = Arc::new(FallbackStore::new(store, share, max_keys));
         }
-        let terms = Terms::new(self.quota, self.transit_slack, self.boundary_slack).with_life(life);
+        let terms = Terms::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
         let limiter = Limiter::new(Settings {
             terms: Arc::new(terms),
             store,
             max_wait,
-            max_waiting,
+            max_queue,
             max_keys,
-            in_flight_life: self.in_flight_life,
+            in_flight_ttl: self.in_flight_ttl,
             max_hold,
             learn: self.learn,
             on_scope: self.on_scope,
@@ -311,10 +311,10 @@ impl RateLimitBuilder {
         self.common.check()?;
         at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
-        if !lives.contains(&self.in_flight_life) {
+        if !lives.contains(&self.in_flight_ttl) {
             return Err(ConfigError::OutOfRange {
-                setting: "in_flight_life",
-                value: format!("{:?}", self.in_flight_life),
+                setting: "in_flight_ttl",
+                value: format!("{:?}", self.in_flight_ttl),
                 allowed: "from 300 ms to an hour",
             });
         }

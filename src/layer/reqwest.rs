@@ -3,7 +3,7 @@
 use http::{HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
 
-use super::body::{HeldBody, HoldBody, InFlight};
+use super::body::{InFlight, InFlightBody, TrackBody};
 use crate::key::AsRequestInfo;
 use crate::signal::AsResponseInfo;
 
@@ -46,14 +46,14 @@ impl AsResponseInfo for reqwest::Response {
     }
 }
 
-impl HoldBody for reqwest::Response {
+impl TrackBody for reqwest::Response {
     type Held = reqwest::Response;
 
     fn hold(self, call: InFlight) -> reqwest::Response {
         // The conversion to `http::Response` loses the URL, so the new response gets it anew.
         let url = self.url().clone();
         let (parts, body) = http::Response::from(self).into_parts();
-        let held = reqwest::Body::wrap(HeldBody::new(body, call));
+        let held = reqwest::Body::wrap(InFlightBody::new(body, call));
         let with_url = http::Response::builder().url(url).body(());
         let extensions = with_url.map(|response| response.into_parts().0.extensions);
         let mut response = http::Response::from_parts(parts, held);
@@ -74,7 +74,7 @@ mod middleware {
 
     use crate::error::Error;
     use crate::key::RequestInfo;
-    use crate::layer::body::{HoldBody, HoldUntilBodyEnd, InFlight};
+    use crate::layer::body::{InFlight, InFlightUntilBodyEnd, TrackBody};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
@@ -101,7 +101,7 @@ mod middleware {
     }
 
     #[async_trait::async_trait]
-    impl Middleware for HoldUntilBodyEnd {
+    impl Middleware for InFlightUntilBodyEnd {
         async fn handle(
             &self,
             request: Request,

@@ -102,7 +102,7 @@ impl RetryLimited {
     /// Returns whether a call with this outcome is retried, and takes the retry from the budget.
     fn tries_again(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
         let limited = match outcome {
-            Ok(signal) => signal.limited().is_some(),
+            Ok(signal) => signal.refusal().is_some(),
             Err(error) => match Limited::find(error) {
                 Some(Limited::Upstream { .. }) => true,
                 Some(Limited::Local { .. }) => self.local_refusals,

@@ -12,7 +12,7 @@ use crate::key::AsRequestInfo;
 /// arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
 ///
 /// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped before the wait. So it keeps
-/// neither its connection nor, with [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end), its in-flight slot. If
+/// neither its connection nor, with [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end), its in-flight slot. If
 /// the request then cannot be sent in time, it ends with [`Limited::Upstream`] and the status of the last refusal.
 ///
 /// The request type must be [`CloneRequest`]. A request that cannot be cloned, such as one with a streaming body, is sent once.

@@ -15,7 +15,7 @@ pub(super) struct Common {
     pub(super) store: Option<Arc<dyn Store>>,
     pub(super) max_wait: Duration,
     /// Waiters per key.
-    pub(super) max_waiting: usize,
+    pub(super) max_queue: usize,
     pub(super) max_keys: usize,
     pub(super) max_hold: Duration,
 }
@@ -31,7 +31,7 @@ impl Common {
             extractors: Extractors::default(),
             store: None,
             max_wait: DEFAULT_MAX_WAIT,
-            max_waiting: DEFAULT_MAX_WAITING,
+            max_queue: DEFAULT_MAX_WAITING,
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             max_hold,
         }
@@ -42,7 +42,7 @@ impl Common {
         at_most("max_wait", self.max_wait, DAY, "at most a day")?;
         at_most("max_hold", self.max_hold, DAY, "at most a day")?;
         let no_wait = "at least 1; to refuse at once instead of waiting, set max_wait to zero";
-        at_least_one("max_waiting", self.max_waiting, no_wait)?;
+        at_least_one("max_queue", self.max_queue, no_wait)?;
         at_least_one("max_keys", self.max_keys, "at least 1")
     }
 
@@ -126,8 +126,8 @@ macro_rules! common_setters {
 
         /// Sets how many requests of one key may wait in this process. Further requests of the key are refused. Default: 10,000;
         /// at least 1.
-        pub fn max_waiting(mut self, max_waiting: usize) -> Self {
-            self.common.max_waiting = max_waiting;
+        pub fn max_queue(mut self, max_queue: usize) -> Self {
+            self.common.max_queue = max_queue;
             self
         }
 
@@ -158,7 +158,7 @@ macro_rules! common_setters {
         /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is
         /// dropped. Default: a refusal passes as a response.
         ///
-        /// [`Signal::limited`](crate::Signal::limited) says which responses are refusals: a 429, and others, such as a 503
+        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, and others, such as a 503
         /// with `Retry-After`.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.set_error_on_limit();

@@ -91,12 +91,12 @@ impl AdaptiveThrottleBuilder {
     /// [`ConfigError`] names the first setting that is out of range, and what to change.
     pub fn build(self) -> Result<AdaptiveThrottleLayer, ConfigError> {
         self.common.check()?;
-        let Common { extractors, store, max_wait, max_waiting, max_keys, max_hold } = self.common;
+        let Common { extractors, store, max_wait, max_queue, max_keys, max_hold } = self.common;
         let throttle = Throttle::new(ThrottleSettings {
             pace: self.pace,
             dice: Box::new(|| Dice::seeded(dice())),
             max_wait,
-            max_waiting,
+            max_queue,
             max_keys,
             max_hold,
             store,

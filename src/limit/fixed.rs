@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use super::Micros;
 
 /// At most `limit` units in each window; nothing within a guard of a boundary, where nobody can tell on which side the
-/// upstream counts it. The guard is the caller's ([`Terms::boundary_slack`](super::Terms::boundary_slack)).
+/// upstream counts it. The guard is the caller's ([`Terms::boundary_guard`](super::Terms::boundary_guard)).
 ///
 /// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow. `phase` is how far the
 /// boundaries are ahead of the multiples of the window in the ledger's time. When a step moves it, the units of a window

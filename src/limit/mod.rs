@@ -105,7 +105,7 @@ pub(crate) struct Ledger {
     pool: ReturnedSlots,
     /// The slacks of the caller of this call.
     transit_slack: Micros,
-    boundary_slack: Micros,
+    boundary_guard: Micros,
     /// Time as seen here: never back.
     now: Micros,
     /// By how many microseconds the wall clock is ahead of that time: fixed windows follow the wall clock.
@@ -141,7 +141,7 @@ impl Ledger {
     pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
         let (accounts, pool, hold) = (SmallVec::new(), ReturnedSlots::default(), Hold::default());
         let mut ledger =
-            Ledger { accounts, pool, transit_slack: 0, boundary_slack: 0, now, ahead: 0, born: now, hold };
+            Ledger { accounts, pool, transit_slack: 0, boundary_guard: 0, now, ahead: 0, born: now, hold };
         ledger.advance(terms, now);
         ledger
     }
@@ -159,7 +159,7 @@ impl Ledger {
         self.now = self.now.max(now);
         let now = self.now;
         self.transit_slack = micros_up(terms.transit_slack());
-        self.boundary_slack = micros_up(terms.boundary_slack());
+        self.boundary_guard = micros_up(terms.boundary_guard());
         for account in &mut self.accounts {
             account.advance(now);
         }
@@ -358,7 +358,7 @@ impl Ledger {
 
     /// The first moment at which every limit allows `cost`, and the limit that was the last to.
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
-        let open = Open { life, guard: self.boundary_slack };
+        let open = Open { life, guard: self.boundary_guard };
         let mut slot = self.from();
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {

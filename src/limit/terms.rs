@@ -9,15 +9,15 @@ use crate::quota::{LIFE, Quota};
 pub struct Terms {
     quota: Quota,
     transit_slack: Duration,
-    boundary_slack: Duration,
+    boundary_guard: Duration,
     life: Duration,
 }
 
 impl Terms {
     /// `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
-    /// windows (`boundary_slack`).
-    pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_slack: Duration) -> Self {
-        Terms { quota, transit_slack, boundary_slack, life: LIFE }
+    /// windows (`boundary_guard`).
+    pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_guard: Duration) -> Self {
+        Terms { quota, transit_slack, boundary_guard, life: LIFE }
     }
 
     /// The same, under which permits live for `life`, unless wake-ups or trips to the store come late.
@@ -46,7 +46,7 @@ impl Terms {
     }
 
     /// How long before and after the boundary of a fixed window nothing is sent.
-    pub fn boundary_slack(&self) -> Duration {
-        self.boundary_slack
+    pub fn boundary_guard(&self) -> Duration {
+        self.boundary_guard
     }
 }

@@ -96,7 +96,7 @@ impl Core {
     fn stopped_by_host(self: &Arc<Self>, entry: &Entry, bound: WaitBound, now: Instant) -> Option<Admission> {
         let hold = host_hold(entry.key, entry.host)?;
         self.hosts.notice(entry.host?);
-        let Settings { max_hold, max_waiting, .. } = self.settings;
+        let Settings { max_hold, max_queue, .. } = self.settings;
         let look = || self.lines.find(hold, |line| (line.waits(max_hold, now), line.waiting_for_hold()));
         let (left, waiting) = look().or_else(|| {
             // Another process may know of a hold.
@@ -111,8 +111,8 @@ impl Core {
             });
             return Some(Admission::held(left));
         }
-        if waiting >= max_waiting {
-            return Some(Admission::Refused(Reason::LineFull(max_waiting), Refusal::NEVER));
+        if waiting >= max_queue {
+            return Some(Admission::Refused(Reason::QueueFull(max_queue), Refusal::NEVER));
         }
         Some(Admission::waits(WaitFor::HostHold(until), None))
     }
@@ -158,14 +158,14 @@ impl Core {
         bound: WaitBound,
         settled: Settled<Number>,
     ) -> Result<Option<Seat>, Admission> {
-        let Settings { max_wait, max_waiting, .. } = self.settings;
+        let Settings { max_wait, max_queue, .. } = self.settings;
         match settled {
             Settled::Granted(number) => Ok(Some(Seat::new(self.clone(), key, number))),
             Settled::Failed(source) if self.passes(&source) => Ok(None),
             Settled::Failed(source) => Err(Admission::Failed(source)),
             Settled::Refused(_) => Err(Admission::Refused(bound.reason(max_wait), self.flight_refusal())),
             Settled::QueueFull => {
-                Err(Admission::Refused(Reason::LineFull(max_waiting), self.flight_refusal()))
+                Err(Admission::Refused(Reason::QueueFull(max_queue), self.flight_refusal()))
             }
         }
     }
@@ -239,7 +239,7 @@ impl Core {
             Settled::Granted(slot) => Admission::Granted { slot: Some(slot), seat },
             Settled::Refused(refusal) => self.refused(key, bound, refusal, now),
             Settled::QueueFull => {
-                Admission::Refused(Reason::LineFull(self.settings.max_waiting), Refusal::NEVER)
+                Admission::Refused(Reason::QueueFull(self.settings.max_queue), Refusal::NEVER)
             }
             Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted { cause, seat },
             Settled::Failed(source) => Admission::Failed(source),

@@ -92,13 +92,13 @@ impl Core {
         now: Instant,
         learned: Option<&'a Arc<Terms>>,
     ) -> KeyContext<'a> {
-        let Settings { terms, store, max_waiting, on_store_error, max_hold, .. } = &self.settings;
+        let Settings { terms, store, max_queue, on_store_error, max_hold, .. } = &self.settings;
         KeyContext {
             key,
             store,
             terms: learned.unwrap_or(terms),
             now,
-            max_waiting: *max_waiting,
+            max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
             max_hold: *max_hold,
         }
@@ -146,11 +146,11 @@ impl Core {
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Settings { terms, max_wait, max_waiting, max_keys, .. } = &self.settings;
+        let Settings { terms, max_wait, max_queue, max_keys, .. } = &self.settings;
         f.debug_struct("Limiter")
             .field("quota", terms.quota())
             .field("max_wait", max_wait)
-            .field("max_waiting", max_waiting)
+            .field("max_queue", max_queue)
             .field("max_keys", max_keys)
             .finish_non_exhaustive()
     }

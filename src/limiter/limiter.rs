@@ -12,7 +12,7 @@ use super::engine::{Core, CoreId};
 use super::limited::Request;
 use super::settings::Settings;
 use super::start::Started;
-use super::status::Peek;
+use super::status::KeyStatus;
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
 use crate::key::{Key, RequestInfo};
@@ -62,7 +62,7 @@ use crate::store::Refusal;
 ///                 return Err(limited);
 ///             }
 ///         };
-///         if held.is_alive() {
+///         if held.is_valid() {
 ///             return Ok([held, next]);
 ///         }
 ///         held.give_back();
@@ -127,7 +127,7 @@ impl Limiter {
     /// # Errors
     ///
     /// [`StoreError`] if the store could not be asked.
-    pub async fn peek(&self, key: Key) -> Result<Peek, StoreError> {
+    pub async fn peek(&self, key: Key) -> Result<KeyStatus, StoreError> {
         self.0.status(key).await
     }
 

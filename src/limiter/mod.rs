@@ -49,7 +49,7 @@ mod waiter;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
-pub use key_state::{Learn, Learned};
+pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
 pub use permit::Permit;
 pub(crate) use permit::Sent;
@@ -57,5 +57,5 @@ pub(crate) use seat::Seat;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
 pub(crate) use start::Started;
-pub use status::Peek;
+pub use status::KeyStatus;
 pub(crate) use waiter::Waiter;

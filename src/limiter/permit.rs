@@ -77,12 +77,12 @@ impl Permit {
     }
 
     /// Returns whether the deadline has not passed.
-    pub fn is_alive(&self) -> bool {
+    pub fn is_valid(&self) -> bool {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
     /// Waits until this call may no longer be counted as in flight, because this process has lost contact with
-    /// the store for longer than `in_flight_life`. The call has to end then: the store may have allowed another
+    /// the store for longer than `in_flight_ttl`. The call has to end then: the store may have allowed another
     /// call instead.
     ///
     /// Never ends if calls in flight are not limited, if they are counted in memory, or with
@@ -91,7 +91,7 @@ impl Permit {
     /// # Cancel safety
     ///
     /// The future may be dropped at any time.
-    pub async fn lost(&self) -> StoreError {
+    pub async fn revoked(&self) -> StoreError {
         poll_fn(|cx| match &self.seat {
             Some(seat) => seat.poll_lost(cx),
             None => Poll::Pending,
@@ -199,7 +199,7 @@ impl Sent {
         let Sent { key, host, cost, at, .. } = self;
         let hold = host_hold(key, host).unwrap_or(key);
         AnsweredCall { key, hold, cost, sent: at }.tell(self.core, signal);
-        let limited = signal.limited().map(|status| self.upstream_limited(status, signal));
+        let limited = signal.refusal().map(|status| self.upstream_limited(status, signal));
         (self.into_seat(), limited)
     }
 

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, CoreId};
-use super::key_state::{Effect, KeyContext, KeyState, Learn, is_any_uncertain, is_of_use};
+use super::key_state::{Effect, HeaderTrust, KeyContext, KeyState, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::limit::Terms;
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 use crate::wakers::Wakers;
 
 /// A response that takes no longer than this states how things are when it arrives.
@@ -37,7 +37,7 @@ impl AnsweredCall {
     /// if the limiter was dropped.
     #[inline]
     pub(super) fn tell(&self, id: CoreId, signal: &Signal) {
-        if signal.limited().is_some() || is_of_use(signal) || is_any_uncertain() {
+        if signal.refusal().is_some() || is_of_use(signal) || is_any_uncertain() {
             self.tell_slow(id, signal);
         }
     }
@@ -54,7 +54,7 @@ impl Core {
     fn answered(self: &Arc<Self>, call: &AnsweredCall, signal: &Signal) {
         let &AnsweredCall { key, hold, sent, .. } = call;
         let now = clock::now();
-        let limited = signal.limited().is_some();
+        let limited = signal.refusal().is_some();
         let accept = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
             if !limited && line.accepted_upstream(sent, now) {
                 (true, line.hold_changed(ctx, wakers))
@@ -106,10 +106,10 @@ impl Core {
         let Settings { terms, learn, .. } = &self.settings;
         let by_host = call.hold != call.key;
         // Each of several hosts under one key has quotas of its own.
-        if *learn == Learn::Nothing || (by_host && self.hosts.are_several()) {
+        if *learn == HeaderTrust::Ignore || (by_host && self.hosts.are_several()) {
             return effect;
         }
-        let limited = signal.limited().is_some();
+        let limited = signal.refusal().is_some();
         line.learn(*learn, terms, signal, ctx);
         // What is left is left of the limits that count from now on.
         let learned = self.learned(line, ctx.now);
@@ -162,6 +162,6 @@ impl Core {
 fn used_up_for(signal: &Signal) -> Option<Duration> {
     let quotas = signal.quotas().iter();
     let used_up = quotas.filter(|quota| quota.remaining() == Some(0) && quota.is_of_all_calls());
-    let longest = used_up.filter_map(Observed::reset_after).max()?;
+    let longest = used_up.filter_map(ObservedQuota::reset_after).max()?;
     (longest >= SHORTEST_RESET).then_some(longest)
 }

@@ -84,9 +84,9 @@ impl Core {
         now: Instant,
     ) -> Result<Option<Settled<Number>>, Full> {
         let Some(flights) = &self.flights else { return Ok(None) };
-        let max_waiting = self.settings.max_waiting;
+        let max_queue = self.settings.max_queue;
         let entered = flights.with_new(key, now, |flight| {
-            if flight.waiting() >= max_waiting {
+            if flight.waiting() >= max_queue {
                 return false;
             }
             flight.enter(number, impatient, now);

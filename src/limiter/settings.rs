@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::key_state::Learn;
+use super::key_state::HeaderTrust;
 #[cfg(doc)]
 use crate::error::Limited;
 use crate::key::Key;
@@ -22,15 +22,15 @@ pub(crate) struct Settings {
     /// The longest wait of a request.
     pub(crate) max_wait: Duration,
     /// How many requests of one key may wait in this process.
-    pub(crate) max_waiting: usize,
+    pub(crate) max_queue: usize,
     /// How many keys may have state in this process.
     pub(crate) max_keys: usize,
     /// How long a crashed process's calls in flight keep counting against the limit.
-    pub(crate) in_flight_life: Duration,
+    pub(crate) in_flight_ttl: Duration,
     /// The longest hold that a response of the upstream causes. Zero if responses cause none.
     pub(crate) max_hold: Duration,
     /// Which limits that the upstream states replace the configured ones.
-    pub(crate) learn: Learn,
+    pub(crate) learn: HeaderTrust,
     pub(crate) on_scope: Option<OnScope>,
     pub(crate) on_store_error: OnStoreError,
 }

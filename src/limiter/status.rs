@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::engine::Core;
-use super::key_state::Learned;
+use super::key_state::StatedLimit;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -13,7 +13,7 @@ use crate::store::{LimitUsage, Usage};
 /// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Peek {
+pub struct KeyStatus {
     /// Each limit, with the units used of it.
     pub limits: Vec<LimitUsage>,
     /// Units that could be used now. Includes those that this process has fetched ahead.
@@ -27,8 +27,8 @@ pub struct Peek {
     /// How long the key stays on hold, because the upstream or an operator demanded it. Nothing is sent until then.
     pub held: Option<Duration>,
     /// The limits that the upstream has stated to this process, with their quotas. Empty unless the limiter
-    /// [learns](crate::Learn) them.
-    pub learned: Vec<Learned>,
+    /// [learns](crate::HeaderTrust) them.
+    pub learned: Vec<StatedLimit>,
     /// Whether the store is away. Then `limits` are the share with which this process goes on: see
     /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
     pub alone: bool,
@@ -36,7 +36,7 @@ pub struct Peek {
 
 impl Core {
     /// Reads the state of `key`, and consumes nothing.
-    pub(super) async fn status(&self, key: Key) -> Result<Peek, StoreError> {
+    pub(super) async fn status(&self, key: Key) -> Result<KeyStatus, StoreError> {
         let answer = self.settings.store.peek(key, &self.terms(key));
         let Usage { limits, free: free_in_store, next_slot, held, alone } = answer.arrives().await?;
         let now = clock::now();
@@ -52,7 +52,7 @@ impl Core {
         let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
         let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
         let until_free = if limits_allow > 0 { Duration::ZERO } else { next_slot };
-        Ok(Peek {
+        Ok(KeyStatus {
             free: if held.is_some() { 0 } else { limits_allow },
             next_slot: until_free.max(held.unwrap_or_default()),
             waiting: queued + self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
@@ -72,5 +72,5 @@ struct Local {
     /// Units that were fetched ahead.
     prefetched: u32,
     held: Option<Duration>,
-    learned: Vec<Learned>,
+    learned: Vec<StatedLimit>,
 }

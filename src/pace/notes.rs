@@ -13,13 +13,13 @@ use crate::clock;
 /// use tollgate::pace::Notes;
 ///
 /// #[derive(Default)]
-/// struct Learned {
+/// struct StatedLimit {
 ///     rate: f64,
 ///     refused: bool,
 ///     last_refusal: Option<Instant>,
 /// }
 ///
-/// impl Learned {
+/// impl StatedLimit {
 ///     fn share(&mut self, notes: &mut Notes<'_>) {
 ///         notes.number(&mut self.rate);
 ///         notes.flag(&mut self.refused);
@@ -28,10 +28,10 @@ use crate::clock;
 /// }
 ///
 /// let now = Instant::now();
-/// let mut mine = Learned { rate: 2.5, refused: true, last_refusal: Some(now) };
+/// let mut mine = StatedLimit { rate: 2.5, refused: true, last_refusal: Some(now) };
 /// let written = Notes::write(now, |notes| mine.share(notes));
 ///
-/// let mut yours = Learned::default();
+/// let mut yours = StatedLimit::default();
 /// assert!(Notes::read(&written, now, |notes| yours.share(notes)));
 /// assert_eq!((yours.rate, yours.refused), (2.5, true));
 /// ```

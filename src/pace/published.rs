@@ -210,7 +210,7 @@ published! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::signal::{Observed, Signal};
+    use crate::signal::{ObservedQuota, Signal};
 
     /// Checks the sleeps of a request without their jitter: the first, one after each refusal, and the first sleep of the next
     /// request after a success with `left` left.
@@ -218,7 +218,7 @@ mod tests {
         let now = crate::clock::now();
         let (traffic, mut dice, mut call) = (Traffic::at(now), Dice::seeded(1), Call::default());
         let mut sleeps = vec![pace.arrived(&mut call, &traffic, &mut dice)];
-        let signal = Signal::default().with_quota(Observed::new().with_remaining(left));
+        let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(left));
         for _ in 2..expected.len() {
             let pause = pace.refused(&mut Reply::new(&signal, now, &mut call), &traffic, &mut dice);
             sleeps.push(pause.call);

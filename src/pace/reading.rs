@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 
 /// One quota that an answer states, as numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -18,12 +18,12 @@ pub(super) struct Told {
 impl Told {
     /// Reads the quota of which the smallest fraction is left.
     pub(super) fn of(signal: &Signal) -> Told {
-        let share = |quota: &Observed| match (quota.remaining(), quota.limit()) {
+        let share = |quota: &ObservedQuota| match (quota.remaining(), quota.limit()) {
             (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
             (Some(_), None) => 1.0,
             (None, _) => f64::INFINITY,
         };
-        let requests = signal.quotas().iter().filter(|quota| quota.unit() == Observed::REQUESTS);
+        let requests = signal.quotas().iter().filter(|quota| quota.unit() == ObservedQuota::REQUESTS);
         let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
             return Told::default();
         };
@@ -42,7 +42,7 @@ impl Told {
 /// that may be the time until it is full again, which is far too long. So that time does not count here.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
     let wait = signal.retry_after()?;
-    let is_reset = |quota: &Observed| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
+    let is_reset = |quota: &ObservedQuota| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
     (!signal.quotas().iter().any(is_reset)).then_some(wait)
 }
 
@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn the_scarcest_quota_counts() {
-        let quota = |limit, remaining| Observed::new().with_limit(limit).with_remaining(remaining);
+        let quota = |limit, remaining| ObservedQuota::new().with_limit(limit).with_remaining(remaining);
         let signal = Signal::default().with_quota(quota(10, 9)).with_quota(quota(4500, 100));
         let signal = signal.with_quota(quota(7, 0).with_unit("tokens"));
         assert_eq!(Told::of(&signal).remaining, Some(100.0));

@@ -159,7 +159,7 @@ impl Limit {
                 let lost = boundary.saturating_mul(2);
                 let margin = life.saturating_add(transit);
                 if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError::WindowTooShortForSlack { limit, boundary_slack: boundary });
+                    return Err(ConfigError::WindowTooShortForGuard { limit, boundary_guard: boundary });
                 }
                 Ok(life)
             }

@@ -116,7 +116,7 @@ impl Quota {
     /// At most `count` in each window, the windows aligned to the Unix epoch, as servers with a counter per window
     /// have it.
     ///
-    /// No request is sent within `boundary_slack` of a boundary. If the windows of the upstream may be aligned in another way, use
+    /// No request is sent within `boundary_guard` of a boundary. If the windows of the upstream may be aligned in another way, use
     /// [`Quota::new`]: it is safe for every alignment.
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Fixed { count, window })
@@ -126,7 +126,7 @@ impl Quota {
     ///
     /// A call counts from its permit to the head of its response, or until its future or [`Permit`](crate::Permit) is
     /// dropped; to count until the end of the body, see
-    /// [`hold_until_body_end`](crate::RateLimitLayer::hold_until_body_end). Each call counts as one, whatever its cost;
+    /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end). Each call counts as one, whatever its cost;
     /// one of cost 0 does not.
     ///
     /// With limits of rate besides, a request first waits for its place in flight, then for its slot.
@@ -405,7 +405,7 @@ mod tests {
             (Quota::every(Duration::ZERO), "1ms"),
             (Quota::every(Duration::MAX), "366 days"),
             (Quota::fixed(1, Duration::MAX), "366 days"),
-            (Quota::fixed(10, Duration::from_millis(300)), "boundary_slack"),
+            (Quota::fixed(10, Duration::from_millis(300)), "boundary_guard"),
             (Quota::every(hour).burst(3), "burst"),
             (Quota::bucket(1_000_000).refill(1, hour), "41666 days to fill"),
         ] {

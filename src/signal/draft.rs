@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::generic::words;
-use super::observed::Observed;
+use super::observed::ObservedQuota;
 use super::parse::text::{Bounded, Text};
 
 /// What is known so far of a quota; counts and milliseconds.
@@ -62,7 +62,7 @@ impl Draft {
         }
         if self.unit == Unit::Open {
             let unit = self.name.as_ref().and_then(|name| words::unit_of(name.as_str()));
-            self.unit = Unit::Known(unit.unwrap_or(Observed::REQUESTS));
+            self.unit = Unit::Known(unit.unwrap_or(ObservedQuota::REQUESTS));
         }
         let states = self.limit.or(self.remaining).or(self.used).or(self.reset);
         states.is_some()
@@ -75,23 +75,23 @@ impl Draft {
             Unit::Known(unit) => unit,
             Unit::Stated(unit) => unit.as_str(),
         };
-        size_of::<Observed>() + unit.len() + self.name.as_ref().map_or(0, |name| name.as_str().len())
+        size_of::<ObservedQuota>() + unit.len() + self.name.as_ref().map_or(0, |name| name.as_str().len())
     }
 
-    pub(super) fn observed(&self) -> Observed {
+    pub(super) fn observed(&self) -> ObservedQuota {
         let mut observed = match &self.unit {
-            Unit::Open => Observed::new(),
-            Unit::Known(unit) => Observed::new().with_unit(unit),
-            Unit::Stated(unit) => Observed::new().with_unit(unit.as_str()),
+            Unit::Open => ObservedQuota::new(),
+            Unit::Known(unit) => ObservedQuota::new().with_unit(unit),
+            Unit::Stated(unit) => ObservedQuota::new().with_unit(unit.as_str()),
         };
         if let Some(name) = &self.name {
             observed = observed.with_name(name.as_str());
         }
         let span = Duration::from_millis;
-        observed = self.limit.into_iter().fold(observed, Observed::with_limit);
-        observed = self.remaining.into_iter().fold(observed, Observed::with_remaining);
-        observed = self.used.into_iter().fold(observed, Observed::with_used);
-        observed = self.window.map(span).into_iter().fold(observed, Observed::with_window);
-        self.reset.map(span).into_iter().fold(observed, Observed::with_reset_after)
+        observed = self.limit.into_iter().fold(observed, ObservedQuota::with_limit);
+        observed = self.remaining.into_iter().fold(observed, ObservedQuota::with_remaining);
+        observed = self.used.into_iter().fold(observed, ObservedQuota::with_used);
+        observed = self.window.map(span).into_iter().fold(observed, ObservedQuota::with_window);
+        self.reset.map(span).into_iter().fold(observed, ObservedQuota::with_reset_after)
     }
 }

@@ -41,7 +41,7 @@ use std::time::Duration;
 use http::{HeaderMap, StatusCode};
 use smallvec::SmallVec;
 
-pub use observed::Observed;
+pub use observed::ObservedQuota;
 
 use crate::clock;
 
@@ -104,17 +104,17 @@ impl<B> AsResponseInfo for http::Response<B> {
 /// ```
 /// use std::time::Duration;
 /// use http::{HeaderMap, StatusCode};
-/// use tollgate::{Observed, Signal};
+/// use tollgate::{ObservedQuota, Signal};
 ///
 /// /// `X-Pause: 3` means: come back in three seconds, whatever the status. `X-Left` is what is left.
 /// fn our_dialect(headers: &HeaderMap, mut signal: Signal) -> Signal {
 ///     let number = |name| headers.get(name)?.to_str().ok()?.parse::<u64>().ok();
 ///     if let Some(seconds) = number("x-pause") {
 ///         let refused = StatusCode::TOO_MANY_REQUESTS;
-///         signal = signal.with_limited(refused).with_retry_after(Duration::from_secs(seconds));
+///         signal = signal.with_refusal(refused).with_retry_after(Duration::from_secs(seconds));
 ///     }
 ///     if let Some(left) = number("x-left") {
-///         signal = signal.with_quota(Observed::new().with_name("pages").with_remaining(left));
+///         signal = signal.with_quota(ObservedQuota::new().with_name("pages").with_remaining(left));
 ///     }
 ///     signal
 /// }
@@ -130,7 +130,7 @@ pub struct Signal {
     limited: Option<StatusCode>,
     retry_after: Option<Duration>,
     scope: Option<Box<str>>,
-    quotas: SmallVec<[Observed; 1]>,
+    quotas: SmallVec<[ObservedQuota; 1]>,
 }
 
 impl Signal {
@@ -150,7 +150,7 @@ impl Signal {
     ///     .header("X-RateLimit-Reset", 90)
     ///     .body(())?;
     /// let signal = Signal::read(&response);
-    /// assert!(signal.limited().is_some());
+    /// assert!(signal.refusal().is_some());
     /// assert_eq!(signal.retry_after(), Some(Duration::from_secs(90)));
     /// assert_eq!(signal.quotas()[0].limit(), Some(60));
     /// # Ok::<(), http::Error>(())
@@ -181,8 +181,8 @@ impl Signal {
     /// # use tollgate::Signal;
     /// let response = http::Response::new(());
     /// let body = br#"{"ok": false, "error": "ratelimited"}"#;
-    /// assert_eq!(Signal::read(&response).limited(), None);
-    /// assert_eq!(Signal::read_with_body(&response, body).limited(), Some(http::StatusCode::OK));
+    /// assert_eq!(Signal::read(&response).refusal(), None);
+    /// assert_eq!(Signal::read_with_body(&response, body).refusal(), Some(http::StatusCode::OK));
     /// ```
     #[cfg(feature = "body")]
     #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
@@ -194,7 +194,7 @@ impl Signal {
     ///
     /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some evidence: a hint when to
     /// retry, a quota that is used up, a header or an error code. A redirection never does.
-    pub fn limited(&self) -> Option<StatusCode> {
+    pub fn refusal(&self) -> Option<StatusCode> {
         self.limited
     }
 
@@ -213,12 +213,12 @@ impl Signal {
     }
 
     /// Returns the quotas that the response states, in no order; at most [`MOST_QUOTAS`](Self::MOST_QUOTAS).
-    pub fn quotas(&self) -> &[Observed] {
+    pub fn quotas(&self) -> &[ObservedQuota] {
         &self.quotas
     }
 
     /// Sets the status with which the upstream refused; `None`: it did not refuse.
-    pub fn with_limited(self, status: impl Into<Option<StatusCode>>) -> Self {
+    pub fn with_refusal(self, status: impl Into<Option<StatusCode>>) -> Self {
         Signal { limited: status.into(), ..self }
     }
 
@@ -234,7 +234,7 @@ impl Signal {
     }
 
     /// Adds a quota, if there are not [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.
-    pub fn with_quota(mut self, quota: Observed) -> Self {
+    pub fn with_quota(mut self, quota: ObservedQuota) -> Self {
         if self.quotas.len() < Self::MOST_QUOTAS {
             self.quotas.push(quota);
         }

@@ -10,13 +10,13 @@ use std::time::Duration;
 ///
 /// ```
 /// use std::time::Duration;
-/// use tollgate::Observed;
+/// use tollgate::ObservedQuota;
 ///
-/// let quota = Observed::new().with_name("minute").with_limit(100).with_window(Duration::from_secs(60));
+/// let quota = ObservedQuota::new().with_name("minute").with_limit(100).with_window(Duration::from_secs(60));
 /// assert_eq!((quota.name(), quota.limit(), quota.remaining()), (Some("minute"), Some(100), None));
 /// ```
 #[derive(Clone, PartialEq, Eq, Default)]
-pub struct Observed {
+pub struct ObservedQuota {
     name: Option<Box<str>>,
     unit: Option<Box<str>>,
     limit: Small,
@@ -29,13 +29,13 @@ pub struct Observed {
 /// A number below `u64::MAX`, or none, in eight bytes: one more than it is.
 type Small = Option<NonZeroU64>;
 
-impl Observed {
+impl ObservedQuota {
     /// The unit where none is stated.
     pub(crate) const REQUESTS: &str = "requests";
 
     /// A quota of which nothing is stated.
     pub fn new() -> Self {
-        Observed::default()
+        ObservedQuota::default()
     }
 
     /// The name of its bucket, at most 95 bytes.
@@ -81,44 +81,44 @@ impl Observed {
 
     /// Sets the name; what is longer than 95 bytes is cut.
     pub fn with_name(self, name: &str) -> Self {
-        Observed { name: Some(super::parse::text::Text::of(&[name]).as_str().into()), ..self }
+        ObservedQuota { name: Some(super::parse::text::Text::of(&[name]).as_str().into()), ..self }
     }
 
     /// Sets the unit; what is longer than 95 bytes is cut.
     pub fn with_unit(self, unit: &str) -> Self {
         let unit = super::parse::text::Text::of(&[unit]);
-        Observed { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
+        ObservedQuota { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
     }
 
     /// Sets the size of the bucket.
     pub fn with_limit(self, limit: u64) -> Self {
-        Observed { limit: count(limit), ..self }
+        ObservedQuota { limit: count(limit), ..self }
     }
 
     /// Sets what is left.
     pub fn with_remaining(self, remaining: u64) -> Self {
-        Observed { remaining: count(remaining), ..self }
+        ObservedQuota { remaining: count(remaining), ..self }
     }
 
     /// Sets what is spent.
     pub fn with_used(self, used: u64) -> Self {
-        Observed { used: count(used), ..self }
+        ObservedQuota { used: count(used), ..self }
     }
 
     /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
     pub fn with_window(self, window: Duration) -> Self {
-        Observed { window: span(window), ..self }
+        ObservedQuota { window: span(window), ..self }
     }
 
     /// Sets when there is something in the bucket again, rounded up and cut in the same way.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
-        Observed { reset_after: span(reset_after), ..self }
+        ObservedQuota { reset_after: span(reset_after), ..self }
     }
 }
 
-impl fmt::Debug for Observed {
+impl fmt::Debug for ObservedQuota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Observed")
+        f.debug_struct("ObservedQuota")
             .field("name", &self.name())
             .field("unit", &self.unit())
             .field("limit", &self.limit())

@@ -44,7 +44,7 @@ fn odd_hints_never_panic_and_never_wait_for_ever() {
         ("Fri, 31 Dec 9999 23:59:59 GMT", days(366)),
     ] {
         let signal = of(429, &[("retry-after", value.as_bytes())]);
-        assert_eq!((signal.limited().is_some(), signal.retry_after()), (true, expected), "{value:?}");
+        assert_eq!((signal.refusal().is_some(), signal.retry_after()), (true, expected), "{value:?}");
     }
 }
 
@@ -57,7 +57,7 @@ fn a_reset_that_is_over_is_no_wait() {
 #[test]
 fn bytes_that_are_no_text_are_not_read_but_are_there() {
     let signal = of(403, &[("x-ratelimit-scope", b"\xff"), ("x-ratelimit-remaining", b"\xff\xfe")]);
-    assert!(signal.limited().is_some());
+    assert!(signal.refusal().is_some());
     assert_eq!(signal.quotas(), []);
 }
 

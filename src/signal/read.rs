@@ -14,7 +14,7 @@ use super::parse::text::Text;
 use super::parse::time::Base;
 use super::refusal::{self, Evidence, Said};
 use super::standard::retry_after;
-use super::{Observed, Signal, combine};
+use super::{ObservedQuota, Signal, combine};
 
 /// The most memory that a signal takes, in bytes.
 const MEMORY: usize = 1000;
@@ -69,7 +69,7 @@ fn is_cached(headers: &HeaderMap) -> bool {
 }
 
 /// As many quotas as a signal may hold, in number and in memory, in a list that is exactly as long.
-fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[Observed; 1]> {
+fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
     let mut room = MEMORY - scope.map_or(0, str::len);
     let fits = |quota: &&Draft| match room.checked_sub(quota.size()) {
         Some(left) => {

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde_json::{Value, json};
 
-use super::{Observed, Signal, read};
+use super::{ObservedQuota, Signal, read};
 
 fn signal(vector: &Value) -> Signal {
     let mut headers = HeaderMap::new();
@@ -22,7 +22,7 @@ fn millis(span: Option<Duration>) -> Value {
     json!(span.map(|span| u64::try_from(span.as_millis()).unwrap()))
 }
 
-fn quota(quota: &Observed) -> Value {
+fn quota(quota: &ObservedQuota) -> Value {
     json!({
         "name": quota.name(),
         "unit": quota.unit(),
@@ -58,7 +58,7 @@ fn every_response_says_what_it_is_known_to_say() {
         let (signal, expect) = (signal(vector), &vector["expect"]);
         let quotas = Value::Array(signal.quotas().iter().map(quota).collect());
         let same = |without: &[&str]| sorted(&quotas, without) == sorted(&expect["quotas"], without);
-        let is_core = json!(signal.limited().is_some()) == expect["limited"]
+        let is_core = json!(signal.refusal().is_some()) == expect["limited"]
             && millis(signal.retry_after()) == expect["retry_after_ms"]
             && same(&["unit", "used"]);
         let is_extended = is_core && json!(signal.scope()) == expect["scope"] && same(&[]);

@@ -31,7 +31,7 @@ pub(crate) struct ThrottleSettings {
     /// The longest that a request waits for its turn.
     pub(crate) max_wait: Duration,
     /// The most requests that wait for one key.
-    pub(crate) max_waiting: usize,
+    pub(crate) max_queue: usize,
     /// The most keys in use at the same time.
     pub(crate) max_keys: usize,
     /// The longest hold that the upstream can ask for.

@@ -71,7 +71,7 @@ pub(crate) use permit::{Back, Wait};
 /// let throttle = AdaptiveThrottleLayer::new().throttle();
 /// let permit = throttle.acquire(Key::new("search")).await?;
 /// // ... the call ...
-/// permit.answered(&Signal::default().with_limited(http::StatusCode::TOO_MANY_REQUESTS));
+/// permit.answered(&Signal::default().with_refusal(http::StatusCode::TOO_MANY_REQUESTS));
 ///
 /// // The next request waits longer than it would have without the refusal.
 /// let start = tokio::time::Instant::now();
@@ -240,9 +240,9 @@ impl Throttle {
         let settings = &self.core.settings;
         let by_wait = clock::after(now, settings.max_wait);
         let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
-        let max_waiting = settings.max_waiting;
+        let max_queue = settings.max_queue;
         let arrival =
-            self.core.open(key, now, |waiters, wakers| waiters.arrived(latest, max_waiting, now, wakers));
+            self.core.open(key, now, |waiters, wakers| waiters.arrived(latest, max_queue, now, wakers));
         let (reason, retry_at) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
                 return Begun::Leaves(ThrottlePermit::new(self.core.clone(), key, flight, None, latest));
@@ -253,7 +253,7 @@ impl Throttle {
                 return Begun::Waits(Wait::new(self.core.clone(), key, number, label, now, latest));
             }
             Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
-            Ok(Arrival::Full) => (Reason::LineFull(max_waiting), None),
+            Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
         };
         Begun::Limited(Since { start: now, now, turns: 0 }.refused(reason, label(), retry_at))
@@ -268,10 +268,10 @@ impl Throttle {
 
 impl fmt::Debug for Throttle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ThrottleSettings { max_wait, max_waiting, max_keys, max_hold, .. } = &self.core.settings;
+        let ThrottleSettings { max_wait, max_queue, max_keys, max_hold, .. } = &self.core.settings;
         f.debug_struct("Throttle")
             .field("max_wait", max_wait)
-            .field("max_waiting", max_waiting)
+            .field("max_queue", max_queue)
             .field("max_keys", max_keys)
             .field("max_hold", max_hold)
             .finish_non_exhaustive()

@@ -109,7 +109,7 @@ impl PaceState {
         self.last_change = now;
         let traffic = self.traffic(load, now);
         let signal: &Signal = reply.signal;
-        if signal.limited().is_none() {
+        if signal.refusal().is_none() {
             self.pace.passed(&mut reply, &traffic, dice);
             return None;
         }

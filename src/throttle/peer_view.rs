@@ -71,7 +71,7 @@ impl Event {
     pub(super) fn holds(&self) -> bool {
         match self {
             Event::Held { .. } | Event::Released => true,
-            Event::Answered { signal, .. } => signal.limited().is_some(),
+            Event::Answered { signal, .. } => signal.refusal().is_some(),
             Event::Sent(_) => false,
         }
     }

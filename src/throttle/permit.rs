@@ -103,7 +103,7 @@ impl ThrottlePermit {
             .core
             .at(self.key, |waiters, wakers| waiters.answered(flight, signal, back_until, now, wakers))
             .unwrap_or(false);
-        let status = signal.limited()?;
+        let status = signal.refusal()?;
         let Waited { label, start, span, turns } = match self.waited.take() {
             Some(waited) => *waited,
             None => {

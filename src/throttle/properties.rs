@@ -13,7 +13,7 @@ use super::{Begun, Throttle, ThrottleSettings};
 use crate::clock;
 use crate::key::Key;
 use crate::pace::{Dice, Fair, Pace, Remaining};
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 
 const MAX_HOLD: Duration = Duration::from_secs(60);
 
@@ -43,9 +43,9 @@ fn step() -> impl Strategy<Value = Step> {
 
 fn signal(refused: bool, left: u64, wait: Option<u64>) -> Signal {
     Signal::default()
-        .with_limited(refused.then_some(StatusCode::TOO_MANY_REQUESTS))
+        .with_refusal(refused.then_some(StatusCode::TOO_MANY_REQUESTS))
         .with_retry_after(wait.map(Duration::from_secs))
-        .with_quota(Observed::new().with_remaining(left))
+        .with_quota(ObservedQuota::new().with_remaining(left))
 }
 
 /// Runs the steps and checks the queue after each. Returns which request left when, in order.
@@ -247,7 +247,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
             pace: Box::new(|| Box::new(Fair::new().limit(100, Duration::from_secs(60)))),
             dice: Box::new(move || Dice::seeded(seed)),
             max_wait: Duration::from_secs(86_400),
-            max_waiting: 1000,
+            max_queue: 1000,
             max_keys: 10,
             max_hold: MAX_HOLD,
             store: None,

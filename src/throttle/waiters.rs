@@ -87,11 +87,11 @@ impl Waiters {
         }
     }
 
-    /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_waiting` others wait.
+    /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue` others wait.
     pub(super) fn arrived(
         &mut self,
         latest: Instant,
-        max_waiting: usize,
+        max_queue: usize,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Arrival {
@@ -116,7 +116,7 @@ impl Waiters {
             self.leave(number, now, wakers);
             return Arrival::TooLate(late);
         }
-        if self.queue.waiting() > max_waiting {
+        if self.queue.waiting() > max_queue {
             self.leave(number, now, wakers);
             return Arrival::Full;
         }

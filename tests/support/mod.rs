@@ -8,7 +8,7 @@ mod store;
 
 use std::time::Duration;
 
-use tollgate::{Key, Limited, Peek, RateLimitLayer};
+use tollgate::{Key, KeyStatus, Limited, RateLimitLayer};
 
 pub(crate) use clock::{far_future, long_ago, now, pass, settle, soon};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};
@@ -23,7 +23,7 @@ pub(crate) fn ms(millis: u64) -> Duration {
 }
 
 /// The state of `key` under `limit`.
-pub(crate) async fn peek(limit: &RateLimitLayer, key: Key) -> Peek {
+pub(crate) async fn peek(limit: &RateLimitLayer, key: Key) -> KeyStatus {
     limit.limiter().peek(key).await.expect("the memory store is there")
 }
 

@@ -28,7 +28,7 @@ impl Flights {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
         let limit = settings.terms.quota().most_in_flight()?;
-        Some(Flights { keyed: KeyMap::new(settings.max_keys), limit, ttl: settings.in_flight_life })
+        Some(Flights { keyed: KeyMap::new(settings.max_keys), limit, ttl: settings.in_flight_ttl })
     }
 
     /// Returns the limit of each key.

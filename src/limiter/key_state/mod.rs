@@ -39,7 +39,7 @@ use refused::Refused;
 use remaining::RemainingTracker;
 pub(super) use remaining::is_of_use;
 use stated::StatedLimits;
-pub use stated::{Learn, Learned};
+pub use stated::{HeaderTrust, StatedLimit};
 pub(super) use wait::Ticket;
 
 /// What a line needs to know of its gate.
@@ -48,7 +48,7 @@ pub(super) struct KeyContext<'a> {
     pub(super) store: &'a Arc<dyn Store>,
     pub(super) terms: &'a Arc<Terms>,
     pub(super) now: Instant,
-    pub(super) max_waiting: usize,
+    pub(super) max_queue: usize,
     /// Whether a request that cannot be counted passes.
     pub(super) fails_open: bool,
     /// The longest that a word of the upstream holds the key.
@@ -191,7 +191,7 @@ impl KeyState {
             return self.enter_empty(ctx, cost, bound, number);
         }
         let queue = self.queue.get_or_insert_default();
-        if queue.waiting() >= ctx.max_waiting {
+        if queue.waiting() >= ctx.max_queue {
             return (Some(Settled::QueueFull), None);
         }
         if let Some(wait) = queue.paused_beyond(bound, ctx.now) {

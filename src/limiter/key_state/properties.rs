@@ -214,7 +214,7 @@ impl World {
             store: &self.store,
             terms: &self.terms,
             now,
-            max_waiting: 30,
+            max_queue: 30,
             fails_open: false,
             max_hold: ms(60_000),
         };

@@ -11,7 +11,7 @@ use crate::clock;
 use crate::limit::Terms;
 use crate::limiter::queue::Gathering;
 use crate::quota::Limit;
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 use crate::store::Left;
 use crate::wakers::Wakers;
 
@@ -70,7 +70,7 @@ const LONGEST_REST: Duration = Duration::from_secs(1);
 impl Word {
     /// Takes in the headers of a response to a request that was sent at `sent`. They are of a moment between then and now, and taken for
     /// the earlier one: the reset comes sooner then, and more was refilled since.
-    fn hear(&mut self, limit: Limit, quota: &Observed, refused: u32, sent: Instant) {
+    fn hear(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
         let Some(left) = left_of(limit, quota) else { return };
         let is_unnamed = names_no_limit(quota);
         if is_unnamed && self.is_other {
@@ -164,26 +164,26 @@ impl Word {
 
 /// Returns whether a response may state what is left of a limit, or the limit.
 pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
-    let stated = |quota: &Observed| quota.limit().is_some() && quota.window().is_some();
+    let stated = |quota: &ObservedQuota| quota.limit().is_some() && quota.window().is_some();
     signal.quotas().iter().any(|quota| quota.remaining().is_some() || stated(quota))
 }
 
 /// Returns what is left of a limit: all but what is used of the stated quota. If that is smaller, for some of the requests or for all,
 /// the rest of the limit is not used.
-fn left_of(limit: Limit, quota: &Observed) -> Option<u64> {
+fn left_of(limit: Limit, quota: &ObservedQuota) -> Option<u64> {
     let more = quota.limit().map_or(0, |stated| u64::from(limit.count()).saturating_sub(stated));
     let more = if let Limit::Bucket { .. } = limit { 0 } else { more };
     quota.remaining().map(|left| left.saturating_add(more))
 }
 
 /// Returns whether a quota states neither name nor size nor window.
-fn names_no_limit(quota: &Observed) -> bool {
+fn names_no_limit(quota: &ObservedQuota) -> bool {
     quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
 }
 
 /// Returns whether a quota means this limit. A quota of tokens says nothing about a limit of requests: a quota of another unit is
 /// meant only if it is as large.
-fn is_of(quota: &Observed, limit: Limit, terms: &Terms) -> bool {
+fn is_of(quota: &ObservedQuota, limit: Limit, terms: &Terms) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
         return false;
@@ -331,7 +331,8 @@ mod tests {
         let mut at = start;
         for &(second, left, reset) in answers {
             at = start + Duration::from_secs(second);
-            let quota = Observed::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
+            let quota =
+                ObservedQuota::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
             word.hear(LIMIT, &quota, 0, at);
         }
         let left = word.tell(LIMIT, LONGEST_VALID, at);
@@ -358,7 +359,7 @@ mod tests {
         for second in (0..200).step_by(5) {
             let at = start + Duration::from_secs(second);
             let reset = Duration::from_secs(60 - second % 60);
-            word.hear(hour, &Observed::new().with_remaining(37).with_reset_after(reset), 0, at);
+            word.hear(hour, &ObservedQuota::new().with_remaining(37).with_reset_after(reset), 0, at);
             told.extend(word.tell(hour, LONGEST_VALID, at).map(|left| (second, left.forget)));
         }
         assert_eq!(told.last(), Some(&(60, true)), "{told:?}");
@@ -370,7 +371,7 @@ mod tests {
         let mut answered = |millis: u64, left: u64, refused: u32| {
             let at = start + Duration::from_millis(millis);
             let reset = Duration::from_millis(50_000 - millis);
-            word.hear(LIMIT, &Observed::new().with_remaining(left).with_reset_after(reset), refused, at);
+            word.hear(LIMIT, &ObservedQuota::new().with_remaining(left).with_reset_after(reset), refused, at);
             word.tell(LIMIT, LONGEST_VALID, at).map(|left| left.refused)
         };
         assert_eq!(answered(0, 50, 0), Some(0));

@@ -13,43 +13,42 @@ use crate::clock;
 use crate::events;
 use crate::limit::Terms;
 use crate::quota::{Limit, Quota, Slacks};
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 use crate::store::label;
 
-/// What is made of what the upstream says about its quotas.
+/// How far the limiter follows what the upstream states about its quotas.
 ///
 /// ```
-/// use tollgate::{Learn, Quota, RateLimitLayer};
+/// use tollgate::{HeaderTrust, Quota, RateLimitLayer};
 ///
-/// // It may change its mind: `RateLimit-Policy: "default";q=100;w=60`.
-/// let limit = RateLimitLayer::builder(Quota::per_minute(300)).learn(Learn::Stricter).build()?;
+/// // The upstream may lower its limit: `RateLimit-Policy: "default";q=100;w=60`.
+/// let limit = RateLimitLayer::builder(Quota::per_minute(300)).trust_headers(HeaderTrust::Stricter).build()?;
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Learn {
-    /// Nothing. A refusal still holds the key.
-    Nothing,
-    /// How much of a configured limit others use, who share the credential: it is left to them.
+pub enum HeaderTrust {
+    /// Not at all. A refusal still puts the key on hold.
+    Ignore,
+    /// The limiter leaves other clients what they use of a configured limit, such as those that share the credential.
     ///
-    /// A quota is taken for the limit if its window is the same, or it states no window and the count is the same. What is
-    /// gone of it and was not granted to this fleet, others have used, and what it refuses as well; so much is reserved for
-    /// them until the quota starts anew and in the window after. Not for [buckets](Quota::bucket), which only lose what is
-    /// said to be gone.
+    /// A quota is taken for the limit if its window is the same, or if it states no window and the count is the same. Units that are used
+    /// of it and were not granted to this fleet were used by other clients, and refused units as well. That many are reserved for them
+    /// until the reset and in the window after. [Buckets](Quota::bucket) reserve nothing; they lose the units that are used.
     #[default]
-    Remaining,
-    /// Besides, limits that are stated with a window hold as well as those that are configured: the strictest counts.
+    Usage,
+    /// As `Usage`, and stated limits with a window apply besides the configured ones: the strictest decides.
     Stricter,
-    /// Besides, limits that are stated with a window hold instead of those that are configured, even if they allow more.
+    /// As `Usage`, and stated limits with a window replace the configured ones, even if they allow more.
     ///
-    /// Whoever answers for the upstream decides how much is sent.
-    Stated,
+    /// Then the upstream decides how much is sent, and so does anybody who can answer in its place.
+    Replace,
 }
 
 /// A limit that the upstream has stated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Learned {
+pub struct StatedLimit {
     /// The limit.
     pub limit: Limit,
     /// The name of the quota that states it, if it has one.
@@ -57,36 +56,36 @@ pub struct Learned {
     until: Instant,
 }
 
-/// What was learned for one key.
+/// The limits that the upstream stated for one key.
 pub(super) struct StatedLimits {
     pub(super) terms: Arc<Terms>,
-    learned: SmallVec<[Learned; 1]>,
-    /// When that changed last, and the times before.
+    learned: SmallVec<[StatedLimit; 1]>,
+    /// When they changed last, and the times before.
     changed: [Option<Instant>; MOST_CHANGES],
 }
 
-/// How many are learned for one key; of more, those that came first.
+/// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
 /// How often they may change within as long as the store keeps a limit that is asserted no more: an upstream whose word
 /// changes with each answer is not to leave it hundreds.
 const MOST_CHANGES: usize = 6;
 
-impl Learned {
+impl StatedLimit {
     /// What a quota states, if it counts requests and makes sense as a limit.
-    fn of(quota: &Observed, terms: &Terms, now: Instant) -> Option<Learned> {
+    fn of(quota: &ObservedQuota, terms: &Terms, now: Instant) -> Option<StatedLimit> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
         let slacks = Slacks {
             transit: terms.transit_slack(),
-            boundary: terms.boundary_slack(),
+            boundary: terms.boundary_guard(),
             rate_loss: Slacks::RATE_LOSS,
         };
         let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
         // As long as it is stated now and then, it holds.
         let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
         let until = clock::after(now, lasts);
-        makes_sense.then(|| Learned { limit, name: quota.name().map(Box::from), until })
+        makes_sense.then(|| StatedLimit { limit, name: quota.name().map(Box::from), until })
     }
 
     /// Whether those that are configured allow no more.
@@ -105,7 +104,7 @@ impl KeyState {
     /// What is allowed, where the upstream has stated it lately.
     pub(in crate::limiter) fn learned_terms(
         &mut self,
-        learn: Learn,
+        learn: HeaderTrust,
         configured: &Arc<Terms>,
         now: Instant,
     ) -> Option<Arc<Terms>> {
@@ -119,7 +118,7 @@ impl KeyState {
     }
 
     /// What the upstream has stated.
-    pub(in crate::limiter) fn learned(&self) -> Vec<Learned> {
+    pub(in crate::limiter) fn learned(&self) -> Vec<StatedLimit> {
         self.stated.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
     }
 
@@ -131,28 +130,29 @@ impl KeyState {
     /// An answer has come: what it states holds from now on, besides or instead of what is `configured`.
     pub(in crate::limiter) fn learn(
         &mut self,
-        learn: Learn,
+        learn: HeaderTrust,
         configured: &Arc<Terms>,
         signal: &Signal,
         ctx: &KeyContext<'_>,
     ) {
         let quota = configured.quota();
-        if !matches!(learn, Learn::Stricter | Learn::Stated) || quota.limits().is_empty() {
+        if !matches!(learn, HeaderTrust::Stricter | HeaderTrust::Replace) || quota.limits().is_empty() {
             return;
         }
         let mut learned = self.stated.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
         learned.retain(|learned| learned.until > ctx.now);
-        let stated = signal.quotas().iter().filter_map(|quota| Learned::of(quota, configured, ctx.now));
-        for stated in stated.filter(|stated| learn == Learn::Stated || !stated.is_implied_by(quota)) {
-            let same =
-                |other: &Learned| other.name == stated.name && other.limit.window() == stated.limit.window();
+        let stated = signal.quotas().iter().filter_map(|quota| StatedLimit::of(quota, configured, ctx.now));
+        for stated in stated.filter(|stated| learn == HeaderTrust::Replace || !stated.is_implied_by(quota)) {
+            let same = |other: &StatedLimit| {
+                other.name == stated.name && other.limit.window() == stated.limit.window()
+            };
             match learned.iter().position(same) {
                 Some(known) => learned[known] = stated,
                 None if learned.len() < MOST => learned.push(stated),
                 None => {}
             }
         }
-        let limits = |learned: &[Learned]| -> SmallVec<[Limit; MOST]> {
+        let limits = |learned: &[StatedLimit]| -> SmallVec<[Limit; MOST]> {
             learned.iter().map(|learned| learned.limit).collect()
         };
         let known = self.stated.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
@@ -179,19 +179,19 @@ impl KeyState {
         }
     }
 
-    fn set_learned(&mut self, learn: Learn, configured: &Terms, learned: SmallVec<[Learned; 1]>) {
+    fn set_learned(&mut self, learn: HeaderTrust, configured: &Terms, learned: SmallVec<[StatedLimit; 1]>) {
         let quota = configured.quota();
         // What was said of other limits is said again.
         self.remaining = None;
         self.stated = (!learned.is_empty()).then(|| {
-            let base = if learn == Learn::Stricter { Some(*quota) } else { None };
+            let base = if learn == HeaderTrust::Stricter { Some(*quota) } else { None };
             let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
             let stated = learned.iter().take(room).map(|learned| learned.limit);
             let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
             let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
             let in_flight = quota.most_in_flight().map(Quota::in_flight);
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
-            let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_slack());
+            let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_guard());
             let terms = terms.with_life(configured.life());
             Box::new(StatedLimits { terms: Arc::new(terms), learned, changed: Default::default() })
         });

@@ -6,7 +6,7 @@ use http::StatusCode;
 use proptest::prelude::*;
 
 use super::*;
-use crate::signal::{Observed, Signal};
+use crate::signal::{ObservedQuota, Signal};
 
 /// What an answer says, after how long a silence, and how long it was on its way.
 #[derive(Clone, Debug)]
@@ -23,13 +23,13 @@ struct Answer {
 
 impl Answer {
     fn signal(&self) -> Signal {
-        let mut quota = Observed::new();
+        let mut quota = ObservedQuota::new();
         quota = self.remaining.map_or(quota.clone(), |remaining| quota.with_remaining(remaining));
         quota = self.limit.map_or(quota.clone(), |limit| quota.with_limit(limit));
         quota = self.window.map_or(quota.clone(), |window| quota.with_window(window));
         quota = self.reset.map_or(quota.clone(), |reset| quota.with_reset_after(reset));
         let refused = self.refused.then_some(StatusCode::TOO_MANY_REQUESTS);
-        Signal::default().with_quota(quota).with_limited(refused).with_retry_after(self.retry_after)
+        Signal::default().with_quota(quota).with_refusal(refused).with_retry_after(self.retry_after)
     }
 }
 
@@ -105,7 +105,7 @@ fn an_answer_that_is_told_late_only_ever_lowers_what_is_left() {
     let mut pace = Fair::new().limit(100, Duration::from_secs(100));
     let (start, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
     let mut tell = |remaining: u64, at: u64| {
-        let signal = Signal::default().with_quota(Observed::new().with_remaining(remaining));
+        let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(remaining));
         let traffic = Traffic::at(start + Duration::from_millis(at));
         pace.passed(&mut Reply::new(&signal, start, &mut call), &traffic, &mut dice);
         (pace.level, pace.last_answer)
@@ -268,9 +268,9 @@ proptest! {
             let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
             let before = (pace.n, pace.m);
             // Never the same twice running, or it would not be believed.
-            let quota = Observed::new().with_remaining(2 * left + index as u64 % 2);
+            let quota = ObservedQuota::new().with_remaining(2 * left + index as u64 % 2);
             let limited = refused.then_some(StatusCode::TOO_MANY_REQUESTS);
-            let signal = Signal::default().with_quota(quota).with_limited(limited);
+            let signal = Signal::default().with_quota(quota).with_refusal(limited);
             let mut reply = Reply::new(&signal, sent, &mut call);
             if refused {
                 pace.refused(&mut reply, &traffic, &mut dice);
@@ -329,8 +329,8 @@ proptest! {
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);
         pace.n = 7.0;
         let signal = Signal::default()
-            .with_limited(StatusCode::TOO_MANY_REQUESTS)
-            .with_quota(Observed::new().with_remaining(left));
+            .with_refusal(StatusCode::TOO_MANY_REQUESTS)
+            .with_quota(ObservedQuota::new().with_remaining(left));
         for index in 0..count {
             let now = sent + Duration::from_millis(100 + index as u64);
             let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };

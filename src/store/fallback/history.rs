@@ -172,7 +172,7 @@ impl GrantHistory {
         self.last = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
-            Terms::new(quota, terms.transit_slack(), terms.boundary_slack()).with_life(terms.life())
+            Terms::new(quota, terms.transit_slack(), terms.boundary_guard()).with_life(terms.life())
         };
         // What was granted before fits the longest limit; the others begin with what that one has seen.
         let longest = scaled(longest);

@@ -130,7 +130,7 @@ fn call(operation: u8, terms: &Terms, memory: Memory, dice: u64, spans: Spans, l
     call.0.reserve(100 + 16 * limits + 8 * needs.len() + 21 * returns.len() + 14 * charges.len());
     call.long(memory.granted);
     call.long(micros_up(terms.transit_slack()));
-    call.long(micros_up(terms.boundary_slack()));
+    call.long(micros_up(terms.boundary_guard()));
     call.long(spans.latest);
     call.long(spans.life);
     call.int(spans.prefetch);

@@ -22,7 +22,7 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     let store = || Arc::new(RedisStore::new(&server.url()).unwrap());
     let limiter = |store: Arc<RedisStore>| {
         let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(Duration::ZERO);
-        layer.in_flight_life(LIFE).build().unwrap().limiter()
+        layer.in_flight_ttl(LIFE).build().unwrap().limiter()
     };
     let (panics, other) = (store(), store());
     let call = limiter(panics.clone()).acquire(Key::ALL).await.unwrap();

@@ -37,7 +37,7 @@ pub struct Options {
     pub slack: Duration,
     /// The longest that a call to the store may take.
     pub store_timeout: Duration,
-    /// The layer's `in_flight_life`.
+    /// The layer's `in_flight_ttl`.
     pub life: Duration,
     /// How long a task rests after it was refused.
     pub pause: Duration,

@@ -82,7 +82,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
 async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let quota: Quota = options.quota.parse()?;
     let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
-    builder = builder.in_flight_life(options.life);
+    builder = builder.in_flight_ttl(options.life);
     let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
     if let [INCR, url] = urls[..] {
         let redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;

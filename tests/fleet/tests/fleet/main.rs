@@ -23,7 +23,7 @@ use redis_server::RedisServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tollgate::store::RedisStore;
-use tollgate::{Key, Limit, Limiter, Peek, Quota, RateLimitLayer};
+use tollgate::{Key, KeyStatus, Limit, Limiter, Quota, RateLimitLayer};
 use upstream::{Log, Rule, Upstream};
 
 const WORKER: &str = env!("CARGO_BIN_EXE_worker");
@@ -117,7 +117,7 @@ impl Outsider {
         Outsider { runtime, limiter }
     }
 
-    fn peek(&self) -> Peek {
+    fn peek(&self) -> KeyStatus {
         self.runtime.block_on(self.limiter.peek(Key::ALL)).unwrap()
     }
 
