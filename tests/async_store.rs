@@ -120,7 +120,7 @@ fn millis(span: u64) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_who_wait_travel_in_one_call_at_a_time_and_go_in_order() {
+async fn waiters_share_one_store_call_and_go_in_order() {
     let store = Remote::new(millis(4));
     let limiter = limiter(Quota::per_second(20), &store);
     let start = Instant::now();
@@ -143,7 +143,7 @@ async fn all_who_wait_travel_in_one_call_at_a_time_and_go_in_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_started_the_call_may_give_up_and_the_others_are_served() {
+async fn store_call_serves_waiters_after_its_starter_leaves() {
     let store = Remote::new(millis(4));
     let limiter = limiter(Quota::per_second(2), &store);
     let mut first = Box::pin(limiter.acquire(key()));
@@ -159,7 +159,7 @@ async fn who_started_the_call_may_give_up_and_the_others_are_served() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_away_is_an_error_for_each_and_its_return_needs_no_restart() {
+async fn unreachable_store_fails_each_request_and_recovers_without_restart() {
     let store = Remote::new(millis(4));
     let limiter = limiter(Quota::per_second(20), &store);
     store.away.store(true, Ordering::Relaxed);
@@ -174,7 +174,7 @@ async fn a_store_that_is_away_is_an_error_for_each_and_its_return_needs_no_resta
 
 /// Life counts from when the call was sent, so a slow store's permits arrive dead, until they are given a longer one.
 #[tokio::test(start_paused = true)]
-async fn a_store_slower_than_a_permit_lives_is_given_longer_lives() {
+async fn slow_store_gets_permits_with_longer_validity() {
     let store = Remote::new(millis(15));
     let limiter = limiter(Quota::per_second(20), &store);
     for _ in 0..50 {
@@ -185,7 +185,7 @@ async fn a_store_slower_than_a_permit_lives_is_given_longer_lives() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_slower_than_any_permit_may_live_is_an_error_with_a_name_and_not_a_loop() {
+async fn store_slower_than_any_permit_is_a_named_error() {
     let store = Remote::new(millis(80));
     let limiter = limiter(Quota::per_second(20), &store);
     let error = limiter.acquire(key()).await.unwrap_err();
@@ -215,7 +215,7 @@ async fn what_was_fetched_ahead_and_left_over_goes_back() {
 
 /// Those whose slots are due at one tick leave at that tick, and nobody asks the store again for them.
 #[tokio::test(start_paused = true)]
-async fn all_who_are_due_at_one_tick_go_together_and_none_asks_again() {
+async fn waiters_due_at_one_tick_go_without_asking_again() {
     let store = Remote::new(millis(2));
     let limiter = limiter(Quota::per_second(400), &store);
     let (futures, polls): (Vec<_>, Vec<_>) = (0..1200).map(|_| Counted::new(limiter.acquire(key()))).unzip();
@@ -239,7 +239,7 @@ async fn all_who_are_due_at_one_tick_go_together_and_none_asks_again() {
 
 /// Without a task there is no timer, and without a timer nobody wakes.
 #[tokio::test(start_paused = true)]
-async fn who_is_idle_asks_nothing_and_is_woken_by_nothing() {
+async fn idle_limiter_calls_no_store_and_has_no_timer() {
     let store = Remote::new(Duration::from_micros(500));
     let limiter = limiter(Quota::per_second(1000), &store);
     for number in 0..20u32 {
@@ -260,7 +260,7 @@ async fn who_is_idle_asks_nothing_and_is_woken_by_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_was_fetched_ahead_costs_no_allocation_and_no_call() {
+async fn prefetched_permit_costs_no_allocation_and_no_call() {
     let store = Remote::new(Duration::from_micros(500));
     let limiter = limiter(Quota::per_hour(1_000_000), &store);
     while store.calls() < 12 {
@@ -277,7 +277,7 @@ async fn a_permit_that_was_fetched_ahead_costs_no_allocation_and_no_call() {
 
 /// The runtime that was about to make the call is gone: the next who asks makes it.
 #[test]
-fn a_call_that_was_to_be_made_in_a_runtime_that_is_gone_stops_no_line() {
+fn queue_survives_runtime_that_ends_before_the_store_call() {
     let store = Remote::new(Duration::from_millis(1));
     let limiter = limiter(Quota::per_second(100), &store);
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -293,7 +293,7 @@ fn a_call_that_was_to_be_made_in_a_runtime_that_is_gone_stops_no_line() {
 
 /// T1: the runtime that ran the call is gone.
 #[test]
-fn a_call_lost_with_its_runtime_is_an_error_and_no_hang() {
+fn store_call_lost_with_its_runtime_is_an_error() {
     let store = Remote::new(millis(15));
     let limiter = limiter(Quota::per_second(20), &store);
     let (here, there) = (runtime(), runtime());
@@ -333,7 +333,7 @@ impl Store for Stalling {
 }
 
 #[tokio::test]
-async fn a_store_that_always_stalls_longer_than_a_permit_lives_is_no_endless_wait() {
+async fn store_that_stalls_past_permit_validity_ends_the_wait() {
     let store = Arc::new(Stalling(MemoryStore::default()));
     let builder = RateLimitLayer::builder(Quota::new(1, millis(200))).store(store);
     let limiter = builder.max_wait(millis(500)).build().unwrap().limiter();

@@ -46,7 +46,7 @@ impl StdError for Transparent {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_found_in_the_error_itself_and_in_a_box() {
+async fn limited_is_found_in_plain_and_boxed_errors() {
     for (error, expected) in one_of_each().await {
         assert_eq!(who_said_no(&error), expected);
         let Error::Limited(limited) = &error else { panic!("{error}") };
@@ -58,7 +58,7 @@ async fn a_limit_is_found_in_the_error_itself_and_in_a_box() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_found_through_transparent_wrappers_as_deep_as_they_go() {
+async fn limited_is_found_through_transparent_wrappers_of_any_depth() {
     for (error, expected) in one_of_each().await {
         let transparent = Transparent(error);
         assert_eq!(who_said_no(&transparent), expected);
@@ -68,7 +68,7 @@ async fn a_limit_is_found_through_transparent_wrappers_as_deep_as_they_go() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_found_through_anyhow_with_and_without_context() {
+async fn limited_is_found_through_anyhow_with_or_without_context() {
     for (error, expected) in one_of_each().await {
         let plain = anyhow::Error::from(error);
         assert_eq!(who_said_no(plain.as_ref()), expected);
@@ -79,7 +79,7 @@ async fn a_limit_is_found_through_anyhow_with_and_without_context() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_found_through_reqwest_middleware_and_reqwest_retry() {
+async fn limited_is_found_through_reqwest_middleware_and_retry() {
     use reqwest_middleware::Error as Middleware;
     use reqwest_retry::RetryError;
 
@@ -109,7 +109,7 @@ async fn our_error_becomes_theirs_with_a_question_mark() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_is_found_through_tower_s_timeout_buffer_and_load_shed() {
+async fn limited_is_found_through_timeout_buffer_and_load_shed() {
     for expected in ["local", "upstream", "store"] {
         let builder = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit();
         let limit = match expected {
@@ -129,7 +129,7 @@ async fn a_limit_is_found_through_tower_s_timeout_buffer_and_load_shed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn stacked_layers_are_flat_with_other_layers_between_them_too() {
+async fn stacked_layers_stay_flat_with_other_layers_between() {
     let outer = RateLimitLayer::new(Quota::per_second(40)).unwrap();
     for (number, expected) in ["local", "upstream", "store"].into_iter().enumerate() {
         let inner = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit();
@@ -181,7 +181,7 @@ async fn each_link_of_the_chain_says_something_new() {
 }
 
 #[test]
-fn every_public_type_may_cross_threads_and_outlive_its_maker() {
+fn public_types_are_send_sync_and_static() {
     fn shared<T: Send + Sync + 'static>() {}
     fn sent<T: Send + 'static>(_: &T) {}
 
@@ -205,7 +205,7 @@ fn every_public_type_may_cross_threads_and_outlive_its_maker() {
 }
 
 #[test]
-fn a_future_that_may_be_sent_but_not_shared_is_enough() {
+fn response_future_needs_send_parts_but_not_sync() {
     type Local = std::cell::Cell<u8>;
     type Boxed = std::pin::Pin<Box<dyn Future<Output = Result<Response<()>, BoxError>> + Send>>;
 

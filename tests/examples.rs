@@ -89,7 +89,7 @@ async fn peek(stage: &Stage, limits: &str) -> KeyStatus {
 }
 
 #[tokio::test]
-async fn what_the_short_window_refuses_is_not_in_the_long_one() {
+async fn short_window_refusals_do_not_count_in_long_window() {
     let limits = "25/5s, 300/60s";
     let rules = [Rule::new(25, seconds(5)), Rule::new(300, seconds(60))];
     let mut stage = Stage::set("two_windows", Upstream::start(rules));
@@ -109,7 +109,7 @@ async fn what_the_short_window_refuses_is_not_in_the_long_one() {
 }
 
 #[tokio::test]
-async fn what_the_long_window_refuses_is_not_in_the_short_one() {
+async fn long_window_refusals_do_not_count_in_short_window() {
     let limits = "8/2s, 12/60s";
     let rules = [Rule::new(8, seconds(2)), Rule::new(12, seconds(60))];
     let mut stage = Stage::set("two_windows", Upstream::start(rules));
@@ -136,7 +136,7 @@ async fn what_the_long_window_refuses_is_not_in_the_short_one() {
 // ── campaigns of many calls, by four processes ──────────────────────────────────────────────────────────────────
 
 #[tokio::test]
-async fn four_workers_send_each_call_of_twenty_campaigns_exactly_once() {
+async fn four_workers_send_each_campaign_call_exactly_once() {
     let rule = Rule::per_second(200);
     let mut stage = Stage::set("campaigns", Upstream::start(rule));
     for number in ["0", "1", "2", "3"] {
@@ -171,7 +171,7 @@ async fn four_workers_send_each_call_of_twenty_campaigns_exactly_once() {
 // ── 5000 per hour for each token ────────────────────────────────────────────────────────────────────────────────
 
 #[tokio::test]
-async fn a_token_has_its_own_limit_and_is_nowhere_in_redis() {
+async fn token_has_own_limit_and_never_appears_in_redis() {
     let planted = "s3cr3t-t0ken-that-n0body-may-see";
     let other = "an0ther-t0ken-that-n0body-may-see";
     let mut stage = Stage::set("per_token", Upstream::open());

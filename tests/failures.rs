@@ -65,7 +65,7 @@ async fn the_first_acquires_of_a_new_limiter_are_counted() {
 
 /// D10 (cadence#6030): cancelling the last reservation moves nobody closer to the one before.
 #[tokio::test(start_paused = true)]
-async fn cancelling_the_last_in_line_brings_the_next_no_closer_than_the_interval() {
+async fn cancelled_last_waiter_keeps_the_interval_for_the_next() {
     let limiter = limiter(Quota::every(Duration::from_secs(1)));
     drop(limiter.acquire(key()).await.unwrap());
     let mut pending = Box::pin(limiter.acquire(key()));
@@ -84,7 +84,7 @@ async fn cancelling_the_last_in_line_brings_the_next_no_closer_than_the_interval
 
 /// D15 (redisson#7329): what comes back after it has expired is not counted back twice.
 #[tokio::test(start_paused = true)]
-async fn giving_back_never_raises_what_is_free_above_the_limit() {
+async fn returned_permits_never_raise_free_units_above_limit() {
     for quota in [Quota::per_second(5), Quota::bucket(5).refill(5, Duration::from_secs(1))] {
         let limiter = limiter(quota);
         let mut permits = Vec::new();
@@ -157,7 +157,7 @@ async fn the_rate_does_not_drift_in_six_hours() {
 
 /// D37 (limits#268): a day's limit of 70,000 costs as little as a small one.
 #[tokio::test(start_paused = true)]
-async fn a_large_limit_over_a_day_costs_no_more_than_a_small_one() {
+async fn large_daily_limit_costs_no_more_than_small_limit() {
     let limiter = limiter(Quota::per_day(70_000));
     let (mut allocated, mut bytes) = (0, 0);
     for _ in 0..70_000 {
@@ -173,7 +173,7 @@ async fn a_large_limit_over_a_day_costs_no_more_than_a_small_one() {
 
 /// D50 (rolling-rate-limiter#15): many who wait for the same moment are no herd when it comes.
 #[tokio::test(start_paused = true)]
-async fn two_hundred_who_wait_for_the_same_window_are_no_herd() {
+async fn two_hundred_waiters_of_one_window_are_no_herd() {
     let limiter = limiter(Quota::per_second(20).burst(5));
     drop(limiter.acquire(key()).cost(5).await.unwrap());
     let moments = moments(&limiter, 200, 1).await;
@@ -183,7 +183,7 @@ async fn two_hundred_who_wait_for_the_same_window_are_no_herd() {
 
 /// T10: 100 per window as the upstream counts, whatever the phase of its windows and however late a permit is used.
 #[tokio::test(start_paused = true)]
-async fn permits_that_age_before_they_are_used_put_no_window_over() {
+async fn permits_used_late_put_no_window_over_limit() {
     let limiter = limiter(Quota::per_second(100));
     let moments = Arc::new(Mutex::new(Vec::new()));
     let tasks = (0..1000u64).map(|number| {

@@ -112,7 +112,7 @@ fn within(sent: &Sent, from: Instant, to: Instant) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_fleet_goes_on_with_its_shares_and_comes_back_within_the_limit() {
+async fn shares_keep_fleet_within_limit_until_store_is_back() {
     let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
     let start = Instant::now();
     let fleet: Vec<_> = (0..4).map(|_| limiter(quota, &store)).collect();
@@ -191,7 +191,7 @@ async fn who_had_nothing_has_what_was_configured_or_nothing() {
 
 /// It comes and goes: a process keeps the share that it had before all that.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_comes_back_for_a_moment_leaves_the_shares_as_they_were() {
+async fn shares_stay_when_store_returns_only_briefly() {
     let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
     let fleet: Vec<_> = (0..2).map(|_| limiter(quota, &store)).collect();
     fleet.iter().for_each(|limiter| calls(limiter, 8, ms(0), ms(30_000), &sent));
@@ -230,7 +230,7 @@ async fn what_was_used_alone_is_charged_though_nobody_asks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_leaves_while_the_key_is_held_that_is_alone() {
+async fn fallback_keeps_holds_set_without_the_store() {
     let store = Arc::<Shared>::default();
     let limiter = builder(Quota::per_second(40), &store).fallback_share(0.5).build().unwrap().limiter();
     drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -244,7 +244,7 @@ async fn nobody_leaves_while_the_key_is_held_that_is_alone() {
 }
 
 #[test]
-fn shares_that_make_no_sense_are_errors_that_say_what_to_change() {
+fn invalid_shares_are_errors_that_name_the_remedy() {
     let build = |builder: RateLimitBuilder| builder.build().map(|_| ()).map_err(|error| error.to_string());
     let quota = Quota::per_second(40);
     let shares = |share| {
@@ -288,7 +288,7 @@ proptest! {
 
     /// Where shares are what processes were granted for some windows, and all lose the store and find it together.
     #[test]
-    fn shares_are_never_over_but_for_the_window_of_the_switch(history in histories()) {
+    fn shares_exceed_limit_only_in_the_switch_window(history in histories()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         let (start, sent) = runtime.block_on(async {
             let (store, sent, start) = (Arc::<Shared>::default(), Sent::default(), Instant::now());
@@ -343,7 +343,7 @@ proptest! {
 
 /// After the store is back, a window of minutes or hours is not lost: what is charged has its age.
 #[tokio::test(start_paused = true)]
-async fn long_windows_are_not_lost_when_the_store_is_back() {
+async fn long_windows_are_usable_after_store_returns() {
     let minute = ms(60_000);
     for (quota, window, pause) in [
         (Quota::per_minute(60), minute, ms(0)),

@@ -86,7 +86,7 @@ fn paused(cell: &str) -> bool {
 }
 
 #[test]
-fn processes_that_share_a_count_keep_the_limit_and_leave_nothing_behind() {
+fn processes_with_shared_count_keep_limit_and_leave_nothing() {
     for _ in 0..3 {
         let arguments = ["--processes", "3", "--redis", "spawn", "--seconds", "3", "--limit", "50/s"];
         let (output, group) = run(&arguments);
@@ -154,7 +154,7 @@ fn kill(child: &Child, signal: &str) {
 }
 
 #[test]
-fn a_redis_that_is_not_there_is_said_at_once() {
+fn missing_redis_is_reported_at_once() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap(); // accepts, and says nothing
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     for address in [silent.local_addr().unwrap(), closed] {

@@ -53,7 +53,7 @@ async fn enter(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_waiters_go_in_order_with_one_wake_up_each() {
+async fn thousand_waiters_go_in_order_with_one_wake_each() {
     let limiter = limiter(Quota::per_second(50));
     let start = Instant::now();
     let mut tasks = Vec::new();
@@ -84,7 +84,7 @@ async fn a_thousand_waiters_go_in_order_with_one_wake_up_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_a_second_goes_once_a_second_and_a_margin() {
+async fn one_per_second_sends_once_per_second_plus_margin() {
     let limiter = limiter(Quota::per_second(1));
     let done = Arc::new(Mutex::new(Vec::new()));
     let start = Instant::now();
@@ -103,7 +103,7 @@ async fn one_a_second_goes_once_a_second_and_a_margin() {
 /// One of six is dropped: before it was polled, after it was polled once, and when its slot was handed out to it but it
 /// had not seen that yet. Whatever its state was, the others get every slot, in order.
 #[tokio::test(start_paused = true)]
-async fn cancelled_after_any_poll_its_slot_goes_to_the_next() {
+async fn waiter_cancelled_after_any_poll_frees_its_slot() {
     for victim in 0..6 {
         for polls in 0..3 {
             let limiter = limiter(Quota::per_second(2));
@@ -142,7 +142,7 @@ async fn cancelled_after_any_poll_its_slot_goes_to_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tenth_of_the_line_cancels_and_no_slot_is_lost() {
+async fn queue_loses_no_slot_when_a_tenth_cancels() {
     let limiter = limiter(Quota::per_second(10));
     let done = Arc::new(Mutex::new(Vec::new()));
     let start = Instant::now();
@@ -161,7 +161,7 @@ async fn a_tenth_of_the_line_cancels_and_no_slot_is_lost() {
 
 /// D36: abandoned waiters leave nothing behind.
 #[tokio::test(start_paused = true)]
-async fn a_hundred_thousand_abandoned_waiters_cost_no_slot_and_leave_nothing() {
+async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
     let limiter = RateLimitLayer::builder(Quota::per_second(10))
         .max_wait(HOUR * 12)
         .max_queue(200_000)
@@ -183,7 +183,7 @@ async fn a_hundred_thousand_abandoned_waiters_cost_no_slot_and_leave_nothing() {
 
 /// D24, T9: a permit that arrives after its life is given back, and its waiter keeps its place.
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_wakes_late_keeps_its_place_and_sends_nothing_late() {
+async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     let limiter = limiter(Quota::per_second(1));
     limiter.acquire(key()).await.unwrap().spend();
     let mut late = Box::pin(limiter.acquire(key()));
@@ -203,7 +203,7 @@ async fn a_waiter_that_wakes_late_keeps_its_place_and_sends_nothing_late() {
 
 /// D25, and a task that is not polled: nobody else depends on it.
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_is_never_polled_again_holds_up_nobody() {
+async fn waiter_never_polled_again_delays_no_other_waiter() {
     let limiter = limiter(Quota::per_second(1));
     limiter.acquire(key()).await.unwrap().spend();
     let mut stuck = Box::pin(limiter.acquire(key()));
@@ -222,7 +222,7 @@ async fn a_waiter_that_is_never_polled_again_holds_up_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_at_once_with_the_moment_it_could_have_been() {
+async fn refusal_is_immediate_and_names_the_possible_moment() {
     let limiter =
         RateLimitLayer::builder(Quota::per_second(1)).max_wait(millis(1500)).build().unwrap().limiter();
     let start = Instant::now();
@@ -259,7 +259,7 @@ async fn a_full_line_refuses_and_says_so() {
 
 /// D35: keys are bounded, idle ones make room, a limited one is never handed a fresh allowance.
 #[tokio::test(start_paused = true)]
-async fn keys_are_bounded_and_a_limited_key_is_never_forgotten() {
+async fn keys_are_bounded_and_limited_keys_never_forgotten() {
     let limiter = RateLimitLayer::builder(Quota::per_minute(2))
         .max_keys(100)
         .max_wait(Duration::ZERO)
@@ -285,7 +285,7 @@ async fn keys_are_bounded_and_a_limited_key_is_never_forgotten() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn costs_wait_in_one_line_and_never_share_a_unit() {
+async fn costs_wait_in_one_queue_and_share_no_unit() {
     let limiter = limiter(Quota::per_second(10));
     let start = Instant::now();
     let moments = Arc::new(Mutex::new(Vec::new()));
@@ -305,7 +305,7 @@ async fn costs_wait_in_one_line_and_never_share_a_unit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_given_back_is_used_by_the_next_and_a_dropped_one_counts_as_spent() {
+async fn returned_permit_is_reused_and_dropped_permit_is_spent() {
     let limiter =
         RateLimitLayer::builder(Quota::per_minute(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
     limiter.acquire(key()).await.unwrap().give_back();
@@ -316,7 +316,7 @@ async fn a_permit_given_back_is_used_by_the_next_and_a_dropped_one_counts_as_spe
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_given_back_while_others_wait_goes_to_the_first_of_them() {
+async fn returned_permit_goes_to_the_first_waiter() {
     let limiter = limiter(Quota::per_minute(1));
     let permit = limiter.acquire(key()).await.unwrap();
     let mut first = Box::pin(limiter.acquire(key()));
@@ -388,7 +388,7 @@ async fn a_permit_at_hand_costs_no_allocation() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_errors_that_say_what_to_change() {
+fn invalid_settings_are_errors_that_name_the_remedy() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1));
     for (built, part) in [
         (builder().max_queue(0).build(), "max_wait to zero"),

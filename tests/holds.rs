@@ -29,7 +29,7 @@ fn reason(error: &Limited) -> Option<Reason> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_a_429_nothing_is_sent_until_the_upstream_said() {
+async fn hold_after_429_lasts_as_the_upstream_said() {
     let layer = builder().build().unwrap();
     let upstream = Upstream::answering([ok(), limited("3")]);
     let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
@@ -49,7 +49,7 @@ async fn after_a_429_nothing_is_sent_until_the_upstream_said() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_already_wait_longer_or_are_told_at_once() {
+async fn waiters_wait_out_a_hold_or_are_refused_immediately() {
     // Two a second: the line reaches some seconds ahead.
     let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(10 * SECOND).build().unwrap();
     let limiter = layer.limiter();
@@ -76,7 +76,7 @@ async fn those_who_wait_already_wait_longer_or_are_told_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_comes_while_it_is_held_and_cannot_wait_is_refused_with_the_time_to_come_back() {
+async fn held_key_refuses_impatient_request_with_retry_time() {
     let layer = builder().max_wait(SECOND).build().unwrap();
     let upstream = Upstream::answering([limited("30")]);
     let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
@@ -109,7 +109,7 @@ async fn a_hold_only_ever_ends_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_waits_for_the_end_of_a_hold_goes_when_it_is_released() {
+async fn waiter_for_hold_end_goes_on_release() {
     let layer = builder().build().unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, 8 * SECOND).await.unwrap();
@@ -125,7 +125,7 @@ async fn one_who_waits_for_the_end_of_a_hold_goes_when_it_is_released() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_hint_each_refusal_in_a_row_holds_longer_and_a_success_starts_anew() {
+async fn holds_without_hint_grow_until_a_success() {
     let layer = builder().max_wait(Duration::from_secs(120)).max_hold(10 * SECOND).build().unwrap();
     let refusals = (0..6).map(|_| limited(""));
     let upstream = Upstream::answering(refusals.chain([ok(), limited("")]));
@@ -141,7 +141,7 @@ async fn without_a_hint_each_refusal_in_a_row_holds_longer_and_a_success_starts_
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_of_calls_that_were_sent_before_do_not_prolong_a_hold_without_a_hint() {
+async fn earlier_calls_refusals_do_not_prolong_hintless_hold() {
     let layer = builder().build().unwrap();
     let limiter = layer.limiter();
     let signal = |hint: &str| tollgate::Signal::read(&limited(hint).unwrap());
@@ -155,7 +155,7 @@ async fn refusals_of_calls_that_were_sent_before_do_not_prolong_a_hold_without_a
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_is_cut_to_max_hold_and_zero_holds_nothing() {
+async fn hint_is_cut_to_max_hold_and_zero_disables() {
     for (max_hold, held) in [(5 * SECOND, Some(5 * SECOND)), (Duration::ZERO, None)] {
         let layer = builder().max_hold(max_hold).build().unwrap();
         let upstream = Upstream::answering([limited("99999999")]);
@@ -171,7 +171,7 @@ async fn a_hint_is_cut_to_max_hold_and_zero_holds_nothing() {
 
 /// Somebody else has used the same account: nothing is left, and the limit here does not know.
 #[tokio::test(start_paused = true)]
-async fn what_the_upstream_says_is_used_up_is_not_asked_for_before_it_is_reset() {
+async fn exhausted_upstream_quota_holds_requests_until_its_reset() {
     let left = |remaining: u32, reset: u32| {
         let response = http::Response::builder().header("ratelimit-limit", 100);
         let response = response.header("ratelimit-remaining", remaining).header("ratelimit-reset", reset);
@@ -189,7 +189,7 @@ async fn what_the_upstream_says_is_used_up_is_not_asked_for_before_it_is_reset()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dialect_of_one_s_own_holds_the_keys_it_is_for() {
+async fn custom_dialect_holds_the_keys_it_names() {
     let theirs = Key::host("theirs.example");
     let pause = move |key: Key, headers: &http::HeaderMap, signal: tollgate::Signal| {
         if key == theirs && headers.contains_key("x-pause") {
@@ -220,7 +220,7 @@ async fn keys_are_held_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_that_share_a_store_are_held_together_whatever_they_have_at_hand() {
+async fn hold_covers_prefetched_permits_of_layers_sharing_a_store() {
     let store = Arc::new(MemoryStore::default());
     let quota = Quota::per_second(10_000);
     let build = || {
@@ -242,7 +242,7 @@ async fn layers_that_share_a_store_are_held_together_whatever_they_have_at_hand(
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_only_calls_in_flight_are_limited_a_hold_holds_too() {
+async fn hold_applies_with_only_an_in_flight_limit() {
     let layer = RateLimitLayer::builder(Quota::in_flight(5)).max_wait(4 * SECOND).build().unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, 3 * SECOND).await.unwrap();
@@ -257,7 +257,7 @@ async fn where_only_calls_in_flight_are_limited_a_hold_holds_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_the_store_away_a_process_still_keeps_its_own_holds_and_nobody_passes_uncounted() {
+async fn hold_is_kept_while_the_store_is_unreachable() {
     for later in [false, true] {
         let store = Arc::new(Failing::away(later));
         let layer = builder().store(store).on_store_error(OnStoreError::FailOpen).build().unwrap();
@@ -284,7 +284,7 @@ async fn waiting_of(layer: &RateLimitLayer) -> usize {
 
 /// D30's neighbour: of two budgets, the one that is spent holds, whatever it counts.
 #[tokio::test(start_paused = true)]
-async fn a_budget_of_all_calls_that_is_spent_holds_them() {
+async fn spent_budget_of_all_calls_holds_the_key() {
     for (name, holds) in [("x-ratelimit-remaining-tokens", true), ("x-ratelimit-remaining-search", false)] {
         let layer = builder().build().unwrap();
         let mut spent = ok().unwrap();
@@ -327,7 +327,7 @@ async fn a_refusal_holds_the_key_of_its_scope() {
 
 /// Where they waited for the end of a hold: dear calls and cheap ones in the order in which they came.
 #[tokio::test(start_paused = true)]
-async fn calls_of_different_costs_leave_a_hold_in_their_order() {
+async fn calls_of_different_costs_leave_hold_in_order() {
     let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(60 * SECOND).build().unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, 2 * SECOND).await.unwrap();

@@ -28,7 +28,7 @@ async fn held(layer: &RateLimitLayer, host: &str) -> Option<Duration> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_429_of_one_host_holds_its_requests_and_no_others() {
+async fn host_429_holds_only_requests_to_that_host() {
     // Few enough that nothing is fetched ahead.
     let layer = builder(Quota::per_hour(40)).build().unwrap();
     let upstream = Upstream::answering([limited("9")]);
@@ -51,7 +51,7 @@ async fn a_429_of_one_host_holds_its_requests_and_no_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_that_cannot_wait_for_their_host_are_refused_at_once() {
+async fn impatient_requests_to_held_host_are_refused_at_once() {
     let layer = builder(Quota::per_second(2)).max_wait(5 * SECOND).build().unwrap();
     let upstream = Upstream::taking(ms(100));
     let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
@@ -104,7 +104,7 @@ async fn a_hold_of_all_holds_all_hosts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_to_a_held_host_keep_no_place_in_flight() {
+async fn requests_to_held_host_occupy_no_in_flight_slot() {
     for quota in [Quota::in_flight(1), Quota::in_flight(1).and(Quota::per_second(50))] {
         let layer = builder(quota).build().unwrap();
         let upstream = Upstream::answering([limited("9")]);
@@ -138,7 +138,7 @@ async fn requests_leave_a_hold_of_their_host_in_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_that_was_cut_ends_with_one_probe_for_its_host() {
+async fn truncated_host_hold_ends_with_one_probe() {
     let layer = builder(Quota::per_second(50)).max_hold(5 * SECOND).build().unwrap();
     let upstream = Upstream::answering([limited("7000"), limited("7000")]);
     let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
@@ -156,7 +156,7 @@ async fn a_hold_that_was_cut_ends_with_one_probe_for_its_host() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_that_share_a_store_share_the_holds_of_hosts() {
+async fn layers_sharing_a_store_share_host_holds() {
     let store = Arc::new(MemoryStore::default());
     let layers = [0, 1].map(|_| builder(Quota::per_second(50)).store(store.clone()).build().unwrap());
     let upstream = Upstream::answering([ok(), limited("9")]);
@@ -173,7 +173,7 @@ async fn layers_that_share_a_store_share_the_holds_of_hosts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_made_later_asks_the_store_for_holds_of_hosts() {
+async fn later_layer_reads_host_holds_from_the_store() {
     let store = Arc::new(MemoryStore::default());
     let layer = || builder(Quota::per_second(50)).store(store.clone()).build().unwrap();
     let upstream = Upstream::answering([limited("9")]);
@@ -203,7 +203,7 @@ async fn quotas_of_one_host_do_not_stop_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_room_for_their_keys_hosts_are_not_held_and_nobody_is_refused() {
+async fn hosts_beyond_max_keys_are_neither_held_nor_refused() {
     let layer = builder(Quota::per_second(50)).max_keys(2).build().unwrap();
     let service = ServiceBuilder::new().layer(layer).service(Upstream::answering([limited("2")]));
     for url in [ONE, TWO, ONE, TWO, "http://three.test/"] {

@@ -125,7 +125,7 @@ fn is_held(refused: &Limited) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_while_the_key_is_held_is_used_by_nobody_before_its_end() {
+async fn permits_returned_during_hold_stay_unused_until_its_end() {
     for later in [false, true] {
         let server = Server::new();
         let store: Arc<dyn Store> =
@@ -157,7 +157,7 @@ async fn what_is_given_back_while_the_key_is_held_is_used_by_nobody_before_its_e
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_only_calls_in_flight_are_limited_a_hold_reaches_those_who_have_not_called() {
+async fn in_flight_limit_hold_reaches_processes_without_calls() {
     let store = Arc::new(MemoryStore::default());
     let [ours, theirs] = [(); 2].map(|()| process(store.clone(), Quota::in_flight(5), SECOND));
     ours.hold_for(key(), 3 * SECOND).await.unwrap();
@@ -165,7 +165,7 @@ async fn where_only_calls_in_flight_are_limited_a_hold_reaches_those_who_have_no
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_only_calls_in_flight_are_limited_who_starts_later_learns_of_a_hold() {
+async fn in_flight_limit_hold_reaches_later_processes() {
     let store = Arc::new(MemoryStore::default());
     let ours = process(store.clone(), Quota::in_flight(5), SECOND);
     ours.hold_for(key(), 3 * SECOND).await.unwrap();
@@ -174,7 +174,7 @@ async fn where_only_calls_in_flight_are_limited_who_starts_later_learns_of_a_hol
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_only_calls_in_flight_are_limited_those_who_wait_hear_of_changes() {
+async fn in_flight_limit_waiters_receive_hold_changes() {
     let limiter = process(Arc::new(MemoryStore::default()), Quota::in_flight(5), 10 * SECOND);
     let start = Instant::now();
     let waits = async || {
@@ -203,7 +203,7 @@ async fn where_only_calls_in_flight_are_limited_those_who_wait_hear_of_changes()
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_knows_of_no_release_holds_all_the_same() {
+async fn hold_is_set_by_processes_that_missed_a_release() {
     for later in [false, true] {
         let (server, memory) = (Server::new(), Arc::new(MemoryStore::default()));
         let store =
@@ -224,7 +224,7 @@ async fn one_who_knows_of_no_release_holds_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_creeps_no_later_however_often_it_is_asked_for() {
+async fn hold_end_stays_however_often_it_is_requested() {
     let server = Server::new();
     // Answers that are slow now and fast then, as on a busy machine.
     let trips: Vec<_> = [40, 2, 30, 1, 60, 3].map(ms).into();
@@ -255,7 +255,7 @@ async fn a_hold_creeps_no_later_however_often_it_is_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_missed_a_release_learns_of_it_when_others_call() {
+async fn missed_release_is_learned_when_other_processes_call() {
     let server = Server::new();
     let [ours, theirs] =
         [(); 2].map(|()| process(Wire::new(&server, &[ms(2)]), Quota::per_second(50), SECOND));
@@ -373,7 +373,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 100, max_shrink_iters: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn whenever_it_is_held_every_wait_ends_in_order_and_nobody_leaves_in_a_hold(
+    fn waits_end_in_order_and_never_during_hold(
         count in 3u32..40,
         trips in prop::collection::vec(prop::collection::vec(0u64..40, 1..6), 3),
         steps in prop::collection::vec(step(), 1..150),
@@ -411,7 +411,7 @@ proptest! {
 
 /// What was booked before the hold, or on its way when it began, is free again when it ends.
 #[tokio::test(start_paused = true)]
-async fn all_of_the_limit_is_used_from_the_end_of_a_hold_on() {
+async fn full_limit_is_available_from_hold_end() {
     for trips in [[ms(1), ms(2)], [ms(0), ms(7)]] {
         let server = Server::new();
         let processes =
@@ -455,7 +455,7 @@ fn answers(status: u16, remaining: u32, retry_after: Option<u32>) -> Signal {
 
 /// Nobody waits for ever because the store is to be told something later.
 #[tokio::test(start_paused = true)]
-async fn who_comes_during_a_call_that_tells_of_others_is_asked_for() {
+async fn request_arriving_during_a_store_call_is_sent_next() {
     let (server, quota) = (Server::new(), Quota::new(40, 60 * SECOND));
     let ours = process(Wire::new(&server, &[ms(50)]), quota, 30 * SECOND);
     let theirs = process(Wire::new(&server, &[ms(1)]), quota, 30 * SECOND);
@@ -489,7 +489,7 @@ async fn line_up(limiter: &Limiter, first: usize, after: Duration, others: usize
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_time_that_a_key_is_held_counts_as_a_wait() {
+async fn hold_time_counts_as_wait() {
     for later in [false, true] {
         let store: Arc<dyn Store> =
             if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
@@ -507,7 +507,7 @@ async fn the_time_that_a_key_is_held_counts_as_a_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_cannot_wait_is_told_when_a_hold_is_released() {
+async fn request_is_refused_early_when_a_hold_is_released() {
     for later in [false, true] {
         let store: Arc<dyn Store> =
             if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
@@ -551,13 +551,13 @@ async fn beside_an_idle_runtime(
 }
 
 #[tokio::test]
-async fn who_asks_after_a_hold_is_not_held_by_the_answer() {
+async fn request_after_hold_is_not_held_by_its_answer() {
     let (granted, _) = beside_an_idle_runtime(Arc::new(MemoryStore::default()), ms(300)).await;
     assert!(!granted.as_ref().is_err_and(is_held), "{granted:?}");
 }
 
 #[tokio::test]
-async fn the_end_of_a_hold_is_not_missed_because_a_runtime_is_idle() {
+async fn hold_end_is_noticed_despite_an_idle_runtime() {
     for later in [false, true] {
         let store: Arc<dyn Store> =
             if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };

@@ -47,7 +47,7 @@ async fn until_refused(limiter: &Limiter) {
 }
 
 #[tokio::test]
-async fn all_processes_hold_what_one_was_told_with_and_without_a_secret() {
+async fn processes_share_a_hold_with_or_without_secret() {
     let server = RedisServer::start().unwrap();
     for secret in [None, Some("only we know")] {
         let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::per_second(2000), secret)).collect();
@@ -81,7 +81,7 @@ async fn all_processes_hold_what_one_was_told_with_and_without_a_secret() {
 }
 
 #[tokio::test]
-async fn a_process_that_starts_later_learns_of_the_hold_when_it_asks() {
+async fn later_process_learns_of_hold_with_first_request() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);
     process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
@@ -92,7 +92,7 @@ async fn a_process_that_starts_later_learns_of_the_hold_when_it_asks() {
 }
 
 #[tokio::test]
-async fn where_only_calls_in_flight_are_limited_one_call_may_come_before_it_is_known() {
+async fn in_flight_limit_learns_a_hold_after_one_call() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::in_flight(5);
     process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
@@ -102,7 +102,7 @@ async fn where_only_calls_in_flight_are_limited_one_call_may_come_before_it_is_k
 }
 
 #[tokio::test]
-async fn a_redis_that_was_started_again_is_told_of_holds_by_those_who_know_before_anybody_calls() {
+async fn restarted_redis_receives_known_holds_before_any_call() {
     let mut server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);
     let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
@@ -125,7 +125,7 @@ async fn a_redis_that_was_started_again_is_told_of_holds_by_those_who_know_befor
 }
 
 #[tokio::test]
-async fn a_redis_that_forgot_a_hold_is_told_again_by_the_next_who_asks() {
+async fn forgotten_hold_is_sent_again_with_next_request() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);
     let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
@@ -158,7 +158,7 @@ async fn until_host_is_held(service: &RateLimit<Upstream>, url: &str) {
 }
 
 #[tokio::test]
-async fn processes_without_a_key_function_hold_a_host_together_and_no_other() {
+async fn host_hold_is_shared_without_a_key_function() {
     let server = RedisServer::start().unwrap();
     let upstream = Upstream::answering([ok(), limited("60")]);
     let process = || {

@@ -95,13 +95,13 @@ async fn one_a_second_with_many_callers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn twenty_five_per_5_s_and_300_per_60_s_at_once() {
+async fn quota_25_per_5_s_with_300_per_minute() {
     let quota = "25/5s, 300/60s".parse().unwrap();
     check(quota, 40, Duration::from_millis(10_500)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_limits_of_which_now_one_binds_and_now_the_other() {
+async fn two_limits_that_bind_in_turn() {
     check("10/1s, 24/4s".parse().unwrap(), 40, Duration::from_millis(8500)).await;
 }
 

@@ -27,7 +27,7 @@ async fn free(layer: &RateLimitLayer) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn never_more_than_the_limit_at_the_same_time_and_nothing_idle() {
+async fn in_flight_limit_is_fully_used_and_never_exceeded() {
     let limiter = layer(Quota::in_flight(8)).limiter();
     let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let start = Instant::now();
@@ -45,7 +45,7 @@ async fn never_more_than_the_limit_at_the_same_time_and_nothing_idle() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_are_served_in_order_and_polled_once_more() {
+async fn waiters_are_served_in_order_with_one_more_poll() {
     let layer = layer(Quota::in_flight(3));
     let limiter = layer.limiter();
     let (order, polls) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
@@ -94,7 +94,7 @@ async fn dropped_at_any_await_nothing_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_cannot_wait_is_told_at_once_and_names_the_limit() {
+async fn impatient_request_is_refused_at_once_naming_the_limit() {
     let layer = RateLimitLayer::builder(Quota::in_flight(3)).max_wait(Duration::ZERO).build().unwrap();
     let limiter = layer.limiter();
     let held: Vec<_> = join_all((0..3).map(|_| limiter.acquire(Key::ALL))).await;
@@ -111,7 +111,7 @@ async fn one_who_cannot_wait_is_told_at_once_and_names_the_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_wait_ends_after_max_wait_or_at_the_deadline() {
+async fn wait_ends_after_max_wait_or_at_deadline() {
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_wait(ms(500)).build().unwrap();
     let limiter = layer.limiter();
     let _held = limiter.acquire(Key::ALL).await.unwrap();
@@ -140,7 +140,7 @@ async fn a_line_that_is_full_refuses_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_a_rate_both_hold_and_no_slot_is_spent_on_one_who_waits_for_a_seat() {
+async fn rate_slot_is_not_spent_waiting_for_in_flight() {
     // Ten a second would allow more, but each call takes a second and two may be in flight.
     let layer = layer(Quota::per_second(10).and(Quota::in_flight(2)));
     let upstream = Upstream::taking(ms(1000));
@@ -158,7 +158,7 @@ async fn with_a_rate_both_hold_and_no_slot_is_spent_on_one_who_waits_for_a_seat(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_ends_with_the_head_its_error_or_its_future() {
+async fn call_ends_with_its_head_error_or_future() {
     let layer = layer(Quota::in_flight(1));
     let client = service_fn(|request: Request<String>| async move {
         match request.uri().path() {
@@ -181,7 +181,7 @@ async fn a_call_ends_with_the_head_its_error_or_its_future() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn held_until_the_body_ends_a_call_is_in_flight_until_then() {
+async fn call_kept_until_body_end_stays_in_flight() {
     let layer = layer(Quota::in_flight(1));
     let client = service_fn(|request: Request<String>| async move {
         let parts = ["one ", "two"].map(|part| Ok::<_, BoxError>(http_body::Frame::data(Bytes::from(part))));
@@ -212,7 +212,7 @@ async fn held_until_the_body_ends_a_call_is_in_flight_until_then() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_that_share_a_store_share_the_seats_in_order() {
+async fn layers_sharing_a_store_queue_in_flight_calls_together() {
     let store = Arc::new(MemoryStore::default());
     let build =
         || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
@@ -238,7 +238,7 @@ async fn layers_that_share_a_store_share_the_seats_in_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_stricter_of_two_limits_holds_while_both_are_asserted() {
+async fn stricter_of_two_asserted_limits_applies() {
     let store = Arc::new(MemoryStore::default());
     let build = |most| {
         RateLimitLayer::builder(Quota::in_flight(most)).store(store.clone()).build().unwrap().limiter()
@@ -252,7 +252,7 @@ async fn the_stricter_of_two_limits_holds_while_both_are_asserted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_knows_no_calls_in_flight_says_so_and_fail_open_passes() {
+async fn store_without_in_flight_limits_errs_or_fails_open() {
     let build = |on_store_error| {
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(Failing::away(false)));
         builder.on_store_error(on_store_error).build().unwrap().limiter()
@@ -266,7 +266,7 @@ async fn a_store_that_knows_no_calls_in_flight_says_so_and_fail_open_passes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_forgot_a_key_that_was_free_counts_it_anew() {
+async fn store_that_forgot_a_free_key_counts_anew() {
     let store = Arc::new(MemoryStore::new(1));
     let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(ms(500));
     let limiter = builder.build().unwrap().limiter();
@@ -285,7 +285,7 @@ async fn a_request_without_cost_needs_no_seat() {
 }
 
 #[test]
-fn a_runtime_that_is_dropped_leaves_no_call_in_flight() {
+fn dropped_runtime_leaves_no_call_in_flight() {
     let layer = layer(Quota::in_flight(60));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {

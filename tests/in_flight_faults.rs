@@ -18,7 +18,7 @@ use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
 use in_flight::{Upstream, builder, free, millis, process, until_free};
 
 #[tokio::test]
-async fn a_server_that_forgets_gives_nothing_to_others_while_calls_are_in_flight() {
+async fn server_that_forgot_grants_nothing_during_calls_in_flight() {
     let server = RedisServer::start().unwrap();
     let build =
         || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
@@ -45,7 +45,7 @@ async fn a_server_that_forgets_gives_nothing_to_others_while_calls_are_in_flight
 }
 
 #[tokio::test]
-async fn a_store_that_is_away_is_told_at_once_and_found_again() {
+async fn unreachable_store_is_reported_at_once_and_found_again() {
     let mut server = RedisServer::start().unwrap();
     let limiter = process(&server, Quota::in_flight(2));
     let held = limiter.acquire(Key::ALL).await.unwrap();
@@ -67,7 +67,7 @@ async fn a_store_that_is_away_is_told_at_once_and_found_again() {
 }
 
 #[tokio::test]
-async fn a_call_whose_seat_may_be_anothers_is_given_up_or_goes_on_as_told() {
+async fn call_past_in_flight_ttl_is_revoked_or_continues() {
     let mut server = RedisServer::start().unwrap();
     let life = millis(400);
     let closed = builder(&server, Quota::in_flight(2)).in_flight_ttl(life).build().unwrap().limiter();
@@ -107,7 +107,7 @@ async fn a_connection_of_ones_own_asks_where_nobody_tells() {
 }
 
 #[tokio::test]
-async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
+async fn server_that_forgot_relearns_slots_granted_to_waiters() {
     let server = RedisServer::start().unwrap();
     let build =
         || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
@@ -129,7 +129,7 @@ async fn a_server_that_forgets_is_told_of_seats_that_were_waited_for() {
 }
 
 #[tokio::test]
-async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others() {
+async fn recently_idle_process_detects_a_server_that_forgot() {
     let server = RedisServer::start().unwrap();
     let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
     let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
@@ -143,7 +143,7 @@ async fn one_who_left_a_moment_ago_finds_out_that_the_server_forgot_the_others()
 }
 
 #[tokio::test]
-async fn one_who_knows_of_more_finds_out_that_the_server_has_an_older_state() {
+async fn newer_process_detects_a_server_with_older_state() {
     let mut server = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
     let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
     let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
@@ -281,7 +281,7 @@ impl Proxy {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_cut_without_a_sign_is_made_anew() {
+async fn connection_cut_silently_is_made_anew() {
     let server = RedisServer::start().unwrap();
     let proxy = Proxy::start(&server).await;
     let build = |url: &str| {

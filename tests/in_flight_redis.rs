@@ -68,7 +68,7 @@ async fn one_process_alone_passes_seats_on_without_the_store() {
 }
 
 #[tokio::test]
-async fn those_who_came_first_go_first_whichever_process_they_are_in() {
+async fn waiters_go_in_order_across_processes() {
     let server = RedisServer::start().unwrap();
     let (ours, theirs) = (process(&server, Quota::in_flight(1)), process(&server, Quota::in_flight(1)));
     let held = ours.acquire(Key::ALL).await.unwrap();
@@ -110,7 +110,7 @@ async fn an_upstream_slower_than_the_life_never_sees_more() {
 }
 
 #[test]
-fn a_runtime_that_is_dropped_with_fifty_held_leaves_none() {
+fn runtime_dropped_with_fifty_calls_leaves_none() {
     let server = RedisServer::start().unwrap();
     let (ours, theirs) = (process(&server, Quota::in_flight(60)), process(&server, Quota::in_flight(60)));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -131,7 +131,7 @@ fn a_runtime_that_is_dropped_with_fifty_held_leaves_none() {
 }
 
 #[tokio::test]
-async fn shutdown_answers_when_the_store_has_heard_of_all_who_left() {
+async fn shutdown_returns_after_all_releases_reach_the_store() {
     let server = RedisServer::start().unwrap();
     let limiter = process(&server, Quota::in_flight(9).and(Quota::per_second(100)));
     let held = join_all((0..9).map(|_| limiter.acquire(Key::ALL))).await;
@@ -142,7 +142,7 @@ async fn shutdown_answers_when_the_store_has_heard_of_all_who_left() {
 }
 
 #[tokio::test]
-async fn one_call_after_the_other_gets_its_seat_each_time() {
+async fn consecutive_calls_each_get_an_in_flight_slot() {
     let server = RedisServer::start().unwrap();
     let limiter = builder(&server, Quota::in_flight(1)).max_wait(millis(2000)).build().unwrap().limiter();
     for _ in 0..20 {
@@ -153,7 +153,7 @@ async fn one_call_after_the_other_gets_its_seat_each_time() {
 }
 
 #[tokio::test]
-async fn those_who_cannot_wait_are_told_as_soon_as_the_store_has_answered() {
+async fn impatient_requests_are_refused_when_the_store_answers() {
     let server = RedisServer::start().unwrap();
     let build = || builder(&server, Quota::in_flight(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
     let (theirs, ours) = (build(), build());
@@ -177,7 +177,7 @@ async fn those_who_cannot_wait_are_told_as_soon_as_the_store_has_answered() {
 }
 
 #[tokio::test]
-async fn a_seat_that_was_wanted_by_those_who_left_is_not_kept_for_them() {
+async fn in_flight_slot_is_not_kept_for_departed_waiters() {
     let server = RedisServer::start().unwrap();
     let build = || {
         builder(&server, Quota::in_flight(1))
@@ -227,7 +227,7 @@ async fn what_is_said_again_counts_no_seat_twice() {
 }
 
 #[tokio::test]
-async fn a_hundred_processes_on_one_key_are_never_over_and_all_are_served() {
+async fn hundred_processes_share_one_key_within_its_limit() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let build = || builder(&server, Quota::in_flight(8)).max_wait(Duration::from_secs(60)).build().unwrap();
@@ -268,7 +268,7 @@ async fn a_hundred_processes_on_one_key_are_never_over_and_all_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_of_many_keys_stay_counted_when_all_are_to_be_said_at_once() {
+async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
     let server = RedisServer::start().unwrap();
     // Ten thousand keys keep a busy machine longer than the default.
     let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build();

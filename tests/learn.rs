@@ -100,7 +100,7 @@ async fn several_budgets_gate_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
+async fn policy_may_change_and_expires_when_no_longer_stated() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
     let policy = |count: u32| Ok(stating(&[("RateLimit-Policy", &format!(r#""default";q={count};w=2"#))]));
@@ -119,7 +119,7 @@ async fn a_policy_may_change_and_is_forgotten_when_it_is_stated_no_more() {
 
 /// The line is in use all the time, by calls whose answers say nothing.
 #[tokio::test(start_paused = true)]
-async fn what_is_stated_no_more_is_forgotten_where_nothing_is_stated_any_more() {
+async fn policy_expires_during_use_without_further_statements() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
     let policy = Ok(stating(&[("RateLimit-Policy", r#""default";q=1;w=2"#)]));
@@ -134,7 +134,7 @@ async fn what_is_stated_no_more_is_forgotten_where_nothing_is_stated_any_more() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_bucket_that_holds_more_than_is_stated_implies_nothing() {
+async fn bucket_larger_than_stated_implies_nothing() {
     let policy = [("RateLimit-Policy", r#""default";q=60;w=60"#)];
     for (capacity, allowed) in [(60, 0), (1000, 1)] {
         let quota = Quota::bucket(capacity).refill(60, Duration::from_secs(60));
@@ -146,7 +146,7 @@ async fn a_bucket_that_holds_more_than_is_stated_implies_nothing() {
 
 /// An answer that makes another limit hold is not told to the store as one of that.
 #[tokio::test(start_paused = true)]
-async fn what_was_said_of_another_limit_is_not_said_of_a_new_one() {
+async fn remaining_of_one_limit_is_not_applied_to_another() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(60), HeaderTrust::Replace, &store);
     let refusal = [
@@ -165,7 +165,7 @@ async fn what_was_said_of_another_limit_is_not_said_of_a_new_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_makes_no_sense_as_a_limit_of_requests_is_none() {
+async fn implausible_request_limits_are_ignored() {
     for headers in [
         ("RateLimit-Policy", r#""default";q=0;w=10"#),
         ("RateLimit-Policy", r#""default";q=10"#),
@@ -182,7 +182,7 @@ async fn what_makes_no_sense_as_a_limit_of_requests_is_none() {
 
 /// A process that starts anew knows nothing of what it used before; its upstream does.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_after_a_restart_is_all_that_is_used() {
+async fn remaining_after_a_restart_is_all_that_is_used() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_hour(5000), HeaderTrust::Usage, &store);
     let says = |left: u32, reset: u32| {
@@ -240,7 +240,7 @@ async fn release_forgets_what_was_reserved_for_others() {
 
 /// Of two quotas with the window of the limit, the one that counts the same is meant.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
+async fn remaining_tokens_do_not_affect_a_request_limit() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Usage, &store);
     let says = |requests: u32, tokens: u32, reset: u32| {
@@ -259,7 +259,7 @@ async fn what_is_left_of_tokens_says_nothing_of_a_limit_of_requests() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_smaller_quota_is_not_gone_of_the_limit() {
+async fn remaining_of_smaller_quota_does_not_reduce_the_limit() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Usage, &store);
     let says = |all: u32, searches: u32, reset: u32| {

@@ -92,7 +92,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_history_is_over_nobody_waits_for_ever_and_nothing_is_left_behind(
+    fn histories_keep_limits_end_waits_and_leave_nothing(
         quota in quota(),
         callers in prop::collection::vec(caller(), 1..250),
     ) {

@@ -69,7 +69,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const CROWD: u32 = 100_000;
 
 #[tokio::test(start_paused = true)]
-async fn each_of_a_crowd_of_keys_has_its_limit_and_no_more() {
+async fn each_of_many_keys_gets_exactly_its_limit() {
     let limiter = limiter(Quota::per_hour(1), CROWD as usize);
     for number in 0..CROWD {
         drop(call(&limiter, host(number)).unwrap());
@@ -125,7 +125,7 @@ async fn hosts_that_take_turns_have_permits_at_hand() {
 /// What was granted within the window is told with the next call, so that a store that lost it can tell; where more keys
 /// come than there is room for, those that were granted something last are remembered.
 #[tokio::test(start_paused = true)]
-async fn what_a_store_granted_is_remembered_for_its_window_by_max_keys_at_least() {
+async fn grants_are_remembered_for_at_least_max_keys_keys() {
     const MOST: u32 = 1000;
     let server = Arc::new(Server::default());
     let limiter = limiter_over(&server, Quota::per_hour(20), MOST as usize);
@@ -149,7 +149,7 @@ async fn what_a_store_granted_is_remembered_for_its_window_by_max_keys_at_least(
 
 /// A line that makes room for another keeps nothing for itself.
 #[tokio::test(start_paused = true)]
-async fn what_lies_at_hand_goes_back_when_its_key_is_forgotten() {
+async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
     let store = Arc::new(MemoryStore::default());
     let builder = RateLimitLayer::builder(Quota::per_hour(5000)).max_keys(1).store(store);
     let limiter = builder.build().unwrap().limiter();
@@ -190,7 +190,7 @@ fn bytes_over_an_hour(limiter: &Limiter) -> Vec<i64> {
 }
 
 #[test]
-fn keys_that_come_and_go_for_an_hour_leave_nothing() {
+fn keys_used_for_an_hour_leave_nothing() {
     let quota = Quota::new(3, Duration::from_secs(2));
     let alone = RateLimitLayer::new(quota).unwrap().limiter();
     let shared = limiter_over(&Arc::new(Server::default()), quota, 100_000);

@@ -388,7 +388,7 @@ async fn a_user_with_few_rights_is_enough() {
 
 /// Whatever is free: no number of units may look like a status.
 #[tokio::test]
-async fn a_peek_is_read_with_each_number_of_free_units() {
+async fn peek_is_read_with_each_number_of_free_units() {
     let server = RedisServer::start().unwrap();
     let store = Arc::new(RedisStore::new(&server.url()).unwrap());
     let limiter = limiter(&store, Quota::per_hour(8).and(Quota::in_flight(8)), Duration::ZERO);
@@ -403,7 +403,7 @@ async fn a_peek_is_read_with_each_number_of_free_units() {
 }
 
 #[tokio::test]
-async fn settings_of_a_store_that_make_no_sense_are_errors_without_secrets() {
+async fn invalid_store_settings_are_errors_without_secrets() {
     let wrong = [
         RedisStore::builder("redis://user:s3cr3t@"),
         RedisStore::builder("http://s3cr3t"),

@@ -61,7 +61,7 @@ async fn where_nobody_listens_the_error_says_so_at_once() {
 }
 
 #[tokio::test]
-async fn a_program_can_ask_at_its_start_whether_redis_is_there() {
+async fn program_can_check_at_start_whether_redis_answers() {
     let server = RedisServer::start().unwrap();
     RedisStore::new(&server.url()).unwrap().connect().await.unwrap();
     let nowhere = RedisStore::new(&format!("redis://127.0.0.1:{}/", closed_port())).unwrap();
@@ -71,7 +71,7 @@ async fn a_program_can_ask_at_its_start_whether_redis_is_there() {
 
 /// It accepts connections and answers nothing, as a process that is stopped, or a network that swallows.
 #[tokio::test]
-async fn a_redis_that_hangs_is_found_out_once_and_then_at_once_and_its_return_needs_no_restart() {
+async fn hanging_redis_is_detected_once_and_recovers_without_restart() {
     let server = RedisServer::start().unwrap();
     let limiter = limiter_of(
         RedisStore::builder(&server.url()).store_timeout(Duration::from_millis(200)),
@@ -94,7 +94,7 @@ async fn a_redis_that_hangs_is_found_out_once_and_then_at_once_and_its_return_ne
 }
 
 #[tokio::test]
-async fn a_redis_that_is_killed_and_comes_back_needs_no_restart() {
+async fn killed_redis_recovers_without_process_restart() {
     let mut server = RedisServer::start().unwrap();
     let limiter = limiter(&server.url(), Quota::per_second(1000));
     recovered(&limiter).await;
@@ -122,7 +122,7 @@ async fn fail_open_lets_pass_what_it_cannot_count() {
 
 /// An answer that is an error concerns one call: nobody else is kept waiting.
 #[tokio::test]
-async fn an_error_that_redis_answers_is_told_and_breaks_nothing() {
+async fn redis_error_reply_is_reported_and_breaks_nothing() {
     let server = RedisServer::start().unwrap();
     let limiter = limiter(&server.url(), Quota::per_minute(2));
     limiter.acquire(Key::new("one")).await.unwrap().give_back();
@@ -178,7 +178,7 @@ async fn connections_of_ones_own_serve_as_well() {
 
 /// Both processes know what they were granted: Redis learns it from them before it grants anything.
 #[tokio::test]
-async fn a_redis_that_lost_its_state_gives_no_second_full_limit() {
+async fn redis_without_state_grants_no_second_full_limit() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::new(6, Duration::from_secs(2));
     let build = |max_wait| limiter_of(RedisStore::builder(&server.url()), quota, max_wait);
@@ -203,7 +203,7 @@ async fn a_redis_that_lost_its_state_gives_no_second_full_limit() {
 
 /// Nothing is charged yet, and what is learned must not be forgotten meanwhile.
 #[tokio::test]
-async fn a_state_that_learns_lives_as_long_as_it_learns() {
+async fn recovering_state_lives_until_recovery_ends() {
     let server = RedisServer::start().unwrap();
     let limiter = limiter(&server.url(), Quota::per_minute(1));
     drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -285,7 +285,7 @@ impl CutWire {
 }
 
 #[tokio::test]
-async fn a_call_whose_answer_was_lost_is_spent_and_never_repeated() {
+async fn call_with_lost_answer_is_spent_and_never_repeated() {
     let server = RedisServer::start().unwrap();
     // So few an hour that nothing is fetched ahead.
     let direct = limiter(&server.url(), Quota::per_hour(45));

@@ -336,7 +336,7 @@ async fn assert_each_done_once(what: &str, direct: &Limiter, stores: usize, call
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
+async fn unanswered_calls_are_never_made_twice() {
     const STORES: usize = 10;
     const EACH: usize = 100;
     let server = RedisServer::start().unwrap();
@@ -357,7 +357,7 @@ async fn of_a_thousand_calls_without_an_answer_none_is_made_twice() {
 /// The client of a cluster would make it again by itself.
 #[cfg(feature = "redis-cluster")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn in_a_cluster_no_call_without_an_answer_is_made_twice() {
+async fn unanswered_cluster_calls_are_never_made_twice() {
     let server = RedisServer::start_cluster_of_one().unwrap();
     let direct = judge(&server.url());
     drop(direct.acquire(Key::ALL).await.unwrap());

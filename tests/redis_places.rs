@@ -107,7 +107,7 @@ async fn assert_none_twice(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cluster_counts_tells_moves_and_fails_over_and_does_nothing_twice() {
+async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
     let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap()).await.unwrap();
     let urls = cluster.urls();
     share(|| RedisStore::cluster(&urls)).await;
@@ -302,7 +302,7 @@ async fn a_key_that_moves_is_counted_on_the_way() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_master_that_sentinels_replace_needs_no_restart_and_nothing_is_done_twice() {
+async fn sentinel_failover_needs_no_restart_and_repeats_nothing() {
     let mut watched = tokio::task::spawn_blocking(|| Watched::start().unwrap()).await.unwrap();
     let (urls, master) = (watched.urls(), format!("redis://{}/", Watched::NAME));
     share(|| RedisStore::sentinel(&urls, &master)).await;
@@ -384,7 +384,7 @@ async fn an_acl_for_a_cluster_suffices() {
 }
 
 #[test]
-fn places_that_make_no_sense_are_errors_that_show_no_password() {
+fn invalid_places_are_errors_without_passwords() {
     let none: [&str; 0] = [];
     let builders = [
         RedisStore::cluster(none),
@@ -406,7 +406,7 @@ fn places_that_make_no_sense_are_errors_that_show_no_password() {
 /// rustls panics where the process has no provider of what encrypts.
 #[cfg(feature = "redis-tls-rustls")]
 #[tokio::test]
-async fn a_server_without_tls_is_away_for_one_who_wants_it() {
+async fn server_without_tls_is_unreachable_for_a_tls_store() {
     let server = RedisServer::start().unwrap();
     let url = server.url().replace("redis://", "rediss://");
     let store = RedisStore::new(&url).unwrap();

@@ -78,7 +78,7 @@ async fn a_reqwest_client_is_a_service_under_the_layer() {
 }
 
 #[tokio::test]
-async fn a_client_with_middleware_is_a_service_under_the_layer() {
+async fn client_with_middleware_is_a_service_under_the_layer() {
     let server = server(0);
     let (outer, inner) = (plenty().build().unwrap(), RateLimitLayer::builder(Quota::per_hour(1)));
     let inner = inner.max_wait(ms(0)).build().unwrap();
@@ -90,7 +90,7 @@ async fn a_client_with_middleware_is_a_service_under_the_layer() {
 }
 
 #[tokio::test]
-async fn one_layer_value_fits_both_sockets_and_shares_one_count() {
+async fn layer_value_fits_both_ecosystems_and_shares_one_count() {
     let server = server(0);
     let limit = plenty().build().unwrap();
     let middleware = with(limit.clone());
@@ -104,7 +104,7 @@ async fn one_layer_value_fits_both_sockets_and_shares_one_count() {
 }
 
 #[tokio::test]
-async fn a_request_carries_its_key_cost_and_deadline_beside_it() {
+async fn request_extensions_carry_key_cost_and_deadline() {
     let server = server(0);
     let limit = RateLimitLayer::builder(Quota::per_hour(5)).key(by_host).max_wait(ms(0)).build().unwrap();
     let client = with(limit.clone());
@@ -133,7 +133,7 @@ async fn a_retry_outside_takes_a_permit_for_each_attempt() {
 }
 
 #[tokio::test]
-async fn a_retry_that_finds_no_permit_ends_with_our_no() {
+async fn retry_without_a_permit_ends_with_our_refusal() {
     let server = server(3);
     let limit = RateLimitLayer::builder(Quota::per_hour(2)).max_wait(ms(0)).max_hold(ms(0)).build().unwrap();
     let client = ClientBuilder::new(client()).with(retry()).with(limit).build();
@@ -161,7 +161,7 @@ impl<E> Policy<Request, Response, E> for RetryLimited {
 }
 
 #[tokio::test]
-async fn a_tower_retry_around_a_reqwest_client_takes_a_permit_for_each_attempt() {
+async fn tower_retry_around_reqwest_takes_a_permit_per_attempt() {
     let server = server(2);
     let limit = plenty().build().unwrap();
     let service = ServiceBuilder::new()
@@ -175,7 +175,7 @@ async fn a_tower_retry_around_a_reqwest_client_takes_a_permit_for_each_attempt()
 }
 
 #[tokio::test]
-async fn a_429_passes_as_a_response_unless_an_error_was_asked_for() {
+async fn upstream_429_is_a_response_unless_errors_are_requested() {
     let server = server(4);
     let passes = plenty().build().unwrap();
     let fails = plenty().key(by_host).error_on_upstream_limit().build().unwrap();
@@ -193,7 +193,7 @@ async fn a_429_passes_as_a_response_unless_an_error_was_asked_for() {
 }
 
 #[tokio::test]
-async fn one_function_tells_local_upstream_store_and_inner_apart_in_both_ecosystems() {
+async fn one_function_classifies_refusals_in_both_ecosystems() {
     let full = plenty().key(|_| None::<Key>);
     let upstream = plenty().error_on_upstream_limit();
     let store = plenty().store(Arc::new(Failing::away(false)));
@@ -253,7 +253,7 @@ fn canned(limit: &RateLimitLayer, upstream: &Upstream) -> ClientWithMiddleware {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_middleware_waits_in_the_line_and_leaves_it_when_dropped() {
+async fn middleware_waits_in_queue_and_leaves_when_dropped() {
     let (upstream, limit) = (Upstream::new(), RateLimitLayer::new(Quota::per_second(1)).unwrap());
     let client = canned(&limit, &upstream);
     let call = |path: &str| tokio::spawn(client.get(format!("http://a{path}")).send());
@@ -269,7 +269,7 @@ async fn a_middleware_waits_in_the_line_and_leaves_it_when_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_middleware_s_call_that_was_dropped_or_failed_counts_as_sent() {
+async fn dropped_or_failed_middleware_call_counts_as_sent() {
     let limit = RateLimitLayer::builder(Quota::per_second(2)).max_wait(ms(0)).build().unwrap();
     let slow = canned(&limit, &Upstream::taking(ms(60_000)));
     let dropped = tokio::spawn(slow.get("http://a/").send());
@@ -281,7 +281,7 @@ async fn a_middleware_s_call_that_was_dropped_or_failed_counts_as_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_by_a_middleware_tells_how_long_to_wait() {
+async fn middleware_refusal_states_how_long_to_wait() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
     let client = canned(&limit, &Upstream::new());
     client.get("http://a/").send().await.unwrap();
@@ -292,7 +292,7 @@ async fn a_refusal_by_a_middleware_tells_how_long_to_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_retry_with_us_inside_needs_no_delay_of_its_own() {
+async fn retry_around_the_middleware_needs_no_own_delay() {
     let upstream = Upstream::answering([limited("1"), limited("1")]);
     let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
     let client =
@@ -302,7 +302,7 @@ async fn a_retry_with_us_inside_needs_no_delay_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_upstream_error_is_fatal_to_the_default_retry_strategy() {
+async fn upstream_error_is_fatal_to_default_retry_strategy() {
     let upstream = Upstream::answering([limited("1"), limited("1")]);
     let limit = plenty().error_on_upstream_limit().build().unwrap();
     let client =
@@ -313,7 +313,7 @@ async fn an_upstream_error_is_fatal_to_the_default_retry_strategy() {
 
 /// The head frees the place, or the body does; what the caller sees of the response is the same.
 #[tokio::test]
-async fn a_call_in_flight_ends_with_the_head_or_with_the_body() {
+async fn call_in_flight_ends_with_head_or_body() {
     let server = Server::open();
     let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
     let free = async || support::peek(&limit, Key::ALL).await.free;
@@ -357,7 +357,7 @@ async fn a_middleware_that_sends_again_holds_no_place_meanwhile() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_middleware_s_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
+async fn middleware_retry_wait_in_vain_reports_the_refusal() {
     let upstream = Upstream::answering([limited("2")]);
     let layer = AdaptiveThrottleLayer::new();
     let throttle = layer.throttle();
@@ -403,7 +403,7 @@ impl Redirected {
 }
 
 #[tokio::test]
-async fn what_another_host_says_after_a_redirect_holds_nothing_and_is_not_learned() {
+async fn redirected_host_signals_hold_nothing_and_teach_nothing() {
     use http::header::AUTHORIZATION;
     let keys = [("api.test", Key::host("api.test")), ("token", Key::new("of tenant 7"))];
     for (status, (by, key)) in [503, 429, 200].into_iter().flat_map(|status| keys.map(|key| (status, key))) {
@@ -426,7 +426,7 @@ async fn what_another_host_says_after_a_redirect_holds_nothing_and_is_not_learne
 }
 
 #[tokio::test]
-async fn what_another_host_says_after_a_redirect_does_not_slow_a_throttle() {
+async fn redirected_host_signals_do_not_slow_a_throttle() {
     let hosts = Redirected::answering(429);
     let layer = AdaptiveThrottleLayer::builder().key(by_host).max_wait(ms(0)).build().unwrap();
     let retrying = layer.clone().retrying();
@@ -441,7 +441,7 @@ async fn what_another_host_says_after_a_redirect_does_not_slow_a_throttle() {
 
 /// One that waits behind a call in flight goes when that ends, with reqwest-middleware too.
 #[tokio::test]
-async fn a_middleware_waits_for_a_call_in_flight_to_end() {
+async fn middleware_waits_for_call_in_flight_to_end() {
     let server = Server::open().latency(ms(50));
     let limit = RateLimitLayer::new(Quota::in_flight(2)).unwrap();
     let client = with(limit);

@@ -29,7 +29,7 @@ fn server(refusals: usize) -> Upstream {
 }
 
 #[tokio::test]
-async fn reqwest_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
+async fn reqwest_retry_waits_for_the_upstream_s_retry_after() {
     let server = server(2);
     let limit = limit().build().unwrap();
     let retry = RetryLimited::new();
@@ -45,7 +45,7 @@ async fn reqwest_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
 }
 
 #[tokio::test]
-async fn a_tower_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
+async fn tower_retry_waits_for_the_upstream_s_retry_after() {
     let server = server(2);
     let limit = limit().build().unwrap();
     let service = ServiceBuilder::new()
@@ -62,7 +62,7 @@ async fn a_tower_retry_waits_at_the_gate_for_as_long_as_the_upstream_said() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tower_retry_holds_no_place_in_flight_while_it_waits() {
+async fn tower_retry_occupies_no_in_flight_slot_while_waiting() {
     let upstream = support::Upstream::answering([limited("2")]);
     let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
     let held = limit.clone().in_flight_until_body_end();
@@ -72,7 +72,7 @@ async fn a_tower_retry_holds_no_place_in_flight_while_it_waits() {
 }
 
 #[tokio::test]
-async fn reqwest_retry_holds_no_place_in_flight_while_it_waits() {
+async fn reqwest_retry_occupies_no_in_flight_slot_while_waiting() {
     let server = server(1);
     let limit = RateLimitLayer::new(Quota::in_flight(1)).unwrap();
     let retry = RetryLimited::new();
@@ -84,7 +84,7 @@ async fn reqwest_retry_holds_no_place_in_flight_while_it_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_end_and_the_last_answer_passes_as_it_is() {
+async fn attempts_end_and_last_answer_passes_unchanged() {
     let upstream = support::Upstream::answering([limited("1"), limited("1"), limited("1"), ok()]);
     let service = ServiceBuilder::new().retry(RetryLimited::new()).layer(limit().build().unwrap());
     let response = service.service(upstream.clone()).oneshot(support::get("/")).await.unwrap();
@@ -92,7 +92,7 @@ async fn attempts_end_and_the_last_answer_passes_as_it_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_of_the_upstream_s_limit_is_retried_too() {
+async fn upstream_limit_error_is_retried_too() {
     let upstream = support::Upstream::answering([limited("1"), ok()]);
     let limit = limit().error_on_upstream_limit().build().unwrap();
     let service = ServiceBuilder::new().retry(RetryLimited::new()).layer(limit).service(upstream.clone());

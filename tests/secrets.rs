@@ -84,7 +84,7 @@ async fn every_no() -> Vec<(Limited, &'static str)> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_error_shows_a_key_and_each_says_what_to_do() {
+async fn errors_show_no_key_and_name_the_remedy() {
     events::listen();
     let mut reasons = Vec::new();
     for (limited, word) in every_no().await {
@@ -132,7 +132,7 @@ async fn no_debug_output_shows_a_key() {
 
 #[cfg(feature = "tracing")]
 #[tokio::test(start_paused = true)]
-async fn no_event_shows_a_key_and_each_no_is_one_event() {
+async fn events_show_no_key_and_count_each_refusal_once() {
     events::listen();
     let refusals = every_no().await.len();
     let waits = builder().build().unwrap().layer(Upstream::new());

@@ -180,7 +180,7 @@ async fn run(processes: usize, remote: Arc<Remote>, bucket: Arc<Mutex<Bucket>>) 
 }
 
 #[tokio::test(start_paused = true)]
-async fn fifty_processes_that_find_an_empty_bucket_are_refused_once() {
+async fn fifty_processes_at_an_empty_bucket_are_refused_once() {
     let Outcome { accepted, refused, longest, calls: (fewest, most), exchanges } =
         run(50, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
     assert_eq!(refused, 1, "the probe");
@@ -204,7 +204,7 @@ async fn where_nothing_is_scarce_nobody_waits_for_the_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_the_store_is_away_each_goes_on_at_its_part_of_the_speed() {
+async fn processes_keep_their_pace_share_without_the_store() {
     let remote = Remote::new(ms(1));
     let bucket = Bucket::new(4500.0, 1.25, 0.0);
     let away = {
@@ -255,7 +255,7 @@ fn refusal_for(seconds: u64) -> Signal {
 }
 
 #[tokio::test(start_paused = true)]
-async fn release_in_a_new_process_ends_the_hold_of_all() {
+async fn release_in_new_process_ends_every_process_s_hold() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
     one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
@@ -290,7 +290,7 @@ async fn a_hold_by_hand_is_shared_when_it_returns() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_while_the_store_is_away_is_shared_when_it_is_back() {
+async fn release_without_store_is_shared_when_store_returns() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
     one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
@@ -307,7 +307,7 @@ async fn a_release_while_the_store_is_away_is_shared_when_it_is_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_that_a_store_never_answers_ends_with_an_error() {
+async fn release_that_the_store_never_answers_is_an_error() {
     let remote = Remote::new(ms(1));
     remote.mute.store(true, Ordering::Relaxed);
     let throttle = layer(&remote).throttle();
@@ -315,7 +315,7 @@ async fn a_release_that_a_store_never_answers_ends_with_an_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_waits_and_is_dropped_keeps_nobody_from_going() {
+async fn dropped_waiter_blocks_no_other_request() {
     let remote = Remote::new(ms(1));
     let bucket = Bucket::new(4500.0, 1.25, 0.0);
     let layers: Vec<_> = (0..5).map(|_| layer(&remote)).collect();
@@ -366,7 +366,7 @@ async fn a_store_that_never_answers_is_away() {
 }
 
 #[test]
-fn a_runtime_that_stands_still_keeps_nobody_in_another_waiting() {
+fn stalled_runtime_delays_no_request_in_another_runtime() {
     let runtime = || {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         builder.enable_all().start_paused(true).build().unwrap()
@@ -392,7 +392,7 @@ fn a_runtime_that_stands_still_keeps_nobody_in_another_waiting() {
 }
 
 #[test]
-fn a_pace_that_cannot_be_shared_is_refused_with_what_to_do() {
+fn pace_that_cannot_be_shared_is_refused_with_remedy() {
     let builder = AdaptiveThrottleLayer::builder().pace(|| Unpaced).store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
     assert_eq!(error, ConfigError::PaceNotShared);

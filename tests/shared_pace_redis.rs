@@ -63,7 +63,7 @@ impl Bucket {
 }
 
 #[tokio::test]
-async fn many_processes_are_refused_hardly_more_often_than_one_and_keep_going_without_redis() {
+async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
     let mut server = RedisServer::start().unwrap();
     let processes: Vec<_> = (0..30).map(|_| process(&server, Some("only we know"))).collect();
     let bucket = Arc::new(Mutex::new(Bucket { tokens: 0.0, last: Instant::now(), accepted: 0, refused: 0 }));
@@ -175,7 +175,7 @@ async fn redis_sees_no_key_and_keeps_nothing_for_ever() {
 }
 
 #[tokio::test]
-async fn a_register_of_which_nothing_makes_sense_is_made_anew() {
+async fn unreadable_register_is_made_anew() {
     let server = RedisServer::start().unwrap();
     process(&server, None).acquire(Key::ALL).await.unwrap().answered(&left(5));
     sleep(millis(400)).await;

@@ -20,7 +20,7 @@ fn mean(name: &str, strategy: &str, seeds: u64) -> Metrics {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_run_and_another_seed_another() {
+fn seed_determines_the_run() {
     let (scenario, strategy) = (scenario("churn"), Strategy::named("fair").unwrap());
     let one = run(&scenario, &strategy, 1).unwrap();
     assert_eq!(one, run(&scenario, &strategy, 1).unwrap());
@@ -29,7 +29,7 @@ fn the_same_seed_gives_the_same_run_and_another_seed_another() {
 }
 
 #[test]
-fn a_run_with_gates_is_the_same_again_and_so_is_what_happened_in_it() {
+fn runs_with_gates_repeat_with_identical_events() {
     let mut scenario = scenario("torture-limit");
     scenario.duration = 600.0;
     for strategy in ["limit", "fair-gate"].map(|name| Strategy::named(name).unwrap()) {
@@ -42,7 +42,7 @@ fn a_run_with_gates_is_the_same_again_and_so_is_what_happened_in_it() {
 
 /// What the asynchronous gate lets pass is what the pure line lets pass, but for the milliseconds of its timers.
 #[test]
-fn a_gate_decides_as_the_line_of_its_pace_does() {
+fn gate_decides_as_its_pace_s_queue_does() {
     for (name, duration) in
         [("n10", 900.0), ("churn", 1800.0), ("50-per-s", 60.0), ("rem+retry-after", 900.0)]
     {
@@ -66,7 +66,7 @@ fn a_gate_decides_as_the_line_of_its_pace_does() {
 }
 
 #[test]
-fn who_knows_the_limit_is_never_refused_while_the_store_works_or_fails_closed() {
+fn known_limit_avoids_refusals_unless_store_fails_open() {
     for name in ["limit-4", "limit-50", "limit-minute", "away-closed", "lost-answers"] {
         let mut scenario = scenario(name);
         scenario.duration = scenario.duration.min(if name == "limit-minute" { 600.0 } else { 120.0 });
@@ -151,7 +151,7 @@ fn the_published_strategies_do_what_was_published() {
 }
 
 #[test]
-fn the_recommended_pace_is_fair_patient_and_next_to_never_refused() {
+fn recommended_pace_is_fair_patient_and_rarely_refused() {
     let fair = mean("seed-run", "fair", 4);
     assert!(fair.retry_pct <= 0.15 && fair.max_wait <= 15.0 && fair.p99_wait <= 10.0, "{fair:?}");
     assert!(fair.stdev <= 1.5 && fair.jain >= 0.998 && fair.util_pct >= 99.2, "{fair:?}");
@@ -167,7 +167,7 @@ fn the_recommended_pace_is_fair_patient_and_next_to_never_refused() {
 
 /// A limit that is told is the speed at which a bucket fills, which may hold twenty times as much.
 #[test]
-fn a_bucket_that_holds_more_than_the_limit_is_used_to_the_last_token() {
+fn bucket_larger_than_limit_is_used_completely() {
     let text = r#"{"shop": {
         "fleet": [{"procs": 4, "tasks": 2}], "server": {"kind": "bucket", "cap": 40, "refill": 2.0, "start": 40},
         "headers": {"remaining": true}, "latency": [0.05, 0.15, 0.02], "hint": [2, 1.0], "duration": 900
@@ -217,7 +217,7 @@ fn a_picture_stands_alone() {
 }
 
 #[test]
-fn a_picture_as_png_has_its_labels_on_a_machine_without_fonts() {
+fn png_picture_has_labels_without_installed_fonts() {
     fn texts(group: &Group) -> usize {
         let of = |node: &Node| match node {
             Node::Group(group) => texts(group),
@@ -248,7 +248,7 @@ fn a_file_with_a_mistake_says_where() {
 }
 
 #[test]
-fn what_is_said_of_the_store_and_the_quota_has_to_make_sense() {
+fn store_and_quota_options_are_validated() {
     for (said, about) in [
         (r#""quota": "100 per minute""#, "quota: "),
         (r#""store": {"trip": [0.2, 0.1, 0]}"#, "store.trip"),
@@ -286,7 +286,7 @@ async fn gates_may_be_tried_from_within_a_runtime() {
 }
 
 #[test]
-fn a_group_may_name_a_strategy_and_only_one_that_is_there() {
+fn group_may_name_only_an_existing_strategy() {
     let mut scenario = scenario("with-seed-fleet");
     let fair = Strategy::named("fair").unwrap();
     assert!(run(&scenario, &fair, 1).unwrap().share.is_some());

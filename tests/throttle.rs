@@ -40,7 +40,7 @@ fn reason(error: &Error) -> Option<Reason> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_goes_first_alone_and_where_nothing_is_said_nothing_waits_after_that() {
+async fn first_request_goes_alone_and_later_requests_without_wait() {
     let upstream = Upstream::taking(ms(100));
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
     let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
@@ -53,7 +53,7 @@ async fn one_goes_first_alone_and_where_nothing_is_said_nothing_waits_after_that
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_first_request_that_hangs_keeps_others_for_a_second() {
+async fn hanging_first_request_delays_others_for_a_second() {
     let upstream = Upstream::taking(ms(5000));
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
     let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
@@ -65,7 +65,7 @@ async fn a_first_request_that_hangs_keeps_others_for_a_second() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_passes_and_what_it_said_holds_the_next() {
+async fn refusal_passes_and_its_hint_holds_the_next() {
     let upstream = Upstream::answering([limited("2")]);
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
     assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), 429);
@@ -91,7 +91,7 @@ async fn a_refused_request_goes_again_before_all_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_cannot_wait_for_its_retry_ends_with_the_refusal() {
+async fn request_unable_to_await_retry_returns_the_refusal() {
     let upstream = Upstream::answering([limited("30"), ok()]);
     let layer = AdaptiveThrottleLayer::new();
     let service = layer.clone().retrying().layer(upstream.clone());
@@ -137,7 +137,7 @@ fn refusing(script: &'static [u64], bodies: &Arc<AtomicUsize>) -> BodyService {
 type BodyService = tower::util::BoxCloneService<http::Request<String>, http::Response<Body>, tower::BoxError>;
 
 #[tokio::test(start_paused = true)]
-async fn refusals_are_dropped_before_the_wait_for_the_next_attempt() {
+async fn refusals_are_dropped_before_the_retry_wait() {
     let bodies = Arc::default();
     let service = AdaptiveThrottleLayer::new().retrying().layer(refusing(&[2, 2], &bodies));
     let call = tokio::spawn(service.oneshot(get("/")));
@@ -151,7 +151,7 @@ async fn refusals_are_dropped_before_the_wait_for_the_next_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
+async fn retry_wait_in_vain_reports_the_refusal() {
     let upstream = Upstream::answering([limited("2"), ok()]);
     let layer = AdaptiveThrottleLayer::new();
     let throttle = layer.throttle();
@@ -165,7 +165,7 @@ async fn a_wait_for_the_next_attempt_that_is_in_vain_tells_of_the_refusal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_in_line_are_told_at_once_when_a_hold_is_longer_than_they_can_wait() {
+async fn waiters_are_refused_when_hold_exceeds_their_wait() {
     let mut script: Vec<_> = vec![ok()];
     script.push(limited("50"));
     let upstream = Upstream::answering(script);
@@ -234,7 +234,7 @@ async fn each_key_has_a_pace_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_gives_up_in_line_leaves_its_turn_to_the_next() {
+async fn waiter_that_gives_up_leaves_its_turn() {
     let (upstream, layer) = (Upstream::new(), every(1000));
     let service = layer.layer(upstream.clone());
     service.clone().oneshot(get("/0")).await.unwrap();
@@ -307,7 +307,7 @@ fn slow(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_fails_is_no_answer_and_is_not_in_flight_any_more() {
+async fn failed_call_is_no_answer_and_leaves_in_flight() {
     let layer = AdaptiveThrottleLayer::new();
     let service = layer.layer(Upstream::answering([other_error()]));
     let error = service.clone().oneshot(get("/")).await.unwrap_err();
@@ -317,7 +317,7 @@ async fn a_call_that_fails_is_no_answer_and_is_not_in_flight_any_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
+async fn refusal_errors_and_dialects_are_opt_in() {
     let quiet = || {
         let mut response = http::Response::new(String::new());
         response.headers_mut().insert("x-pause", "3".parse().unwrap());
@@ -344,7 +344,7 @@ async fn refusals_are_errors_and_dialects_are_read_where_that_is_wanted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_goes_together_with_a_known_limit_and_errors_stay_flat() {
+async fn throttle_combines_with_limiter_and_errors_stay_flat() {
     let upstream = Upstream::answering([ok(), limited("5")]);
     let known = RateLimitLayer::builder(Quota::per_second(1)).max_hold(ms(0)).build().unwrap();
     let learned = AdaptiveThrottleLayer::builder().max_wait(ms(3000)).build().unwrap();
@@ -385,7 +385,7 @@ async fn one_wake_up_for_each_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn release_ends_a_hold_by_the_upstream_for_those_who_wait() {
+async fn release_ends_an_upstream_hold_for_waiters() {
     let upstream = Upstream::answering([limited("3600")]);
     let layer = AdaptiveThrottleLayer::builder().max_wait(ms(7_200_000)).build().unwrap();
     let (service, throttle) = (layer.layer(upstream.clone()), layer.throttle());
@@ -407,7 +407,7 @@ async fn release_ends_a_hold_by_the_upstream_for_those_who_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn holds_by_hand_of_one_key_too_many_are_errors() {
+async fn manual_holds_beyond_max_keys_are_errors() {
     let layer = AdaptiveThrottleLayer::builder().max_keys(1).build().unwrap();
     let throttle = layer.throttle();
     let _used = throttle.acquire(Key::new("a")).await.unwrap();
@@ -418,7 +418,7 @@ async fn holds_by_hand_of_one_key_too_many_are_errors() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_by_hand_holds_even_one_without_a_pace() {
+async fn manual_hold_applies_to_throttle_without_a_pace() {
     let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
     let throttle = layer.throttle();
     throttle.hold_until(Key::ALL, now() + ms(2000)).await.unwrap();

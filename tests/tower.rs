@@ -60,7 +60,7 @@ impl<E> Policy<Request<String>, Response<String>, E> for RetryLimited {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outer_timeout_that_fires_in_the_line_gives_up_the_place() {
+async fn outer_timeout_in_the_queue_gives_up_the_place() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let patient = ServiceBuilder::new().layer(limit.clone()).service(upstream.clone());
     let hasty = ServiceBuilder::new().timeout(ms(500)).layer(limit.clone()).service(upstream.clone());
@@ -80,7 +80,7 @@ async fn an_outer_timeout_that_fires_in_the_line_gives_up_the_place() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_inner_timeout_times_each_attempt_and_never_the_wait() {
+async fn inner_timeout_covers_each_attempt_but_no_wait() {
     let limit = one_a_second();
     let quick =
         ServiceBuilder::new().layer(limit.clone()).timeout(ms(400)).service(Upstream::taking(ms(300)));
@@ -109,7 +109,7 @@ async fn an_outer_retry_pays_for_each_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_retry_that_slept_by_retry_after_waits_for_a_permit_again() {
+async fn retry_after_sleep_still_needs_a_new_permit() {
     let upstream = Upstream::answering([limited("2")]);
     let limit = one_a_second();
     let plain = ServiceBuilder::new().layer(limit.clone()).service(upstream.clone());
@@ -155,7 +155,7 @@ async fn the_documented_order_of_all_layers_works_as_documented() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn load_shed_outside_sheds_by_the_service_inside_and_never_by_the_line() {
+async fn load_shed_sheds_by_inner_service_not_by_queue() {
     let limit = RateLimitLayer::builder(Quota::per_second(2)).build().unwrap();
     let service = ServiceBuilder::new()
         .load_shed()
@@ -176,7 +176,7 @@ async fn load_shed_outside_sheds_by_the_service_inside_and_never_by_the_line() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_that_waits_behind_a_buffer_holds_up_no_other_key() {
+async fn key_waiting_behind_buffer_delays_no_other_key() {
     let upstream = Upstream::new();
     let service = ServiceBuilder::new().buffer(8).layer(one_a_second_by_host()).service(upstream.clone());
     let call = |uri| tokio::spawn(service.clone().oneshot(get(uri)));
@@ -186,7 +186,7 @@ async fn a_key_that_waits_behind_a_buffer_holds_up_no_other_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_keeps_its_kind_through_buffer_load_shed_and_timeout() {
+async fn error_kind_survives_buffer_load_shed_and_timeout() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
     let service = ServiceBuilder::new()
         .buffer::<Request<String>>(8)
@@ -201,7 +201,7 @@ async fn an_error_keeps_its_kind_through_buffer_load_shed_and_timeout() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_boxed_service_is_clone_send_and_sync_and_waits_as_before() {
+async fn boxed_service_is_clone_send_sync_and_still_waits() {
     fn shared<T: Clone + Send + Sync + 'static>(service: T) -> T {
         service
     }
@@ -248,7 +248,7 @@ async fn stacked_layers_keep_both_quotas_and_flat_errors() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn clones_of_a_layer_its_services_and_its_limiter_share_one_count() {
+async fn layer_services_and_limiter_clones_share_one_count() {
     let limit = RateLimitLayer::builder(Quota::per_second(3)).max_wait(ms(0)).build().unwrap();
     let one = ServiceBuilder::new().layer(limit.clone()).service(Upstream::new());
     let other = ServiceBuilder::new()
@@ -270,7 +270,7 @@ async fn clones_of_a_layer_its_services_and_its_limiter_share_one_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_that_share_a_store_share_the_counts_of_equal_keys() {
+async fn layers_sharing_a_store_share_counts_of_equal_keys() {
     let store = Arc::new(MemoryStore::new(10));
     let layer = || {
         let builder = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).store(store.clone());
@@ -283,7 +283,7 @@ async fn layers_that_share_a_store_share_the_counts_of_equal_keys() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_fails_is_an_inner_error_as_it_came() {
+async fn service_failure_passes_unchanged_as_inner_error() {
     let service = ServiceBuilder::new().layer(one_a_second()).service(Upstream::answering([other_error()]));
     let error = service.oneshot(get("/")).await.unwrap_err();
     assert!(matches!(&error, Error::Inner(inner) if inner.to_string() == "broken pipe"), "{error}");

@@ -158,7 +158,7 @@ async fn a_waiter_holds_nothing_that_another_key_needs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_is_not_kept_out_by_the_service_value_it_left_behind() {
+async fn waiter_is_not_blocked_by_its_original_service_value() {
     let upstream = Upstream::new();
     let mut service =
         ServiceBuilder::new().layer(one_a_second()).concurrency_limit(1).service(upstream.clone());
@@ -180,7 +180,7 @@ async fn a_refused_request_leaves_the_service_value_unready() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_dies_before_the_service_is_ready_is_given_back_and_the_next_slot_taken() {
+async fn permit_expired_before_readiness_is_returned_and_replaced() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let door = Door::open(upstream.clone());
     let mut service = limit.layer(door.clone());
@@ -199,7 +199,7 @@ async fn a_permit_that_dies_before_the_service_is_ready_is_given_back_and_the_ne
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_who_missed_their_slots_go_in_their_old_order_and_never_over() {
+async fn requests_with_missed_slots_keep_order_and_limit() {
     let upstream = Upstream::new();
     let limit = RateLimitLayer::builder(Quota::per_second(2)).max_wait(ms(60_000)).build().unwrap();
     let door = Door::open(upstream.clone());
@@ -223,7 +223,7 @@ async fn all_who_missed_their_slots_go_in_their_old_order_and_never_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_missed_its_slot_goes_before_those_who_came_later() {
+async fn request_with_missed_slot_precedes_later_requests() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let door = Door::open(upstream.clone());
     let mut blocked = limit.layer(door.clone());
@@ -245,7 +245,7 @@ async fn one_who_missed_its_slot_goes_before_those_who_came_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_who_missed_its_slot_still_waits_no_longer_than_max_wait() {
+async fn request_with_missed_slot_still_obeys_max_wait() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(2000)).build().unwrap();
     let door = Door::open(Upstream::new());
     let mut service = limit.layer(door.clone());
@@ -263,7 +263,7 @@ async fn one_who_missed_its_slot_still_waits_no_longer_than_max_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_of_readiness_after_the_wait_gives_the_permit_back() {
+async fn readiness_error_after_the_wait_returns_the_permit() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let door = Door::open(upstream.clone());
     let mut breaks = limit.layer(door.clone());
@@ -282,7 +282,7 @@ async fn an_error_of_readiness_after_the_wait_gives_the_permit_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_counts_from_when_it_was_sent_and_not_from_its_answer() {
+async fn call_counts_from_sending_not_from_its_answer() {
     let upstream = Upstream::taking(ms(60_000));
     let limit = RateLimitLayer::new(Quota::per_second(2)).unwrap();
     let service = limit.layer(upstream.clone());
@@ -294,7 +294,7 @@ async fn a_call_counts_from_when_it_was_sent_and_not_from_its_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_failed_or_was_dropped_counts_as_sent() {
+async fn failed_or_dropped_call_counts_as_sent() {
     let upstream = Upstream::answering([other_error()]);
     let limit = RateLimitLayer::new(Quota::per_second(2)).unwrap();
     let service = limit.layer(upstream.clone());
@@ -307,14 +307,14 @@ async fn a_call_that_failed_or_was_dropped_counts_as_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_dropped_after_any_number_of_polls_loses_nothing_and_exceeds_nothing() {
+async fn request_dropped_after_any_poll_leaks_nothing() {
     for polls in 0..16 {
         drop_after(polls, MemoryStore::default()).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_dropped_after_any_number_of_polls_loses_nothing_where_the_store_takes_a_trip() {
+async fn request_dropped_after_any_poll_leaks_nothing_remotely() {
     for polls in 0..16 {
         drop_after(polls, Distant::new(ms(3))).await;
     }
@@ -350,7 +350,7 @@ async fn drop_after(polls: u64, store: impl Store) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_service_inside_is_asked_only_once_the_wait_is_over() {
+async fn inner_service_is_polled_only_after_the_wait() {
     let limit = one_a_second();
     let door = Door::open(Upstream::new());
     let asked = door.asked.clone();
@@ -365,7 +365,7 @@ async fn the_service_inside_is_asked_only_once_the_wait_is_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_wrapper_that_drops_a_waiting_request_gives_up_its_place() {
+async fn wrappers_that_drop_waiting_requests_free_their_places() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let service = limit.layer(upstream.clone());
     let wrapped = ServiceBuilder::new().buffer(4).load_shed().boxed_clone_sync().service(service.clone());

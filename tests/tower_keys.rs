@@ -58,7 +58,7 @@ async fn without_a_key_function_everything_shares_one_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn by_host_counts_each_host_whatever_its_case_port_path_or_scheme() {
+async fn by_host_ignores_case_port_path_and_scheme() {
     let limit = one_each().key(by_host).build().unwrap();
     let same = ["http://api.a/", "https://API.A:8080/other?x=1", "http://user:word@api.a./"].map(get);
     assert_eq!(sent(&limit, same).await, [true, false, false]);
@@ -69,7 +69,7 @@ async fn by_host_counts_each_host_whatever_its_case_port_path_or_scheme() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn by_header_counts_each_value_and_refuses_a_request_without_it() {
+async fn by_header_counts_values_and_refuses_requests_without_it() {
     let limit = one_each().key(by_header(AUTHORIZATION)).build().unwrap();
     let token = |token| with_header("authorization", token);
     assert_eq!(sent(&limit, [token("one"), token("two"), token("one")]).await, [true, true, false]);
@@ -92,7 +92,7 @@ async fn a_closure_makes_keys_of_anything_in_the_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_a_host_is_refused_by_name_and_waits_for_nothing() {
+async fn request_without_host_is_refused_without_waiting() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).build().unwrap();
     let upstream = Upstream::new();
     let error = limit.layer(upstream.clone()).oneshot(get("/relative")).await.unwrap_err();
@@ -104,7 +104,7 @@ async fn a_request_without_a_host_is_refused_by_name_and_waits_for_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_in_the_extensions_goes_before_the_key_function() {
+async fn key_in_extensions_overrides_the_key_function() {
     let limit = one_each().key(by_host).build().unwrap();
     let requests = [
         get("http://a/"),
@@ -116,7 +116,7 @@ async fn a_key_in_the_extensions_goes_before_the_key_function() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_in_the_extensions_goes_before_the_cost_function() {
+async fn cost_in_extensions_overrides_the_cost_function() {
     let limit = RateLimitLayer::builder(Quota::per_second(10))
         .cost(|request| if request.path() == "/export" { 5 } else { 1 })
         .build()
@@ -134,7 +134,7 @@ async fn a_cost_in_the_extensions_goes_before_the_cost_function() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_above_the_limit_is_refused_at_once_and_costs_nothing() {
+async fn cost_above_limit_is_refused_and_consumes_nothing() {
     let upstream = Upstream::new();
     for (quota, largest) in [
         (Quota::per_second(10), 10),
@@ -156,7 +156,7 @@ async fn a_cost_above_the_limit_is_refused_at_once_and_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_costs_nothing_passes_even_when_nothing_is_free_and_the_deadline_past() {
+async fn zero_cost_passes_without_free_units_after_deadline() {
     let limit = one_each().build().unwrap();
     assert_eq!(sent(&limit, [get("/")]).await, [true]);
     let mut free = with("/", Cost(0));
@@ -165,7 +165,7 @@ async fn what_costs_nothing_passes_even_when_nothing_is_free_and_the_deadline_pa
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dear_request_is_not_overtaken_by_cheap_ones_and_is_never_over() {
+async fn costly_request_is_not_overtaken_nor_over_limit() {
     let (upstream, limit) = (Upstream::new(), RateLimitLayer::new(Quota::per_second(4)).unwrap());
     let service = limit.layer(upstream.clone());
     let call = |path: &str, cost| tokio::spawn(service.clone().oneshot(with(path, Cost(cost))));
@@ -182,7 +182,7 @@ async fn a_dear_request_is_not_overtaken_by_cheap_ones_and_is_never_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_refuses_at_once_what_would_come_too_late_and_lets_pass_what_would_not() {
+async fn deadline_refuses_only_requests_that_would_be_late() {
     let limit = RateLimitLayer::builder(Quota::per_second(1))
         .deadline(|request| (request.path() == "/urgent").then(|| now() + ms(500)))
         .build()
@@ -205,7 +205,7 @@ async fn a_deadline_refuses_at_once_what_would_come_too_late_and_lets_pass_what_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_that_passes_while_the_store_is_asked_is_kept() {
+async fn deadline_passing_during_a_store_call_is_kept() {
     let store = Arc::new(Distant::new(ms(8)));
     let limit = RateLimitLayer::builder(Quota::per_second(5)).store(store).build().unwrap();
     let upstream = Upstream::new();
@@ -305,7 +305,7 @@ impl Service<Job> for Worker {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_and_responses_of_your_own_are_read_like_any_other() {
+async fn custom_requests_and_responses_are_read_like_http() {
     let limit = one_each()
         .key(|request| {
             assert_eq!((request.method(), request.path()), (&Method::PUT, "/job"));

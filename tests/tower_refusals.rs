@@ -31,7 +31,7 @@ fn local(limited: &Limited) -> Reason {
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiting_exactly_as_long_as_a_refusal_says_works_and_a_millisecond_less_does_not() {
+async fn refusal_wait_is_exact_to_the_millisecond() {
     for quota in [
         Quota::per_second(1),
         Quota::per_minute(3),
@@ -64,7 +64,7 @@ async fn waiting_exactly_as_long_as_a_refusal_says_works_and_a_millisecond_less_
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_asks_and_when_retry_at_is_the_same_moment() {
+async fn retry_at_is_the_same_whenever_requests_are_refused() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
     limit.layer(Upstream::new()).oneshot(get("/")).await.unwrap();
     let mut moments = Vec::new();
@@ -80,7 +80,7 @@ async fn whoever_asks_and_when_retry_at_is_the_same_moment() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_names_its_limit_its_key_and_its_wait() {
+async fn refusal_names_its_limit_key_and_wait() {
     let (second, minute) = (Quota::per_second(2), Quota::per_minute(3));
     let limit = RateLimitLayer::builder(second.and(minute)).key(by_host).max_wait(ms(0)).build().unwrap();
     let service = limit.layer(Upstream::new());
@@ -97,7 +97,7 @@ async fn a_refusal_names_its_limit_its_key_and_its_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_line_refuses_the_next_and_takes_it_when_somebody_left() {
+async fn full_queue_refuses_requests_until_a_waiter_leaves() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap();
     let service = limit.layer(Upstream::new());
     let call = || tokio::spawn(service.clone().oneshot(get("/")));
@@ -114,7 +114,7 @@ async fn a_full_line_refuses_the_next_and_takes_it_when_somebody_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slot_beyond_max_wait_is_refused_before_it_costs_anything() {
+async fn slot_beyond_max_wait_is_refused_without_cost() {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(2500)).build().unwrap();
     let service = limit.layer(Upstream::new());
     let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
@@ -131,7 +131,7 @@ async fn a_slot_beyond_max_wait_is_refused_before_it_costs_anything() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_keys_as_max_keys_and_no_more_are_limited_at_once() {
+async fn max_keys_bounds_the_keys_limited_at_once() {
     let limit = RateLimitLayer::builder(Quota::per_minute(1)).key(by_host).max_keys(2).build().unwrap();
     let service = limit.layer(Upstream::new());
     for uri in ["http://a/", "http://b/"] {
@@ -144,7 +144,7 @@ async fn as_many_keys_as_max_keys_and_no_more_are_limited_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_429_passes_as_a_response_and_costs_a_permit_however_fast_it_came() {
+async fn upstream_429_is_a_response_and_costs_a_permit() {
     let upstream = Upstream::answering([limited("1"), limited("1")]);
     let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
     let service = limit.layer(upstream.clone());
@@ -156,7 +156,7 @@ async fn a_429_passes_as_a_response_and_costs_a_permit_however_fast_it_came() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_upstream_s_429_is_an_error_for_who_asked_for_one_and_carries_its_retry_after() {
+async fn upstream_429_as_opt_in_error_carries_retry_after() {
     let upstream = Upstream::answering([limited("7"), limited("8"), limited("soon"), ok()]);
     let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).error_on_upstream_limit();
     let service = limit.max_hold(ms(0)).build().unwrap().layer(upstream.clone());
@@ -172,7 +172,7 @@ async fn an_upstream_s_429_is_an_error_for_who_asked_for_one_and_carries_its_ret
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_upstream_s_error_names_no_header_that_was_the_key() {
+async fn upstream_error_names_no_header_holding_the_key() {
     let limit = RateLimitLayer::builder(Quota::per_second(5)).key(by_header(http::header::AUTHORIZATION));
     let service = limit.error_on_upstream_limit().build().unwrap().layer(Upstream::answering([limited("1")]));
     let mut request = get("http://api.example.com/");
@@ -183,7 +183,7 @@ async fn an_upstream_s_error_names_no_header_that_was_the_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_answers_are_turned_into_an_error_only_with_evidence_of_a_limit() {
+async fn other_responses_become_errors_only_with_limit_evidence() {
     let statuses = [200, 304, 404, 500].map(|status| (status, true));
     let bare = [400, 403, 503].map(|status| (status, false));
     for (status, hint, is_error) in statuses
@@ -206,7 +206,7 @@ async fn other_answers_are_turned_into_an_error_only_with_evidence_of_a_limit() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_away_is_named_and_nothing_is_sent() {
+async fn unreachable_store_is_named_and_nothing_is_sent() {
     for later in [false, true] {
         let limit = RateLimitLayer::builder(Quota::per_second(1))
             .store(Arc::new(Failing::away(later)))
@@ -221,7 +221,7 @@ async fn a_store_that_is_away_is_named_and_nothing_is_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_never_waits_still_hears_the_answer_of_a_store_that_takes_a_trip() {
+async fn zero_max_wait_still_awaits_the_store_s_answer() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0));
     let limit = builder().store(Arc::new(Distant::new(ms(2)))).build().unwrap();
     let service = limit.layer(Upstream::new());
@@ -236,7 +236,7 @@ async fn who_never_waits_still_hears_the_answer_of_a_store_that_takes_a_trip() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_an_upstream_or_a_request_says_can_panic_or_wait_for_ever() {
+async fn request_and_upstream_input_never_panics_nor_hangs() {
     let huge = "9".repeat(4000);
     let headers = [
         "",
@@ -307,7 +307,7 @@ fn absurd_settings_are_errors_that_name_the_setting() {
 }
 
 #[test]
-fn a_layer_made_before_the_runtime_outlives_it_and_works_in_the_next() {
+fn layer_outlives_its_runtime_and_works_in_another() {
     let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
     for _ in 0..3 {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();

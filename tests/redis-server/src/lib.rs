@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_steps_steps_for_scripts_and_over_a_restart() {
+    fn stepped_clock_applies_to_scripts_and_survives_restart() {
         let mut server = RedisServer::with_stepping_clock().unwrap();
         let start = clock(&server);
         for (step, ahead) in [(30, 30), (-60, -30), (30, 0)] {
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_starts_answers_and_forgets_when_it_is_restarted() {
+    fn server_starts_answers_and_forgets_on_restart() {
         let mut server = RedisServer::start().unwrap();
         let () = server.command(&["SET", "a", "1"]);
         assert_eq!(server.command::<Option<String>>(&["GET", "a"]).as_deref(), Some("1"));

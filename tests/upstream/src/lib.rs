@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn it_refuses_what_is_above_the_limit_and_says_when_to_come_back() {
+    fn upstream_refuses_above_the_limit_with_retry_after() {
         let upstream = Upstream::start(Rule::new(2, Duration::from_secs(3600)));
         assert_eq!(statuses(&upstream, 2), ["200", "200"]);
         let refused = call(&upstream, &[]);

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_count_is_that_of_the_fullest_half_open_window() {
+    fn largest_count_is_of_the_fullest_half_open_window() {
         for (at, window, count) in [
             (&[][..], 10, 0),
             (&[5], 10, 1),
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_is_counted_by_when_it_was_sent() {
+    fn calls_are_counted_by_their_sent_time() {
         // Sent far apart, delayed so that they arrive together, and the last overtakes.
         let log = log(&[(0, 30), (10, 31), (20, 29)]);
         assert_eq!(log.largest_count(ms(10)), 3);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_without_a_sent_time_count_where_they_arrive_only() {
+    fn calls_without_sent_time_count_by_arrival_only() {
         let mut calls = log(&[(0, 1), (1, 2)]).to_vec();
         calls[0].sent = None;
         let log = Log::from(calls);
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_at_once_from_their_arrival_to_their_end() {
+    fn calls_are_concurrent_from_arrival_to_end() {
         let start = Instant::now();
         let at_once = |calls: &[(u64, Option<u64>)]| {
             let mut log = arrivals(&vec![0; calls.len()]).to_vec();
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn one_call_too_many_is_over_and_jitter_within_the_slack_is_no_excuse() {
+    fn one_extra_call_is_over_despite_jitter_slack() {
         let rule = Rule::new(2, ms(100));
         for (calls, slack, over) in [
             (&[][..], 0, false),
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_of_a_rule_is_seen_whatever_the_shape_of_the_calls() {
+    fn rule_usage_is_seen_for_every_call_shape() {
         let rule = Rule::new(4, ms(100));
         let metronome: Vec<u64> = (0..40).map(|call| call * 25).collect();
         let bursts: Vec<u64> = (0..40).map(|call| call / 4 * 100).collect();

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_fills_from_its_first_call_on_and_no_higher_than_its_size() {
+    fn bucket_fills_from_first_call_up_to_its_size() {
         let mut tokens = Tokens::new(Bucket { size: 2.0, refill: 10.0, start: 0.0 });
         let calls = [
             (5000, (false, 0)),
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a count of 0")]
-    fn a_rule_that_allows_nothing_is_a_mistake_of_the_test() {
+    fn rule_that_allows_nothing_is_a_test_mistake() {
         Windows::new(vec![Rule::per_second(0)]);
     }
 }
