@@ -1,4 +1,4 @@
-//! The gate over a store that answers later: one call at a time books for all who wait.
+//! The limiter over a store that answers asynchronously: one call at a time books slots for all waiters.
 
 #[path = "support/counted.rs"]
 mod counted;
@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
-/// A memory store at the end of a wire: what it answers takes `trip` there and back.
+/// A memory store behind a network: each call takes `trip` there and back.
 struct Remote {
     store: Arc<MemoryStore>,
     trip: Duration,
@@ -46,7 +46,7 @@ impl Store for Remote {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let count = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_under_way.fetch_max(count, Ordering::Relaxed);
-        // It decides when the call was sent: the worst case for the life of what it grants.
+        // The store decides at the moment of sending: the worst case for the validity of its permits.
         let answer = match self.store.lease(ask) {
             _ if self.away.load(Ordering::Relaxed) => {
                 Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))))
@@ -71,7 +71,7 @@ impl Store for Remote {
     }
 }
 
-/// A store that may lose its state, and has not: what it granted a while ago is confirmed before it is used.
+/// A store that may lose its state, and has not: permits granted earlier are confirmed before they are used.
 struct Lossy(Arc<Remote>);
 
 impl Store for Lossy {
@@ -102,7 +102,7 @@ async fn a_slot_is_confirmed_before_it_is_due() {
     let left = join_all(waits).await;
     let at_most = |slots: u32| slots * millis(5300) + millis(200);
     assert!((0..).zip(&left).all(|(slots, (alive, left))| *alive && *left <= at_most(slots)), "{left:?}");
-    // One that books all, and one before each slot that lies ahead.
+    // One call books all slots, and one call precedes each slot that lies ahead.
     assert!(store.0.calls() <= 4, "{}", store.0.calls());
 }
 
@@ -172,7 +172,8 @@ async fn unreachable_store_fails_each_request_and_recovers_without_restart() {
     drop(limiter.acquire(key()).await.unwrap());
 }
 
-/// Life counts from when the call was sent, so a slow store's permits arrive dead, until they are given a longer one.
+/// Validity counts from the moment of sending, so a slow store's permits arrive expired until their validity is
+/// extended.
 #[tokio::test(start_paused = true)]
 async fn slow_store_gets_permits_with_longer_validity() {
     let store = Remote::new(millis(15));
@@ -194,7 +195,7 @@ async fn store_slower_than_any_permit_is_a_named_error() {
     assert!(store.calls() <= 3, "{} calls", store.calls());
 }
 
-/// What was fetched ahead and not used goes back when it dies, and an idle process falls silent.
+/// Unused prefetched permits go back to the store when they expire, and an idle process makes no more calls.
 #[tokio::test(start_paused = true)]
 async fn what_was_fetched_ahead_and_left_over_goes_back() {
     let store = Remote::new(Duration::from_micros(500));
@@ -213,7 +214,7 @@ async fn what_was_fetched_ahead_and_left_over_goes_back() {
     assert_eq!(store.calls(), calls, "who is idle asks nothing");
 }
 
-/// Those whose slots are due at one tick leave at that tick, and nobody asks the store again for them.
+/// Waiters whose slots are due at one tick leave at that tick, without another store call.
 #[tokio::test(start_paused = true)]
 async fn waiters_due_at_one_tick_go_without_asking_again() {
     let store = Remote::new(millis(2));
@@ -228,16 +229,16 @@ async fn waiters_due_at_one_tick_go_without_asking_again() {
     let moments: Vec<_> = join_all(tasks).await.into_iter().map(|ended| ended.unwrap()).collect();
     let mut ticks = moments.clone();
     ticks.dedup();
-    // The first, which asked for itself alone, has its own.
+    // The first request asked for itself alone and has its own slot.
     assert!(ticks.len() <= 6, "400 leave at once, three times: {} ticks", ticks.len());
     assert!(largest_count(&moments, Duration::from_secs(1)) <= 400);
-    // At most five hundred are asked for in one call.
+    // One call asks for at most 500 permits.
     assert!(store.calls() <= 4, "{} calls", store.calls());
     let most = polls.iter().map(|polls| polls.load(Ordering::Relaxed)).max();
     assert!(most <= Some(3), "entered, heard of its slot, had it: {most:?} polls");
 }
 
-/// Without a task there is no timer, and without a timer nobody wakes.
+/// An idle limiter has no task, so it has no timer and wakes no thread.
 #[tokio::test(start_paused = true)]
 async fn idle_limiter_calls_no_store_and_has_no_timer() {
     let store = Remote::new(Duration::from_micros(500));
@@ -254,7 +255,7 @@ async fn idle_limiter_calls_no_store_and_has_no_timer() {
     let (calls, parks) = (store.calls(), here.worker_park_count(0));
     sleep(Duration::from_secs(3600)).await;
     let woken = here.worker_park_count(0) - parks;
-    // Tokio wakes by itself now and then for a timer that lies so far ahead as this test's.
+    // Tokio wakes occasionally for a timer as distant as the one of this test.
     assert!(woken < 10, "woken {woken} times in an hour");
     assert_eq!(store.calls(), calls);
 }
@@ -275,7 +276,7 @@ async fn prefetched_permit_costs_no_allocation_and_no_call() {
     assert_eq!((spent.count_total, store.calls()), (0, calls), "{spent:?}");
 }
 
-/// The runtime that was about to make the call is gone: the next who asks makes it.
+/// The runtime that was about to make the call has ended: the next request makes it.
 #[test]
 fn queue_survives_runtime_that_ends_before_the_store_call() {
     let store = Remote::new(Duration::from_millis(1));
@@ -283,7 +284,7 @@ fn queue_survives_runtime_that_ends_before_the_store_call() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime().block_on(async { drop(limiter.acquire(key()).await.unwrap()) });
     let mut waiting = Box::pin(limiter.acquire(key()));
-    // Polled once: the call is to follow when the runtime runs again, which it never does.
+    // Polled once: the call would follow when the runtime runs again, which never happens.
     runtime().block_on(async { assert!(futures::poll!(&mut waiting).is_pending()) });
     runtime().block_on(async {
         let patience = tokio::time::timeout(Duration::from_secs(5), limiter.acquire(key()));
@@ -291,7 +292,7 @@ fn queue_survives_runtime_that_ends_before_the_store_call() {
     });
 }
 
-/// T1: the runtime that ran the call is gone.
+/// T1: the runtime that ran the call has ended.
 #[test]
 fn store_call_lost_with_its_runtime_is_an_error() {
     let store = Remote::new(millis(15));
@@ -314,7 +315,7 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
 }
 
-/// A store that answers at once, but is kept from asking the time for a while.
+/// A store that answers at once, but cannot read the time for a while.
 struct Stalling(MemoryStore);
 
 impl Store for Stalling {
@@ -342,7 +343,7 @@ async fn store_that_stalls_past_permit_validity_ends_the_wait() {
     assert!(ended.is_ok(), "max_wait holds");
 }
 
-/// The runtime that runs the call is there, and nobody drives it: a program that calls `block_on` for each request.
+/// The runtime of the call exists, but no thread drives it: a program that calls `block_on` for each request.
 #[test]
 fn calls_in_a_runtime_at_rest_stop_no_line() {
     let store = Remote::new(millis(15));
@@ -360,7 +361,7 @@ fn calls_in_a_runtime_at_rest_stop_no_line() {
         let permit = here.block_on(limiter.acquire(key()));
         ended.push((permit.is_ok(), start.elapsed()));
     }
-    // Its answer comes in the end, and is given back.
+    // The store's answer arrives in the end, and its permit is given back.
     idle.block_on(async { sleep(millis(30)).await });
     assert!(ended.iter().all(|(granted, took)| *granted && *took < Duration::from_secs(2)), "{ended:?}");
     let peek = here.block_on(limiter.peek(key())).unwrap();

@@ -1,5 +1,5 @@
-//! Clocks that are set, servers that hang for a while, and machines that stand still: no window is over the limit because of
-//! them, and a refusal says the truth.
+//! Stepped clocks, servers that hang for a while, and stalled machines: none of them puts a window over the limit, and
+//! refusals name the true wait.
 
 #![cfg(feature = "redis")]
 
@@ -32,20 +32,20 @@ fn limiter(server: &RedisServer, quota: Quota, max_wait: Duration) -> Limiter {
     layer(quota, max_wait).store(Arc::new(store)).build().unwrap().limiter()
 }
 
-/// The same with a store that waits for its server: what is judged is what it answers, not how soon.
+/// The same with a store that waits for its server: the test judges what the store answers, not how fast.
 fn patient_limiter(server: &RedisServer, quota: Quota) -> Limiter {
     let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap();
     layer(quota, Duration::ZERO).store(Arc::new(store)).build().unwrap().limiter()
 }
 
-/// Sends a request with `permit`, unless the permit died before that: then the machine stood still, and nothing is sent.
-/// Returns when it left, at the latest.
+/// Sends a request with `permit`. Sends nothing if the permit has expired, because then the machine stalled. Returns
+/// when the request left, at the latest.
 fn send(permit: Permit) -> Option<Instant> {
     let now = Instant::now();
     permit.is_valid().then_some(now)
 }
 
-/// Acquires a permit from a store that is there: at the first try, unless the machine is busy.
+/// Acquires a permit from a reachable store: at the first try, unless the machine is busy.
 async fn granted(limiter: &Limiter, key: Key) -> Permit {
     let give_up = Instant::now() + Duration::from_secs(20);
     loop {
@@ -59,12 +59,13 @@ async fn granted(limiter: &Limiter, key: Key) -> Permit {
 
 // ── calls that Redis executes late ──────────────────────────────────────────────────────────────────────────────────
 
-/// One process has a permit; its next call reaches a server that is stopped. After `stopped`, the server executes that call
-/// late, and a process asks that is new to the key. Returns when requests left, and how many of the new process.
+/// One process has a permit; its next call reaches a stopped server. After `stopped`, the server executes that call
+/// late, and a process that has never used the key calls. Returns when requests left, and how many were of the new
+/// process.
 async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
     let server = RedisServer::start().unwrap();
     let [old, new] = [(); 2].map(|()| limiter(&server, quota, Duration::ZERO));
-    // It is connected, and knows nothing of the key.
+    // The new process is connected, and knows nothing of the key.
     drop(granted(&new, Key::new("another")).await);
     let start = Instant::now();
     let mut sent = Vec::new();
@@ -80,7 +81,7 @@ async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
         sent.extend(send(permit));
     }
     let of_new = sent.len() - before;
-    // The old process remembers the server's time for as long as its first permit counts, and asks before that is over.
+    // The old process remembers the server's time for as long as its first permit counts, and calls before that ends.
     sleep_until(start + ms(1900)).await;
     let _ = old.acquire(Key::ALL).await.map(Permit::give_back);
     while start.elapsed() < ms(5000) {
@@ -96,7 +97,7 @@ async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
 async fn late_calls_put_no_window_over_the_limit() {
     let (quota, window) = (Quota::new(10, Duration::from_secs(2)), Duration::from_secs(2));
     let rounds = [600, 1100, 1500, 2600].map(|stopped| async move {
-        // On a busy machine the new process may not be connected again, or its permits may die: another round.
+        // On a busy machine the new process may not be reconnected yet, or its permits may expire: repeat the round.
         for _ in 0..5 {
             let (sent, of_new) = late_call(ms(stopped), quota).await;
             let most = largest_count(&sent, window);
@@ -112,8 +113,8 @@ async fn late_calls_put_no_window_over_the_limit() {
 
 // ── a wall clock that is set ────────────────────────────────────────────────────────────────────────────────────────
 
-/// Runs `run` in a process of its own, in which no other test runs and whose wall clock [`step_to`] sets. `test` is the name
-/// of the calling test; `run` gets the URL of a server with the machine's clock, if `starts_redis`.
+/// Runs `run` in a separate process, in which no other test runs and whose wall clock [`step_to`] sets. `test` is the
+/// name of the calling test; `run` gets the URL of a server with the machine's clock, if `starts_redis`.
 fn with_own_clock<F: Future<Output = ()>>(test: &str, starts_redis: bool, run: impl FnOnce(String) -> F) {
     const CHILD: &str = "TOLLGATE_TEST_OWN_CLOCK";
     if let Ok(redis) = std::env::var(CHILD) {
@@ -131,14 +132,14 @@ fn with_own_clock<F: Future<Output = ()>>(test: &str, starts_redis: bool, run: i
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
 }
 
-/// Sets the wall clock of this process to `seconds` ahead of what it was at the start.
+/// Sets the wall clock of this process to `seconds` ahead of its value at the start.
 fn step_to(seconds: f64) {
     let before = SystemTime::now();
     SteppingClock::set_own_ahead(seconds).unwrap();
     println!("the clock steps from {before:?} to {:?}", SystemTime::now());
 }
 
-/// How far apart two moments may be that are one: for as long may a thread stand still that asks two clocks.
+/// How far apart two readings of one moment may be: a thread may stall for this long between two clocks.
 const APART: Duration = Duration::from_secs(5);
 
 fn distance(one: SystemTime, other: SystemTime) -> Duration {
@@ -164,7 +165,7 @@ fn retry_at_follows_the_wall_clock() {
     });
 }
 
-/// Headers name a moment by the wall clock, and the response has no `Date` to compare it with.
+/// Headers name a moment by the wall clock, and the response has no `Date` header to compare it with.
 #[test]
 fn moments_in_headers_follow_the_wall_clock() {
     with_own_clock("moments_in_headers_follow_the_wall_clock", false, async |_| {
@@ -191,7 +192,7 @@ fn moments_in_headers_follow_the_wall_clock() {
     });
 }
 
-/// The upstream counts by the wall clock as it is set now.
+/// The upstream counts by its current wall clock, which was stepped.
 #[test]
 fn fixed_windows_follow_the_wall_clock() {
     const LIMIT: usize = 3;
@@ -201,10 +202,11 @@ fn fixed_windows_follow_the_wall_clock() {
         drop(limiter.acquire(Key::ALL).await);
         for ahead in [0.35, -HOUR - 0.4, 24.0 * HOUR + 0.75] {
             step_to(ahead);
-            // A step is noticed within a second; then one window may have less.
+            // The limiter notices a step within a second; then one window may have less.
             let (start, mut windows) = (Instant::now(), std::collections::BTreeMap::new());
             while start.elapsed() < ms(5500) {
-                // In every other window nothing is used: windows elsewhere would be full where two of the upstream's meet.
+                // Every other window stays empty: otherwise misplaced windows would be full where two of the
+                // upstream's meet.
                 let second = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
                 let granted =
                     if second.is_multiple_of(2) { limiter.acquire(Key::ALL).await.ok() } else { None };
@@ -225,7 +227,7 @@ fn fixed_windows_follow_the_wall_clock() {
     });
 }
 
-/// A clock that is set forward looks as if the machine had slept.
+/// A clock that is stepped forward looks as if the machine had slept.
 #[test]
 fn steps_of_the_wall_clock_exceed_no_limit() {
     const LIMIT: usize = 5;
@@ -254,8 +256,8 @@ fn steps_of_the_wall_clock_exceed_no_limit() {
 
 // ── Redis hangs when a slot comes ───────────────────────────────────────────────────────────────────────────────────
 
-/// What a waiter is told whose slot comes while Redis hangs. Returns `None` if the machine stood still for so long that
-/// the slot came before Redis was stopped.
+/// The error of a waiter whose slot comes while Redis hangs. Returns `None` if the machine stalled until the slot came
+/// before Redis was stopped.
 async fn slot_while_redis_hangs(max_wait: Duration, deadline: Option<Duration>) -> Option<Limited> {
     let server = RedisServer::start().unwrap();
     let limiter = limiter(&server, Quota::new(5, Duration::from_secs(2)), max_wait);
@@ -274,7 +276,7 @@ async fn slot_while_redis_hangs(max_wait: Duration, deadline: Option<Duration>) 
         return None;
     }
     let told = waiter.await.unwrap().map(drop).unwrap_err();
-    // For what came meanwhile, no wait that a refusal names is none.
+    // Refusals during the hang name a wait above zero.
     for _ in 0..20 {
         let refused = limiter.acquire(Key::ALL).deadline(Instant::now().into_std()).await.unwrap_err();
         assert!(refused.retry_after() != Some(Duration::ZERO), "{refused}");
@@ -296,7 +298,7 @@ async fn told_while_redis_hangs(max_wait: u64, deadline: Option<u64>) -> Limited
 
 #[tokio::test]
 async fn waiters_are_told_of_a_redis_that_hangs() {
-    // One can wait no longer before the store gives up its call, the other can.
+    // One request's `max_wait` ends before the store's timeout, the other's does not.
     let told = join_all([2100, 4000].map(|max_wait| told_while_redis_hangs(max_wait, None))).await;
     for told in &told {
         assert!(matches!(told, Limited::Store { .. }), "{told:?}");
@@ -306,7 +308,7 @@ async fn waiters_are_told_of_a_redis_that_hangs() {
     assert!(matches!(source, StoreError::NoAnswer { .. } | StoreError::Away(_)), "{source:?}");
 }
 
-/// A store may be given longer to answer than a request waits for it.
+/// A store's timeout may be longer than a request waits.
 #[tokio::test]
 async fn zero_max_wait_names_a_silent_store() {
     let server = RedisServer::start().unwrap();
@@ -317,7 +319,7 @@ async fn zero_max_wait_names_a_silent_store() {
     assert!(matches!(&told, Limited::Store { source: StoreError::NoAnswer { .. }, .. }), "{told}: {told:?}");
 }
 
-/// A deadline is a deadline, whatever the store does.
+/// A deadline applies whatever the store does.
 #[tokio::test]
 async fn deadlines_while_redis_hangs_name_a_wait_or_none() {
     let told = told_while_redis_hangs(60_000, Some(2060)).await;
@@ -335,14 +337,14 @@ async fn poll_and_stand_still<F: Future + Unpin>(future: F, span: Duration) -> R
     match select(future, std::future::ready(())).await {
         Either::Left((output, _)) => Ok(output),
         Either::Right(((), future)) => {
-            // Nothing of this runtime runs; the store has a thread of its own.
+            // This runtime is blocked; the store has a thread of its own.
             std::thread::sleep(span);
             Err(future)
         }
     }
 }
 
-/// Longer than a permit of a window of a second lives, and than a call takes.
+/// Longer than the validity of a permit of a one-second window, and than a call takes.
 const STANDS_STILL: Duration = Duration::from_millis(300);
 
 #[tokio::test]
@@ -353,21 +355,21 @@ async fn zero_max_wait_replaces_one_dead_permit() {
     for round in 0.. {
         assert!(round < 20, "the machine stands still");
         let key = Key::new(format!("{round}"));
-        // The store's thread may be sooner than the first poll: another round.
+        // The store's thread may answer before the first poll: repeat the round.
         let Err(waiting) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else { continue };
         match waiting.await {
             Ok(permit) => {
                 assert!(permit.waited() >= STANDS_STILL, "{:?}", permit.waited());
                 break;
             }
-            // The machine stood still again.
+            // The machine stalled again.
             Err(refused) if refused.report().turns() > 2 => {}
             Err(refused) => panic!("{refused}: {refused:?}"),
         }
     }
 }
 
-/// It asks once more, and not for ever.
+/// The request asks once more, and not for ever.
 #[tokio::test]
 async fn zero_max_wait_replaces_no_second_dead_permit() {
     let server = RedisServer::start().unwrap();
@@ -376,7 +378,7 @@ async fn zero_max_wait_replaces_no_second_dead_permit() {
     for round in 0.. {
         assert!(round < 20, "the machine stands still");
         let key = Key::new(format!("{round}"));
-        // The store's thread may be sooner than a poll: another round.
+        // The store's thread may answer before a poll: repeat the round.
         let Err(once) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else { continue };
         let Err(twice) = poll_and_stand_still(once, STANDS_STILL).await else { continue };
         let refused = match twice.await {
@@ -391,7 +393,7 @@ async fn zero_max_wait_replaces_no_second_dead_permit() {
     }
 }
 
-/// The server stands still, so that its answer comes when the permit in it is dead.
+/// The server hangs, so that its answer arrives after the permit in it has expired.
 #[tokio::test]
 async fn zero_max_wait_survives_a_late_answer() {
     let server = RedisServer::start().unwrap();
@@ -412,7 +414,7 @@ async fn zero_max_wait_survives_a_late_answer() {
                     assert!(permit.waited() >= ms(100), "{quota}: {:?}", permit.waited());
                     break;
                 }
-                // The machine stood still as well.
+                // The machine stalled as well.
                 Err(refused) if refused.report().turns() > 2 => sleep(ms(500)).await,
                 Err(refused) => panic!("{quota}: {refused}: {refused:?}"),
             }

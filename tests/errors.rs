@@ -1,4 +1,4 @@
-//! A limit is found through every wrapper, and every public type may cross threads.
+//! `Limited::find` looks through every wrapper, and every public type may cross threads.
 
 mod support;
 
@@ -17,7 +17,7 @@ use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
 use support::{Failing, Upstream, get, limited, ms, who_said_no};
 
-/// One refusal of each of the three who may say no.
+/// One refusal by each of the three sources: the limiter, the upstream, the store.
 async fn one_of_each() -> [(Error, &'static str); 3] {
     let builder = || RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit();
     let here = builder().key(|_| None::<Key>).build().unwrap();

@@ -1,7 +1,7 @@
-//! The uses that tollgate comes from, each with processes, a Redis and HTTP as they are in earnest: the programs of
-//! `examples/`, started here in their roles. What counts is what the server saw.
+//! The uses that tollgate was written for, each with real processes, Redis and HTTP: the programs of `examples/`,
+//! started here in their roles. The server's log is the evidence.
 //!
-//! `cargo test` builds the examples. To run these tests alone: `cargo build --examples && cargo test --test uses`.
+//! `cargo test` builds the examples. To run these tests alone: `cargo build --examples && cargo test --test examples`.
 #![allow(clippy::disallowed_methods, reason = "a user of tollgate has its own clock")]
 
 #[path = "../examples/common/children.rs"]
@@ -21,7 +21,7 @@ use upstream::{Log, Rule, Upstream, WHO_HEADER};
 
 use stage::{Spy, Stage, count, ends, everything_in, run};
 
-/// By how much the way to the server may vary: the default of `transit_slack`.
+/// How much the transit time to the server may vary: the default of `transit_slack`.
 const SLACK: Duration = Duration::from_millis(10);
 
 fn seconds(seconds: u64) -> Duration {
@@ -53,7 +53,8 @@ async fn three_processes_share_one_call_a_second() {
     let sent = count(&lines, ": answered") + count(&lines, ": failed: refused by the upstream");
     assert_eq!((sent, sent + count(&lines, ": refused: ")), (log.len(), 15), "{lines:#?}");
 
-    // Fifteen calls, and three seconds of patience: some must be refused. Who starts first has most of the rest.
+    // Fifteen calls, and three seconds of `max_wait`: some must be refused. The process that starts first gets most of
+    // the slots.
     let by_who = log.by_who();
     assert!(by_who.len() >= 2, "{by_who:?}");
     assert!(lines.iter().any(|line| line.text.contains(": refused: ")), "{lines:#?}");
@@ -76,7 +77,7 @@ async fn three_processes_share_one_call_a_second() {
 
 // ── 25 per 5 s and 300 per minute ───────────────────────────────────────────────────────────────────────────────
 
-/// The counts as any process with these limits sees them.
+/// The counts as any process with these limits reads them.
 async fn peek(stage: &Stage, limits: &str) -> KeyStatus {
     let store = RedisStore::builder(&stage.redis.url())
         .prefix("two-windows")
@@ -122,7 +123,7 @@ async fn long_window_refusals_do_not_count_in_short_window() {
     assert_kept(&log, &rules);
     assert_eq!((log.len(), count(&lines, "answered")), (12, 12));
     assert!(count(&lines, "refused by 12/60s,") > 10, "{lines:#?}");
-    // Refused without end by the long one, the short one is as if nobody had asked.
+    // Refusals by the long limit leave the short limit as if no request had asked.
     let peek = peek(&stage, limits).await;
     assert_eq!(peek.limits[1].used, 12, "{peek:?}");
     assert!(peek.limits[0].used <= 4, "{peek:?}");
@@ -157,7 +158,7 @@ async fn four_workers_send_each_campaign_call_exactly_once() {
     }
     assert_eq!(by_who.len(), 20 * 40);
 
-    // What the workers told last of each campaign.
+    // The last figures that the workers reported of each campaign.
     let mut last = BTreeMap::new();
     for line in &lines {
         let (campaign, counts) = line.text.split_once(" counts ").unwrap_or_else(|| panic!("{line:?}"));
@@ -179,7 +180,7 @@ async fn token_has_own_limit_and_never_appears_in_redis() {
     stage.children.environment("TOKENS", &format!("{planted},{other}"));
     stage.children.environment("TOLLGATE_SECRET", "0123456789abcdef0123456789abcdef");
 
-    // The first has 60 calls left to make and 40 to make them with; the other is asked for by one process only.
+    // The first campaign has 60 calls left to make and 40 units for them; only one process asks for the other.
     stage.start("before", &["--role", "teller", "--per-hour", "40"]);
     let before = stage.lines().await;
     for who in ["process 1", "process 2"] {
@@ -217,7 +218,8 @@ async fn token_has_own_limit_and_never_appears_in_redis() {
         }
     }
 
-    // Without a secret the names in Redis are digests that a guess can be tested against: no such digest is there.
+    // Without a secret the names in Redis are digests that an attacker can test guesses against: no such digest is
+    // there.
     let bare = RedisStore::builder(&stage.redis.url()).prefix("bare").build().unwrap();
     let limit = RateLimitLayer::builder(Quota::per_hour(40)).store(Arc::new(bare)).build().unwrap();
     for token in [planted, other] {

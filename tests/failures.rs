@@ -1,6 +1,6 @@
-//! Real bugs of other limiters, each as what must hold here. Under a paused clock.
+//! Real bugs of other limiters, each as a property of tollgate. Under a paused clock.
 //!
-//! Those about one room are tested there; these need the whole gate.
+//! Bugs of a single component are tested beside it; these tests need the whole limiter.
 
 #[path = "support/counted.rs"]
 mod counted;
@@ -29,7 +29,7 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// So many tasks, each acquiring so often; the moments at which they went.
+/// Runs `tasks` tasks, each acquiring several times; returns the moments at which they went.
 async fn moments(limiter: &Limiter, tasks: usize, each: usize) -> Vec<Instant> {
     let moments = Arc::new(Mutex::new(Vec::new()));
     let tasks = (0..tasks).map(|_| {
@@ -63,7 +63,7 @@ async fn the_first_acquires_of_a_new_limiter_are_counted() {
     assert_eq!(largest_count(&moments, Duration::from_secs(1)), 3);
 }
 
-/// D10 (cadence#6030): cancelling the last reservation moves nobody closer to the one before.
+/// D10 (cadence#6030): cancelling the last reservation brings no waiter closer to the one before.
 #[tokio::test(start_paused = true)]
 async fn cancelled_last_waiter_keeps_the_interval_for_the_next() {
     let limiter = limiter(Quota::every(Duration::from_secs(1)));
@@ -82,7 +82,7 @@ async fn cancelled_last_waiter_keeps_the_interval_for_the_next() {
     assert!(went.elapsed() <= millis(1035), "{:?}", went.elapsed());
 }
 
-/// D15 (redisson#7329): what comes back after it has expired is not counted back twice.
+/// D15 (redisson#7329): a unit that was returned after it expired is not counted back twice.
 #[tokio::test(start_paused = true)]
 async fn returned_permits_never_raise_free_units_above_limit() {
     for quota in [Quota::per_second(5), Quota::bucket(5).refill(5, Duration::from_secs(1))] {
@@ -102,8 +102,8 @@ async fn returned_permits_never_raise_free_units_above_limit() {
     }
 }
 
-/// D18 (smithy-rs#4632): many ask at once while there is little; a refused ask takes nothing, nobody is told to sleep
-/// for long, and the rate is there again when the rush is over.
+/// D18 (smithy-rs#4632): many requests compete for few permits. A refused request takes nothing, no wait is long, and
+/// the full rate is available after the rush.
 #[tokio::test(start_paused = true)]
 async fn a_rush_of_refused_asks_costs_nothing() {
     let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(Duration::ZERO).build().unwrap();
@@ -155,7 +155,7 @@ async fn the_rate_does_not_drift_in_six_hours() {
     assert!(f64::from(in_last_hour) >= 0.99 * an_hour, "{in_last_hour} of {an_hour} in the last hour");
 }
 
-/// D37 (limits#268): a day's limit of 70,000 costs as little as a small one.
+/// D37 (limits#268): a daily limit of 70,000 costs as little as a small one.
 #[tokio::test(start_paused = true)]
 async fn large_daily_limit_costs_no_more_than_small_limit() {
     let limiter = limiter(Quota::per_day(70_000));
@@ -171,7 +171,7 @@ async fn large_daily_limit_costs_no_more_than_small_limit() {
     assert!(bytes <= 8192 && allocated < 50, "{bytes} bytes kept in {allocated} allocations");
 }
 
-/// D50 (rolling-rate-limiter#15): many who wait for the same moment are no herd when it comes.
+/// D50 (rolling-rate-limiter#15): many waiters for one moment do not wake all at once.
 #[tokio::test(start_paused = true)]
 async fn two_hundred_waiters_of_one_window_are_no_herd() {
     let limiter = limiter(Quota::per_second(20).burst(5));
@@ -190,7 +190,7 @@ async fn permits_used_late_put_no_window_over_limit() {
         let (limiter, moments) = (limiter.clone(), moments.clone());
         tokio::spawn(async move {
             let permit = limiter.acquire(key()).await.unwrap();
-            // Some use it at once, some at its end, and the way takes up to 10 ms more.
+            // Some requests use their permit at once, some at its end, and transit takes up to 10 ms more.
             let late = if number % 2 == 0 { permit.deadline().map(Instant::from_std) } else { None };
             sleep_until(late.unwrap_or(Instant::now()) - millis(u64::from(number % 2 == 0))).await;
             sleep(millis(number * 7 % 9)).await;
@@ -201,7 +201,7 @@ async fn permits_used_late_put_no_window_over_limit() {
     assert_eq!(largest_count(&moments.lock().unwrap(), Duration::from_secs(1)), 100);
 }
 
-/// 495 wake-ups a grant at 1000 waiters, measured at a peer: here one, for all of them, at any rate.
+/// A peer made 495 wake-ups a grant at 1000 waiters: here one wake-up serves all of them, at any rate.
 #[tokio::test(start_paused = true)]
 async fn a_line_at_a_high_rate_wakes_each_once() {
     let limiter = limiter(Quota::per_second(1000).burst(50));

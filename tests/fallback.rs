@@ -1,6 +1,7 @@
-//! The store is away, and processes go on with their shares: together no more than the limit, on the way there and back.
+//! The store is unreachable, and processes go on with their shares. Together they stay within the limit during the
+//! outage and at both of its ends.
 //!
-//! Under a paused clock; each limiter is a process, and what they sent is counted as one who is called would.
+//! Under a paused clock; each limiter is a process, and requests are counted as an upstream would count them.
 
 #[path = "support/counted.rs"]
 #[allow(dead_code, reason = "it counts polls too")]
@@ -22,7 +23,7 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store that all share, a millisecond away, and that can be away.
+/// A shared store, a millisecond from each process, that can be made unreachable.
 #[derive(Default)]
 struct Shared {
     store: MemoryStore,
@@ -30,7 +31,7 @@ struct Shared {
     /// Whether calls arrive though their answers do not.
     deaf: AtomicBool,
     calls: AtomicUsize,
-    /// Whether the answers to calls that charge anything are lost.
+    /// Whether the answers to calls that charge units are lost.
     lose_charges: AtomicBool,
     /// Units charged by calls that arrived.
     charged: AtomicUsize,
@@ -91,7 +92,7 @@ fn limiter(quota: Quota, store: &Arc<Shared>) -> Limiter {
 
 type Sent = Arc<Mutex<Vec<Instant>>>;
 
-/// Calls over and over from `tasks` tasks for `span`, with a pause after each call; notes when they went.
+/// Calls repeatedly from `tasks` tasks for `span`, with a pause after each call; notes when they went.
 fn calls(limiter: &Limiter, tasks: usize, pause: Duration, span: Duration, sent: &Sent) {
     for _ in 0..tasks {
         let (limiter, sent) = (limiter.clone(), sent.clone());
@@ -145,7 +146,7 @@ async fn what_was_granted_before_counts_in_the_share() {
         sleep(ms(2500)).await;
     }
     store.set_away(true);
-    // Of each ten seconds it had three or four, and has now; the last three are not over yet.
+    // The process had three or four of each ten seconds, and has as much now; the last three seconds are not over yet.
     let mut more = 0;
     let refused = loop {
         match limiter.acquire(Key::ALL).await {
@@ -182,14 +183,14 @@ async fn who_had_nothing_has_what_was_configured_or_nothing() {
     assert_eq!(eighth.peek(Key::ALL).await.unwrap().limits[0].limit.count(), 5);
     let costly = eighth.acquire(Key::ALL).cost(6).await.unwrap_err();
     assert!(costly.to_string().contains("allows 5 at once"), "{costly}");
-    // Less than one unit is one unit in a longer time.
+    // A share below one unit is one unit in a longer time.
     let slow = builder(Quota::per_second(2), &store).max_wait(ms(0)).fallback_share(0.1).build().unwrap();
     drop(slow.limiter().acquire(Key::ALL).await.unwrap());
     let again = slow.limiter().acquire(Key::ALL).await.unwrap_err().retry_after().unwrap();
     assert!(again > ms(4900) && again < ms(5100), "{again:?}");
 }
 
-/// It comes and goes: a process keeps the share that it had before all that.
+/// The store returns and fails again: a process keeps the share that it had before.
 #[tokio::test(start_paused = true)]
 async fn shares_stay_when_store_returns_only_briefly() {
     let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
@@ -239,7 +240,7 @@ async fn fallback_keeps_holds_set_without_the_store() {
     let start = Instant::now();
     drop(limiter.acquire(Key::ALL).await.unwrap());
     assert!(start.elapsed() >= ms(1900), "{:?}", start.elapsed());
-    // A wait for a hold costs no calls without end.
+    // A wait for a hold makes a bounded number of store calls.
     assert!(store.calls.load(Ordering::Relaxed) < 100, "{:?} calls", store.calls);
 }
 
@@ -266,7 +267,7 @@ struct History {
     quota: Quota,
     /// Of each process: its tasks, the pause after each call, when it begins.
     processes: Vec<(usize, u64, u64)>,
-    /// For how long the store is there, away, there ...
+    /// How long the store is reachable, unreachable, reachable ...
     turns: Vec<u64>,
     deaf: bool,
 }
@@ -286,7 +287,7 @@ fn histories() -> impl Strategy<Value = History> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Where shares are what processes were granted for some windows, and all lose the store and find it together.
+    /// Whether shares are what processes were granted in recent windows, and all lose and find the store together.
     #[test]
     fn shares_exceed_limit_only_in_the_switch_window(history in histories()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -318,16 +319,16 @@ proptest! {
         }
         for limit in history.quota.limits() {
             let (window, count) = (limit.window(), limit.count() as usize);
-            // Of a short window, a share may be less than one unit.
+            // With a short window, a share may be less than one unit.
             let meet = if history.quota.limits().len() > 1 { history.processes.len() } else { 0 };
             let near = |moments: &[Instant], span: u64, at: &Instant| {
                 moments.iter().any(|moment| (*moment..*moment + ms(span) + window).contains(at))
             };
-            // What waits has its slots up to three seconds ahead, and finds out as late.
+            // Waiters have slots up to three seconds ahead, and notice as late.
             let away_from_losing: Vec<_> = sent.iter().filter(|at| !near(&lost, 3100, at)).copied().collect();
             let away_from_both: Vec<_> =
                 away_from_losing.iter().filter(|at| !near(&found, 4000, at)).copied().collect();
-            // What was used in the tenth of a second in which one charges, and a unit of each.
+            // What was used in the 100 ms before a process charges, and one unit of each process.
             let uncharged = count * 200 / window.as_millis() as usize + history.processes.len();
             for (what, sent, most) in [
                 ("where the store is lost", &sent, 2 * count),
@@ -341,7 +342,7 @@ proptest! {
     }
 }
 
-/// After the store is back, a window of minutes or hours is not lost: what is charged has its age.
+/// After the store returns, a window of minutes or hours is not lost: charges carry their age.
 #[tokio::test(start_paused = true)]
 async fn long_windows_are_usable_after_store_returns() {
     let minute = ms(60_000);
@@ -365,7 +366,7 @@ async fn long_windows_are_usable_after_store_returns() {
             .map(|number| within(&sent, start + number * window, start + (number + 1) * window))
             .collect();
         println!("{quota}: calls in each window, the store is away in window 3: {windows:?}");
-        // Some seconds at the return are for finding out, and for shares.
+        // Some seconds after the return go to detection and to shares.
         let (before, after) = (windows[2], windows[4]);
         assert!(after * 100 >= before * 95, "{quota}: {windows:?}");
     }
@@ -390,7 +391,7 @@ async fn charges_whose_answers_are_lost_are_not_repeated() {
         let alone = within(&sent, start + ms(200_000), start + ms(320_000));
         let charged = store.charged.load(Ordering::Relaxed);
         println!("{quota}: {alone} calls while the store was away and lost answers, {charged} units charged");
-        // What is older than the window is not charged.
+        // Units older than the window are not charged.
         assert!(charged >= quota.limits()[0].count() as usize * 9 / 10, "{quota}: {charged}");
         assert!(charged <= alone, "{quota}: {charged} units charged for {alone} calls");
         let sent = sent.lock().unwrap();
@@ -400,7 +401,7 @@ async fn charges_whose_answers_are_lost_are_not_repeated() {
     }
 }
 
-/// However much was used alone: a call has few charges, and each unit of the last window is charged once.
+/// However much was used without the store: a call has few charges, and each unit of the last window is charged once.
 #[tokio::test(start_paused = true)]
 async fn charges_after_an_outage_are_few_and_made_once() {
     let hour = ms(3_600_000);
@@ -418,7 +419,7 @@ async fn charges_after_an_outage_are_few_and_made_once() {
         sleep(window * 3 / 2).await;
         let back = Instant::now();
         store.set_away(false);
-        // It is together with the others again, and charges nothing more.
+        // The process shares the limit again, and charges nothing more.
         sleep(ms(15_000)).await;
         let [charged, most] =
             [&store.charged, &store.most_charges].map(|counter| counter.load(Ordering::Relaxed));
@@ -428,7 +429,7 @@ async fn charges_after_an_outage_are_few_and_made_once() {
             "{quota}: {alone} used alone, {last_window} in the last window, {charged} charged, {most} at once"
         );
         assert!(most > 0 && most <= Charge::MOST, "{quota}: {most} charges in a call");
-        // They are charged in parts; the first part may have begun before the window.
+        // Units are charged in parts; the first part may have begun before the window.
         let part = last_window / 20 + 10;
         assert!(charged >= last_window - part && charged <= last_window + part, "{quota}: {charged}");
         sleep(ms(1000)).await;
@@ -437,7 +438,7 @@ async fn charges_after_an_outage_are_few_and_made_once() {
         if matches!(usage.limit, Limit::Sliding { .. }) {
             let (now, used) = (Instant::now(), usage.used as usize);
             let really = within(&sent, now - window, now);
-            // Both the charges and the log of a long window are kept in parts, and some permits are at hand.
+            // Both the charges and the log of a long window are kept in parts, and some permits are prefetched.
             let most = really + really * 3 / 20 + 50;
             assert!(used >= really && used <= most, "{quota}: {used} instead of {really}");
         }

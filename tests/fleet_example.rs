@@ -1,6 +1,6 @@
-//! The example `fleet`, as a user runs it: its table, its complaints, and what it leaves behind.
+//! The example `fleet`, as a user runs it: its table, its error messages, and what it leaves behind.
 //!
-//! `cargo test` builds the examples first; `cargo test --test fleet_example` does not, and takes the one that is there.
+//! `cargo test` builds the examples first; `cargo test --test fleet_example` does not, and runs the existing binary.
 
 #![cfg(target_os = "linux")] // /proc tells what was left behind
 
@@ -13,7 +13,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The example, in a process group of its own, by which all that it starts is known.
+/// The example, in a process group of its own, which identifies all processes that it starts.
 fn fleet(arguments: &[&str]) -> Command {
     let mut path: PathBuf = std::env::current_exe().unwrap();
     path.pop(); // from target/debug/deps
@@ -30,14 +30,14 @@ fn fleet(arguments: &[&str]) -> Command {
     command
 }
 
-/// What it said, and the group it was.
+/// The output of the example, and its process group.
 fn run(arguments: &[&str]) -> (Output, u32) {
     let child = fleet(arguments).spawn().unwrap();
     let group = child.id();
     (child.wait_with_output().unwrap(), group)
 }
 
-/// The processes of a group that run: the names of their programs.
+/// The program names of the running processes of a group.
 fn running(group: u32) -> Vec<String> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
@@ -55,7 +55,7 @@ fn running(group: u32) -> Vec<String> {
     names
 }
 
-/// What is there until a deadline, because a process that was told to end takes a moment.
+/// The processes still running at a deadline, because a process takes a moment to end.
 fn left_over(group: u32) -> Vec<String> {
     let start = Instant::now();
     loop {
@@ -80,7 +80,8 @@ fn number(cell: &str) -> f64 {
     digits.parse().unwrap_or_else(|_| panic!("{cell:?} is no number"))
 }
 
-/// How a table says that the way to the service varied by more than tollgate was told (10 ms): the machine paused.
+/// The text with which a table reports that the transit time varied by more than `transit_slack` (10 ms): the machine
+/// paused.
 fn paused(cell: &str) -> bool {
     !cell.ends_with(" ms") || number(cell) > 10.0
 }
@@ -100,8 +101,8 @@ fn processes_with_shared_count_keep_limit_and_leave_nothing() {
         let most = row(&text, "most calls in any 1s (limit 50)");
         assert!(number(&refused[0]) > 0.0 && number(&most[0]) > 50.0, "three counts are too many\n{text}");
         assert!(number(&row(&text, "calls of Redis, per call sent")[1]) <= 1.1, "{text}");
-        // Three seconds have room for 100 at least, wherever the first window starts; but what is asked of Redis while the
-        // machine stands still is lost.
+        // Three seconds have room for 100 at least, wherever the first window starts; but store calls made while the
+        // machine stalls are lost.
         if number(&answered[1]) < 100.0 {
             continue;
         }
@@ -137,7 +138,7 @@ fn children_end_when_their_parent_is_killed() {
     assert_eq!(left_over(group), [""; 0]);
 }
 
-/// A fleet whose first run has begun, its group, and what it complains into.
+/// A fleet whose first run has begun, its group, and its standard error.
 fn started(arguments: &[&str]) -> (Child, u32, impl BufRead) {
     let mut child = fleet(arguments).spawn().unwrap();
     let group = child.id();

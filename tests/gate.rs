@@ -1,4 +1,4 @@
-//! The gate without HTTP: order, wake-ups, cancellation, bounds. Under a paused clock.
+//! The limiter without HTTP: order, wake-ups, cancellation, bounds. Under a paused clock.
 
 #[path = "support/counted.rs"]
 mod counted;
@@ -36,7 +36,7 @@ fn key() -> Key {
     Key::new("key")
 }
 
-/// Enters the line now: a task is polled when it is spawned, so the order of calls is the order in the line.
+/// Joins the queue now: a task is polled when it is spawned, so the order of calls is the order in the queue.
 async fn enter(
     limiter: &Limiter,
     done: &Arc<Mutex<Vec<(usize, Instant)>>>,
@@ -100,8 +100,8 @@ async fn one_per_second_sends_once_per_second_plus_margin() {
     }
 }
 
-/// One of six is dropped: before it was polled, after it was polled once, and when its slot was handed out to it but it
-/// had not seen that yet. Whatever its state was, the others get every slot, in order.
+/// One of six waiters is dropped: before its first poll, after one poll, or after its slot was assigned but before it
+/// saw that. In each case the other waiters get every slot, in order.
 #[tokio::test(start_paused = true)]
 async fn waiter_cancelled_after_any_poll_frees_its_slot() {
     for victim in 0..6 {
@@ -132,7 +132,8 @@ async fn waiter_cancelled_after_any_poll_frees_its_slot() {
                 "victim {victim} after {polls} polls: {:?}",
                 start.elapsed()
             );
-            // Without it the fifth goes with the fourth; with its slot lost it would be a window later.
+            // Without the cancelled waiter the fifth goes with the fourth; with its slot lost it would be a window
+            // later.
             if !spent && polls < 2 {
                 assert!(done[4].1 - start <= millis(2 * 1030 + 10), "{done:?}");
                 assert!(done[3].1 - start <= millis(1030 + 10), "{done:?}");
@@ -181,7 +182,7 @@ async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
     assert!(start.elapsed() <= millis(1030), "{:?}", start.elapsed());
 }
 
-/// D24, T9: a permit that arrives after its life is given back, and its waiter keeps its place.
+/// D24, T9: a permit that arrives after it expired is given back, and its waiter keeps its place.
 #[tokio::test(start_paused = true)]
 async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     let limiter = limiter(Quota::per_second(1));
@@ -201,7 +202,7 @@ async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     assert!(first.elapsed() <= millis(1050), "and loses nothing: {:?}", first.elapsed());
 }
 
-/// D25, and a task that is not polled: nobody else depends on it.
+/// D25, and a task that is not polled: no other waiter depends on it.
 #[tokio::test(start_paused = true)]
 async fn waiter_never_polled_again_delays_no_other_waiter() {
     let limiter = limiter(Quota::per_second(1));
@@ -210,7 +211,7 @@ async fn waiter_never_polled_again_delays_no_other_waiter() {
     assert!(stuck.as_mut().now_or_never().is_none());
     let start = Instant::now();
     limiter.acquire(key()).await.unwrap().spend();
-    // It was first, so one slot was handed to it in vain besides its own; then it was out of the way.
+    // The first waiter was given one slot in vain besides its own; then it no longer delayed others.
     assert!(start.elapsed() <= millis(3 * 1030 + 10), "{:?}", start.elapsed());
     limiter
         .acquire(Key::new("other"))
@@ -257,7 +258,7 @@ async fn a_full_line_refuses_and_says_so() {
     assert!(refused.to_string().contains("max_queue"), "{refused}");
 }
 
-/// D35: keys are bounded, idle ones make room, a limited one is never handed a fresh allowance.
+/// D35: keys are bounded, idle keys make room, and a limited key never gets a fresh allowance.
 #[tokio::test(start_paused = true)]
 async fn keys_are_bounded_and_limited_keys_never_forgotten() {
     let limiter = RateLimitLayer::builder(Quota::per_minute(2))
@@ -344,7 +345,7 @@ async fn peek_consumes_nothing() {
     limiter.acquire(key()).cost(10).await.unwrap().spend();
     let peek = limiter.peek(key()).await.unwrap();
     assert_eq!(peek.free, 0);
-    // 720 ms between two slots: a permit lives for a fiftieth of that, and the slack.
+    // 720 ms between two slots: a permit is valid for a fiftieth of that, and the slack.
     assert_eq!(peek.next_slot, HOUR + Duration::from_micros(24_400));
 }
 

@@ -1,4 +1,4 @@
-//! Holds: one refusal by the upstream stops the others before they run into it. Under a paused clock.
+//! Holds: one refusal by the upstream stops other requests before they are refused too. Under a paused clock.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -50,7 +50,7 @@ async fn hold_after_429_lasts_as_the_upstream_said() {
 
 #[tokio::test(start_paused = true)]
 async fn waiters_wait_out_a_hold_or_are_refused_immediately() {
-    // Two a second: the line reaches some seconds ahead.
+    // Two a second: the queue reaches some seconds ahead.
     let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(10 * SECOND).build().unwrap();
     let limiter = layer.limiter();
     let start = Instant::now();
@@ -169,7 +169,7 @@ async fn hint_is_cut_to_max_hold_and_zero_disables() {
     assert_eq!(peek(&layer, Key::ALL).await.held, None, "it may be tried again at once");
 }
 
-/// Somebody else has used the same account: nothing is left, and the limit here does not know.
+/// Another user of the same account has used it up: nothing remains, and the limiter does not know.
 #[tokio::test(start_paused = true)]
 async fn exhausted_upstream_quota_holds_requests_until_its_reset() {
     let left = |remaining: u32, reset: u32| {
@@ -184,7 +184,7 @@ async fn exhausted_upstream_quota_holds_requests_until_its_reset() {
     for _ in 0..5 {
         assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), StatusCode::OK);
     }
-    // Two seconds are no hold; but nothing is left until then.
+    // Two seconds are no hold; but nothing remains until then.
     assert_eq!(upstream.arrivals(), [0, 0, 30_000, 30_000, 32_000]);
 }
 
@@ -228,7 +228,7 @@ async fn hold_covers_prefetched_permits_of_layers_sharing_a_store() {
         builder.store(store.clone()).build().unwrap().limiter()
     };
     let (ours, theirs): (Limiter, Limiter) = (build(), build());
-    // In heavy use, permits are fetched ahead.
+    // In heavy use, permits are prefetched.
     for _ in 0..200 {
         drop(theirs.acquire(Key::ALL).await.unwrap());
     }
@@ -282,7 +282,7 @@ async fn waiting_of(layer: &RateLimitLayer) -> usize {
     }
 }
 
-/// D30's neighbour: of two budgets, the one that is spent holds, whatever it counts.
+/// Related to D30: of two budgets, the one that is spent holds, whatever it counts.
 #[tokio::test(start_paused = true)]
 async fn spent_budget_of_all_calls_holds_the_key() {
     for (name, holds) in [("x-ratelimit-remaining-tokens", true), ("x-ratelimit-remaining-search", false)] {
@@ -325,7 +325,7 @@ async fn a_refusal_holds_the_key_of_its_scope() {
     }
 }
 
-/// Where they waited for the end of a hold: dear calls and cheap ones in the order in which they came.
+/// Requests of high and low cost that waited for the end of a hold leave in order of arrival.
 #[tokio::test(start_paused = true)]
 async fn calls_of_different_costs_leave_hold_in_order() {
     let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(60 * SECOND).build().unwrap();
@@ -347,7 +347,7 @@ async fn calls_of_different_costs_leave_hold_in_order() {
     );
 }
 
-/// The refusal of a dear call is none of the cheap ones behind it.
+/// The refusal of a costly call does not refuse the cheap calls behind it.
 #[tokio::test(start_paused = true)]
 async fn a_call_that_is_refused_takes_nobody_along() {
     let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(SECOND).build().unwrap();
@@ -362,7 +362,7 @@ async fn a_call_that_is_refused_takes_nobody_along() {
     assert_eq!(ended, [(true, 500), (false, 500), (true, 500), (false, 500), (true, 500)]);
 }
 
-/// A program that makes a limiter for each tenant keeps none of them for the rest of a long hold.
+/// A program that makes a limiter for each tenant frees each of them during a long hold.
 #[tokio::test(start_paused = true)]
 async fn a_dropped_limiter_is_freed_before_its_hold_ends() {
     let store = Arc::new(MemoryStore::new(10));

@@ -1,4 +1,4 @@
-//! Holds without a key function: all requests share one count, and each host is held by itself. Under a paused clock.
+//! Holds without a key function: all requests share one count, and each host has its own hold. Under a paused clock.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -29,7 +29,7 @@ async fn held(layer: &RateLimitLayer, host: &str) -> Option<Duration> {
 
 #[tokio::test(start_paused = true)]
 async fn host_429_holds_only_requests_to_that_host() {
-    // Few enough that nothing is fetched ahead.
+    // Few enough that no permit is prefetched.
     let layer = builder(Quota::per_hour(40)).build().unwrap();
     let upstream = Upstream::answering([limited("9")]);
     let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
@@ -58,7 +58,7 @@ async fn impatient_requests_to_held_host_are_refused_at_once() {
     for _ in 0..2 {
         service.clone().oneshot(get(TWO)).await.unwrap();
     }
-    // They are in line when their host is held.
+    // These requests are in the queue when their host is held.
     let start = Instant::now();
     let mut in_line: Vec<_> =
         [ONE, TWO, ONE, TWO].map(|url| Box::pin(service.clone().oneshot(get(url)))).into();
@@ -71,7 +71,7 @@ async fn impatient_requests_to_held_host_are_refused_at_once() {
         assert_eq!((limited.reason(), limited.retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
     }
     assert!(ended[1].is_ok() && ended[3].is_ok());
-    // The others have their slots: both in the next second.
+    // The other requests have their slots: both in the next second.
     assert!(start.elapsed() < 2 * SECOND, "{:?}", start.elapsed());
     let error = service.clone().oneshot(get(ONE)).await.unwrap_err();
     assert_eq!(Limited::find(&error).unwrap().reason(), Some(Reason::Held));
@@ -148,7 +148,7 @@ async fn truncated_host_hold_ends_with_one_probe() {
     for call in calls {
         refused += usize::from(soon(call).await.unwrap().unwrap().status() == 429);
     }
-    // The first probe was refused too: the others waited for the second one.
+    // The first probe was refused too: the other requests waited for the second one.
     assert_eq!((refused, upstream.count()), (1, 6));
     let arrivals = upstream.arrivals();
     assert_eq!((arrivals[0], arrivals[1] / 1000), (0, 5), "{arrivals:?}");

@@ -1,4 +1,4 @@
-//! Holds over stores that answer later, tell later, or never tell. Under a paused clock.
+//! Holds over stores that answer late, notify late, or never notify. Under a paused clock.
 
 #[path = "support/counted.rs"]
 #[allow(dead_code, reason = "each file of tests uses its part")]
@@ -26,7 +26,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 struct Server {
     store: MemoryStore,
     listeners: Mutex<Vec<(Duration, Weak<dyn Listener>)>>,
-    /// Whether who listens hears nothing.
+    /// Whether subscribers receive no notifications.
     mute: AtomicBool,
 }
 
@@ -54,7 +54,7 @@ impl Server {
     }
 }
 
-/// The store of one process: the server decides at once, and its answers take their trips one after the other.
+/// The store of one process: the server decides at once, and its answers take the given trips in turn.
 struct Wire {
     server: Arc<Server>,
     trips: Vec<Duration>,
@@ -131,7 +131,7 @@ async fn permits_returned_during_hold_stay_unused_until_its_end() {
         let store: Arc<dyn Store> =
             if later { Wire::new(&server, &[ms(1)]) } else { Arc::new(MemoryStore::default()) };
         let limiter = process(store, Quota::new(10_000, HOUR), 10 * SECOND);
-        // In heavy use, so that some lie at hand; permits of this quota live for minutes.
+        // In heavy use, so that some permits are prefetched; permits of this quota are valid for minutes.
         let mut permits = Vec::new();
         for _ in 0..100 {
             permits.push(limiter.acquire(key()).await.unwrap());
@@ -149,7 +149,7 @@ async fn permits_returned_during_hold_stay_unused_until_its_end() {
 
         limiter.hold_for(key(), 3 * SECOND).await.unwrap();
         let start = Instant::now();
-        // Nobody waits.
+        // No request waits.
         permits.into_iter().for_each(tollgate::Permit::give_back);
         drop(limiter.acquire(key()).await.unwrap());
         assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
@@ -213,7 +213,7 @@ async fn hold_is_set_by_processes_that_missed_a_release() {
         theirs.release(key()).await.unwrap();
         sleep(ms(10)).await;
         drop(ours.acquire(key()).await.unwrap());
-        // It has never heard of the key.
+        // This process has never used the key.
         cold.hold_for(key(), 60 * SECOND).await.unwrap();
         sleep(ms(10)).await;
         for (name, limiter) in [("ours", &ours), ("theirs", &theirs), ("cold", &cold)] {
@@ -226,7 +226,7 @@ async fn hold_is_set_by_processes_that_missed_a_release() {
 #[tokio::test(start_paused = true)]
 async fn hold_end_stays_however_often_it_is_requested() {
     let server = Server::new();
-    // Answers that are slow now and fast then, as on a busy machine.
+    // Answers whose trips vary, as on a busy machine.
     let trips: Vec<_> = [40, 2, 30, 1, 60, 3].map(ms).into();
     let processes: Vec<_> = (0..8)
         .map(|number| {
@@ -278,9 +278,9 @@ async fn missed_release_is_learned_when_other_processes_call() {
 
 #[derive(Clone, Debug)]
 enum Act {
-    /// One calls, and can wait so long.
+    /// A request calls, and waits up to this long.
     Call { patience: Option<u64>, uses: bool },
-    /// Somebody holds the key.
+    /// A process holds the key.
     Hold(u64),
 }
 
@@ -301,7 +301,7 @@ fn step() -> impl Strategy<Value = Step> {
     (after, 0usize..3, act).prop_map(|(after, process, act)| Step { after, process, act })
 }
 
-/// What came of a call: when it asked, whether it can wait for as long as it takes, and when it left.
+/// One call: when it asked, whether its wait is unbounded, and when it left.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     process: usize,
@@ -386,7 +386,7 @@ proptest! {
         for call in &calls {
             let Some(left) = call.left else { continue };
             for &(process, from, until) in &holds {
-                // The others are told after a trip, and what answers were under way are known after another.
+                // Other processes are notified after a trip, and answers under way arrive after another.
                 let known = if process == call.process { from } else { from + ms(trips[call.process][0] + 2) };
                 prop_assert!(
                     left <= known || left >= until,
@@ -400,7 +400,8 @@ proptest! {
                 prop_assert!(!overtook, "{second:?} left before {first:?}");
             }
         }
-        // Never idle for long: the holds, the calls at the pace of the limit, and what trips and dead permits cost.
+        // The limiter is never idle for long: the sum of holds, calls at the pace of the limit, trips and expired
+        // permits.
         let holds: u64 = holds.iter().map(|(_, from, until)| (*until - *from).as_millis() as u64).sum();
         let arrived: u64 = steps.iter().map(|step| step.after).sum();
         let windows = calls.len() as u64 / u64::from(count) + 2;
@@ -409,7 +410,7 @@ proptest! {
     }
 }
 
-/// What was booked before the hold, or on its way when it began, is free again when it ends.
+/// Slots booked before the hold, or under way when it began, are free again when it ends.
 #[tokio::test(start_paused = true)]
 async fn full_limit_is_available_from_hold_end() {
     for trips in [[ms(1), ms(2)], [ms(0), ms(7)]] {
@@ -437,12 +438,12 @@ async fn full_limit_is_available_from_hold_end() {
         let end = ms(4042);
         let after: Vec<_> = sent.lock().unwrap().iter().copied().filter(|at| *at >= end - ms(5)).collect();
         let first = after.iter().filter(|at| **at < end + ms(100)).count();
-        // One may have been fetched ahead.
+        // One permit may have been prefetched.
         assert!((99..=100).contains(&first), "trips {trips:?}: {first}");
     }
 }
 
-/// What an upstream answers that states a limit of 40.
+/// The answer of an upstream that states a limit of 40.
 fn answers(status: u16, remaining: u32, retry_after: Option<u32>) -> Signal {
     let response = Response::builder().status(status).header("X-RateLimit-Limit", 40);
     let response = response.header("X-RateLimit-Remaining", remaining);
@@ -453,7 +454,7 @@ fn answers(status: u16, remaining: u32, retry_after: Option<u32>) -> Signal {
     Signal::read(&response.body(()).unwrap())
 }
 
-/// Nobody waits for ever because the store is to be told something later.
+/// No wait is endless because a notification to the store is due later.
 #[tokio::test(start_paused = true)]
 async fn request_arriving_during_a_store_call_is_sent_next() {
     let (server, quota) = (Server::new(), Quota::new(40, 60 * SECOND));
@@ -475,7 +476,7 @@ async fn request_arriving_during_a_store_call_is_sent_next() {
     assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
 }
 
-/// How long each of these waits for its permit, and whether it gets it; `others` come `after` the first.
+/// How long each of these requests waits for its permit, and whether it gets it; `others` come `after` the first.
 async fn line_up(limiter: &Limiter, first: usize, after: Duration, others: usize) -> Vec<(Duration, bool)> {
     let wait = |limiter: Limiter| async move {
         let start = Instant::now();
@@ -498,7 +499,7 @@ async fn hold_time_counts_as_wait() {
         let waits = line_up(&limiter, 10, 7 * SECOND, 10).await;
         let longest = waits.iter().map(|(waited, _)| *waited).max();
         assert!(longest <= Some(10 * SECOND), "later: {later}: {waits:?}");
-        // What is too late for those who came first is for those who came later.
+        // Slots too late for the first requests go to later ones.
         let granted: Vec<_> = waits.iter().map(|(_, granted)| *granted).collect();
         let expected = [vec![true; 2], vec![false; 8], vec![true; 7], vec![false; 3]].concat();
         assert_eq!(granted, expected, "later: {later}: {waits:?}");
@@ -526,7 +527,7 @@ async fn request_is_refused_early_when_a_hold_is_released() {
     }
 }
 
-/// One waits in a runtime that is there and not driven any more; another in one that is. In real time.
+/// One waiter is in a runtime that is no longer driven, another in a driven one. In real time.
 async fn beside_an_idle_runtime(
     store: Arc<dyn Store>,
     max_wait: Duration,

@@ -1,4 +1,4 @@
-//! Holds that many processes share: stores of their own stand for processes. With a real Redis.
+//! Holds that many processes share: separate stores stand for processes. With a real Redis.
 
 #![cfg(feature = "redis")]
 
@@ -23,7 +23,7 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// A process: a limiter with a store of its own.
+/// A process: a limiter with its own store.
 fn process(server: &RedisServer, quota: Quota, secret: Option<&str>) -> Limiter {
     let store = RedisStore::builder(&server.url());
     let store = match secret {
@@ -34,7 +34,7 @@ fn process(server: &RedisServer, quota: Quota, secret: Option<&str>) -> Limiter 
     builder.max_wait(Duration::from_secs(10)).build().unwrap().limiter()
 }
 
-/// Waits until the process knows, and asks nobody: a peek would ask the store.
+/// Waits until the process knows of the hold, without a store call: a peek would ask the store.
 async fn until_refused(limiter: &Limiter) {
     let give_up = Instant::now() + Duration::from_secs(10);
     loop {
@@ -64,7 +64,7 @@ async fn processes_share_a_hold_with_or_without_secret() {
         assert!(start.elapsed() >= millis(1500), "{:?}", start.elapsed());
         drop(again);
 
-        // Released by another, it ends for all.
+        // A release by another process ends the hold for all.
         processes[0].hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
         join_all(processes.iter().map(until_refused)).await;
         processes[3].release(Key::ALL).await.unwrap();
@@ -113,7 +113,7 @@ async fn restarted_redis_receives_known_holds_before_any_call() {
     until_refused(&theirs).await;
     drop(ours);
     server.restart().unwrap();
-    // It only looks.
+    // This process only peeks.
     let late = process(&server, quota, None);
     let give_up = Instant::now() + Duration::from_secs(10);
     while late.peek(Key::ALL).await.ok().and_then(|peek| peek.held).is_none() {
@@ -131,7 +131,7 @@ async fn forgotten_hold_is_sent_again_with_next_request() {
     let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
     ours.hold_for(Key::ALL, Duration::from_secs(30)).await.unwrap();
     let () = server.command(&["FLUSHALL"]);
-    // One who may wait for the end asks for a slot after it.
+    // A request that may wait for the end asks for a slot after it.
     let patient = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(60));
     drop(patient);
     let waits = tokio::spawn(async move {
@@ -177,7 +177,7 @@ async fn host_hold_is_shared_without_a_key_function() {
         until_host_is_held(service, one).await;
         service.clone().oneshot(get(two)).await.unwrap();
     }
-    // Released by one, it ends for all.
+    // A release by one process ends the hold for all.
     theirs.limiter().release(Key::host_hold("one.test")).await.unwrap();
     for service in [&our_service, &their_service, &late_service] {
         let give_up = Instant::now() + Duration::from_secs(10);
@@ -197,7 +197,7 @@ fn published(server: &RedisServer) -> u64 {
 
 type Refusal = Pin<Box<dyn Future<Output = Result<http::Response<()>, Infallible>> + Send>>;
 
-/// An upstream that refuses requests one after the other, `every` so often, with the `Retry-After` of their turn.
+/// An upstream that refuses requests in turn, one `every` interval, with the `Retry-After` of their turn.
 fn refusing(
     every: Duration,
     retry_after: fn(u32) -> u64,
@@ -206,7 +206,7 @@ fn refusing(
     move |_| {
         let turn = turns.fetch_add(1, Ordering::Relaxed);
         Box::pin(async move {
-            // All have left before the first is refused.
+            // All requests have left before the first is refused.
             sleep(millis(700) + every * turn).await;
             let refusal = http::Response::builder().status(429).header("Retry-After", retry_after(turn));
             Ok(refusal.body(()).unwrap())
@@ -214,7 +214,7 @@ fn refusing(
     }
 }
 
-/// What a process did whose requests were refused one after the other.
+/// The record of a process whose requests were refused in turn.
 #[derive(Debug)]
 struct Storm {
     refused: u32,
@@ -232,7 +232,7 @@ async fn storm(
     let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap();
     let builder = RateLimitLayer::builder(Quota::per_second(2000)).store(Arc::new(store));
     let by_path = |request: &RequestInfo<'_>| Some(Key::new(request.path()));
-    // Who has not left when the first is refused need not.
+    // Requests that have not left when the first is refused may stay unsent.
     let builder = builder.key(by_path).max_wait(millis(600)).max_hold(Duration::from_secs(3600));
     let service = builder.build().unwrap().layer(service_fn(refusing(every, retry_after)));
     let (before, start) = (published(server), Instant::now());
@@ -244,7 +244,7 @@ async fn storm(
     Storm { refused, took: start.elapsed(), published: published(server) - before }
 }
 
-/// Each refusal would hold its key for a little longer than the one before.
+/// Each refusal would hold its key slightly longer than the one before.
 #[tokio::test]
 async fn storms_of_refusals_publish_once_a_second_and_key() {
     let server = RedisServer::start().unwrap();
@@ -252,8 +252,8 @@ async fn storms_of_refusals_publish_once_a_second_and_key() {
     for round in 0.. {
         let storm = storm(&server, (600, KEYS), millis(5), |_| 6).await;
         println!("{storm:?}");
-        // After half a second without a refusal, the next one holds for longer by a tenth: then the machine stood still, and
-        // another round has to show it.
+        // After half a second without a refusal, the next one holds for longer by a tenth: then the machine stalled,
+        // and the test repeats the round.
         let bounds = u64::from(KEYS)..=u64::from(KEYS) * (storm.took.as_secs() + 1);
         if storm.refused > 500 && bounds.contains(&storm.published) {
             break;
@@ -263,7 +263,7 @@ async fn storms_of_refusals_publish_once_a_second_and_key() {
     }
 }
 
-/// A hold that is longer by a tenth or more is told at once.
+/// A hold that is longer by a tenth or more is published at once.
 #[tokio::test]
 async fn refusals_that_hold_for_longer_are_published_at_once() {
     let server = RedisServer::start().unwrap();

@@ -13,7 +13,7 @@ fn rules(quota: &Quota) -> Vec<Rule> {
     sliding.map(|limit| Rule::new(limit.count(), limit.window())).collect()
 }
 
-/// So many callers, each in a closed loop for so long, behind one layer.
+/// `callers` callers, each in a closed loop for `span`, behind one layer.
 async fn run(quota: Quota, callers: usize, span: Duration) -> (Log, usize) {
     let upstream = Upstream::start(rules(&quota));
     let layer = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(600)).build().unwrap();
@@ -46,13 +46,13 @@ async fn run(quota: Quota, callers: usize, span: Duration) -> (Log, usize) {
     (log, refused)
 }
 
-/// Never over as the upstream counts, and at nearly all of the limit.
+/// The upstream never counts more than the limit, and nearly all of it is used.
 async fn check(quota: Quota, callers: usize, span: Duration) {
     let (log, refused) = run(quota, callers, span).await;
     for rule in rules(&quota) {
         assert_eq!(log.over(rule, SLACK), None, "{quota}");
     }
-    // The server has no slack: it refuses a call only when the way to it jittered by more than ours.
+    // The server has no slack: it refuses a call only when transit times varied by more than our slack.
     assert!(
         refused == 0 || log.jitter() > SLACK,
         "{quota}: {refused} refused at a jitter of {:?}",
@@ -65,11 +65,11 @@ async fn check(quota: Quota, callers: usize, span: Duration) {
         100.0 * log.len() as f64 / allowed as f64,
         log.jitter()
     );
-    // A machine that stalls loses slots: the figure is printed, and only an idle gate is an error.
+    // A machine that stalls loses slots: the figure is printed, and only an idle limiter is an error.
     assert!(log.len() * 4 >= allowed, "{quota}: {} of {allowed}", log.len());
 }
 
-/// How many can go in `span` when each leaves as soon as all limits, a margin longer, allow it.
+/// How many requests fit into `span` when each leaves as soon as all limits, a margin longer, allow it.
 fn allowed(quota: &Quota, span: Duration) -> usize {
     let margin = Duration::from_millis(20);
     let mut moments: Vec<Duration> = Vec::new();

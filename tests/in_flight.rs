@@ -1,4 +1,4 @@
-//! Limits of calls in flight: the gate, the edges, alone and with rates. Under a paused clock.
+//! In-flight limits: the limiter and the layers, alone and with rates. Under a paused clock.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -83,7 +83,7 @@ async fn dropped_at_any_await_nothing_is_lost() {
             assert!(waits.as_mut().now_or_never().is_none(), "poll {poll}");
         }
         if polls == 3 {
-            // It has its seat, and is dropped before it hears of it.
+            // It has its in-flight slot, and is dropped before it is notified.
             drop(other);
         }
         drop(waits);
@@ -309,7 +309,7 @@ async fn a_refusal_that_is_sent_again_holds_no_seat() {
         let upstream = Upstream::answering((0..seats).map(|_| support::limited("1")));
         let limit = layer(Quota::in_flight(seats)).in_flight_until_body_end();
         let throttle = tollgate::AdaptiveThrottleLayer::builder()
-            // As many are out as there are seats.
+            // As many calls are in flight as there are slots.
             .pace(|| tollgate::pace::Unpaced)
             .max_wait(Duration::from_secs(60))
             .build()

@@ -1,4 +1,5 @@
-//! Limits of calls in flight when Redis forgets, is away, or does not let us hear: nobody is over, and all comes back.
+//! In-flight limits when Redis loses its data, is unreachable, or blocks notifications: the limit holds, and every
+//! slot is free again in the end.
 
 #![cfg(feature = "redis")]
 
@@ -79,7 +80,7 @@ async fn call_past_in_flight_ttl_is_revoked_or_continues() {
     assert!(matches!(lost, StoreError::SeatLost), "{lost:?}");
     let goes_on = tokio::time::timeout(millis(500), two.revoked()).await;
     assert!(goes_on.is_err(), "{goes_on:?}");
-    // What is lost ends like any other.
+    // A call that lost its slot ends like any other.
     drop((one, two));
     server.restart().unwrap();
     until_free(&closed, 2).await;
@@ -119,7 +120,7 @@ async fn server_that_forgot_relearns_slots_granted_to_waiters() {
     });
     sleep(millis(100)).await;
     let () = server.command(&["FLUSHALL"]);
-    // Longer than the server learns.
+    // Longer than the server's recovery.
     let nobody = tokio::time::timeout(millis(2500), waits).await;
     assert!(nobody.is_err(), "{nobody:?}");
     let lost = tokio::time::timeout(millis(10), held[0].as_ref().unwrap().revoked()).await;
@@ -160,7 +161,7 @@ async fn newer_process_detects_a_server_with_older_state() {
     assert!(nobody.is_err(), "four are in flight");
 }
 
-/// A connection of somebody's that takes its time, and panics when it is told to.
+/// A user's connection that is slow, and panics on request.
 #[derive(Clone)]
 struct Odd {
     takes: Duration,
@@ -209,7 +210,7 @@ async fn a_connection_that_panics_once_harms_one_call() {
     assert!(limiter.acquire(Key::ALL).await.is_ok());
 }
 
-/// Processes that listen, and may not speak: all is as slow as asking, and no slower.
+/// Processes that may subscribe but not publish: every change is as slow as polling, and no slower.
 #[tokio::test]
 async fn those_who_may_not_speak_ask() {
     let server = RedisServer::start().unwrap();
@@ -229,7 +230,8 @@ async fn those_who_may_not_speak_ask() {
     waits.await.unwrap().unwrap();
 }
 
-/// Between processes and Redis; from some moment on, connections that listen hear nothing, and are not closed.
+/// A proxy between processes and Redis; from some moment on, subscribed connections receive nothing, and are not
+/// closed.
 struct Proxy {
     url: String,
     deaf: Arc<std::sync::atomic::AtomicBool>,
@@ -252,7 +254,7 @@ impl Proxy {
                         (caller.into_split(), server.into_split());
                     std::mem::swap(&mut to, &mut back);
                     let listens = Arc::new(std::sync::atomic::AtomicBool::new(false));
-                    // One that is made later hears.
+                    // A connection that is made later receives messages.
                     let later = deaf.load(Ordering::Relaxed);
                     let asks = listens.clone();
                     tokio::spawn(async move {
@@ -290,7 +292,7 @@ async fn connection_cut_silently_is_made_anew() {
         builder.in_flight_ttl(Duration::from_secs(120)).build().unwrap().limiter()
     };
     let (ours, theirs) = (build(&server.url()), build(&proxy.url));
-    // They listen.
+    // They are subscribed.
     drop(theirs.acquire(Key::ALL).await.unwrap());
     sleep(millis(500)).await;
     until_free(&ours, 1).await;

@@ -1,4 +1,4 @@
-//! Limits of calls in flight that many processes share: stores of their own stand for processes. With a real Redis.
+//! In-flight limits that many processes share: separate stores stand for processes. With a real Redis.
 
 #![cfg(feature = "redis")]
 
@@ -38,7 +38,7 @@ async fn processes_share_the_seats_and_nobody_polls() {
     assert_eq!((upstream.most(), upstream.calls()), (8, 640));
     let scripts = scripts_run(&server) - before;
     println!("{scripts} store calls for 640 calls in flight");
-    // Each end and each coming are said at most once, and many at a time.
+    // Each end and each arrival is reported at most once, and many in one call.
     assert!(scripts <= 2 * 640 + 100, "{scripts}");
     until_free(&processes[0], 8).await;
 }
@@ -82,7 +82,7 @@ async fn waiters_go_in_order_across_processes() {
             order.lock().unwrap().push(number);
             drop(permit);
         }));
-        // Each is heard of before the next comes.
+        // The store knows of each process before the next comes.
         sleep(millis(100)).await;
     }
     drop(held);
@@ -147,7 +147,7 @@ async fn consecutive_calls_each_get_an_in_flight_slot() {
     let limiter = builder(&server, Quota::in_flight(1)).max_wait(millis(2000)).build().unwrap().limiter();
     for _ in 0..20 {
         drop(limiter.acquire(Key::ALL).await.unwrap());
-        // The store has heard that nobody sits.
+        // The store knows that no call is in flight.
         until_free(&limiter, 1).await;
     }
 }
@@ -160,7 +160,7 @@ async fn impatient_requests_are_refused_when_the_store_answers() {
     let held = theirs.acquire(Key::ALL).await.unwrap();
     for round in 0..5 {
         let start = Instant::now();
-        // Some come while the store is asked for the others.
+        // Some requests come during the store call for the others.
         let tries = join_all((0..3).map(|number| {
             let ours = ours.clone();
             async move {
@@ -189,7 +189,7 @@ async fn in_flight_slot_is_not_kept_for_departed_waiters() {
     };
     let (theirs, ours) = (build(), build());
     let held = theirs.acquire(Key::ALL).await.unwrap();
-    // It gives up, and its gate has room for another key.
+    // The request gives up, and its limiter has room for another key.
     let soon = (Instant::now() + millis(20)).into_std();
     assert!(ours.acquire(Key::ALL).deadline(soon).await.is_err());
     let give_up = Instant::now() + Duration::from_secs(10);
@@ -284,7 +284,7 @@ async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
     sleep(millis(1000)).await;
     let before = scripts_run(&server);
     for _ in 0..3 {
-        // Nobody tells any more, and then somebody does: each time everybody asks.
+        // Notifications stop, and start again: each time every waiter polls.
         let () = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]);
         sleep(millis(1500)).await;
     }
