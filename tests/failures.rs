@@ -29,7 +29,7 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// Runs `tasks` tasks, each acquiring several times; returns the moments at which they went.
+/// Runs `tasks` tasks that acquire `each` permits each; returns the moments at which these were granted.
 async fn moments(limiter: &Limiter, tasks: usize, each: usize) -> Vec<Instant> {
     let moments = Arc::new(Mutex::new(Vec::new()));
     let tasks = (0..tasks).map(|_| {

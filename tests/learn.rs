@@ -1,4 +1,4 @@
-//! Limits that the upstream states: from one answer on they hold for the fleet.
+//! Limits that the upstream states: one response applies them to all processes.
 
 mod support;
 
@@ -30,7 +30,7 @@ fn layer(quota: Quota, learn: HeaderTrust, store: &Arc<dyn Store>) -> RateLimitL
         .unwrap()
 }
 
-/// Two gates on one store, of which the first has had an answer with these headers.
+/// Two limiters on one store, the first of which received a response with these headers.
 async fn taught(quota: Quota, learn: HeaderTrust, headers: &[(&str, &str)]) -> [RateLimitLayer; 2] {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layers = [(); 2].map(|()| layer(quota, learn, &store));
@@ -39,7 +39,7 @@ async fn taught(quota: Quota, learn: HeaderTrust, headers: &[(&str, &str)]) -> [
     layers
 }
 
-/// How many get a permit now.
+/// How many requests get a permit now.
 async fn granted(layer: &RateLimitLayer) -> usize {
     let mut granted = 0;
     while layer.limiter().acquire(Key::ALL).await.is_ok() {
@@ -62,7 +62,7 @@ async fn a_stricter_policy_holds_for_the_fleet() {
     assert_eq!(granted(&other).await, 0, "it was not told, and yet");
     pass(Duration::from_secs(10) + Duration::from_millis(100)).await;
     assert_eq!(granted(&other).await, 30);
-    // Nobody asserts it any more.
+    // No process asserts it any more.
     pass(Duration::from_secs(90)).await;
     assert_eq!(granted(&other).await, 300);
 }
@@ -77,7 +77,7 @@ async fn a_looser_policy_counts_where_that_is_asked_for() {
         (HeaderTrust::Replace, 99),
     ] {
         let [taught, _] = taught(Quota::new(10, Duration::from_secs(10)), learn, &policy).await;
-        // The stricter limit holds until it was not asserted for two of its windows.
+        // The stricter limit applies until no process has asserted it for two of its windows.
         for _ in 0..4 {
             pass(Duration::from_secs(9)).await;
             let _ = taught.limiter().peek(Key::ALL).await;
@@ -117,7 +117,7 @@ async fn policy_may_change_and_expires_when_no_longer_stated() {
     assert_eq!(learned(&layer).await, []);
 }
 
-/// The line is in use all the time, by calls whose answers say nothing.
+/// The key is in use all the time, by calls whose responses state no limit.
 #[tokio::test(start_paused = true)]
 async fn policy_expires_during_use_without_further_statements() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -144,7 +144,7 @@ async fn bucket_larger_than_stated_implies_nothing() {
     }
 }
 
-/// An answer that makes another limit hold is not told to the store as one of that.
+/// Remaining units stated for another limit are not reported to the store as those of the new limit.
 #[tokio::test(start_paused = true)]
 async fn remaining_of_one_limit_is_not_applied_to_another() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -180,7 +180,7 @@ async fn implausible_request_limits_are_ignored() {
     }
 }
 
-/// A process that starts anew knows nothing of what it used before; its upstream does.
+/// A process that restarts does not know what it used before; its upstream does.
 #[tokio::test(start_paused = true)]
 async fn remaining_after_a_restart_is_all_that_is_used() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -206,7 +206,7 @@ async fn remaining_after_a_restart_is_all_that_is_used() {
     assert_eq!(granted(&layer).await, 4987, "it started anew");
 }
 
-/// An operator knows better than the upstream: whoever of the fleet is told, all may use what was left to others.
+/// An operator overrides the upstream: a release in any process lets all use the units reserved for others.
 #[tokio::test(start_paused = true)]
 async fn release_forgets_what_was_reserved_for_others() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -238,7 +238,7 @@ async fn release_forgets_what_was_reserved_for_others() {
     }
 }
 
-/// Of two quotas with the window of the limit, the one that counts the same is meant.
+/// Of two quotas with the limit's window, the one that counts the same unit applies.
 #[tokio::test(start_paused = true)]
 async fn remaining_tokens_do_not_affect_a_request_limit() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -276,7 +276,7 @@ async fn remaining_of_smaller_quota_does_not_reduce_the_limit() {
     assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
 }
 
-/// For a minute the upstream says wrongly that nothing is left. No answer holds a key for longer than `max_hold`.
+/// For a minute the upstream wrongly states that nothing remains. No response holds a key for longer than `max_hold`.
 #[tokio::test(start_paused = true)]
 async fn wrong_responses_starve_no_key() {
     let quota = Quota::per_day(1000);
@@ -301,11 +301,11 @@ async fn wrong_responses_starve_no_key() {
     assert!(hours[..3].iter().sum::<usize>() > 900, "granted in each hour after: {hours:?}");
 }
 
-/// The same where others use up a window and are gone in the next one.
+/// The same when other users exhaust a window and are absent from the next one.
 #[tokio::test(start_paused = true)]
 async fn windows_after_others_are_not_lost() {
     let layer = RateLimitLayer::builder(Quota::per_hour(1000)).max_wait(Duration::ZERO).build().unwrap();
-    // An hour in which the log knows all.
+    // After this hour the log covers the whole window.
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
     pass(Duration::from_secs(3600)).await;
     let left = |left: &str, reset: &str| {
@@ -313,7 +313,7 @@ async fn windows_after_others_are_not_lost() {
             [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", left), ("X-RateLimit-Reset", reset)];
         Ok(stating(&headers))
     };
-    // Ten minutes before the end of its window a stranger has taken nearly all.
+    // Ten minutes before the end of its window another user has taken nearly all.
     let upstream = Upstream::answering([left("20", "600"), left("18", "590"), left("16", "580")]);
     let service = layer.layer(upstream);
     for _ in 0..3 {

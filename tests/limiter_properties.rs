@@ -1,4 +1,4 @@
-//! Random histories through the whole gate, against a count of every window by brute force.
+//! Random histories through the whole limiter, against a brute-force count of every window.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,9 +13,9 @@ struct Caller {
     /// Comes this long after the one before.
     after: u64,
     cost: u32,
-    /// Gives up after so long.
+    /// How long the caller waits before it gives up.
     patience: Option<u64>,
-    /// What it does with its permit: uses it so much later, or gives it back.
+    /// What the caller does with its permit: uses it after this delay, or gives it back.
     uses_after: Option<u64>,
 }
 
@@ -110,7 +110,7 @@ proptest! {
             }
             let end = Instant::now();
             let waiting = layer.limiter().peek(Key::new("key")).await.unwrap().waiting;
-            // Nothing that was cancelled or given back is still counted once a window has passed.
+            // Units that were cancelled or given back are no longer counted once a window has passed.
             sleep(Duration::from_secs(60)).await;
             let largest = quota.largest_cost();
             let permit = timeout(Duration::ZERO, layer.limiter().acquire(Key::new("key")).cost(largest)).await;
@@ -119,7 +119,7 @@ proptest! {
         });
         prop_assert_eq!(waiting, 0);
         prop_assert_eq!(over(&quota, &uses), None);
-        // Never idle: if work was done for longer than twice what the limit needs for it, somebody slept on a slot.
+        // The limiter is never idle: if work took longer than twice what the limit needs for it, a slot stayed unused.
         let arrived: u64 = callers.iter().map(|caller| caller.after).sum();
         let units: u32 = callers.iter().map(|caller| caller.cost).sum();
         let slowest = quota.limits().iter().map(|limit| {

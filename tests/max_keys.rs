@@ -1,4 +1,4 @@
-//! Many keys: bounded, each counted for itself, at a cost that does not grow. Under a paused clock.
+//! Many keys: bounded, each counted separately, at a cost that does not grow. Under a paused clock.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,12 +9,12 @@ use tokio::time::{advance, sleep};
 use tollgate::store::{Answer, Ask, Lease, Memory, MemoryStore, Store, Terms, Unused, Usage};
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
 
-/// A store that answers later and may lose its state, as one with a server does. It keeps what it is told.
+/// A store that answers asynchronously and may lose its state, as a server does. It records what it receives.
 #[derive(Default)]
 struct Server {
     store: MemoryStore,
     calls: AtomicUsize,
-    /// While somebody listens.
+    /// Some while a test records.
     told: Mutex<Option<Vec<Memory>>>,
 }
 
@@ -58,14 +58,14 @@ fn host(number: u32) -> Key {
     Key::new(number.to_le_bytes())
 }
 
-/// What becomes of a call that is not to wait.
+/// The outcome of a call that must not wait.
 fn call(limiter: &Limiter, host: Key) -> Result<Permit, Limited> {
     limiter.acquire(host).now_or_never().expect("nobody waits here")
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// A million take some seconds where the compiler optimises: see the benches.
+/// A million keys take some seconds in an optimised build: see the benches.
 const CROWD: u32 = 100_000;
 
 #[tokio::test(start_paused = true)]
@@ -82,7 +82,7 @@ async fn each_of_many_keys_gets_exactly_its_limit() {
     assert!(refused.to_string().contains("max_keys"), "{refused}");
 }
 
-/// New keys press in all the time, and get in where an old one is limited no more.
+/// New keys arrive continuously, and get in when an old key is no longer limited.
 #[tokio::test(start_paused = true)]
 async fn who_is_limited_is_not_forgotten_however_many_come() {
     const MOST: u32 = 2_000;
@@ -91,7 +91,7 @@ async fn who_is_limited_is_not_forgotten_however_many_come() {
     let mut here = 0;
     for (number, moment) in (0..40_000u32).zip(0..) {
         advance(Duration::from_millis(1)).await;
-        // One new, and one that was here before.
+        // A new key, and a key that was here before.
         for other in [number, number.wrapping_mul(2_654_435_761) % (number + 1)] {
             if call(&limiter, host(other)).is_ok() {
                 let before = served[other as usize].replace(moment);
@@ -104,7 +104,7 @@ async fn who_is_limited_is_not_forgotten_however_many_come() {
     assert!((3 * MOST..=4 * MOST).contains(&here), "{here} were served");
 }
 
-/// What is fetched ahead under a long window serves each of many hosts for some of their turns.
+/// Prefetched permits of a long window serve each of many hosts for some of their turns.
 #[tokio::test(start_paused = true)]
 async fn hosts_that_take_turns_have_permits_at_hand() {
     let server = Arc::new(Server::default());
@@ -122,8 +122,8 @@ async fn hosts_that_take_turns_have_permits_at_hand() {
     assert!(last * 5 < 10_000, "calls of the store in each turn of a thousand hosts: {calls:?}");
 }
 
-/// What was granted within the window is told with the next call, so that a store that lost it can tell; where more keys
-/// come than there is room for, those that were granted something last are remembered.
+/// Grants within the window are reported with the next call, so that a store that lost them can detect it. With more
+/// keys than `max_keys`, the keys with the latest grants are remembered.
 #[tokio::test(start_paused = true)]
 async fn grants_are_remembered_for_at_least_max_keys_keys() {
     const MOST: u32 = 1000;
@@ -141,13 +141,13 @@ async fn grants_are_remembered_for_at_least_max_keys_keys() {
     assert_eq!(granted(0..MOST).await, 0);
     sleep(HOUR / 2).await;
     assert_eq!(granted(0..MOST).await, MOST as usize, "nobody was forgotten");
-    // Room is needed: the idle ones go, the oldest first, nearly.
+    // New keys need room: idle keys are forgotten, approximately oldest first.
     assert_eq!(granted(MOST..MOST + MOST / 10).await, 0);
     let young = granted(MOST / 2..MOST).await;
     assert!(young * 10 >= MOST as usize / 2 * 9, "{young} of the younger half are remembered");
 }
 
-/// A line that makes room for another keeps nothing for itself.
+/// A key that makes room for another keeps no permits.
 #[tokio::test(start_paused = true)]
 async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
     let store = Arc::new(MemoryStore::default());
@@ -158,13 +158,13 @@ async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
     }
     let used = async || limiter.peek(host(1)).await.unwrap().limits[0].used;
     assert!(used().await > 15, "some lie at hand");
-    // They are of no use any more, and the line makes room.
+    // The permits have expired, and the key makes room.
     sleep(Duration::from_secs(20)).await;
     drop(call(&limiter, host(2)).unwrap());
     assert_eq!(used().await, 15);
 }
 
-/// Four keys are born a second; each calls for some seconds, sometimes too often, and is never heard of again.
+/// Four new keys appear each second; each calls for some seconds, sometimes too often, and then never again.
 async fn ten_minutes(limiter: &Limiter, first: u32) {
     for number in first..first + 2400 {
         for age in [0, 1, 2, 10, 10, 20] {
@@ -173,11 +173,11 @@ async fn ten_minutes(limiter: &Limiter, first: u32) {
         }
         sleep(Duration::from_millis(250)).await;
     }
-    // Until nobody waits.
+    // Until no request waits.
     sleep(Duration::from_secs(20)).await;
 }
 
-/// Bytes that are still allocated when each ten minutes of an hour have passed.
+/// Bytes still allocated after each ten minutes of an hour.
 fn bytes_over_an_hour(limiter: &Limiter) -> Vec<i64> {
     let builder = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let (runtime, mut bytes) = (builder.unwrap(), 0);

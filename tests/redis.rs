@@ -1,4 +1,4 @@
-//! The store in Redis, against a real server: what it keeps there, and what it shares.
+//! The store in Redis, against a real server: what it keeps there, and what processes share.
 
 #![cfg(all(feature = "redis", feature = "contract"))]
 
@@ -14,7 +14,7 @@ fn store(server: &RedisServer) -> Arc<RedisStore> {
     Arc::new(RedisStore::new(&server.url()).unwrap())
 }
 
-/// It judges what is answered, not how soon.
+/// The test judges what is answered, not how soon.
 fn patient_store(server: &RedisServer) -> Arc<RedisStore> {
     Arc::new(RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap())
 }
@@ -43,7 +43,7 @@ async fn redis_keeps_the_contract() {
     contract::check(patient_store(&server)).await;
 }
 
-/// With several threads, and an older Redis's protocol of one command at a time has nothing to do with it.
+/// With several threads. The one-command-at-a-time protocol of an older Redis is not involved.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_keeps_the_contract_under_threads() {
     let server = RedisServer::start().unwrap();
@@ -82,7 +82,8 @@ async fn prefixes_and_secrets_keep_limits_apart() {
     assert!(keys.iter().all(|key| key.ends_with('}') && key.contains(":{")), "{keys:?}");
 }
 
-/// Whether `limiter` is told that its key is held, or of a release. It asks for nothing: only calls in flight are limited.
+/// Whether `limiter` was notified that its key is held, or of a release. It makes no store call: only calls in flight
+/// are limited.
 async fn is_held(limiter: &Limiter) -> bool {
     match limiter.acquire(Key::ALL).await {
         Ok(_) => false,
@@ -91,7 +92,7 @@ async fn is_held(limiter: &Limiter) -> bool {
     }
 }
 
-/// Waits until all of `limiters` are told of a hold or release.
+/// Waits until all of `limiters` are notified of a hold or release.
 async fn until_held(limiters: &[&Limiter], held: bool) {
     let start = Instant::now();
     for limiter in limiters {
@@ -102,7 +103,7 @@ async fn until_held(limiters: &[&Limiter], held: bool) {
     }
 }
 
-/// Channels of Redis know no databases, so the names of channels have the database in them.
+/// Redis channels are not separated by database, so the names of channels contain the database.
 #[tokio::test]
 async fn databases_keep_holds_apart() {
     let server = RedisServer::start().unwrap();
@@ -118,7 +119,7 @@ async fn databases_keep_holds_apart() {
         over(RedisStore::with_factory(connect).build().unwrap())
     };
     let ([production, staging], [own_production, own_staging]) = ([0, 1].map(of), [0, 1].map(own));
-    // Until all listen.
+    // Until all are subscribed.
     for (holds, is_told) in [(&staging, &own_staging), (&production, &own_production)] {
         is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
         let start = Instant::now();
@@ -145,7 +146,7 @@ async fn databases_keep_holds_apart() {
     }
 }
 
-/// Every state has a time to live that outlasts what was booked, and stays small however long the line.
+/// Every state has a time to live that outlasts its booked slots, and stays small however long the queue is.
 #[tokio::test]
 async fn a_state_is_small_and_runs_out_by_itself() {
     let server = RedisServer::start().unwrap();
@@ -168,7 +169,7 @@ async fn a_state_is_small_and_runs_out_by_itself() {
             let _ = futures::poll!(one);
         }
         settle(&limiter, key, 1500).await;
-        // A third gives up, here and there.
+        // A third of the waiters gives up, spread over the queue.
         for index in (0..line.len()).rev().step_by(3) {
             drop(line.swap_remove(index));
         }
@@ -195,7 +196,7 @@ fn scripts_run(server: &RedisServer) -> u64 {
     line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
 }
 
-/// What it took to get one slot.
+/// The cost of one slot.
 #[derive(Clone, Copy, Debug)]
 struct SlotTaken {
     calls: u64,
@@ -205,7 +206,7 @@ struct SlotTaken {
     pause: Duration,
 }
 
-/// Tries again and again, and cannot wait. Returns what it took to get each of `count` slots after the first.
+/// Tries repeatedly without waiting. Returns the cost of each of `count` slots after the first.
 async fn hammer(server: &RedisServer, limiter: &Limiter, window: Duration, count: usize) -> Vec<SlotTaken> {
     let (mut taken, mut last) = (Vec::new(), None);
     let (mut tried, mut pause, mut calls) = (Instant::now(), Duration::ZERO, scripts_run(server));
@@ -215,7 +216,7 @@ async fn hammer(server: &RedisServer, limiter: &Limiter, window: Duration, count
         (tried, pause) = (now, pause.max(now - tried));
         if granted {
             let before = std::mem::replace(&mut calls, scripts_run(server));
-            // A permit counts from the end of its life, and `transit_slack` later.
+            // A permit counts from the end of its validity, and `transit_slack` later.
             let free = last.map(|last: Instant| last + window + millis(30));
             taken.extend(free.map(|free| SlotTaken {
                 calls: calls - before,
@@ -237,7 +238,7 @@ async fn zero_max_wait_takes_each_slot_with_five_calls() {
     for round in 0.. {
         let slots = hammer(&server, &limiter, window, 11).await;
         println!("{slots:?}");
-        // If the machine stood still, a permit may have died before it was used, and was asked for again.
+        // If the machine stalled, a permit may have expired before its use, and was requested again.
         let steady = slots.iter().filter(|slot| slot.pause < millis(8));
         steady.for_each(|slot| assert!(slot.calls <= 5, "{slot:?} of {slots:?}"));
         let median = |of: fn(&SlotTaken) -> u128| {
@@ -253,7 +254,7 @@ async fn zero_max_wait_takes_each_slot_with_five_calls() {
     }
 }
 
-/// Until those who wait have their slots.
+/// Until the waiters have their slots.
 async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
     let start = Instant::now();
     loop {
@@ -267,11 +268,11 @@ async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
     }
 }
 
-/// All keys of a process travel on one connection, and what others do is heard on another.
+/// All keys of a process share one connection, and notifications arrive on another.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_keys_need_no_more_connections_than_one() {
     let server = RedisServer::start().unwrap();
-    // On a busy machine one of them may miss its slot, and waits for the next.
+    // On a busy machine a waiter may miss its slot, and waits for the next.
     let limiter = limiter(&patient_store(&server), Quota::per_minute(2), Duration::from_secs(5));
     let before: String = server.command(&["INFO", "clients"]);
     assert!(before.contains("connected_clients:1"), "only the one who asks: {before}");
@@ -284,14 +285,14 @@ async fn a_thousand_keys_need_no_more_connections_than_one() {
     assert!(after.contains("connected_clients:3"), "one for a thousand keys, one to listen: {after}");
 }
 
-/// Whatever becomes of the keys, Redis forgets all of them: each has a time to live from the first moment on.
+/// Redis forgets every key in each case: each has a time to live from its first moment on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_ten_thousand_keys_none_stays_for_ever() {
     const KEYS: u32 = 10_000;
     let server = RedisServer::start().unwrap();
     let builder = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
     let limiter = limiter(&Arc::new(builder.build().unwrap()), Quota::new(2, millis(500)), Duration::ZERO);
-    // A script, so that no key runs out between the look at its name and the look at its time to live.
+    // A script, so that no key expires between the reading of its name and of its time to live.
     let without_end = || -> (u32, u32, u32) {
         let look = "local count, endless, bytes = 0, 0, 0 \
             for _, key in ipairs(redis.call('KEYS', '*')) do \
@@ -302,7 +303,7 @@ async fn of_ten_thousand_keys_none_stays_for_ever() {
     };
     let (mut most, mut bytes) = (0, 0);
     for part in 0..KEYS / 500 {
-        // One permit is used, one given back, and one is too much.
+        // One permit is used, one is given back, and one is above the limit.
         let calls = (500 * part..500 * (part + 1)).map(async |number| {
             let key = Key::new(number.to_le_bytes());
             drop(limiter.acquire(key).await);
@@ -321,7 +322,7 @@ async fn of_ten_thousand_keys_none_stays_for_ever() {
     println!("at most {most} keys at once, {bytes} bytes each");
     assert!(most >= 500, "{most} keys at once");
     let start = Instant::now();
-    // Redis looks for what has run out from time to time, and where it is asked.
+    // Redis looks for expired keys from time to time, and on access.
     while without_end().0 > 0 || server.command::<u64>(&["DBSIZE"]) > 0 {
         assert!(start.elapsed() < Duration::from_secs(30), "they run out");
         sleep(millis(50)).await;
@@ -371,7 +372,7 @@ async fn a_user_with_few_rights_is_enough() {
     limiter.peek(Key::ALL).await.unwrap();
     limiter.shutdown().await.unwrap();
 
-    // Calls in flight: one process waits for another, and is told.
+    // Calls in flight: one process waits for another, and is notified.
     let quota = Quota::in_flight(1);
     let other = Arc::new(RedisStore::new(&url).unwrap());
     let wait = Duration::from_secs(5);
@@ -386,7 +387,7 @@ async fn a_user_with_few_rights_is_enough() {
     assert!(denied.iter().all(|entry| entry["object"] == info), "INFO is nice to have: {denied:?}");
 }
 
-/// Whatever is free: no number of units may look like a status.
+/// No number of free units may look like a status.
 #[tokio::test]
 async fn peek_is_read_with_each_number_of_free_units() {
     let server = RedisServer::start().unwrap();

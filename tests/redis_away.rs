@@ -1,4 +1,5 @@
-//! The store in Redis when Redis is away, slow, or not what it was: an error with a name, in time, and no restart needed.
+//! The store in Redis when Redis is unreachable, slow, or of another version: a named error, in time, and no restart
+//! needed.
 
 #![cfg(feature = "redis")]
 
@@ -25,7 +26,7 @@ fn limiter(url: &str, quota: Quota) -> Limiter {
     limiter_of(RedisStore::builder(url), quota, Duration::ZERO)
 }
 
-/// How a call that must fail failed, and how long that took.
+/// How a call failed that must fail, and how long that took.
 async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
     let start = Instant::now();
     match limiter.acquire(Key::ALL).await {
@@ -34,7 +35,7 @@ async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
     }
 }
 
-/// Until a call gets through.
+/// Until a call succeeds.
 async fn recovered(limiter: &Limiter) -> Duration {
     let start = Instant::now();
     while limiter.acquire(Key::new(format!("{:?}", start.elapsed()))).await.is_err() {
@@ -44,7 +45,7 @@ async fn recovered(limiter: &Limiter) -> Duration {
     start.elapsed()
 }
 
-/// A port on which nobody listens.
+/// A port on which no process listens.
 fn closed_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
@@ -69,7 +70,7 @@ async fn program_can_check_at_start_whether_redis_answers() {
     assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
 }
 
-/// It accepts connections and answers nothing, as a process that is stopped, or a network that swallows.
+/// Redis accepts connections and answers nothing, as a stopped process, or behind a network that drops packets.
 #[tokio::test]
 async fn hanging_redis_is_detected_once_and_recovers_without_restart() {
     let server = RedisServer::start().unwrap();
@@ -83,7 +84,7 @@ async fn hanging_redis_is_detected_once_and_recovers_without_restart() {
     let (first, took) = failure(&limiter).await;
     assert!(first.to_string().contains("no answer within 200ms"), "{first}");
     assert!(took >= Duration::from_millis(200), "{took:?}");
-    // From now on nobody waits for it.
+    // From now on no request waits for it.
     let start = Instant::now();
     for _ in 0..100 {
         failure(&limiter).await;
@@ -120,7 +121,7 @@ async fn fail_open_lets_pass_what_it_cannot_count() {
     assert_eq!([pass().await, pass().await, pass().await], [true, true, true]);
 }
 
-/// An answer that is an error concerns one call: nobody else is kept waiting.
+/// An error reply concerns one call: no other request waits for it.
 #[tokio::test]
 async fn redis_error_reply_is_reported_and_breaks_nothing() {
     let server = RedisServer::start().unwrap();
@@ -176,7 +177,7 @@ async fn connections_of_ones_own_serve_as_well() {
 
 // ── lost state ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// Both processes know what they were granted: Redis learns it from them before it grants anything.
+/// Both processes know what they were granted: Redis learns it from them before it grants more.
 #[tokio::test]
 async fn redis_without_state_grants_no_second_full_limit() {
     let server = RedisServer::start().unwrap();
@@ -201,7 +202,7 @@ async fn redis_without_state_grants_no_second_full_limit() {
     assert!(start.elapsed() < Duration::from_secs(8), "and it does not learn for ever");
 }
 
-/// Nothing is charged yet, and what is learned must not be forgotten meanwhile.
+/// Nothing is charged yet, and the state under recovery must not be forgotten meanwhile.
 #[tokio::test]
 async fn recovering_state_lives_until_recovery_ends() {
     let server = RedisServer::start().unwrap();
@@ -215,7 +216,7 @@ async fn recovering_state_lives_until_recovery_ends() {
     assert!(ttl > 75_000, "lives for {ttl} ms");
 }
 
-/// Who has no memory of a key is served at once: a fresh state is no loss.
+/// A process without memory of a key is served at once: a fresh state is no loss.
 #[tokio::test]
 async fn a_state_that_ran_out_is_not_lost() {
     let server = RedisServer::start().unwrap();
@@ -230,10 +231,10 @@ async fn a_state_that_ran_out_is_not_lost() {
 
 // ── unknown outcomes ────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// A wire that is cut when the server answers the script: what was asked was done, and nobody hears of it.
+/// A proxy that cuts the connection when the server answers the script: the script ran, and the caller does not know.
 struct CutWire {
     port: u16,
-    /// How often the script was asked for through it.
+    /// How often the script was requested through it.
     asked: Arc<AtomicUsize>,
 }
 
@@ -287,7 +288,7 @@ impl CutWire {
 #[tokio::test]
 async fn call_with_lost_answer_is_spent_and_never_repeated() {
     let server = RedisServer::start().unwrap();
-    // So few an hour that nothing is fetched ahead.
+    // So few an hour that no permit is prefetched.
     let direct = limiter(&server.url(), Quota::per_hour(45));
     let used = async || direct.peek(Key::ALL).await.unwrap().limits[0].used;
     drop(direct.acquire(Key::ALL).await); // so that the server has the script
@@ -296,21 +297,21 @@ async fn call_with_lost_answer_is_spent_and_never_repeated() {
     let cut = limiter(&format!("redis://127.0.0.1:{}/", wire.port), Quota::per_hour(45));
     let (mut asked, start) = (0, Instant::now());
     while asked < 30 {
-        // While there is no connection nothing is asked; what was asked and lost is spent once.
+        // Without a connection no call is made; a call that was made and lost is spent once.
         let error = failure(&cut).await.0;
         asked = used().await - before;
         assert!(matches!(error, StoreError::Away(_)), "{error:?}");
         assert!(start.elapsed() < Duration::from_secs(30), "asked {asked}");
         sleep(Duration::from_millis(5)).await;
     }
-    // What Redis did is what was asked through the wire, once each; the last may still be on its way.
+    // Redis ran each script requested through the proxy once; the last may still be on its way.
     sleep(Duration::from_millis(100)).await;
     assert_eq!(used().await - before, wire.asked());
 }
 
 // ── giving back ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// Permits and places in line end outside of any runtime, or with theirs: what they had comes back.
+/// Permits and places in the queue that end outside of any runtime, or with their runtime, are given back.
 #[test]
 fn what_is_dropped_outside_of_a_runtime_comes_back() {
     let server = RedisServer::start().unwrap();
@@ -373,7 +374,7 @@ async fn a_listener_that_panics_stops_no_store() {
     let limiter = layer.max_wait(Duration::ZERO).build().unwrap().limiter();
     let call = limiter.acquire(Key::ALL).await.unwrap();
     limiter.hold_for(Key::new("another"), Duration::from_secs(1)).await.unwrap();
-    // It is told of the connection and of the hold.
+    // The process is notified of the connection and of the hold.
     sleep(Duration::from_millis(500)).await;
     store.connect().await.unwrap();
     assert!(limiter.acquire(Key::ALL).await.is_err(), "one call is in flight");
@@ -381,7 +382,7 @@ async fn a_listener_that_panics_stops_no_store() {
     recovered(&limiter).await;
 }
 
-/// A connection of the user's whose second clone panics: it is made for a command of the store's own.
+/// A user's connection whose second clone panics: that clone is made for a command of the store itself.
 struct Fragile {
     connection: MultiplexedConnection,
     clones: Arc<AtomicUsize>,
@@ -439,8 +440,8 @@ fn limit_memory(bytes: &str) {
     );
 }
 
-/// A process that cannot start threads is told so, and its store works when it can. In a process of its own, in which no
-/// other test runs.
+/// A process that cannot start threads gets an error, and its store works when threads can start again. In a separate
+/// process, in which no other test runs.
 #[test]
 fn a_thread_that_cannot_be_started_is_started_later() {
     const CHILD: &str = "TOLLGATE_TEST_WITHOUT_THREADS";
@@ -460,7 +461,7 @@ async fn without_threads(url: &str) {
     let store = RedisStore::new(url).unwrap();
     let memory = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = memory.split_whitespace().next().unwrap().parse().unwrap();
-    // Less is left than the stack of a thread takes.
+    // Less memory remains than the stack of a thread takes.
     limit_memory(&(pages * 4096 + (1 << 20)).to_string());
     let failed = store.connect().await;
     limit_memory("unlimited");

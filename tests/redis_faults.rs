@@ -1,9 +1,9 @@
-//! Each fault on a real server: how soon it is found out, what a call costs meanwhile, how soon it is over, whether anybody
-//! was over the limit, and whether anything was done twice.
+//! Each fault on a real server: the time to detection, the cost of a call meanwhile, and the time to recovery. Each
+//! test also checks that no limit was exceeded and no call was made twice.
 //!
-//! `cargo test --test redis_faults -- --nocapture --test-threads 1` prints the figures. `TOLLGATE_FAULT_ROUNDS` says how
-//! often each fault is made (2), for figures that are worth printing: 20; `TOLLGATE_FAULT_CLIENTS` how many lose a server
-//! together (150), for which a thousand need 6000 file descriptors.
+//! `cargo test --test redis_faults -- --nocapture --test-threads 1` prints the figures. `TOLLGATE_FAULT_ROUNDS` sets
+//! the rounds of each fault (default 2; published figures need 20). `TOLLGATE_FAULT_CLIENTS` sets how many clients
+//! lose a server together (default 150; 1000 need 6000 file descriptors).
 
 #![cfg(feature = "redis")]
 
@@ -29,20 +29,20 @@ const fn ms(ms: u64) -> Duration {
 /// The default `store_timeout`.
 const STORE_TIMEOUT: Duration = ms(250);
 
-/// What a machine that stalls may add.
+/// How much a stalled machine may add.
 const NOISE: Duration = ms(1500);
 
 /// How long a fault lasts that does not end by itself.
 const LASTS: Duration = ms(500);
 
-/// The limit that is shared, a second.
+/// The shared limit, a second.
 const LIMIT: u32 = 50;
 
 fn limiter(url: &str, quota: Quota) -> Limiter {
     over(RedisStore::new(url).unwrap(), quota)
 }
 
-/// One that looks at what others did, and has the time for it.
+/// A connection that observes other processes, with a generous timeout.
 fn judge(url: &str) -> Limiter {
     over(RedisStore::builder(url).store_timeout(Duration::from_secs(10)).build().unwrap(), Quota::per_hour(5))
 }
@@ -57,7 +57,7 @@ fn setting(name: &str, otherwise: usize) -> usize {
         .map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// A call of a key of its own.
+/// A call with a key of its own.
 #[derive(Clone, Copy)]
 struct Call {
     key: Key,
@@ -69,14 +69,14 @@ struct Call {
 struct Site {
     server: Mutex<RedisServer>,
     proxy: Proxy,
-    /// One that no fault concerns.
+    /// A connection that no fault affects.
     admin: Mutex<redis::Connection>,
 }
 
 impl Site {
     fn new() -> Site {
         let options = ["--save", "", "--enable-debug-command", "yes"];
-        // A state that is read from a file is read slowly: about half a second for ten thousand keys.
+        // Reading a state from a file is slow: about half a second for ten thousand keys.
         let slowly = ["--key-load-delay", "50", "--loading-process-events-interval-bytes", "1024"];
         let server = RedisServer::with_options(&[&options[..], &slowly].concat()).unwrap();
         let proxy = Proxy::start(server.port()).unwrap();
@@ -125,7 +125,7 @@ impl Site {
                 self.admin(&["REPLICAOF", "NO", "ONE"]);
             }
             "LOADING" => {
-                // What is loaded is the same each time.
+                // Each time the same data is loaded.
                 self.admin(&["FLUSHALL"]);
                 self.admin(&["DEBUG", "POPULATE", "10000"]);
                 self.admin(&["SAVE"]);
@@ -214,7 +214,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
         sleep(ms(100)).await;
         let all = std::mem::take(&mut *calls.lock().unwrap());
         let bad: Vec<_> = all.iter().filter(|call| call.failed && call.asked + call.took >= begins).collect();
-        // Those who were asking when it began, or were the first after, waited for it to be found out.
+        // Requests made when the fault began, or first after it, waited until it was detected.
         let first = bad.iter().map(|call| call.asked + call.took).min();
         if let Some(first) = first {
             let waiting = bad.iter().filter(|call| call.asked <= first);
@@ -223,7 +223,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
             measured.recovered.push(recovered);
         }
         measured.failed += bad.len();
-        // Who was not told that it was done may have it done; nobody twice.
+        // A call without an answer may have been made; no call was made twice.
         let judge = judge(&site.server.lock().unwrap().url());
         for call in bad {
             let used = judge.peek(call.key).await.unwrap().limits[0].used;
@@ -238,7 +238,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
     measured
 }
 
-/// Every fault is found out, costs little meanwhile, and is over by itself.
+/// Every fault is detected, costs little meanwhile, and ends without help.
 async fn check(fault: &'static str) {
     let mut measured = measure(fault, setting("TOLLGATE_FAULT_ROUNDS", 2)).await;
     let Measured { found_out, meanwhile, recovered, failed, twice, extra } = &mut measured;
@@ -302,7 +302,7 @@ async fn memory_that_is_full() {
     check("OOM").await;
 }
 
-/// Each of so many calls loses its answer: the connection breaks after the script ran.
+/// Each of `calls` calls loses its answer: the connection breaks after the script ran.
 async fn lose_answers(store: usize, calls: usize, proxy: Proxy, through: Limiter) {
     for number in 0..calls {
         let start = Instant::now();
@@ -321,7 +321,7 @@ fn lost_key(store: usize, number: usize) -> Key {
     Key::new(format!("{store} {number}"))
 }
 
-/// It was done, and never again.
+/// The call was made once, and never again.
 async fn assert_each_done_once(what: &str, direct: &Limiter, stores: usize, calls: usize) {
     let mut done = [0; 3];
     for number in 0..stores * calls {
@@ -341,7 +341,7 @@ async fn unanswered_calls_are_never_made_twice() {
     const EACH: usize = 100;
     let server = RedisServer::start().unwrap();
     let direct = judge(&server.url());
-    // The script is known, so that each call is one.
+    // The script is already loaded, so that each call is one command.
     drop(direct.acquire(Key::ALL).await.unwrap());
     let stores = (0..STORES).map(|store| {
         let proxy = Proxy::start(server.port()).unwrap();
@@ -354,7 +354,7 @@ async fn unanswered_calls_are_never_made_twice() {
     assert_each_done_once("a server", &direct, STORES, EACH).await;
 }
 
-/// The client of a cluster would make it again by itself.
+/// The client of a cluster would repeat the call by itself.
 #[cfg(feature = "redis-cluster")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unanswered_cluster_calls_are_never_made_twice() {
@@ -362,7 +362,7 @@ async fn unanswered_cluster_calls_are_never_made_twice() {
     let direct = judge(&server.url());
     drop(direct.acquire(Key::ALL).await.unwrap());
     let proxy = Proxy::start(server.port()).unwrap();
-    // Clients go where the cluster says that it is.
+    // Clients connect to the address that the cluster announces.
     let () = server.command(&["CONFIG", "SET", "cluster-announce-port", &proxy.port().to_string()]);
     let store = Arc::new(RedisStore::cluster([proxy.url()]).build().unwrap());
     let through = RateLimitLayer::builder(Quota::per_hour(5)).store(store).max_wait(Duration::ZERO);
@@ -370,7 +370,7 @@ async fn unanswered_cluster_calls_are_never_made_twice() {
     assert_each_done_once("a cluster", &direct, 1, 100).await;
 }
 
-/// Clients that lost a server together do not come back together.
+/// Clients that lost a server together do not reconnect together.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_clients_do_not_come_back_at_once() {
     let clients = setting("TOLLGATE_FAULT_CLIENTS", 150);

@@ -1,4 +1,4 @@
-//! Where Redis may be: in a cluster, behind Sentinels, behind TLS or credentials that change. Real servers, real failovers.
+//! Deployments of Redis: a cluster, Sentinels, TLS, credentials that change. Real servers, real failovers.
 
 #![cfg(all(feature = "redis-cluster", feature = "redis-sentinel"))]
 
@@ -12,7 +12,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::store::{RedisStore, RedisStoreBuilder};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
-/// One that waits where the machine stands still for as long as a permit lives, and for no limit of these tests.
+/// A limiter with a `max_wait` of a second: enough for a machine that stalls past a permit's validity, and too short
+/// for the limits of these tests.
 fn limiter(builder: RedisStoreBuilder, quota: Quota) -> Limiter {
     let store = Arc::new(builder.build().unwrap());
     RateLimitLayer::builder(quota).store(store).max_wait(Duration::from_secs(1)).build().unwrap().limiter()
@@ -20,12 +21,12 @@ fn limiter(builder: RedisStoreBuilder, quota: Quota) -> Limiter {
 
 const FEW: u32 = 5;
 
-/// No more than that is waited for a failover.
+/// The longest wait for a failover.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Two processes count the same, over keys wherever they are, and hear of each other.
+/// Two processes share counts, over keys on any server, and notify each other.
 async fn share(store: impl Fn() -> RedisStoreBuilder) {
-    // It judges what is answered, not how soon.
+    // The test judges what is answered, not how soon.
     let store = || store().store_timeout(Duration::from_secs(5));
     let [one, other] = [(); 2].map(|()| limiter(store(), Quota::per_hour(FEW)));
     for number in 0..30 {
@@ -43,8 +44,7 @@ async fn share(store: impl Fn() -> RedisStoreBuilder) {
     until_told(&one, &other, Key::new("held")).await;
 }
 
-/// Waits until a hold by one process is known to another. Where only calls in flight are limited, a hold is told and not asked
-/// for.
+/// Waits until another process knows of a hold. With only an in-flight limit, a hold is published and not polled.
 async fn until_told(one: &Limiter, other: &Limiter, key: Key) -> Duration {
     let start = Instant::now();
     loop {
@@ -59,8 +59,8 @@ async fn until_told(one: &Limiter, other: &Limiter, key: Key) -> Duration {
     }
 }
 
-/// Calls, each of a key of its own, until `over`. Answers the keys, which of the calls were granted, and the longest time
-/// in which none was.
+/// Makes calls, each with its own key, until `over`. Returns the keys, which of the calls were granted, and the
+/// longest time without a grant.
 async fn calls(limiter: &Limiter, over: &AtomicBool) -> (Vec<Key>, usize, Duration) {
     let (mut keys, mut granted) = (Vec::new(), 0);
     let (mut last, mut longest) = (Instant::now(), Duration::ZERO);
@@ -77,7 +77,7 @@ async fn calls(limiter: &Limiter, over: &AtomicBool) -> (Vec<Key>, usize, Durati
     (keys, granted, longest.max(last.elapsed()))
 }
 
-/// No call was done twice, whatever became of it.
+/// No call was made twice, whatever its outcome.
 async fn assert_none_twice(
     what: &str,
     limiter: &Limiter,
@@ -102,7 +102,7 @@ async fn assert_none_twice(
         keys.len()
     );
     assert_eq!(twice, 0);
-    // Several hundred, where the machine does nothing else.
+    // Several hundred, on an otherwise idle machine.
     assert!(granted > 20, "{granted} granted");
 }
 
@@ -130,7 +130,7 @@ async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
             .wait_for("another has it", |cluster| cluster.primary_of(slot).is_some_and(|now| now != primary));
         std::thread::sleep(Duration::from_secs(3));
         over.store(true, Ordering::Relaxed);
-        // The connections are kept until all has been asked.
+        // The connections are kept until all questions are answered.
         cluster
     };
     let cluster = tokio::task::spawn_blocking(disturb).await.unwrap();
@@ -140,7 +140,7 @@ async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
     drop(cluster);
 }
 
-/// How calls fared while something went on.
+/// How calls fared during a change.
 #[derive(Clone, Copy, Debug, Default)]
 struct Fared {
     granted: u32,
@@ -150,7 +150,7 @@ struct Fared {
 }
 
 impl Fared {
-    /// Acquires one of `keys` after the other, one every 20 ms, until `over` is over.
+    /// Acquires the `keys` in turn, one every 20 ms, until `over` ends.
     async fn of(limiter: &Limiter, keys: &[Key], over: impl Future<Output = ()>) -> Fared {
         let (mut fared, mut keys) = (Fared::default(), keys.iter().cycle());
         let mut over = std::pin::pin!(over);
@@ -167,7 +167,7 @@ impl Fared {
     }
 }
 
-/// Acquires one of `keys` after the other until one is granted. Returns how long that took.
+/// Acquires the `keys` in turn until one is granted. Returns how long that took.
 async fn until_granted(limiter: &Limiter, keys: &[Key]) -> Duration {
     let start = Instant::now();
     for key in keys.iter().cycle() {
@@ -191,10 +191,10 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
             redis::cmd("CONFIG").arg(&["SET", name, value]).exec(&mut connect(url)).unwrap();
         }
     };
-    // Nobody replaces it.
+    // No replica replaces it.
     configure("cluster-node-timeout", "60000");
     let in_flight = || limiter(RedisStore::cluster(&urls), Quota::in_flight(1));
-    // Nothing is fetched ahead of so small a limit: each permit is a call.
+    // So small a limit is never prefetched: each permit is a call.
     let limiter = limiter(RedisStore::cluster(&urls), Quota::per_hour(49));
     let (mut its_own, mut others) = (Vec::new(), Vec::new());
     for number in 0..60 {
@@ -234,7 +234,8 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     assert_eq!(of_its_own.granted, 0);
     assert!(of_its_own.failed > 50 && of_its_own.slow * 20 < of_its_own.failed, "{of_its_own:?}");
 
-    // Its replica takes its place. By default Redis refuses all keys of the cluster until then, once the primary is given up.
+    // Its replica takes its place. Until then Redis by default refuses all keys of the cluster, once the primary is
+    // marked as failed.
     configure("cluster-require-full-coverage", "no");
     configure("cluster-node-timeout", "1000");
     let slot = (0..16384).find(|slot| cluster.primary_of(*slot) == Some(HANGS)).unwrap();
@@ -262,7 +263,7 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     assert!(of_all.granted == 0 && of_all.slow * 10 < of_all.failed, "{of_all:?}");
 }
 
-/// A key that is being moved is asked for where it goes.
+/// A key that is being migrated is requested from its new server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_that_moves_is_counted_on_the_way() {
     let cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap()).await.unwrap();
@@ -368,7 +369,7 @@ async fn credentials_that_change_are_taken_up_by_the_factory() {
     assert!(limiter.peek(key).await.unwrap().limits[0].used > 0, "the count is kept");
 }
 
-/// The rules that the guide names.
+/// The access rules that the guide names.
 #[tokio::test]
 async fn an_acl_for_a_cluster_suffices() {
     let server = RedisServer::start_cluster_of_one().unwrap();
@@ -403,7 +404,7 @@ fn invalid_places_are_errors_without_passwords() {
     }
 }
 
-/// rustls panics where the process has no provider of what encrypts.
+/// rustls panics if the process has no default crypto provider.
 #[cfg(feature = "redis-tls-rustls")]
 #[tokio::test]
 async fn server_without_tls_is_unreachable_for_a_tls_store() {

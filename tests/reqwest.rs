@@ -24,8 +24,8 @@ use support::{
     Failing, SECOND, Upstream, get, limited, ms, now, pass, settle, soon, used, waiting, who_said_no,
 };
 
-/// Few enough that nothing is fetched ahead, long enough that nothing leaves the window. What the upstream says holds
-/// nobody: these tests look at each attempt.
+/// Few enough that no permit is prefetched, long enough that no unit leaves the window. Refusals by the upstream hold
+/// no request: these tests look at each attempt.
 fn plenty() -> RateLimitBuilder {
     RateLimitLayer::builder(Quota::per_hour(40)).max_wait(ms(0)).max_hold(ms(0))
 }
@@ -38,7 +38,7 @@ fn with(layer: RateLimitLayer) -> ClientWithMiddleware {
     ClientBuilder::new(client()).with(layer).build()
 }
 
-/// A real one, which says no to the first `refusals` calls.
+/// A real server, which refuses the first `refusals` calls.
 fn server(refusals: usize) -> Server {
     Server::open().script(move |call| (call < refusals).then(|| upstream::refusal(7)))
 }
@@ -54,7 +54,7 @@ fn reason(error: &(dyn std::error::Error + 'static)) -> Option<Reason> {
     }
 }
 
-/// A short policy: at most two more attempts, at once.
+/// A short policy: at most two more attempts, without delay.
 fn retry() -> RetryTransientMiddleware<ExponentialBackoff> {
     let bounds = Duration::from_millis(1);
     let policy = ExponentialBackoff::builder().retry_bounds(bounds, bounds).build_with_max_retries(2);
@@ -142,7 +142,7 @@ async fn retry_without_a_permit_ends_with_our_refusal() {
     assert!(Limited::find(&error).unwrap().retry_after().unwrap() > Duration::from_secs(3500));
 }
 
-/// Retries what the upstream limited, at once.
+/// Retries what the upstream limited, without delay.
 #[derive(Clone)]
 struct RetryLimited(u32);
 
@@ -230,7 +230,7 @@ async fn errors_of_the_client_stay_what_they_were() {
     assert_eq!(used(&limit).await, 2, "nobody knows what arrived, so both count");
 }
 
-/// Answers without a network, so that the clock can stand still.
+/// Responds without a network, so that the clock can be paused.
 struct Canned(Upstream);
 
 #[async_trait::async_trait]
@@ -311,7 +311,7 @@ async fn upstream_error_is_fatal_to_default_retry_strategy() {
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1), "so that a 429 passes by default");
 }
 
-/// The head frees the place, or the body does; what the caller sees of the response is the same.
+/// The head or the body ends the call in flight; the caller sees the same response.
 #[tokio::test]
 async fn call_in_flight_ends_with_head_or_body() {
     let server = Server::open();
@@ -369,8 +369,8 @@ async fn middleware_retry_wait_in_vain_reports_the_refusal() {
     assert_eq!((who_said_no(&error), upstream.count()), ("upstream", 1));
 }
 
-/// Two hosts: each request to `http://api.test/` is redirected to `http://files.test/`, which answers with `status`, and says
-/// that it has no room for an hour.
+/// Two hosts: each request to `http://api.test/` is redirected to `http://files.test/`, which answers with `status`
+/// and states that its limit is used up for an hour.
 struct Redirected {
     api: Server,
     files: Server,
@@ -439,7 +439,7 @@ async fn redirected_host_signals_do_not_slow_a_throttle() {
     assert_eq!(hosts.files.tally().all(), 4);
 }
 
-/// One that waits behind a call in flight goes when that ends, with reqwest-middleware too.
+/// A request that waits behind a call in flight goes when that call ends, with reqwest-middleware too.
 #[tokio::test]
 async fn middleware_waits_for_call_in_flight_to_end() {
     let server = Server::open().latency(ms(50));

@@ -1,4 +1,4 @@
-//! Retries of what the upstream limited: they wait at the gate, and nowhere else. With a real server.
+//! Retries of what the upstream limited: they wait in the limiter, and nowhere else. With a real server.
 
 #![cfg(all(feature = "retry", feature = "reqwest-retry"))]
 
@@ -23,7 +23,7 @@ fn client() -> Client {
     Client::builder().no_proxy().build().unwrap()
 }
 
-/// It refuses the first `refusals` calls, for a second each.
+/// A server that refuses the first `refusals` calls, for a second each.
 fn server(refusals: usize) -> Upstream {
     Upstream::open().script(move |call| (call < refusals).then(|| upstream::refusal(1)))
 }
@@ -102,7 +102,7 @@ async fn upstream_limit_error_is_retried_too() {
 
 #[tokio::test(start_paused = true)]
 async fn what_we_refuse_is_not_retried_unless_asked_for() {
-    // The upstream asks for more than anybody here may wait.
+    // The upstream asks for a longer wait than `max_wait`.
     for (retry, sent) in [(RetryLimited::new(), 1), (RetryLimited::new().local_refusals(), 1)] {
         let upstream = support::Upstream::answering([limited("50"), ok()]);
         let limit = limit().max_wait(ms(0)).build().unwrap();

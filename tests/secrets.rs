@@ -1,4 +1,4 @@
-//! What errors and events say: enough to act on, and never a key.
+//! The text of errors and events: enough to act on, and never a key.
 
 mod support;
 
@@ -16,7 +16,7 @@ use support::{Failing, Upstream, get, limited, long_ago, ms, settle};
 
 const SECRET: &str = "s3cr3t-token";
 
-/// A request whose key is a secret, and which has it in every place that is nobody's business.
+/// A request whose key is a secret, and which has the secret in every private place.
 fn secret() -> http::Request<String> {
     let mut request = get(&format!("http://{SECRET}:{SECRET}@api.example.com/{SECRET}?token={SECRET}"));
     request.headers_mut().insert(AUTHORIZATION, SECRET.parse().unwrap());
@@ -63,7 +63,7 @@ async fn behind_another(builder: RateLimitBuilder, request: http::Request<String
     limited
 }
 
-/// Everything that can be said no with, and a word in it that tells what to change or to do.
+/// Every kind of refusal, and a word in its text that names the remedy.
 async fn every_no() -> Vec<(Limited, &'static str)> {
     let failing = |error| builder().store(Arc::new(Failing { error, later: false }));
     let another_key = with(Key::new(SECRET).and("another"));
@@ -146,7 +146,7 @@ async fn events_show_no_key_and_count_each_refusal_once() {
     assert_eq!((count("waiting for a permit"), count("permit granted")), (3, 1), "{told}");
 }
 
-/// Keeps what is told to `tracing`, for each thread; a test is one thread.
+/// Records the events of `tracing`, for each thread; a test is one thread.
 #[cfg(feature = "tracing")]
 mod events {
     use std::cell::RefCell;
@@ -159,14 +159,14 @@ mod events {
 
     thread_local!(static TOLD: RefCell<String> = const { RefCell::new(String::new()) });
 
-    /// Every test starts with this: a call site that is met by a deaf thread first may stay deaf.
+    /// Every test starts with this call: a call site first reached by a thread without a subscriber may stay disabled.
     pub(crate) fn listen() {
         static LISTENS: Once = Once::new();
         LISTENS.call_once(|| tracing::subscriber::set_global_default(Listener).expect("nobody else listens"));
         TOLD.take();
     }
 
-    /// What this thread told.
+    /// The events of this thread.
     pub(crate) fn told() -> String {
         TOLD.with_borrow(String::clone)
     }

@@ -1,5 +1,5 @@
-//! One pace and one queue for many processes: each a layer of its own over the same store, with a clock that moves when
-//! the test waits.
+//! One pace and one queue for many processes: each a layer of its own over the same store, with a clock that moves
+//! when the test waits.
 
 mod support;
 
@@ -16,13 +16,13 @@ use tollgate::{AdaptiveThrottleLayer, AsResponseInfo, ConfigError, Key, Signal};
 
 use support::{ms, now, pass, soon};
 
-/// A store for which an exchange takes a trip, and that may be away.
+/// A store with a delay for each exchange, which can be made unreachable.
 #[derive(Default)]
 struct Remote {
     store: MemoryStore,
     trip: Duration,
     away: AtomicBool,
-    /// It never answers.
+    /// The store never answers.
     mute: AtomicBool,
     calls: AtomicU64,
 }
@@ -33,7 +33,7 @@ impl Remote {
     }
 }
 
-/// What a process has of it.
+/// One process's handle of the store.
 struct Client(Arc<Remote>);
 
 impl Store for Client {
@@ -71,7 +71,7 @@ impl Store for Client {
     }
 }
 
-/// A bucket that says what is left.
+/// An upstream with a bucket, which states what remains.
 struct Bucket {
     tokens: f64,
     refill: f64,
@@ -135,7 +135,7 @@ fn layer(remote: &Arc<Remote>) -> AdaptiveThrottleLayer {
         .unwrap()
 }
 
-/// Calls again and again until `end`; answers how long each call waited.
+/// Calls repeatedly until `end`; returns how long each call waited.
 async fn call_until(end: Instant, layer: AdaptiveThrottleLayer, bucket: Arc<Mutex<Bucket>>) -> Vec<Duration> {
     let mut waits = Vec::new();
     while now() < end {
@@ -150,11 +150,11 @@ async fn call_until(end: Instant, layer: AdaptiveThrottleLayer, bucket: Arc<Mute
     waits
 }
 
-/// What came of a fleet of so many, for half an hour in which the bucket fills as fast as it is emptied.
+/// The outcome of a fleet, over half an hour in which the bucket fills as fast as it is emptied.
 struct Outcome {
     accepted: usize,
     refused: u64,
-    /// The longest that a call waited, and the fewest and most calls of one process.
+    /// The longest wait of a call, and the fewest and most calls of one process.
     longest: Duration,
     calls: (usize, usize),
     exchanges: u64,
@@ -197,7 +197,8 @@ async fn where_nothing_is_scarce_nobody_waits_for_the_store() {
     let bucket = Bucket::new(1e6, 1000.0, 1e6);
     let Outcome { accepted, refused, exchanges, longest, .. } = run(10, remote, bucket).await;
     assert_eq!(refused, 0);
-    // The first of each asks, and they come together. Who then tells later than others is not to wait for it.
+    // The first request of each process asks at the same time. A process that reports late must not wait for the next
+    // exchange.
     assert!(longest < Duration::from_secs(2), "{longest:?}");
     assert!(accepted >= 111_000, "{accepted} of 112,500: somebody waits");
     assert!(exchanges < accepted as u64 * 2, "{exchanges}");
@@ -233,7 +234,7 @@ async fn processes_keep_their_pace_share_without_the_store() {
 async fn a_refusal_of_one_holds_all() {
     let remote = Remote::new(ms(1));
     let (one, other) = (layer(&remote), layer(&remote));
-    // Both know that there is plenty, and send without asking.
+    // Both know that the bucket holds plenty, and send without asking.
     let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
     for layer in [&one, &other, &one, &other] {
         layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
@@ -268,13 +269,13 @@ async fn release_in_new_process_ends_every_process_s_hold() {
     });
     pass(ms(5000)).await;
     assert!(calls.iter().all(|call| !call.is_finished()), "they are held");
-    // It was started after the refusal, to mend things.
+    // This process was started after the refusal, to release the hold.
     layer(&remote).throttle().release(Key::ALL).await.unwrap();
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
     assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
-    // Nor is it there for those who come later.
+    // Later processes do not see the hold either.
     soon(layer(&remote).throttle().acquire(Key::ALL)).await.unwrap().give_back();
     assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
 }
@@ -383,7 +384,7 @@ fn stalled_runtime_delays_no_request_in_another_runtime() {
             now() - start
         }
     };
-    // What tells the others of it is left there, and is due later.
+    // The notification for the others is left there, and is due later.
     first.block_on(call(Duration::ZERO));
     for round in 0..3 {
         let waited = second.block_on(call(Duration::from_secs(10)));

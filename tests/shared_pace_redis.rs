@@ -1,4 +1,4 @@
-//! One pace and one queue for many processes, with a real Redis: stores of their own stand for processes.
+//! One pace and one queue for many processes, with a real Redis: separate stores stand for processes.
 
 #![cfg(feature = "redis")]
 
@@ -18,9 +18,9 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-/// A process: a throttle with a store of its own. The limit is 20 a second.
+/// A process: a throttle with its own store. The limit is 20 a second.
 fn process(server: &RedisServer, secret: Option<&str>) -> Throttle {
-    // Many connect at once, on a machine that may do other things: not to have heard for a while does not mean away.
+    // Many connect at once, on a machine that may be busy: a late answer does not mean that the store is unreachable.
     let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
     let store = match secret {
         Some(secret) => store.secret(secret),
@@ -87,7 +87,7 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
         let bucket = bucket.lock().unwrap();
         (bucket.accepted, bucket.refused)
     };
-    // Whoever begins at a bucket that holds little takes others to be there, and finds out.
+    // A process that starts at a nearly empty bucket assumes that others use it, and learns the number.
     sleep(Duration::from_secs(6)).await;
     let (before, refused) = count();
     assert!(is_rare(refused, before), "{refused} refused of {before}");
@@ -98,7 +98,7 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
     let calls: Vec<_> = calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect();
     assert!(calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 3, "{calls:?}");
 
-    // Each goes on for itself.
+    // Each process goes on by itself.
     server.kill();
     sleep(Duration::from_secs(6)).await;
     let without = bucket.lock().unwrap().accepted - accepted;
@@ -120,7 +120,7 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
 async fn what_one_hears_of_a_hold_holds_the_others() {
     let server = RedisServer::start().unwrap();
     let processes: Vec<_> = (0..3).map(|_| process(&server, None)).collect();
-    // All have asked, and know that there is plenty.
+    // All have asked, and know that the bucket holds plenty.
     for throttle in processes.iter().cycle().take(9) {
         throttle.acquire(Key::ALL).await.unwrap().answered(&left(1000));
     }
@@ -142,7 +142,7 @@ async fn release_ends_a_hold_that_is_kept_in_redis() {
         .await
         .unwrap()
         .answered(&refusal().with_retry_after(millis(3_600_000)));
-    // What that process has written: the next ones are new.
+    // What that process has written: the next processes are new.
     while server.command::<Vec<String>>(&["KEYS", "*"]).is_empty() {
         sleep(millis(10)).await;
     }
@@ -151,7 +151,7 @@ async fn release_ends_a_hold_that_is_kept_in_redis() {
     assert!(held.acquire(Key::ALL).await.is_err(), "for longer than it can wait");
     process(&server, None).release(Key::ALL).await.unwrap();
     process(&server, None).acquire(Key::ALL).await.unwrap().answered(&left(1000));
-    // It is told: that takes a trip.
+    // The notification takes a trip.
     let told = async {
         while held.acquire(Key::ALL).await.is_err() {
             sleep(millis(5)).await;

@@ -1,6 +1,6 @@
-//! Whatever a server sends, reading it is safe: responses glued together from known names and odd values.
+//! Reading any response is safe: responses composed of known names and odd values.
 //!
-//! It runs for three seconds, or as long as an environment variable says:
+//! The test runs for three seconds, or for the seconds in an environment variable:
 //! `TOLLGATE_FUZZ_SECONDS=600 cargo test --release --all-features --test signal -- --nocapture`.
 
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use tollgate::Signal;
 
 const YEAR: Duration = Duration::from_secs(366 * 86_400);
 
-/// Parts of names; whole ones, and what generic ones are made of.
+/// Parts of names: whole names, and the parts of generic ones.
 const NAMES: &[&str] = &[
     "retry-after",
     "retry-after-ms",
@@ -189,7 +189,7 @@ fn sent() -> impl Strategy<Value = Sent> {
     (status, lines, value()).prop_map(|(status, lines, body)| Sent { status, lines, body })
 }
 
-/// The response, with names as they are or in capital letters; what HTTP itself forbids is left out.
+/// The response, with names as given or in capital letters; bytes that HTTP forbids are left out.
 fn response(sent: &Sent, capitals: bool) -> Response<()> {
     let mut response = Response::new(());
     *response.status_mut() = StatusCode::from_u16(sent.status).unwrap();
@@ -204,7 +204,7 @@ fn response(sent: &Sent, capitals: bool) -> Response<()> {
     response
 }
 
-/// Reads it, and counts the memory that takes.
+/// Reads the response, and measures the memory that takes.
 fn read(sent: &Sent, capitals: bool) -> (Signal, u64) {
     let response = response(sent, capitals);
     let mut signal = Signal::default();
@@ -248,7 +248,7 @@ async fn whatever_is_sent_is_read_within_bounds() {
     println!("{cases} responses in {seconds} s");
 }
 
-/// What takes more than linear time would take minutes here: a square of 64 kB is 4 * 10^9 steps, for each of 500 shapes.
+/// More than linear time would take minutes here: a square of 64 kB is 4 * 10^9 steps, for each of 500 shapes.
 #[test]
 fn long_values_and_names_are_read_in_linear_time() {
     const LONG: usize = 64 * 1024;

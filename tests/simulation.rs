@@ -1,4 +1,4 @@
-//! The laboratory: it agrees with what was published, and the recommended pace reaches what it promises.
+//! The simulator: it agrees with published results, and the recommended pace reaches its promises.
 
 #[path = "../examples/simulate/png.rs"]
 mod png;
@@ -40,7 +40,7 @@ fn runs_with_gates_repeat_with_identical_events() {
     }
 }
 
-/// What the asynchronous gate lets pass is what the pure line lets pass, but for the milliseconds of its timers.
+/// The asynchronous gate passes what its pure queue passes, apart from the milliseconds of its timers.
 #[test]
 fn gate_decides_as_its_pace_s_queue_does() {
     for (name, duration) in
@@ -58,7 +58,7 @@ fn gate_decides_as_its_pace_s_queue_does() {
             line.named().into_iter().zip(gate.named().into_iter().zip(noise.named()))
         {
             let (Some(line), Some(gate), Some(noise)) = (line, gate, noise) else { continue };
-            // Two means of four are within three of their errors, and what one request makes.
+            // Two means of four differ by at most three of their errors, and the effect of one request.
             let within = 3.0 * noise / 2_f64.sqrt() + 0.03 * line.abs() + 0.02;
             assert!((line - gate).abs() <= within, "{name}, {metric}: {line} in line, {gate} at the gate");
         }
@@ -81,7 +81,7 @@ fn known_limit_avoids_refusals_unless_store_fails_open() {
     }
 }
 
-/// News of the store take their time, too, and those that come while it is away are made up for.
+/// Notifications of the store are delayed too, and a process catches up on those sent while the store was unreachable.
 #[test]
 fn places_in_flight_go_round_through_the_store() {
     let text = r#"{"flights": {
@@ -93,7 +93,7 @@ fn places_in_flight_go_round_through_the_store() {
     let flights = &Scenarios::read(text).unwrap().0[0].1;
     let limit = Strategy::named("limit").unwrap();
     let (metrics, trace) = trace(flights, &limit, 1).unwrap();
-    // Half-way, for the second half of its trip, each that the server has judged is in flight.
+    // Each request that the server has decided is in flight for the second half of its trip.
     let judged: Vec<f64> = trace.judged.iter().map(|judged| judged.0).collect();
     let most =
         judged.iter().map(|at| judged.iter().filter(|other| (*at - 0.05..=*at).contains(*other)).count());
@@ -127,7 +127,8 @@ fn cores_change_nothing() {
     assert_eq!(runs[2].runs[1], run(&scenarios[1].1, &strategies[0], 4).unwrap());
 }
 
-/// Means of few seeds, within three deviations of a single run of what was published and reproduced with the original.
+/// The means of a few seeds lie within three single-run deviations of the published figures, which were reproduced
+/// with the original.
 #[test]
 fn the_published_strategies_do_what_was_published() {
     // retry %, longest sleep, stdev, each with its deviation; clear
@@ -158,14 +159,14 @@ fn recommended_pace_is_fair_patient_and_rarely_refused() {
     assert!(mean("seed-clear", "fair", 2).clear.unwrap() <= 75.0);
     let fair = mean("n50-full", "fair", 2);
     assert!(fair.retry_pct <= 0.05 && fair.max_wait <= 58.3 && fair.stdev <= 3.55, "{fair:?}");
-    // A Remaining that lies costs no more than a factor.
+    // A false Remaining header costs no more than a factor.
     let high = mean("stuck-high", "fair", 4);
     assert!(high.retry_pct <= 4.68 && high.util_pct >= 99.6, "{high:?}");
     let zero = mean("stuck-zero", "fair", 4);
     assert!(zero.retry_pct <= 1.21 && zero.util_pct >= 99.7, "{zero:?}");
 }
 
-/// A limit that is told is the speed at which a bucket fills, which may hold twenty times as much.
+/// A stated limit is the rate at which a bucket fills; the bucket may hold twenty times as much.
 #[test]
 fn bucket_larger_than_limit_is_used_completely() {
     let text = r#"{"shop": {
@@ -182,7 +183,8 @@ fn bucket_larger_than_limit_is_used_completely() {
     }
 }
 
-/// Seven hours of everything that can go wrong: clients come and go, the limit moves, headers lie, strangers take their part.
+/// Seven hours of every fault: clients start and stop, the limit changes, headers are wrong, other users take their
+/// part.
 #[test]
 fn seven_hours_of_everything_at_once() {
     let torture = &scenario("torture");

@@ -16,13 +16,13 @@ async fn the_memory_store_keeps_the_contract() {
     contract::check(Arc::new(MemoryStore::default())).await;
 }
 
-/// On the clock of the machine, with several threads.
+/// On the machine's clock, with several threads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_memory_store_keeps_the_contract_in_real_time() {
     contract::check(Arc::new(MemoryStore::default())).await;
 }
 
-/// The same store, answering later.
+/// The same store, answering asynchronously.
 struct Later(Arc<MemoryStore>);
 
 impl Store for Later {
@@ -56,7 +56,7 @@ async fn a_store_that_answers_later_keeps_the_contract() {
     contract::check(Arc::new(Later(Arc::new(MemoryStore::default())))).await;
 }
 
-/// What a store of one's own answers is built by constructors, since the types may get more fields.
+/// The answers of a custom store are built by constructors, since the types may get more fields.
 #[test]
 fn stores_outside_the_crate_can_build_every_answer() {
     let (now, second) = (Duration::ZERO, Duration::from_secs(1));
@@ -77,7 +77,7 @@ fn stores_outside_the_crate_can_build_every_answer() {
     assert_eq!(Unused::new(7, 8, 6, 1).units, 6);
 }
 
-/// The suite bites: stores that break a law fail it.
+/// The suite detects faults: stores that break a law fail it.
 mod broken {
     use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,6 +1,6 @@
-//! A stranger uses the same credential: what it takes is left to it, and the rest is used.
+//! A stranger uses the same credential: the fleet leaves the stranger's calls room, and uses the rest.
 //!
-//! Virtual time: a fleet of three gates on one store behind an upstream that says what is left, for minutes.
+//! Virtual time: for minutes, three limiters on one store behind an upstream that states what remains.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -26,13 +26,13 @@ const SPAN: Duration = Duration::from_secs(330);
 
 #[derive(Clone, Copy, Debug)]
 enum Counting {
-    /// In windows that follow each other, from some moment on.
+    /// In consecutive windows, from some moment on.
     Fixed,
-    /// In windows that follow each other from the epoch on.
+    /// In consecutive windows from the epoch on.
     Aligned,
     /// In any window; the oldest call leaves next.
     Sliding,
-    /// As tokens that come back evenly; it says when it will be full.
+    /// As tokens that refill evenly; the upstream states when the bucket will be full.
     Bucket,
 }
 
@@ -77,7 +77,7 @@ impl Upstream {
         }
     }
 
-    /// What is left, and until when it is said to be so.
+    /// The remaining units, and until when the upstream states them.
     fn left(&mut self, now: Instant) -> (u32, Duration) {
         match self.counting {
             Counting::Bucket => {
@@ -129,7 +129,7 @@ impl Upstream {
     }
 }
 
-/// As most say it.
+/// In the most common header format.
 fn whole(span: Duration) -> u64 {
     span.as_secs_f64().ceil() as u64
 }
@@ -194,7 +194,7 @@ async fn be(stranger: Stranger, server: Server) {
     }
 }
 
-/// Calls, of what the limit allows, that were ours and accepted, ours and refused, and theirs; in per cent.
+/// Shares of the limit in per cent: our accepted calls, our refused calls, and the stranger's calls.
 fn percent(quota: Quota, counting: Counting, stranger: Stranger, latency: Duration) -> (f64, f64, f64) {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -232,7 +232,7 @@ fn percent(quota: Quota, counting: Counting, stranger: Stranger, latency: Durati
     (ours, refused, theirs)
 }
 
-/// What a stranger leaves is used, and hardly anything is refused.
+/// The fleet uses what a stranger leaves, with hardly any refusal.
 fn check(quota: Quota, counting: Counting, strangers: &[Stranger]) {
     for &stranger in strangers {
         let (ours, refused, theirs) = percent(quota, counting, stranger, LATENCY);
@@ -241,7 +241,7 @@ fn check(quota: Quota, counting: Counting, strangers: &[Stranger]) {
     }
 }
 
-/// Whatever the upstream counts in.
+/// For each way in which the upstream counts.
 fn check_all(quota: Quota) {
     for counting in [Counting::Fixed, Counting::Sliding, Counting::Bucket] {
         check(quota, counting, &[Stranger::Evenly, Stranger::AtOnce]);
@@ -272,7 +272,7 @@ fn beside_a_bucket() {
     );
 }
 
-/// Nothing is ever reserved for nobody.
+/// Without a stranger, no unit is reserved.
 #[test]
 fn alone_all_of_the_limit_is_used() {
     for quota in [Quota::new(LIMIT, WINDOW), Quota::new(LIMIT, WINDOW).burst(5), Quota::fixed(LIMIT, WINDOW)]
@@ -284,7 +284,7 @@ fn alone_all_of_the_limit_is_used() {
     }
 }
 
-/// However long its answers take. A slow call is many calls under way: as many as there are callers go in a window.
+/// For any response time. With slow calls many are under way: up to one for each caller goes in a window.
 #[test]
 fn alone_behind_a_slow_upstream_nothing_is_reserved() {
     let slow = Duration::from_millis(2500);

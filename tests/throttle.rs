@@ -17,7 +17,7 @@ use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
 use support::{Upstream, get, limited, ms, now, ok, other_error, pass, settle, soon, who_said_no};
 
-/// One request in so many milliseconds, whatever happens.
+/// One request per this many milliseconds, whatever happens.
 #[derive(Debug)]
 struct Every(u64);
 
@@ -99,7 +99,7 @@ async fn request_unable_to_await_retry_returns_the_refusal() {
     assert_eq!((response.status(), upstream.count()), (StatusCode::TOO_MANY_REQUESTS, 1));
     assert_eq!((layer.throttle().in_flight(Key::ALL), layer.throttle().waiting(Key::ALL)), (0, 0));
 
-    // The next cannot either, and is told at once when to come back.
+    // The next request cannot wait either, and is refused at once with the time to retry.
     let start = now();
     let error = service.clone().oneshot(get("/")).await.unwrap_err();
     assert_eq!((reason(&error), now() - start), (Some(Reason::Held), ms(0)));
@@ -108,7 +108,7 @@ async fn request_unable_to_await_retry_returns_the_refusal() {
     assert_eq!(upstream.count(), 1);
 }
 
-/// A body that says when it is dropped.
+/// A body that is counted until it is dropped.
 #[derive(Debug)]
 struct Body(Arc<AtomicUsize>);
 
@@ -118,7 +118,7 @@ impl Drop for Body {
     }
 }
 
-/// Refuses the first calls, for as many seconds as the script says; `bodies` counts the responses that are not dropped.
+/// Refuses the first calls, each for the seconds in the script; `bodies` counts the responses that are not dropped.
 fn refusing(script: &'static [u64], bodies: &Arc<AtomicUsize>) -> BodyService {
     let (bodies, calls) = (Arc::clone(bodies), AtomicUsize::new(0));
     let calls = Arc::new(calls);
@@ -253,7 +253,8 @@ async fn waiter_that_gives_up_leaves_its_turn() {
 async fn a_turn_that_nobody_took_goes_to_the_next() {
     let throttle = every(1000).throttle();
     throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
-    // Two wait; the first is granted its turn by the answer of another, and is dropped before it is polled again.
+    // Two requests wait; the first gets its turn through the answer of another, and is dropped before it is polled
+    // again.
     let mut first = Box::pin(throttle.acquire(Key::ALL));
     let mut second = Box::pin(throttle.acquire(Key::ALL));
     assert!(futures::poll!(&mut first).is_pending() && futures::poll!(&mut second).is_pending());
@@ -265,13 +266,13 @@ async fn a_turn_that_nobody_took_goes_to_the_next() {
     assert_eq!(throttle.in_flight(Key::ALL), 1);
     permit.give_back();
     assert_eq!(throttle.in_flight(Key::ALL), 0);
-    // What was given back can be had at once.
+    // A returned turn is available at once.
     let start = now();
     drop(throttle.acquire(Key::ALL).await.unwrap());
     assert_eq!((now() - start, throttle.in_flight(Key::ALL)), (ms(0), 0));
 }
 
-/// A call is dropped at every moment of its life: in line, on its way, in line again, on its way again.
+/// A call is dropped at every moment of its life: in the queue, in flight, in the queue again, in flight again.
 #[tokio::test(start_paused = true)]
 async fn a_call_may_be_dropped_at_any_time() {
     for end in (0..3500).step_by(50) {
@@ -291,7 +292,7 @@ async fn a_call_may_be_dropped_at_any_time() {
     }
 }
 
-/// Each call takes so many milliseconds longer.
+/// Makes each call take `millis` longer.
 fn slow(
     millis: u64,
 ) -> impl Layer<
@@ -380,7 +381,7 @@ async fn one_wake_up_for_each_turn() {
         soon(call).await.unwrap();
     }
     let polls = polls.load(Ordering::Relaxed);
-    // One when it joins, one when its turn has come.
+    // One clone when the request joins, one when its turn has come.
     assert!(polls <= 2 * CALLS + 2, "{polls} polls for {CALLS} turns");
 }
 
@@ -399,7 +400,7 @@ async fn release_ends_an_upstream_hold_for_waiters() {
         assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
     }
     assert!(now() - start < ms(60_000), "{:?}", now() - start);
-    // A hold after it is a hold.
+    // A later hold applies.
     let held = now();
     throttle.hold_for(Key::ALL, ms(30_000)).await.unwrap();
     soon(service.clone().oneshot(get("/"))).await.unwrap();

@@ -1,4 +1,4 @@
-//! Real HTTP: layers that know nothing of each other share a bucket that none of them was told of.
+//! Real HTTP: layers that do not know of each other share a bucket that is configured in none of them.
 #![cfg(feature = "reqwest-middleware")]
 
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,7 @@ use tollgate::AdaptiveThrottleLayer;
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Bucket, Upstream};
 
-/// Retrying callers of both ecosystems, each behind a layer of its own, all get through, and share what there is.
+/// Retrying callers of both ecosystems, each behind its own layer, all succeed, and share the bucket.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_share_a_bucket() {
     const CALLS: usize = 40;

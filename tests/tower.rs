@@ -1,5 +1,5 @@
-//! Among other people's layers: in the documented order, `timeout(total) -> retry -> tollgate -> timeout(attempt) ->
-//! client`, and in every other that compiles.
+//! Combined with other crates' layers: in the documented order, `timeout(total) -> retry -> tollgate ->
+//! timeout(attempt) -> client`, and in every other order that compiles.
 
 mod support;
 
@@ -28,7 +28,7 @@ fn one_a_second_by_host() -> RateLimitLayer {
     RateLimitLayer::builder(Quota::per_second(1)).key(by_host).build().unwrap()
 }
 
-/// Retries what the upstream limited, up to `left` times; first it does as it is told by `Retry-After`, if it listens.
+/// Retries what the upstream limited, up to `left` times; first sleeps for `Retry-After`, if `listens`.
 #[derive(Clone)]
 struct RetryLimited {
     left: usize,
@@ -298,7 +298,7 @@ async fn the_layer_gives_its_service_back() {
     assert_eq!(service.into_inner().count(), 1);
 }
 
-/// The upstream says: in an hour. After `max_hold` one call finds out whether it still means it.
+/// The upstream states a wait of an hour. After `max_hold` one call probes whether that still applies.
 #[tokio::test(start_paused = true)]
 async fn holds_that_were_cut_end_with_one_call() {
     let upstream = Upstream::answering((0..100_000).map(|_| limited("3600")));

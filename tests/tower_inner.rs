@@ -1,5 +1,5 @@
-//! The service inside: it is asked only for a request that has its permit, it is pinned by nobody who waits, and
-//! whatever becomes of it, no permit is lost and none is used after its time.
+//! The inner service is polled only for a request that has its permit, and no waiter occupies it. In every case no
+//! permit is lost and none is used after it expired.
 
 mod support;
 
@@ -25,8 +25,8 @@ fn one_a_second_by_host() -> RateLimitLayer {
     RateLimitLayer::builder(Quota::per_second(1)).key(by_host).build().unwrap()
 }
 
-/// An upstream behind a door: not ready while it is closed. Clones are at the same door; it opens to all at once, to
-/// those who came first first.
+/// An upstream behind a door: not ready while it is closed. Clones share the door, which admits waiting requests in
+/// order of arrival.
 struct Door {
     upstream: Upstream,
     state: Arc<Mutex<State>>,
@@ -163,7 +163,7 @@ async fn waiter_is_not_blocked_by_its_original_service_value() {
     let mut service =
         ServiceBuilder::new().layer(one_a_second()).concurrency_limit(1).service(upstream.clone());
     soon(service.ready()).await.unwrap().call(get("/")).await.unwrap();
-    // Nobody touches `service` again: were it still ready, it would hold the only place inside for ever.
+    // `service` is not touched again: were it still ready, it would occupy the only place inside for ever.
     soon(soon(service.ready()).await.unwrap().call(get("/"))).await.unwrap();
     assert_eq!(upstream.arrivals(), [0, SECOND]);
 }
@@ -320,7 +320,7 @@ async fn request_dropped_after_any_poll_leaks_nothing_remotely() {
     }
 }
 
-/// One request goes, the next is dropped after so many polls; nothing but what it sent delays the third.
+/// One request goes, the next is dropped after `polls` polls; only its sent call may delay the third.
 async fn drop_after(polls: u64, store: impl Store) {
     let limit = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store)).build().unwrap();
     let upstream = Upstream::taking(ms(400));

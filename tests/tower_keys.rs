@@ -1,4 +1,4 @@
-//! What a request says: its key, its cost, its deadline.
+//! The key, cost and deadline of a request.
 
 mod support;
 
@@ -21,7 +21,7 @@ fn one_each() -> RateLimitBuilder {
     RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0))
 }
 
-/// Sends `requests` in a row, and answers which of them went.
+/// Sends `requests` in a row, and returns which of them were sent.
 async fn sent(limit: &RateLimitLayer, requests: impl IntoIterator<Item = Request<String>>) -> Vec<bool> {
     let service = limit.layer(Upstream::new());
     let mut sent = Vec::new();
@@ -176,7 +176,7 @@ async fn costly_request_is_not_overtaken_nor_over_limit() {
     let log = upstream.log();
     assert_eq!(log[0], ("/a".into(), 0));
     let at = |path: &str| log.iter().find(|(other, _)| other == path).unwrap().1;
-    // A permit of four a second lives for 10 ms.
+    // A permit of four a second is valid for 10 ms.
     assert_eq!(at("/dear"), 1020);
     assert!(at("/b") == 0 || at("/b") >= 2040, "one unit was free, else it comes after: {log:?}");
 }

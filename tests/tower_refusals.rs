@@ -1,4 +1,4 @@
-//! When somebody says no: we, the upstream, or the store; and what of it can be relied on.
+//! Refusals by the limiter, the upstream and the store, and what a caller can rely on.
 
 mod support;
 

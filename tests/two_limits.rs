@@ -26,7 +26,7 @@ async fn both(
         if held.is_valid() {
             return Ok([held, next]);
         }
-        // The wait outlasted it: back with it, and its limiter is asked again.
+        // The wait was longer than the first permit's validity: give the permit back, and ask its limiter again.
         held.give_back();
         held = next;
         swap(&mut first, &mut second);
@@ -37,14 +37,14 @@ fn limiter(quota: Quota) -> Limiter {
     RateLimitLayer::builder(quota).max_wait(10 * SECOND).build().unwrap().limiter()
 }
 
-/// The most that were sent within `window`.
+/// The most messages sent within `window`.
 fn most(sent: impl Iterator<Item = Instant>, window: Duration) -> usize {
     let sent: Vec<_> = sent.collect();
     let within = |last: Instant| sent.iter().filter(|at| **at <= last && last - **at < window).count();
     sent.iter().map(|last| within(*last)).max().unwrap_or(0)
 }
 
-/// Messages to channels: when each is asked for, and to which channel.
+/// Messages to channels: when each is requested, and for which channel.
 fn bursts() -> Vec<(u64, u32)> {
     let one = (0..10).map(|_| (0, 1));
     let many = (0..20).map(|number| (100, 100 + number));
@@ -85,7 +85,7 @@ async fn permits_taken_by_hand_keep_both_limits() {
     }
 }
 
-/// More calls than either limit allows, of a few channels: those that are sent are as many as the limits allow.
+/// More calls than either limit allows, over a few channels: as many are sent as the limits allow.
 #[tokio::test(start_paused = true)]
 async fn permits_taken_by_hand_leave_nothing_unused() {
     for all_first in [false, true] {

@@ -1,4 +1,4 @@
-//! Upstreams whose words are too short, or come as a surprise: few requests find that out.
+//! Upstreams whose headers are incomplete or unexpected: few requests are refused while the limiter learns that.
 
 mod support;
 
@@ -12,25 +12,25 @@ use tokio::task::JoinSet;
 use tollgate::{HeaderTrust, Quota, RateLimitLayer};
 use tower::{BoxError, Layer, Service, ServiceExt};
 
-/// The limit of the servers here: so many in a window of the clock.
+/// The limit of the servers here: this many calls in a fixed window.
 const COUNT: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
 
 const WINDOWS: u32 = 30;
 
-/// How long a request is on its way, and so long its response.
+/// How long a request is in transit; its response takes as long.
 const TRIP: Duration = Duration::from_millis(20);
 
-/// How a server says when its window ends.
+/// How a server states the end of its window.
 #[derive(Clone, Copy, Debug)]
 enum Words {
-    /// By its clock, which is behind; what that shows it does not say.
+    /// By its clock, which is behind by this much; its responses do not state the time.
     Behind(Duration),
     /// In whole seconds, rounded down.
     RoundedDown,
 }
 
-/// What came in one window of a server.
+/// The calls in one window of a server.
 #[derive(Clone, Debug, Default)]
 struct Window {
     accepted: usize,
@@ -38,7 +38,7 @@ struct Window {
 }
 
 impl Window {
-    /// How many refusals there were of requests that left when another refusal was known.
+    /// Counts the refused requests that left when another refusal was known.
     fn rounds(&self) -> usize {
         let mut known = None;
         let mut left_knowing = |arrived: &&Instant| {
@@ -52,11 +52,11 @@ impl Window {
     }
 }
 
-/// A server with windows of the clock.
+/// A server with fixed windows.
 #[derive(Clone, Debug)]
 struct Server {
     words: Words,
-    /// A moment, and what the client's clock showed.
+    /// A moment, and the client's clock at that moment.
     clock: (Instant, SystemTime),
     windows: Arc<Mutex<Vec<(u64, Window)>>>,
 }
@@ -112,7 +112,7 @@ impl Server {
     }
 }
 
-/// What comes in the windows of a server from so many callers who send as fast as they may.
+/// Returns the calls in each window of a server, from callers that send as fast as they may.
 async fn windows(server: Server, quota: Quota, callers: usize) -> Vec<Window> {
     let limit = RateLimitLayer::builder(quota).max_wait(2 * WINDOW).build().unwrap();
     let service = limit.layer(server.clone().service());
@@ -144,7 +144,8 @@ async fn a_server_whose_words_are_too_short_refuses_few() {
                 let rounds: Vec<_> = windows.iter().map(Window::rounds).collect();
                 let used = windows.iter().map(|window| window.accepted).sum::<usize>();
                 let what = format!("{words:?}, {quota}, {callers} callers: {rounds:?} refused, {used} used");
-                // One in each window finds out that it is full. Three others, when windows begin, teach when they do.
+                // One refusal in each window shows that it is full. At most three more teach the limiter when windows
+                // begin.
                 let early = rounds.iter().map(|rounds| rounds.saturating_sub(1)).sum::<usize>();
                 assert!(early <= 3, "{what}");
                 assert!(used >= WINDOWS as usize * COUNT * 97 / 100, "{what}");
@@ -153,7 +154,7 @@ async fn a_server_whose_words_are_too_short_refuses_few() {
     }
 }
 
-/// The ways to say what is left.
+/// The ways to state what remains.
 fn left(way: usize, quota: Quota, left: u32, reset: Duration) -> Response<String> {
     let (window, reset) = (quota.limits()[0].window().as_secs(), reset.as_secs());
     let count = quota.largest_cost();
@@ -174,7 +175,7 @@ fn left(way: usize, quota: Quota, left: u32, reset: Duration) -> Response<String
     response.body(String::new()).unwrap()
 }
 
-/// After an idle time an upstream says that others have used nearly all: no call leaves that it would refuse.
+/// After an idle time an upstream states that others have used nearly all: no request leaves that it would refuse.
 #[tokio::test(start_paused = true)]
 async fn what_is_left_counts_at_once() {
     let quotas = [
@@ -214,7 +215,7 @@ async fn what_is_left_counts_at_once() {
     }
 }
 
-/// The same with processes that share a limit: what one heard, the others know a trip later.
+/// The same with processes that share a limit: a signal to one process reaches the others a trip later.
 #[cfg(feature = "redis")]
 mod shared {
     use std::sync::Arc;
@@ -229,7 +230,7 @@ mod shared {
         RateLimitLayer::builder(quota).max_wait(max_wait).store(store).build().unwrap()
     }
 
-    /// What one process heard, another knows a trip later, and gives up what it had at hand.
+    /// A signal to one process reaches another a trip later, and makes it give up its prefetched permits.
     #[tokio::test]
     async fn what_one_process_heard_counts_for_all() {
         const LEFT: u32 = 2;
@@ -266,12 +267,12 @@ mod shared {
         assert!(soon >= 8, "in {soon} of {rounds} rounds a trip was enough");
     }
 
-    /// And what it had booked for later: nothing of that leaves before the upstream starts anew.
+    /// It gives up later booked slots too: none of these requests leaves before the upstream's next window.
     #[tokio::test]
     async fn what_was_booked_is_booked_anew() {
         const TOOK: Duration = Duration::from_millis(200);
         let server = RedisServer::start().unwrap();
-        // By the first limit they are booked a second apart; by the second, nothing is left.
+        // The first limit books them a second apart; by the second, no unit remains.
         let quota = Quota::per_second(2).and(Quota::per_minute(100));
         let reset = ms(4000);
         let says = Response::builder()
