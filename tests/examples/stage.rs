@@ -1,4 +1,4 @@
-//! Where the programs of `examples/` play their roles: a Redis and a server.
+//! The environment of a test of the programs of `examples/`: a Redis and a server.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -13,10 +13,10 @@ use upstream::Upstream;
 
 use crate::children::{Children, Line};
 
-/// How long to wait for what should come within seconds.
+/// The longest wait for events that should come within seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The stage of one test.
+/// The environment of one test.
 pub(crate) struct Stage {
     pub(crate) redis: RedisServer,
     pub(crate) upstream: Upstream,
@@ -37,7 +37,7 @@ impl Stage {
         self.children.start(who, words).unwrap();
     }
 
-    /// What the processes print until all have ended, without error.
+    /// Returns what the processes print until all have ended without error.
     pub(crate) async fn lines(&mut self) -> Vec<Line> {
         let all = async {
             self.children.close();
@@ -72,7 +72,7 @@ impl Stage {
     }
 }
 
-/// Where cargo put an example: beside the directory of this test.
+/// Returns where cargo put an example: beside the directory of this test.
 fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test.ancestors().nth(2).unwrap().join("examples").join(example);
@@ -80,7 +80,7 @@ fn program(example: &str) -> PathBuf {
     path
 }
 
-/// Runs an example to its end, as a user does: its exit code, and what it printed on both streams.
+/// Runs an example to its end, as a user does. Returns its exit code, and what it printed on both streams.
 pub(crate) async fn run(example: &str, words: &[&str]) -> (Option<i32>, String, String) {
     let output = Command::new(program(example)).args(words).kill_on_drop(true).output();
     let output =
@@ -89,18 +89,18 @@ pub(crate) async fn run(example: &str, words: &[&str]) -> (Option<i32>, String, 
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// How many lines contain `what`.
+/// Counts the lines that contain `what`.
 pub(crate) fn count(lines: &[Line], what: &str) -> usize {
     lines.iter().filter(|line| line.text.contains(what)).count()
 }
 
-/// What stands between the first `from` and the next `to`.
+/// Returns the text between the first `from` and the next `to`.
 pub(crate) fn ends<'a>(text: &'a str, from: &str, to: &str) -> Option<&'a str> {
     let (_, rest) = text.split_once(from)?;
     Some(rest.split_once(to).map_or(rest, |(found, _)| found))
 }
 
-/// All that Redis holds, keys, values and scripts, as it goes to disk.
+/// Returns all data of Redis, keys, values and scripts, as Redis writes it to disk.
 pub(crate) fn everything_in(redis: &RedisServer) -> Vec<u8> {
     let () = redis.command(&["CONFIG", "SET", "rdbcompression", "no"]);
     let () = redis.command(&["SAVE"]);
@@ -109,7 +109,7 @@ pub(crate) fn everything_in(redis: &RedisServer) -> Vec<u8> {
     std::fs::read(PathBuf::from(directory).join("dump.rdb")).unwrap()
 }
 
-/// Reads along what clients tell a Redis.
+/// Records what clients send to a Redis.
 pub(crate) struct Spy(Arc<Mutex<Vec<u8>>>);
 
 impl Spy {
@@ -135,12 +135,12 @@ impl Spy {
         spy
     }
 
-    /// All up to now.
+    /// Returns everything recorded up to now.
     pub(crate) fn seen(&self) -> Vec<u8> {
         self.0.lock().unwrap().clone()
     }
 
-    /// Waits until it has seen something.
+    /// Waits until it has recorded something.
     pub(crate) fn until(&self, what: impl Fn(&[u8]) -> bool) {
         let start = Instant::now();
         while !what(&self.seen()) {

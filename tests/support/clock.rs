@@ -20,12 +20,12 @@ pub(crate) async fn settle() {
     }
 }
 
-/// Awaits `future` for an hour of virtual time: what hangs is a failure and not a test that never ends.
+/// Awaits `future` for an hour of virtual time: a hang is a failure and not a test that never ends.
 pub(crate) async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(Duration::from_secs(3600), future).await.expect("it hangs")
 }
 
-/// The last moment that the platform can tell, or near it.
+/// Returns the last moment that the platform can represent, or near it.
 pub(crate) fn far_future() -> Instant {
     let (mut moment, mut step) = (now(), Duration::MAX);
     while step > Duration::from_secs(1) {
@@ -37,7 +37,7 @@ pub(crate) fn far_future() -> Instant {
     moment
 }
 
-/// A moment in the past, if the platform has one.
+/// Returns a moment in the past, if the platform has one.
 pub(crate) fn long_ago() -> Instant {
     let started = now();
     started.checked_sub(Duration::from_secs(1)).unwrap_or(started)

@@ -31,7 +31,7 @@ impl<F: Future> Future for Counted<F> {
     }
 }
 
-/// The largest count of `moments` in any half-open window.
+/// Returns the largest count of `moments` in any half-open window.
 pub(crate) fn largest_count(moments: &[Instant], window: Duration) -> usize {
     let mut moments = moments.to_vec();
     moments.sort();

@@ -1,4 +1,4 @@
-//! What the tests of calls in flight over Redis share: processes, and an upstream that knows how many it has.
+//! Shared by the tests of calls in flight over Redis: processes, and an upstream that counts its calls in flight.
 #![allow(dead_code, reason = "each file of tests uses its part")]
 
 use std::sync::Arc;
@@ -15,12 +15,12 @@ pub(crate) fn millis(span: u64) -> Duration {
 }
 
 pub(crate) fn builder(server: &RedisServer, quota: Quota) -> RateLimitBuilder {
-    // Those who share this machine are no reason to fail.
+    // Other load on this machine is no reason to fail.
     let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build().unwrap();
     RateLimitLayer::builder(quota).store(Arc::new(store))
 }
 
-/// A process: a limiter with a store of its own.
+/// A process: a limiter with its own store.
 pub(crate) fn process(server: &RedisServer, quota: Quota) -> Limiter {
     builder(server, quota).build().unwrap().limiter()
 }
@@ -63,7 +63,7 @@ pub(crate) async fn free(limiter: &Limiter) -> u64 {
     limiter.peek(Key::ALL).await.unwrap().free
 }
 
-/// Waits until so many are free. A store far away needs a moment.
+/// Waits until this many slots are free. A distant store needs a moment.
 pub(crate) async fn until_free(limiter: &Limiter, wanted: u64) {
     let give_up = Instant::now() + Duration::from_secs(20);
     while limiter.peek(Key::ALL).await.map(|peek| peek.free).ok() != Some(wanted) {

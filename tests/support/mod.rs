@@ -1,4 +1,4 @@
-//! What the tests of the edges share: a clock, an upstream without sockets, stores that fail or are far away.
+//! Shared by the tests of the layers: a clock, an upstream without sockets, stores that fail or are distant.
 #![allow(dead_code, reason = "each file of tests uses its part")]
 #![allow(unused_imports, reason = "each file of tests uses its part")]
 
@@ -14,30 +14,30 @@ pub(crate) use clock::{far_future, long_ago, now, pass, settle, soon};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};
 pub(crate) use store::{Distant, Failing};
 
-/// How far apart two calls are under `Quota::per_second(1)`, in milliseconds: a second, the life of a permit, and the
-/// default `transit_slack`.
+/// The time between two calls under `Quota::per_second(1)`, in milliseconds: a second, the validity of a permit, and
+/// the default `transit_slack`.
 pub(crate) const SECOND: u64 = 1030;
 
 pub(crate) fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// The state of `key` under `limit`.
+/// Returns the state of `key` under `limit`.
 pub(crate) async fn peek(limit: &RateLimitLayer, key: Key) -> KeyStatus {
     limit.limiter().peek(key).await.expect("the memory store is there")
 }
 
-/// How many units of the first limit are used under [`Key::ALL`].
+/// Returns how many units of the first limit are used under [`Key::ALL`].
 pub(crate) async fn used(limit: &RateLimitLayer) -> u64 {
     peek(limit, Key::ALL).await.limits[0].used
 }
 
-/// How many wait under [`Key::ALL`].
+/// Returns how many requests wait under [`Key::ALL`].
 pub(crate) async fn waiting(limit: &RateLimitLayer) -> usize {
     peek(limit, Key::ALL).await.waiting
 }
 
-/// Who said no: the one function that programs need for both ecosystems.
+/// Names the source of a refusal: the one function that programs need for both ecosystems.
 pub(crate) fn who_said_no(error: &(dyn std::error::Error + 'static)) -> &'static str {
     match Limited::find(error) {
         Some(Limited::Local { .. }) => "local",

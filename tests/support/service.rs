@@ -1,4 +1,4 @@
-//! An upstream without sockets, which logs what arrives and answers by a script.
+//! An upstream without sockets, which logs requests and responds by a script.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -12,10 +12,10 @@ use tower::{BoxError, Service};
 
 use super::clock;
 
-/// What is answered next.
+/// The next response.
 pub(crate) type Answer = Result<Response<String>, &'static str>;
 
-/// An upstream that logs what arrives. Clones are the same upstream.
+/// An upstream that logs requests. Clones are the same upstream.
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
     opened: Instant,
@@ -30,17 +30,17 @@ struct State {
 }
 
 impl Upstream {
-    /// Answers 200 at once.
+    /// An upstream that responds 200 at once.
     pub(crate) fn new() -> Self {
         Upstream::taking(Duration::ZERO)
     }
 
-    /// Answers 200 after `takes`.
+    /// An upstream that responds 200 after `takes`.
     pub(crate) fn taking(takes: Duration) -> Self {
         Upstream { opened: clock::now(), takes, state: Arc::default() }
     }
 
-    /// Answers `script` first, then 200.
+    /// An upstream that responds with `script` first, then 200.
     pub(crate) fn answering(script: impl IntoIterator<Item = Answer>) -> Self {
         let upstream = Upstream::new();
         upstream.lock().script.extend(script);
@@ -51,27 +51,27 @@ impl Upstream {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What arrived: paths, and when, in milliseconds.
+    /// Returns what arrived: paths, and when, in milliseconds.
     pub(crate) fn log(&self) -> Vec<(String, u64)> {
         self.lock().log.iter().map(|(at, path)| (path.clone(), millis(*at))).collect()
     }
 
-    /// When requests arrived, in milliseconds.
+    /// Returns when requests arrived, in milliseconds.
     pub(crate) fn arrivals(&self) -> Vec<u64> {
         self.lock().log.iter().map(|(at, _)| millis(*at)).collect()
     }
 
-    /// The paths that arrived, in order.
+    /// Returns the paths that arrived, in order.
     pub(crate) fn paths(&self) -> Vec<String> {
         self.lock().log.iter().map(|(_, path)| path.clone()).collect()
     }
 
-    /// How many requests arrived.
+    /// Returns how many requests arrived.
     pub(crate) fn count(&self) -> usize {
         self.lock().log.len()
     }
 
-    /// Panics when more than `limit` requests arrived in any interval of the length `window`.
+    /// Panics if more than `limit` requests arrived in any interval of the length `window`.
     pub(crate) fn was_never_over(&self, limit: usize, window: Duration) {
         let log = &self.lock().log;
         for (first, after) in log.iter().zip(log.iter().skip(limit)) {
@@ -129,7 +129,7 @@ pub(crate) fn limited(retry_after: &str) -> Answer {
     Ok(response)
 }
 
-/// A call that fails without an answer.
+/// A call that fails without a response.
 pub(crate) fn other_error() -> Answer {
     Err("broken pipe")
 }

@@ -1,4 +1,4 @@
-//! Stores for the tests of the edges.
+//! Stores for the tests of the layers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub(crate) struct Failing {
 }
 
 impl Failing {
-    /// One that cannot be reached.
+    /// A store that cannot be reached.
     pub(crate) fn away(later: bool) -> Self {
         let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
         Failing { error: StoreError::Away(Arc::new(refused)), later }

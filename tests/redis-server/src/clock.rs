@@ -1,4 +1,4 @@
-//! A wall clock that steps, for one process: libfaketime in front of the clock of the system.
+//! A wall clock that can be stepped, for one process: libfaketime in front of the system's clock.
 
 use std::fs;
 use std::io::{Error, ErrorKind};
@@ -18,25 +18,25 @@ pub struct SteppingClock {
 }
 
 impl SteppingClock {
-    /// Makes a clock that goes as the machine's until it is stepped.
+    /// Makes a clock that runs as the machine's until it is stepped.
     ///
     /// # Errors
     ///
-    /// When libfaketime is not there, or its file cannot be written.
+    /// If libfaketime is missing, or its file cannot be written.
     pub fn new() -> Result<Self, Error> {
         let clock = SteppingClock { library: libfaketime()?, directory: TempDir::new()? };
         clock.set_ahead(0.0)?;
         Ok(clock)
     }
 
-    /// Gives this clock to the process that `command` starts. Every process that this one starts has it too.
+    /// Gives this clock to the process that `command` starts, and to every process that this one starts.
     ///
     /// `preloaded` are libraries to load after libfaketime.
     pub fn give_to(&self, command: &mut Command, preloaded: &[&str]) {
         let library = self.library.display().to_string();
         let libraries = [&[library.as_str()], preloaded].concat().join(":");
         command.env_remove("FAKETIME").env("LD_PRELOAD", libraries).env(FILE, self.file());
-        // Else it looks at the file every ten seconds, and steps the clock of timers too.
+        // By default libfaketime reads the file every ten seconds, and steps the clock of timers too.
         command.env("FAKETIME_NO_CACHE", "1").env("DONT_FAKE_MONOTONIC", "1");
     }
 
@@ -44,16 +44,17 @@ impl SteppingClock {
     ///
     /// # Errors
     ///
-    /// When the file cannot be written.
+    /// If the file cannot be written.
     pub fn set_ahead(&self, seconds: f64) -> Result<(), Error> {
         write_ahead(&self.file(), seconds)
     }
 
-    /// Sets the clock of the calling process, which was started with one, to `seconds` ahead of the machine's.
+    /// Sets the clock of the calling process, which must have been started with one, to `seconds` ahead of the
+    /// machine's.
     ///
     /// # Errors
     ///
-    /// When the process was not started with a clock, or the file cannot be written.
+    /// If the process was not started with a clock, or the file cannot be written.
     pub fn set_own_ahead(seconds: f64) -> Result<(), Error> {
         let file =
             std::env::var_os(FILE).ok_or_else(|| Error::other("this process has the machine's clock"))?;
@@ -65,14 +66,14 @@ impl SteppingClock {
     }
 }
 
-/// Moved into place, so that nobody reads half of it.
+/// Moves the file into place, so that no process reads half of it.
 fn write_ahead(file: &Path, seconds: f64) -> Result<(), Error> {
     let new = file.with_extension("new");
     fs::write(&new, format!("{seconds:+}\n"))?;
     fs::rename(new, file)
 }
 
-/// Where Debian and others put it.
+/// The path in Debian and other distributions.
 fn libfaketime() -> Result<PathBuf, Error> {
     let by_architecture = fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
     by_architecture

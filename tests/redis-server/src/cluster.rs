@@ -1,4 +1,4 @@
-//! A cluster of servers of one's own.
+//! A local cluster of Redis servers.
 
 use std::io::Error;
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ pub struct RedisCluster {
     nodes: Vec<RedisServer>,
 }
 
-/// A server that has slots.
+/// A server that owns slots.
 struct Primary {
     number: usize,
     id: String,
@@ -23,15 +23,15 @@ struct Primary {
     slots: Vec<(u16, u16)>,
 }
 
-/// How long a cluster may take to agree.
+/// The longest time in which a cluster must agree.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 impl RedisCluster {
-    /// Starts one whose servers find each other dead after a second.
+    /// Starts a cluster whose servers mark each other as failed after a second.
     ///
     /// # Errors
     ///
-    /// When `redis-server` or `redis-cli` is not there, or the cluster does not come up.
+    /// If `redis-server` or `redis-cli` is missing, or the cluster does not come up.
     pub fn start() -> Result<Self, Error> {
         let options = ["--save", "", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000"];
         let nodes = (0..6).map(|_| RedisServer::with_options(&options)).collect::<Result<Vec<_>, _>>()?;
@@ -56,22 +56,22 @@ impl RedisCluster {
         Ok(cluster)
     }
 
-    /// The URLs of all its servers.
+    /// Returns the URLs of all its servers.
     pub fn urls(&self) -> Vec<String> {
         self.nodes.iter().map(RedisServer::url).collect()
     }
 
-    /// One of its servers.
+    /// Returns one of its servers.
     pub fn node(&mut self, number: usize) -> &mut RedisServer {
         &mut self.nodes[number]
     }
 
-    /// The slot of a key.
+    /// Returns the slot of a key.
     pub fn slot(&self, key: &str) -> u16 {
         self.ask(&["CLUSTER", "KEYSLOT", key])
     }
 
-    /// The primaries that live, by what one of them says.
+    /// Returns the running primaries, as one of them reports them.
     fn primaries(&self) -> Vec<Primary> {
         let text: String = self.ask(&["CLUSTER", "NODES"]);
         let primary = |line: &str| {
@@ -90,18 +90,18 @@ impl RedisCluster {
         text.lines().filter_map(primary).collect()
     }
 
-    /// The number of the server that has `slot`, if one that lives has it.
+    /// Returns the number of the server that owns `slot`, if a running server does.
     pub fn primary_of(&self, slot: u16) -> Option<usize> {
         let has = |slots: &[(u16, u16)]| slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
         self.primaries().into_iter().find(|primary| has(&primary.slots)).map(|primary| primary.number)
     }
 
-    /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. Keys stay where they are for
-    /// `pause` while both servers know that the slot is being moved. Answers the number of the new one.
+    /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. For `pause`, both
+    /// servers know of the migration and keys stay in place. Returns the number of the new server.
     ///
     /// # Panics
     ///
-    /// When nobody has it, or a server does not do what it is told.
+    /// If no server owns the slot, or a server rejects a command.
     pub fn move_slot(&self, slot: u16, pause: Duration) -> usize {
         let from = self.primary_of(slot).expect("somebody has the slot");
         let primaries = self.primaries();
@@ -137,7 +137,7 @@ impl RedisCluster {
     ///
     /// # Panics
     ///
-    /// When that takes longer than half a minute.
+    /// If that takes longer than half a minute.
     pub fn wait_for(&self, what: &str, ready: impl Fn(&RedisCluster) -> bool) {
         let start = Instant::now();
         while !ready(self) {
@@ -146,7 +146,7 @@ impl RedisCluster {
         }
     }
 
-    /// Asks the first that lives.
+    /// Asks the first running server.
     fn ask<T: FromRedisValue>(&self, words: &[&str]) -> T {
         let mut command = redis::Cmd::new();
         words.iter().for_each(|word| {

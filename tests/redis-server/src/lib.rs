@@ -1,8 +1,8 @@
-//! A Redis server of one's own on loopback, for tollgate's tests and examples: started, stopped, paused, killed and
-//! restarted at will.
+//! A local Redis server on loopback, for tollgate's tests and examples, which can be started, stopped, paused, killed
+//! and restarted.
 //!
-//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for a server whose clock
-//! steps (Debian: `apt-get install faketime`).
+//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for a server whose
+//! clock is stepped (Debian: `apt-get install faketime`).
 
 #![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
 
@@ -40,43 +40,43 @@ pub struct RedisServer {
 #[derive(Debug)]
 struct Clock {
     clock: SteppingClock,
-    /// By how many seconds it is ahead.
+    /// How many seconds it is ahead.
     ahead: i64,
 }
 
 impl RedisServer {
-    /// Starts one on a free port; it keeps nothing on disk.
+    /// Starts a server on a free port; it keeps nothing on disk.
     ///
     /// # Errors
     ///
-    /// When `redis-server` is not there, or does not answer within ten seconds.
+    /// If `redis-server` is missing, or does not answer within ten seconds.
     pub fn start() -> Result<Self, Error> {
         RedisServer::with_options(&["--save", ""])
     }
 
-    /// The same with options of its own, as on the command line of `redis-server`.
+    /// Starts a server with extra options, as on the command line of `redis-server`.
     ///
     /// # Errors
     ///
-    /// When `redis-server` is not there, or does not answer within ten seconds.
+    /// If `redis-server` is missing, or does not answer within ten seconds.
     pub fn with_options(options: &[&str]) -> Result<Self, Error> {
         RedisServer::with(options, None)
     }
 
-    /// One that keeps nothing on disk and whose wall clock can be [stepped](RedisServer::step_clock).
+    /// Starts a server that keeps nothing on disk and whose wall clock can be [stepped](RedisServer::step_clock).
     ///
     /// # Errors
     ///
-    /// When `redis-server` or libfaketime is not there, or the server does not answer within ten seconds.
+    /// If `redis-server` or libfaketime is missing, or the server does not answer within ten seconds.
     pub fn with_stepping_clock() -> Result<Self, Error> {
         RedisServer::with(&["--save", ""], Some(Clock { clock: SteppingClock::new()?, ahead: 0 }))
     }
 
-    /// Starts a cluster of one, which has all slots.
+    /// Starts a cluster of one server, which owns all slots.
     ///
     /// # Errors
     ///
-    /// When `redis-server` is not there, or does not answer within ten seconds.
+    /// If `redis-server` is missing, or does not answer within ten seconds.
     pub fn start_cluster_of_one() -> Result<Self, Error> {
         let server = RedisServer::with_options(&["--save", "", "--cluster-enabled", "yes"])?;
         let () = server.command(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
@@ -96,7 +96,7 @@ impl RedisServer {
         for _ in 0..9 {
             server.port = free_port();
             match server.restart() {
-                // Somebody else was sooner.
+                // Another process took the port first.
                 Err(error) if error.kind() == ErrorKind::AddrInUse => {}
                 ended => return ended.map(|()| server),
             }
@@ -105,26 +105,26 @@ impl RedisServer {
         server.restart().map(|()| server)
     }
 
-    /// `redis://127.0.0.1:port/`.
+    /// Returns its URL, `redis://127.0.0.1:port/`.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/", self.port)
     }
 
-    /// Its port.
+    /// Returns its port.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The id of its process.
+    /// Returns the id of its process.
     ///
     /// # Panics
     ///
-    /// When it was killed.
+    /// If it was killed.
     pub fn id(&self) -> u32 {
         self.child.as_ref().expect("the server runs").id()
     }
 
-    /// Kills it as `kill -9` does. Its port refuses connections then.
+    /// Kills it as `kill -9` does. Then its port refuses connections.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
@@ -132,11 +132,11 @@ impl RedisServer {
         }
     }
 
-    /// Starts it again on the same port, killing it first; what it had in memory is gone unless its options say so.
+    /// Starts it again on the same port, killing it first. Its data in memory is lost unless its options keep it.
     ///
     /// # Errors
     ///
-    /// When it ends, or does not answer within ten seconds.
+    /// If it ends, or does not answer within ten seconds.
     pub fn restart(&mut self) -> Result<(), Error> {
         self.kill();
         let mut command = Command::new("redis-server");
@@ -144,8 +144,8 @@ impl RedisServer {
         command.arg("--dir").arg(self.directory.path());
         command.args(&self.options).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         if let Some(clock) = &self.clock {
-            // libfaketime and jemalloc, which Redis comes with, ask each other before either is ready: the allocator of
-            // libc goes before jemalloc.
+            // libfaketime and Redis's jemalloc depend on each other during start-up: the allocator of libc is loaded
+            // before jemalloc.
             clock.clock.give_to(&mut command, &["libc.so.6"]);
         }
         let child = command.spawn().map_err(|error| match error.kind() {
@@ -177,32 +177,32 @@ impl RedisServer {
         }
     }
 
-    /// What the server on this port says of itself, once it has loaded its data.
+    /// Returns what the server on this port reports of itself, once it has loaded its data.
     fn identity(&self) -> Result<String, redis::RedisError> {
         let mut redis = self.connect()?;
         redis::cmd("PING").exec(&mut redis)?;
         redis::cmd("INFO").arg("server").query(&mut redis)
     }
 
-    /// Stops it where it stands (SIGSTOP): it accepts connections and answers nothing.
+    /// Stops its process (SIGSTOP): it accepts connections and answers nothing.
     pub fn pause(&self) {
         self.signal("STOP");
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Continues its process (SIGCONT).
     pub fn resume(&self) {
         self.signal("CONT");
     }
 
-    /// Steps its wall clock by so many seconds, forwards or backwards, from one call to the next.
+    /// Steps its wall clock by `seconds`, forwards or backwards, from one call to the next.
     ///
     /// # Errors
     ///
-    /// When the file that steps it cannot be written.
+    /// If the file that steps it cannot be written.
     ///
     /// # Panics
     ///
-    /// When it was not started [with such a clock](RedisServer::with_stepping_clock).
+    /// If it was not started [with such a clock](RedisServer::with_stepping_clock).
     pub fn step_clock(&mut self, seconds: i64) -> Result<(), Error> {
         let clock = self.clock.as_mut().expect("a server with a clock that steps");
         clock.ahead += seconds;
@@ -214,11 +214,11 @@ impl RedisServer {
         assert!(sent.is_ok_and(|status| status.success()), "the server can be sent SIG{signal}");
     }
 
-    /// A connection that blocks.
+    /// Opens a blocking connection.
     ///
     /// # Errors
     ///
-    /// When the server is away.
+    /// If the server is unreachable.
     pub fn connect(&self) -> Result<Connection, redis::RedisError> {
         redis::Client::open(self.url())?.get_connection_with_timeout(Duration::from_secs(2))
     }
@@ -227,7 +227,7 @@ impl RedisServer {
     ///
     /// # Panics
     ///
-    /// When the server is away or answers an error.
+    /// If the server is unreachable or answers with an error.
     pub fn command<T: FromRedisValue>(&self, words: &[&str]) -> T {
         let mut command = redis::Cmd::new();
         words.iter().for_each(|word| {
@@ -244,8 +244,9 @@ impl Drop for RedisServer {
     }
 }
 
-/// A port on which nobody listens, nor on the one 10000 above, where a server of a cluster listens too. The system takes
-/// none of these for connections: a port that was free would not stay so while its server is restarted.
+/// Returns a port without a listener, which has no listener 10000 above it either, where a cluster's server listens
+/// too. The system assigns none of these to outgoing connections, so the port stays free while its server is
+/// restarted.
 pub fn free_port() -> u16 {
     loop {
         let port = 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16;
@@ -259,7 +260,7 @@ pub fn free_port() -> u16 {
 mod tests {
     use super::*;
 
-    /// As a script sees it.
+    /// The server's time, as a script reads it.
     fn clock(server: &RedisServer) -> i64 {
         server.command(&["EVAL", "return tonumber(redis.call('TIME')[1])", "0"])
     }

@@ -1,4 +1,5 @@
-//! A way to a server on which things happen: it swallows, it breaks, it breaks right after a script was run.
+//! A proxy in front of a server that injects faults: it drops data, breaks connections, or breaks them right after a
+//! script ran.
 
 use std::io::{Error, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -7,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// Passes on what is said between its clients and a server. When it is dropped, its connections break.
+/// Forwards data between its clients and a server. Dropping it breaks its connections.
 #[derive(Debug)]
 pub struct Proxy {
     port: u16,
@@ -16,23 +17,23 @@ pub struct Proxy {
 
 #[derive(Debug, Default)]
 struct Way {
-    /// Nothing gets through, and nobody is told.
+    /// Whether all data is dropped, with connections left open.
     swallows: AtomicBool,
-    /// Nobody gets through, and everybody is told.
+    /// Whether all connections are broken.
     refuses: AtomicBool,
-    /// How many more scripts are to be run without an answer.
+    /// How many more scripts run without their answer being forwarded.
     breaks: AtomicUsize,
-    /// Each try to connect.
+    /// When each client tried to connect.
     tries: Mutex<Vec<Instant>>,
     open: Mutex<Vec<TcpStream>>,
 }
 
 impl Proxy {
-    /// One to the server at `port`.
+    /// Starts a proxy to the server at `port`.
     ///
     /// # Errors
     ///
-    /// When it cannot listen.
+    /// If it cannot listen.
     pub fn start(port: u16) -> Result<Self, Error> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let proxy = Proxy { port: listener.local_addr()?.port(), way: Arc::default() };
@@ -42,7 +43,7 @@ impl Proxy {
                 let Some(way) = way.upgrade() else { break };
                 lock(&way.tries).push(Instant::now());
                 if !way.refuses.load(Ordering::Relaxed) {
-                    // A server that is away breaks the connection.
+                    // An unreachable server breaks the connection.
                     let _ = way.connect(client, port);
                 }
             }
@@ -50,17 +51,17 @@ impl Proxy {
         Ok(proxy)
     }
 
-    /// Its port.
+    /// Returns its port.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// `redis://127.0.0.1:port/`.
+    /// Returns its URL, `redis://127.0.0.1:port/`.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/", self.port)
     }
 
-    /// From now on it takes what is said, and says nothing; or no more, and those connections break.
+    /// From now on drops all data it receives; or stops doing so, and breaks the affected connections.
     pub fn swallow(&self, swallows: bool) {
         self.way.swallows.store(swallows, Ordering::Relaxed);
         if !swallows {
@@ -68,28 +69,28 @@ impl Proxy {
         }
     }
 
-    /// From now on it breaks every connection, or lets them through.
+    /// From now on breaks every connection, or forwards again.
     pub fn refuse(&self, refuses: bool) {
         self.way.refuses.store(refuses, Ordering::Relaxed);
         self.way.break_all();
     }
 
-    /// Breaks all connections; new ones get through.
+    /// Breaks all connections; new connections are forwarded.
     pub fn break_all(&self) {
         self.way.break_all();
     }
 
-    /// The next script that is called is run; then the connection breaks instead of the answer.
+    /// Lets the next script run, and then breaks the connection in place of the answer.
     pub fn break_after_script(&self) {
         self.way.breaks.store(1, Ordering::Relaxed);
     }
 
-    /// Whether that has happened.
+    /// Returns whether that has happened.
     pub fn has_broken(&self) -> bool {
         self.way.breaks.load(Ordering::Relaxed) == 0
     }
 
-    /// When clients tried to connect, since `start`.
+    /// Returns when clients tried to connect, since `start`.
     pub fn tries_since(&self, start: Instant) -> Vec<Instant> {
         lock(&self.way.tries).iter().copied().filter(|at| *at >= start).collect()
     }
@@ -115,7 +116,7 @@ impl Way {
         let server = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         [&client, &server].into_iter().try_for_each(|stream| stream.set_nodelay(true))?;
         lock(&self.open).extend([client.try_clone()?, server.try_clone()?]);
-        // Whether the next that the server says is to be lost.
+        // Whether the server's next answer must be lost.
         let lost = Arc::new(AtomicBool::new(false));
         let (there, asked) = ((client.try_clone()?, server.try_clone()?), lost.clone());
         let way = self.clone();
@@ -139,7 +140,7 @@ impl Way {
         Ok(())
     }
 
-    /// Passes on what comes until it ends, or `goes_on` says no.
+    /// Forwards data until it ends, or `goes_on` returns false.
     fn pass(&self, mut from: TcpStream, mut to: TcpStream, goes_on: impl Fn(&[u8]) -> bool) {
         let mut bytes = [0; 16 * 1024];
         while let Ok(count @ 1..) = from.read(&mut bytes) {

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use crate::{RedisServer, free_port};
 
-/// A master by the name of [`NAME`](Watched::NAME), its replica and their Sentinels. Dropping it kills them.
+/// A master named [`NAME`](Watched::NAME), its replica and their Sentinels. Dropping it kills them.
 #[derive(Debug)]
 pub struct Watched {
     servers: [RedisServer; 2],
@@ -19,14 +19,14 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// How the Sentinels call the master.
+    /// The master's name in the Sentinels.
     pub const NAME: &'static str = "mymaster";
 
-    /// Starts them. A master that does not answer for a second is taken for dead.
+    /// Starts them. The Sentinels mark a master as failed after a second without an answer.
     ///
     /// # Errors
     ///
-    /// When `redis-server` is not there, or they do not find each other within ten seconds.
+    /// If `redis-server` is missing, or they do not find each other within ten seconds.
     pub fn start() -> Result<Self, Error> {
         let servers = [RedisServer::start()?, RedisServer::start()?];
         let master = servers[0].port().to_string();
@@ -61,12 +61,12 @@ impl Watched {
         Ok(watched)
     }
 
-    /// The URLs of the Sentinels.
+    /// Returns the URLs of the Sentinels.
     pub fn urls(&self) -> Vec<String> {
         self.sentinels.iter().map(|(port, _)| format!("redis://127.0.0.1:{port}/")).collect()
     }
 
-    /// The servers: the first was the master at first.
+    /// Returns the servers: the first is the initial master.
     pub fn servers(&mut self) -> &mut [RedisServer; 2] {
         &mut self.servers
     }
@@ -81,7 +81,7 @@ impl Drop for Watched {
     }
 }
 
-/// Whether a Sentinel knows the replica and the two others.
+/// Returns whether a Sentinel knows the replica and the two other Sentinels.
 fn knows_all(port: u16) -> bool {
     let asked = || {
         let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).ok()?;

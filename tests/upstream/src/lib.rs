@@ -1,7 +1,7 @@
 //! An HTTP server on loopback that enforces a limit and logs every arrival: the oracle of tollgate's tests and examples.
 //!
-//! What a limiter says about itself proves little; what the upstream saw proves all. The server runs on a thread of its
-//! own with a runtime of its own, so that a busy or paused caller disturbs neither its clock nor its answers.
+//! The upstream's log, and not a limiter's own report, proves that a limit holds. The server runs on a thread of its
+//! own with a runtime of its own, so a busy or paused caller disturbs neither its clock nor its responses.
 //!
 //! ```
 //! use std::time::Duration;
@@ -12,7 +12,7 @@
 //! assert_eq!(upstream.log().over(Rule::per_second(10), Duration::from_millis(10)), None);
 //! ```
 //!
-//! What this does not do: HTTP/2, TLS, routes.
+//! Not supported: HTTP/2, TLS, routes.
 
 #![allow(clippy::disallowed_methods, reason = "tollgate asks its clock; its oracle must not")]
 
@@ -42,7 +42,7 @@ pub use sent::{SENT_HEADER, sent_now};
 
 use rules::{Tokens, Windows};
 
-/// The request header in which a caller says who it is; any text.
+/// The request header in which a caller names itself; any text.
 pub const WHO_HEADER: &str = "x-who";
 
 /// A running server. Dropping it stops it: its port is closed and its connections are cut.
@@ -61,7 +61,7 @@ impl Upstream {
     ///
     /// # Panics
     ///
-    /// When a rule has a count of 0, or the machine has no port or thread left.
+    /// If a rule has a count of 0, or the machine has no port or thread left.
     pub fn start(rules: impl Into<Vec<Rule>>) -> Upstream {
         let desk = Arc::new(Mutex::new(Desk::new(rules.into())));
         let listener =
@@ -84,19 +84,20 @@ impl Upstream {
         Upstream::start([])
     }
 
-    /// How long it takes to answer. Default: no time. A call is logged, and decided, when it arrives.
+    /// Sets how long it takes to respond. Default: no time. A call is logged, and decided, when it arrives.
     pub fn latency(self, latency: Duration) -> Self {
         lock(&self.desk).latency = latency;
         self
     }
 
-    /// States what is left of the first rule in each answer: `X-RateLimit-Limit`, `-Remaining`, and `-Reset` in seconds.
+    /// States the remaining units of the first rule in each response: `X-RateLimit-Limit`, `-Remaining`, and `-Reset`
+    /// in seconds.
     pub fn stating(self) -> Self {
         lock(&self.desk).stating = true;
         self
     }
 
-    /// Takes a token of `bucket` for each call, in place of the rules, and says in each answer how many are left:
+    /// Takes a token of `bucket` for each call, in place of the rules. Each response states how many remain:
     /// `RateLimit-Remaining`, and nothing else.
     ///
     /// ```
@@ -109,8 +110,8 @@ impl Upstream {
         self
     }
 
-    /// Answers by script: `script` is asked with the number of the call, from 0. Where it returns `None` the rules
-    /// decide; a call it answered counts in no rule.
+    /// Responds by `script`, which is called with the number of the call, from 0. If it returns `None`, the rules
+    /// decide; a call that the script answered counts in no rule.
     ///
     /// ```
     /// use upstream::{Upstream, refusal};
@@ -122,22 +123,22 @@ impl Upstream {
         self
     }
 
-    /// `http://127.0.0.1:port/`.
+    /// Returns its URL, `http://127.0.0.1:port/`.
     pub fn url(&self) -> String {
         format!("http://{}/", self.address)
     }
 
-    /// Its address, for those who speak TCP.
+    /// Returns its address, for callers that use TCP directly.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// All calls that arrived up to now.
+    /// Returns all calls that arrived up to now.
     pub fn log(&self) -> Log {
         Log::from(lock(&self.desk).arrivals.clone())
     }
 
-    /// How many calls were accepted and refused up to now; cheap.
+    /// Returns how many calls were accepted and refused up to now; cheap.
     pub fn tally(&self) -> Tally {
         lock(&self.desk).tally
     }
@@ -147,13 +148,13 @@ impl Drop for Upstream {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // If it panicked, the panic was printed, and the test has seen its connections fail.
+            // If it panicked, the panic was printed, and the test saw its connections fail.
             let _ = thread.join();
         }
     }
 }
 
-/// A 429 with `Retry-After: retry_after`, for scripts.
+/// Returns a 429 with `Retry-After: retry_after`, for scripts.
 pub fn refusal(retry_after: u64) -> Response<String> {
     let mut response = Response::new("too many\n".to_owned());
     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
@@ -161,7 +162,7 @@ pub fn refusal(retry_after: u64) -> Response<String> {
     response
 }
 
-/// Where calls are decided and logged, one at a time.
+/// Decides and logs calls, one at a time.
 struct Desk {
     started: Instant,
     windows: Windows,
@@ -236,7 +237,7 @@ impl std::fmt::Debug for Desk {
     }
 }
 
-/// A script that panics cuts its own connection; the log stays good.
+/// A script that panics breaks its own connection; the log stays valid.
 fn lock(desk: &Mutex<Desk>) -> MutexGuard<'_, Desk> {
     desk.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -259,15 +260,15 @@ fn serve(listener: std::net::TcpListener, desk: &Arc<Mutex<Desk>>, stopped: ones
 async fn accept(listener: TcpListener, desk: &Arc<Mutex<Desk>>) {
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            // Out of file descriptors: some come back when calls end.
+            // Out of file descriptors: calls that end free some.
             tokio::time::sleep(Duration::from_millis(5)).await;
             continue;
         };
-        // Answers go out at once; where that cannot be set they are late, not wrong.
+        // Responses are sent at once (`TCP_NODELAY`); if that cannot be set they are late, not wrong.
         let _ = stream.set_nodelay(true);
         let desk = Arc::clone(desk);
         let service = service_fn(move |request| answer(Arc::clone(&desk), request));
-        // A caller may cut its connection at any time: nothing to report.
+        // A caller may close its connection at any time: that is no error.
         tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
     }
 }
@@ -288,7 +289,7 @@ async fn answer(
     Ok(response.map(|body| Full::new(Bytes::from(body))))
 }
 
-/// A call in flight. It is dropped when its answer is there, or its connection is closed.
+/// A call in flight. It is dropped when its response is ready, or its connection is closed.
 struct Call {
     desk: Arc<Mutex<Desk>>,
     number: usize,
@@ -307,7 +308,7 @@ mod tests {
 
     use super::*;
 
-    /// Sends one call on a connection of its own, with `headers`, and returns the whole answer in lower case.
+    /// Sends one call on a connection of its own, with `headers`, and returns the whole response in lower case.
     fn call(upstream: &Upstream, headers: &[(&str, &str)]) -> String {
         let mut stream = TcpStream::connect(upstream.address()).unwrap();
         let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();

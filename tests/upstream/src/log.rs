@@ -1,4 +1,4 @@
-//! What the server saw, and what that proves.
+//! What the server logged, and what that proves.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -13,25 +13,25 @@ pub struct Arrival {
     pub at: Instant,
     /// When the caller sent it: what it wrote into [`SENT_HEADER`](crate::SENT_HEADER).
     pub sent: Option<Instant>,
-    /// Who the caller is: what it wrote into [`WHO_HEADER`](crate::WHO_HEADER).
+    /// The caller's name: what it wrote into [`WHO_HEADER`](crate::WHO_HEADER).
     pub who: Option<String>,
-    /// Whether it was answered with success.
+    /// Whether the response was a success.
     pub accepted: bool,
-    /// When the answer was there, or the connection was closed before; `None` while neither.
+    /// When the response was ready, or the connection was closed before; `None` until then.
     pub ended: Option<Instant>,
 }
 
 /// How many calls were accepted, and how many refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Answered with success.
+    /// Calls with a successful response.
     pub accepted: u64,
-    /// Answered otherwise.
+    /// Calls with any other response.
     pub refused: u64,
 }
 
 impl Tally {
-    /// All calls.
+    /// Returns the count of all calls.
     pub fn all(self) -> u64 {
         self.accepted + self.refused
     }
@@ -41,29 +41,30 @@ impl Tally {
     }
 }
 
-/// All calls that arrived, in the order in which they did: the oracle.
+/// All calls, in order of arrival: the oracle.
 ///
-/// It is a slice of [`Arrival`]s. Its own questions count every call, the refused ones too: they cost the upstream
-/// as much, and many upstreams count them.
+/// It is a slice of [`Arrival`]s. Its methods count every call, including refused calls: they cost the upstream as
+/// much, and many upstreams count them.
 #[derive(Clone, Debug, Default)]
 pub struct Log(Vec<Arrival>);
 
 impl Log {
-    /// The most calls that *arrived* in any interval of the length `window`, half open as that of a [`Rule`].
+    /// Returns the most calls that *arrived* in any interval of the length `window`, half open as that of a [`Rule`].
     pub fn largest_count(&self, window: Duration) -> usize {
         fullest(&self.arrived(), window).count
     }
 
-    /// The most calls that were *sent* in any interval of the length `window`; calls without the header do not count.
+    /// Returns the most calls that were *sent* in any interval of the length `window`; calls without the header do not
+    /// count.
     pub fn largest_count_sent(&self, window: Duration) -> usize {
         let mut sent: Vec<_> = self.iter().filter_map(|arrival| arrival.sent).collect();
         sent.sort_unstable();
         fullest(&sent, window).count
     }
 
-    /// The most calls that were in flight at the same time, as the server saw it: from the moment their head was read to
-    /// the one in which the answer was there, or the caller was gone. Two calls of which one ends when the other arrives
-    /// are not.
+    /// Returns the most calls that were in flight at the same time, as the server saw it. A call is in flight from the
+    /// moment its head was read until its response was ready or its caller was gone. If one call ends when another
+    /// arrives, the two do not overlap.
     pub fn most_at_once(&self) -> usize {
         let mut ends: Vec<_> = self.iter().filter_map(|arrival| arrival.ended).collect();
         ends.sort_unstable();
@@ -71,26 +72,26 @@ impl Log {
         self.iter().enumerate().map(|(before, call)| before + 1 - ended_by(call.at)).max().unwrap_or(0)
     }
 
-    /// How long the calls took that have ended, on average.
+    /// Returns the mean duration of the calls that have ended.
     pub fn mean_time(&self) -> Duration {
         let took = self.iter().filter_map(|call| Some(call.ended?.saturating_duration_since(call.at)));
         let (sum, count) = took.fold((Duration::ZERO, 0), |(sum, count), took| (sum + took, count + 1));
         sum.checked_div(count).unwrap_or_default()
     }
 
-    /// By how much the time from sending to arrival varied; zero where no call says when it was sent.
+    /// Returns how much the time from sending to arrival varied; zero if no call has a sent time.
     pub fn jitter(&self) -> Duration {
         self.fastest_and_slowest().map_or(Duration::ZERO, |(fastest, slowest)| nanos(slowest - fastest))
     }
 
-    /// The oracle of promise I1: says what went over `rule`, if something did.
+    /// The oracle of promise I1: describes what exceeded `rule`, if anything did.
     ///
-    /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's window, less what
-    /// the way here jittered beyond `slack` (tollgate's `transit_slack`). So a machine that pauses between sending and
-    /// arrival fails no test, and a gate that lets one call too many through still does.
+    /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's window, less the
+    /// jitter in transit beyond `slack` (tollgate's `transit_slack`). So a machine that pauses between sending and
+    /// arrival fails no test, and a limiter that lets one call too many through still does.
     ///
-    /// Without sent times the jitter counts as zero. When it exceeds the window by more than `slack`, nothing can be
-    /// said, and nothing is: a test with a short window should look at [`jitter`](Log::jitter) too.
+    /// Without sent times the jitter counts as zero. If it exceeds the window by more than `slack`, no violation can
+    /// be proved, and none is reported: a test with a short window should check [`jitter`](Log::jitter) too.
     pub fn over(&self, rule: Rule, slack: Duration) -> Option<String> {
         let window = rule.window.saturating_sub(self.jitter().saturating_sub(slack));
         let arrived = self.arrived();
@@ -110,10 +111,12 @@ impl Log {
         ))
     }
 
-    /// Which share of `rule` the accepted calls used: its window over the mean time in which `rule.count` of them came.
+    /// Returns the share of `rule` that the accepted calls used: its window over the mean time in which `rule.count`
+    /// of them came.
     ///
-    /// A caller that keeps a margin between windows is measured without it by a rule with a longer window. `None`
-    /// until more than `rule.count` calls were accepted; pauses before that and after the last call are not seen.
+    /// For a caller that keeps a margin between windows, a rule with a longer window measures without that margin.
+    /// `None` until more than `rule.count` calls were accepted; pauses before that and after the last call are not
+    /// seen.
     pub fn used(&self, rule: Rule) -> Option<f64> {
         let accepted: Vec<_> =
             self.iter().filter(|arrival| arrival.accepted).map(|arrival| arrival.at).collect();
@@ -122,10 +125,10 @@ impl Log {
         (!took.is_zero()).then(|| rule.window.as_secs_f64() * later.len() as f64 / took.as_secs_f64())
     }
 
-    /// How uneven the calls came: the standard deviation of the gaps between them over their mean.
+    /// Returns how uneven the arrivals were: the standard deviation of the gaps between calls over their mean.
     ///
-    /// 0 is a metronome, 1 is pure chance (a Poisson stream), and calls that come `n` at a time make about the root
-    /// of `n`. With fewer than three calls: 0.
+    /// The value is 0 for equal gaps, 1 for pure chance (a Poisson stream), and about the root of `n` for calls that
+    /// come `n` at a time. With fewer than three calls it is 0.
     pub fn unevenness(&self) -> f64 {
         let gaps: Vec<f64> = self.windows(2).map(|pair| (pair[1].at - pair[0].at).as_secs_f64()).collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
@@ -136,11 +139,11 @@ impl Log {
         variance.sqrt() / mean
     }
 
-    /// The calls in each `interval`, from the first call to the last.
+    /// Returns the number of calls in each `interval`, from the first call to the last.
     ///
     /// # Panics
     ///
-    /// When `interval` is zero.
+    /// If `interval` is zero.
     pub fn per(&self, interval: Duration) -> Vec<Tally> {
         let mut tallies = Vec::new();
         for arrival in self.iter() {
@@ -154,7 +157,7 @@ impl Log {
         tallies
     }
 
-    /// The calls of each caller that says who it is.
+    /// Returns the calls of each caller that names itself.
     pub fn by_who(&self) -> BTreeMap<&str, Tally> {
         let mut callers: BTreeMap<&str, Tally> = BTreeMap::new();
         for arrival in self.iter() {
@@ -169,7 +172,7 @@ impl Log {
         self.iter().map(|arrival| arrival.at).collect()
     }
 
-    /// The shortest and the longest way here, in nanoseconds; below zero when the clocks of two processes differ.
+    /// Returns the shortest and the longest transit, in nanoseconds; negative if the clocks of two processes differ.
     fn fastest_and_slowest(&self) -> Option<(i64, i64)> {
         let ways = || self.iter().filter_map(|arrival| Some(signed_nanos(arrival.sent?, arrival.at)));
         Some((ways().min()?, ways().max()?))
@@ -184,7 +187,7 @@ impl Deref for Log {
     }
 }
 
-/// Sorts them by their arrival.
+/// Sorts calls by their arrival.
 impl From<Vec<Arrival>> for Log {
     fn from(mut arrivals: Vec<Arrival>) -> Self {
         arrivals.sort_by_key(|arrival| arrival.at);
@@ -192,7 +195,7 @@ impl From<Vec<Arrival>> for Log {
     }
 }
 
-/// The window that holds most: how many, and the index of its first.
+/// Returns the fullest window: its count, and the index of its first call.
 struct Fullest {
     count: usize,
     from: usize,

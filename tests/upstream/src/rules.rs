@@ -24,16 +24,16 @@ impl Rule {
     }
 }
 
-/// One rule is a list of rules, so that `Upstream::start(Rule::per_second(50))` reads as it should.
+/// A single rule converts to a list of rules, so `Upstream::start(Rule::per_second(50))` compiles.
 impl From<Rule> for Vec<Rule> {
     fn from(rule: Rule) -> Self {
         vec![rule]
     }
 }
 
-/// The calls that were accepted, and the rules about them.
+/// The accepted calls, and the rules that they must keep.
 ///
-/// All rules look at one list, so a call counts in all of them or in none.
+/// All rules use one list, so a call counts in all of them or in none.
 pub(crate) struct Windows {
     rules: Vec<Rule>,
     /// The latest calls, oldest first: as many as the largest count.
@@ -46,7 +46,7 @@ impl Windows {
         Windows { rules, accepted: VecDeque::new() }
     }
 
-    /// Accepts a call at `now`, or tells how long it should have waited; a refused call leaves no trace.
+    /// Accepts a call at `now`, or returns how long it should have waited; a refused call leaves no trace.
     pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
         let wait = self.rules.iter().map(|rule| self.wait(*rule, now)).max().unwrap_or_default();
         if !wait.is_zero() {
@@ -60,7 +60,7 @@ impl Windows {
         Ok(())
     }
 
-    /// What is left of the first rule, of how many, and until its oldest call leaves.
+    /// Returns the remaining units of the first rule, its limit, and the time until its oldest call leaves.
     pub(crate) fn left(&self, now: Duration) -> Option<(u32, u32, Duration)> {
         let &Rule { count, window } = self.rules.first()?;
         let mut inside = self.accepted.iter().filter(|at| at.saturating_add(window) > now).peekable();
@@ -68,7 +68,7 @@ impl Windows {
         Some((count.saturating_sub(inside.count() as u32), count, reset))
     }
 
-    /// A call may come once the `count`-th before it has left the window.
+    /// Returns how long a call must wait: until the `count`-th call before it has left the window.
     fn wait(&self, rule: Rule, now: Duration) -> Duration {
         let leaves = self
             .accepted
@@ -85,9 +85,9 @@ impl Windows {
 pub struct Bucket {
     /// How many tokens it holds.
     pub size: f64,
-    /// How many are added in a second.
+    /// How many tokens are added in a second.
     pub refill: f64,
-    /// How many are in it when the first call arrives; until then none is added.
+    /// How many tokens it holds when the first call arrives; none is added before that.
     pub start: f64,
 }
 
@@ -103,7 +103,7 @@ impl Tokens {
         Tokens { bucket, left: bucket.start, last: None }
     }
 
-    /// Takes a token at `now`, if there is one, and tells how many whole ones are left then.
+    /// Takes a token at `now`, if there is one, and returns how many whole tokens remain.
     pub(crate) fn take(&mut self, now: Duration) -> (bool, u64) {
         let since = now - self.last.replace(now).unwrap_or(now);
         self.left = self.bucket.size.min(self.left + since.as_secs_f64() * self.bucket.refill);
@@ -115,7 +115,7 @@ impl Tokens {
     }
 }
 
-/// The value of `Retry-After`: whole seconds, rounded up, at least 1.
+/// Returns the value of `Retry-After`: whole seconds, rounded up, at least 1.
 pub(crate) fn whole_seconds(wait: Duration) -> u64 {
     wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
 }
@@ -128,7 +128,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Calls at (ms), each with the wait (ms) it is told; 0 is accepted.
+    /// Checks calls at (ms), each with the wait (ms) that its refusal states; 0 is accepted.
     fn replay(rules: &[Rule], calls: &[(u64, u64)]) {
         let mut windows = Windows::new(rules.to_vec());
         for (index, &(at, wait)) in calls.iter().enumerate() {

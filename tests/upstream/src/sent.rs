@@ -1,8 +1,8 @@
-//! When a call was sent, told from one process to another.
+//! When a call was sent, passed from one process to another.
 //!
-//! The value is the monotonic time in nanoseconds since the Unix epoch: each process asks the wall clock once, and goes
-//! on with its monotonic one. So the times of one process never step, and those of several processes of one machine
-//! differ by what the system's clock was corrected between their first calls, usually some microseconds.
+//! The value is the monotonic time in nanoseconds since the Unix epoch: each process reads the wall clock once, and
+//! then uses its monotonic clock. So the times of one process never step. Those of several processes of one machine
+//! differ by the corrections of the system's clock between their first calls, usually some microseconds.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
@@ -12,7 +12,7 @@ use hyper::header::HeaderValue;
 /// The request header in which a caller says when it sent the call: [`sent_now`].
 pub const SENT_HEADER: &str = "x-sent";
 
-/// The value of [`SENT_HEADER`]: now. To be set right after the gate let the call through.
+/// Returns the value of [`SENT_HEADER`]: now. Set it right after the limiter granted the permit.
 ///
 /// ```
 /// # let mut request = hyper::Request::new(());
@@ -23,7 +23,7 @@ pub fn sent_now() -> HeaderValue {
     HeaderValue::from(anchor.nanos + whole_nanos(anchor.instant.elapsed()))
 }
 
-/// The moment a header value tells, on the monotonic clock of this process.
+/// Returns the moment in a header value, on the monotonic clock of this process.
 pub(crate) fn read(value: &str) -> Option<Instant> {
     let anchor = Anchor::of_this_process();
     let nanos: u64 = value.parse().ok()?;
@@ -45,7 +45,7 @@ impl Anchor {
     fn of_this_process() -> Anchor {
         static ANCHOR: OnceLock<Anchor> = OnceLock::new();
         *ANCHOR.get_or_init(|| {
-            // Of several tries the one that was interrupted least.
+            // Of several tries, use the one with the fewest interruptions.
             let (_, anchor) = std::iter::repeat_with(Anchor::ask)
                 .take(16)
                 .min_by_key(|(took, _)| *took)
@@ -54,7 +54,7 @@ impl Anchor {
         })
     }
 
-    /// Asks both clocks, and tells how long that took.
+    /// Reads both clocks, and returns them with the time that took.
     fn ask() -> (Duration, Anchor) {
         let instant = Instant::now();
         let wall = SystemTime::now();
@@ -64,7 +64,7 @@ impl Anchor {
     }
 }
 
-/// Whole until the year 2554.
+/// Fits until the year 2554.
 fn whole_nanos(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX / 2)
 }
