@@ -297,7 +297,7 @@ async fn told_while_redis_hangs(max_wait: u64, deadline: Option<u64>) -> Limited
 }
 
 #[tokio::test]
-async fn waiters_are_told_of_a_redis_that_hangs() {
+async fn waiters_get_an_error_when_redis_hangs() {
     // One request's `max_wait` ends before the store's timeout, the other's does not.
     let told = join_all([2100, 4000].map(|max_wait| told_while_redis_hangs(max_wait, None))).await;
     for told in &told {

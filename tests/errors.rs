@@ -168,7 +168,7 @@ async fn no_limit_is_found_where_there_is_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_link_of_the_chain_says_something_new() {
+async fn each_error_source_adds_new_text() {
     for (error, _) in one_of_each().await {
         let Some(limited) = error.source() else { panic!("the limit is the source") };
         assert!(limited.is::<Limited>());

@@ -251,7 +251,7 @@ fn contains(bytes: &[u8], what: &[u8]) -> bool {
 // ── who said no: this process, the server, or the store ─────────────────────────────────────────────────────────
 
 #[tokio::test]
-async fn a_caller_tells_apart_who_said_no() {
+async fn callers_distinguish_the_sources_of_refusals() {
     let rule = Rule::per_second(10);
     let mut stage = Stage::set("who_said_no", Upstream::start(rule));
     stage.start("caller", &["--role", "caller"]);
@@ -294,7 +294,7 @@ async fn a_caller_tells_apart_who_said_no() {
 // ── the programs as a user starts them ──────────────────────────────────────────────────────────────────────────
 
 #[tokio::test]
-async fn each_program_helps_and_says_what_is_wrong() {
+async fn programs_print_help_and_describe_errors() {
     for example in ["one_a_second", "two_windows", "campaigns", "per_token", "who_said_no"] {
         let (code, out, _) = run(example, &["--help"]).await;
         assert!(code == Some(0) && out.contains("Usage: cargo run --release --example"), "{example}: {out}");

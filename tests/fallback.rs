@@ -167,7 +167,7 @@ async fn what_was_granted_before_counts_in_the_share() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_had_nothing_has_what_was_configured_or_nothing() {
+async fn process_without_history_gets_its_configured_share_only() {
     let store = Arc::<Shared>::default();
     store.set_away(true);
     let quota = Quota::per_second(40);
@@ -209,7 +209,7 @@ async fn shares_stay_when_store_returns_only_briefly() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_used_alone_is_charged_though_nobody_asks() {
+async fn units_used_without_store_are_charged_without_requests() {
     let store = Arc::<Shared>::default();
     let quota = Quota::per_minute(20);
     let limiter = builder(quota, &store).max_wait(ms(0)).fallback_share(0.5).build().unwrap().limiter();

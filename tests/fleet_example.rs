@@ -117,7 +117,7 @@ fn processes_with_shared_count_keep_limit_and_leave_nothing() {
 }
 
 #[test]
-fn all_end_when_it_is_told_to_end() {
+fn all_processes_end_with_the_example() {
     for signal in ["TERM", "INT"] {
         let (mut child, group, _errors) =
             started(&["--processes", "3", "--redis", "spawn", "--seconds", "60"]);

@@ -247,7 +247,7 @@ async fn refusal_is_immediate_and_names_the_possible_moment() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_line_refuses_and_says_so() {
+async fn full_queue_refuses_with_its_own_reason() {
     let limiter = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap().limiter();
     let mut futures: Vec<_> = (0..3).map(|_| Box::pin(limiter.acquire(key()))).collect();
     assert!(futures[0].as_mut().now_or_never().is_some());

@@ -349,7 +349,7 @@ async fn calls_of_different_costs_leave_hold_in_order() {
 
 /// The refusal of a costly call does not refuse the cheap calls behind it.
 #[tokio::test(start_paused = true)]
-async fn a_call_that_is_refused_takes_nobody_along() {
+async fn refused_costly_call_leaves_cheaper_calls_waiting() {
     let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(SECOND).build().unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, ms(500)).await.unwrap();

@@ -278,7 +278,7 @@ async fn store_that_forgot_a_free_key_counts_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_cost_needs_no_seat() {
+async fn request_without_cost_needs_no_in_flight_slot() {
     let limiter = layer(Quota::in_flight(1)).limiter();
     let _held = limiter.acquire(Key::ALL).await.unwrap();
     assert!(limiter.acquire(Key::ALL).cost(0).await.is_ok());
@@ -304,7 +304,7 @@ fn dropped_runtime_leaves_no_call_in_flight() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_that_is_sent_again_holds_no_seat() {
+async fn retried_refusal_occupies_no_in_flight_slot() {
     for seats in [1, 3] {
         let upstream = Upstream::answering((0..seats).map(|_| support::limited("1")));
         let limit = layer(Quota::in_flight(seats)).in_flight_until_body_end();

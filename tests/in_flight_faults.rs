@@ -87,7 +87,7 @@ async fn call_past_in_flight_ttl_is_revoked_or_continues() {
 }
 
 #[tokio::test]
-async fn a_connection_of_ones_own_asks_where_nobody_tells() {
+async fn custom_connection_polls_without_notifications() {
     let server = RedisServer::start().unwrap();
     let client = redis::Client::open(server.url()).unwrap();
     let build = || {
@@ -212,7 +212,7 @@ async fn a_connection_that_panics_once_harms_one_call() {
 
 /// Processes that may subscribe but not publish: every change is as slow as polling, and no slower.
 #[tokio::test]
-async fn those_who_may_not_speak_ask() {
+async fn waiters_poll_when_publish_is_forbidden() {
     let server = RedisServer::start().unwrap();
     let app = ["ACL", "SETUSER", "app", "on", ">secret", "~*", "&*", "+@all", "-publish"];
     let () = server.command(&app);

@@ -18,7 +18,7 @@ use tollgate::{Key, Quota, RateLimitLayer};
 use in_flight::{Upstream, builder, free, millis, process, scripts_run, until_free};
 
 #[tokio::test]
-async fn processes_share_the_seats_and_nobody_polls() {
+async fn processes_share_in_flight_slots_without_polling() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::in_flight(8))).collect();
@@ -44,7 +44,7 @@ async fn processes_share_the_seats_and_nobody_polls() {
 }
 
 #[tokio::test]
-async fn one_process_alone_passes_seats_on_without_the_store() {
+async fn lone_process_reuses_in_flight_slots_without_the_store() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let limiter = process(&server, Quota::in_flight(4));
@@ -203,7 +203,7 @@ async fn in_flight_slot_is_not_kept_for_departed_waiters() {
 }
 
 #[tokio::test]
-async fn what_is_said_again_counts_no_seat_twice() {
+async fn repeated_claims_grant_no_extra_slots() {
     let server = RedisServer::start().unwrap();
     let limiter = builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(300)).build().unwrap().limiter();
     let (permits, mut held) = tokio::sync::mpsc::unbounded_channel();

@@ -84,7 +84,7 @@ async fn each_of_many_keys_gets_exactly_its_limit() {
 
 /// New keys arrive continuously, and get in when an old key is no longer limited.
 #[tokio::test(start_paused = true)]
-async fn who_is_limited_is_not_forgotten_however_many_come() {
+async fn limited_keys_are_kept_however_many_keys_arrive() {
     const MOST: u32 = 2_000;
     let limiter = limiter(Quota::new(1, Duration::from_secs(10)), MOST as usize);
     let mut served = vec![None; 40_000];
@@ -106,7 +106,7 @@ async fn who_is_limited_is_not_forgotten_however_many_come() {
 
 /// Prefetched permits of a long window serve each of many hosts for some of their turns.
 #[tokio::test(start_paused = true)]
-async fn hosts_that_take_turns_have_permits_at_hand() {
+async fn hosts_that_take_turns_have_prefetched_permits() {
     let server = Arc::new(Server::default());
     let limiter = limiter_over(&server, Quota::per_hour(5000), 1000);
     let mut calls = Vec::new();

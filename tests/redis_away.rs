@@ -51,7 +51,7 @@ fn closed_port() -> u16 {
 }
 
 #[tokio::test]
-async fn where_nobody_listens_the_error_says_so_at_once() {
+async fn refused_connection_is_an_error_at_once() {
     let limiter = limiter(&format!("redis://127.0.0.1:{}/", closed_port()), Quota::per_second(5));
     for _ in 0..3 {
         let (error, took) = failure(&limiter).await;
@@ -146,7 +146,7 @@ async fn redis_error_reply_is_reported_and_breaks_nothing() {
 }
 
 #[tokio::test]
-async fn a_full_redis_is_an_error_that_says_so() {
+async fn full_redis_is_a_named_error() {
     let server = RedisServer::with_options(&["--save", "", "--maxmemory", "1mb"]).unwrap();
     let limiter = limiter(&server.url(), Quota::per_minute(2));
     let (error, _) = failure(&limiter).await;
@@ -154,7 +154,7 @@ async fn a_full_redis_is_an_error_that_says_so() {
 }
 
 #[tokio::test]
-async fn connections_of_ones_own_serve_as_well() {
+async fn custom_connections_work_too() {
     let server = RedisServer::start().unwrap();
     let client = redis::Client::open(server.url()).unwrap();
     let given = RedisStore::with_connection(ConnectionManager::new(client.clone()).await.unwrap());
@@ -218,7 +218,7 @@ async fn recovering_state_lives_until_recovery_ends() {
 
 /// A process without memory of a key is served at once: a fresh state is no loss.
 #[tokio::test]
-async fn a_state_that_ran_out_is_not_lost() {
+async fn expired_state_is_not_a_lost_state() {
     let server = RedisServer::start().unwrap();
     let limiter = limiter(&server.url(), Quota::new(2, Duration::from_millis(100)));
     for _ in 0..2 {
@@ -313,7 +313,7 @@ async fn call_with_lost_answer_is_spent_and_never_repeated() {
 
 /// Permits and places in the queue that end outside of any runtime, or with their runtime, are given back.
 #[test]
-fn what_is_dropped_outside_of_a_runtime_comes_back() {
+fn permits_dropped_outside_a_runtime_are_given_back() {
     let server = RedisServer::start().unwrap();
     let runtime =
         || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();

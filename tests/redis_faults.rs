@@ -372,7 +372,7 @@ async fn unanswered_cluster_calls_are_never_made_twice() {
 
 /// Clients that lost a server together do not reconnect together.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_clients_do_not_come_back_at_once() {
+async fn many_clients_do_not_reconnect_at_once() {
     let clients = setting("TOLLGATE_FAULT_CLIENTS", 150);
     let server = RedisServer::start().unwrap();
     let proxy = Proxy::start(server.port()).unwrap();

@@ -101,7 +101,7 @@ async fn upstream_limit_error_is_retried_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_we_refuse_is_not_retried_unless_asked_for() {
+async fn local_refusals_are_retried_only_on_request() {
     // The upstream asks for a longer wait than `max_wait`.
     for (retry, sent) in [(RetryLimited::new(), 1), (RetryLimited::new().local_refusals(), 1)] {
         let upstream = support::Upstream::answering([limited("50"), ok()]);
@@ -114,7 +114,7 @@ async fn what_we_refuse_is_not_retried_unless_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_answers_and_errors_are_somebody_else_s() {
+async fn other_responses_and_errors_are_not_retried() {
     let failing = http::Response::builder().status(500).body(String::new()).unwrap();
     let upstream = support::Upstream::answering([Ok(failing), support::other_error()]);
     let service = ServiceBuilder::new().retry(RetryLimited::new()).layer(limit().build().unwrap());

@@ -192,7 +192,7 @@ async fn fifty_processes_at_an_empty_bucket_are_refused_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_nothing_is_scarce_nobody_waits_for_the_store() {
+async fn requests_skip_the_store_while_units_are_plentiful() {
     let remote = Remote::new(ms(40));
     let bucket = Bucket::new(1e6, 1000.0, 1e6);
     let Outcome { accepted, refused, exchanges, longest, .. } = run(10, remote, bucket).await;
@@ -231,7 +231,7 @@ async fn processes_keep_their_pace_share_without_the_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_of_one_holds_all() {
+async fn refusal_of_one_process_holds_all() {
     let remote = Remote::new(ms(1));
     let (one, other) = (layer(&remote), layer(&remote));
     // Both know that the bucket holds plenty, and send without asking.
@@ -281,7 +281,7 @@ async fn release_in_new_process_ends_every_process_s_hold() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_by_hand_is_shared_when_it_returns() {
+async fn manual_hold_is_shared_when_the_call_returns() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
     let start = now();
@@ -338,7 +338,7 @@ async fn dropped_waiter_blocks_no_other_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_cannot_wait_leaves_if_it_is_its_turn() {
+async fn impatient_request_goes_when_its_turn_is_due() {
     let remote = Remote::new(ms(20));
     let layer = AdaptiveThrottleLayer::builder()
         .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
@@ -355,7 +355,7 @@ async fn who_cannot_wait_leaves_if_it_is_its_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_never_answers_is_away() {
+async fn silent_store_counts_as_unreachable() {
     let remote = Remote::new(ms(1));
     remote.mute.store(true, Ordering::Relaxed);
     let (layer, start) = (layer(&remote), now());

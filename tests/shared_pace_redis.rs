@@ -117,7 +117,7 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
 }
 
 #[tokio::test]
-async fn what_one_hears_of_a_hold_holds_the_others() {
+async fn hold_signal_to_one_process_holds_the_others() {
     let server = RedisServer::start().unwrap();
     let processes: Vec<_> = (0..3).map(|_| process(&server, None)).collect();
     // All have asked, and know that the bucket holds plenty.

@@ -83,7 +83,7 @@ fn known_limit_avoids_refusals_unless_store_fails_open() {
 
 /// Notifications of the store are delayed too, and a process catches up on those sent while the store was unreachable.
 #[test]
-fn places_in_flight_go_round_through_the_store() {
+fn in_flight_slots_pass_between_processes_through_the_store() {
     let text = r#"{"flights": {
         "fleet": [{"procs": 6, "tasks": 4}],
         "server": {"kind": "bucket", "cap": 1e6, "refill": 1e6, "start": 1e6},
@@ -104,7 +104,7 @@ fn places_in_flight_go_round_through_the_store() {
 }
 
 #[test]
-fn a_store_that_is_away_costs_what_was_chosen() {
+fn unreachable_store_costs_as_configured() {
     let limit = Strategy::named("limit").unwrap();
     let [closed, open, share] = ["away-closed", "away-open", "away-share"].map(|name| {
         let mut scenario = scenario(name);
@@ -244,7 +244,7 @@ fn png_picture_has_labels_without_installed_fonts() {
 }
 
 #[test]
-fn a_file_with_a_mistake_says_where() {
+fn invalid_scenario_file_names_the_field() {
     let error = Scenarios::read(r#"{"mine": {"fleet": [{"procs": 1, "taks": 5}]}}"#).unwrap_err().to_string();
     assert!(error.contains("mine") && error.contains("taks"), "{error}");
 }
@@ -270,7 +270,7 @@ fn store_and_quota_options_are_validated() {
 }
 
 #[test]
-fn a_gate_that_cannot_be_made_says_why() {
+fn invalid_gate_settings_name_the_cause() {
     let limit = Strategy::named("limit").unwrap();
     let error = run(&scenario("no-hint"), &limit, 1).unwrap_err().to_string();
     assert!(error.contains("limit") && error.contains("quota"), "{error}");

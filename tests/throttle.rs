@@ -185,7 +185,7 @@ async fn waiters_are_refused_when_hold_exceeds_their_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_at_the_gate_say_why() {
+async fn local_refusals_name_their_reason() {
     let upstream = Upstream::taking(ms(100));
     let build = |max_wait, max_queue| {
         let builder = AdaptiveThrottleLayer::builder().pace(|| Every(10_000)).key(by_host);
@@ -250,7 +250,7 @@ async fn waiter_that_gives_up_leaves_its_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_turn_that_nobody_took_goes_to_the_next() {
+async fn unused_turn_goes_to_the_next_waiter() {
     let throttle = every(1000).throttle();
     throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
     // Two requests wait; the first gets its turn through the answer of another, and is dropped before it is polled

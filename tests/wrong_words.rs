@@ -134,7 +134,7 @@ async fn windows(server: Server, quota: Quota, callers: usize) -> Vec<Window> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_whose_words_are_too_short_refuses_few() {
+async fn server_with_imprecise_resets_refuses_few() {
     let clock = (now(), SystemTime::now());
     for words in [Words::Behind(ms(300)), Words::RoundedDown] {
         for quota in [Quota::per_second(100), Quota::fixed(5, WINDOW), Quota::new(5, WINDOW)] {
@@ -177,7 +177,7 @@ fn left(way: usize, quota: Quota, left: u32, reset: Duration) -> Response<String
 
 /// After an idle time an upstream states that others have used nearly all: no request leaves that it would refuse.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_counts_at_once() {
+async fn remaining_units_count_at_once() {
     let quotas = [
         Quota::new(10, Duration::from_secs(10)),
         Quota::per_minute(10),
@@ -232,7 +232,7 @@ mod shared {
 
     /// A signal to one process reaches another a trip later, and makes it give up its prefetched permits.
     #[tokio::test]
-    async fn what_one_process_heard_counts_for_all() {
+    async fn signal_to_one_process_counts_for_all() {
         const LEFT: u32 = 2;
         let server = RedisServer::start().unwrap();
         let (rounds, mut soon) = (10, 0);
@@ -269,7 +269,7 @@ mod shared {
 
     /// It gives up later booked slots too: none of these requests leaves before the upstream's next window.
     #[tokio::test]
-    async fn what_was_booked_is_booked_anew() {
+    async fn booked_slots_are_booked_anew() {
         const TOOK: Duration = Duration::from_millis(200);
         let server = RedisServer::start().unwrap();
         // The first limit books them a second apart; by the second, no unit remains.

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn it_logs_who_called_and_when_that_was_sent() {
+    fn upstream_logs_the_caller_and_the_sent_time() {
         let upstream = Upstream::open();
         let before = Instant::now();
         let sent = sent_now();

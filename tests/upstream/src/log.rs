@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_is_told_with_its_numbers() {
+    fn excess_is_described_with_its_numbers() {
         let said =
             log(&[(0, 1), (50, 51), (200, 202), (210, 211), (220, 221)]).over(Rule::new(2, ms(100)), ms(10));
         assert_eq!(
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_told_per_interval_and_per_caller() {
+    fn calls_are_listed_per_interval_and_per_caller() {
         let mut calls = arrivals(&[0, 99, 100, 350]).to_vec();
         for (call, (who, accepted)) in
             calls.iter_mut().zip([(Some("a"), true), (Some("b"), false), (Some("a"), false), (None, true)])
