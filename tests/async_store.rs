@@ -206,12 +206,12 @@ async fn what_was_fetched_ahead_and_left_over_goes_back() {
         sent += 1;
     }
     let used = async || limiter.peek(key()).await.unwrap().limits[0].used;
-    assert!(used().await > sent, "some lie at hand");
+    assert!(used().await > sent, "some permits are prefetched");
     sleep(millis(60)).await;
     assert_eq!(used().await, sent, "and went back");
     let calls = store.calls();
     sleep(millis(900)).await;
-    assert_eq!(store.calls(), calls, "who is idle asks nothing");
+    assert_eq!(store.calls(), calls, "an idle limiter makes no store call");
 }
 
 /// Waiters whose slots are due at one tick leave at that tick, without another store call.
@@ -235,7 +235,7 @@ async fn waiters_due_at_one_tick_go_without_asking_again() {
     // One call asks for at most 500 permits.
     assert!(store.calls() <= 4, "{} calls", store.calls());
     let most = polls.iter().map(|polls| polls.load(Ordering::Relaxed)).max();
-    assert!(most <= Some(3), "entered, heard of its slot, had it: {most:?} polls");
+    assert!(most <= Some(3), "entered, was assigned its slot, got it: {most:?} polls");
 }
 
 /// An idle limiter has no task, so it has no timer and wakes no thread.
@@ -249,7 +249,7 @@ async fn idle_limiter_calls_no_store_and_has_no_timer() {
         }
     }
     let here = tokio::runtime::Handle::current().metrics();
-    assert!(here.num_alive_tasks() > 0, "some look after what lies at hand");
+    assert!(here.num_alive_tasks() > 0, "some tasks look after prefetched permits");
     sleep(Duration::from_secs(1)).await;
     assert_eq!(here.num_alive_tasks(), 0, "there is nothing left to look after");
     let (calls, parks) = (store.calls(), here.worker_park_count(0));
@@ -270,7 +270,7 @@ async fn prefetched_permit_costs_no_allocation_and_no_call() {
     let calls = store.calls();
     let spent = allocation_counter::measure(|| {
         for _ in 0..500 {
-            drop(limiter.acquire(key()).now_or_never().expect("it lies at hand").unwrap());
+            drop(limiter.acquire(key()).now_or_never().expect("it is prefetched").unwrap());
         }
     });
     assert_eq!((spent.count_total, store.calls()), (0, calls), "{spent:?}");
@@ -354,7 +354,7 @@ fn calls_in_a_runtime_at_rest_stop_no_line() {
         let mut first = Box::pin(limiter.acquire(key()));
         assert!(first.as_mut().now_or_never().is_none());
         tokio::task::yield_now().await; // the call is under way, as a task of `idle`
-    }); // given up, as `timeout` or `select!` leave it
+    }); // dropped, as by `timeout` or `select!`
     let mut ended = Vec::new();
     for _ in 0..3 {
         let start = std::time::Instant::now();

@@ -111,7 +111,7 @@ async fn late_calls_put_no_window_over_the_limit() {
     join_all(rounds).await;
 }
 
-// ── a wall clock that is set ────────────────────────────────────────────────────────────────────────────────────────
+// ── a wall clock that is stepped ────────────────────────────────────────────────────────────────────────────────────
 
 /// Runs `run` in a separate process, in which no other test runs and whose wall clock [`step_to`] sets. `test` is the
 /// name of the calling test; `run` gets the URL of a server with the machine's clock, if `starts_redis`.
@@ -330,7 +330,7 @@ async fn deadlines_while_redis_hangs_name_a_wait_or_none() {
     }
 }
 
-// ── a machine that stands still ─────────────────────────────────────────────────────────────────────────────────────
+// ── a machine that stalls ───────────────────────────────────────────────────────────────────────────────────────────
 
 /// Polls `future` once, and then not for `span`.
 async fn poll_and_stand_still<F: Future + Unpin>(future: F, span: Duration) -> Result<F::Output, F> {
@@ -387,7 +387,7 @@ async fn zero_max_wait_replaces_no_second_dead_permit() {
         };
         assert_eq!(refused.reason(), Some(Reason::MaxWait(Duration::ZERO)), "{refused}");
         assert_eq!(refused.report().turns(), 3, "{refused}");
-        let wait = refused.retry_after().expect("it may come back");
+        let wait = refused.retry_after().expect("it may be retried");
         assert!(wait > Duration::ZERO && wait < Duration::from_secs(2), "{refused}");
         break;
     }

@@ -48,7 +48,7 @@ async fn three_processes_share_one_call_a_second() {
 
     let log = stage.upstream.log();
     assert_kept(&log, &[rule]);
-    assert_eq!(lines.len(), 15, "each call is told of once: {lines:#?}");
+    assert_eq!(lines.len(), 15, "each call is reported once: {lines:#?}");
     assert_eq!(count(&lines, ": answered 200"), log.iter().filter(|arrival| arrival.accepted).count());
     let sent = count(&lines, ": answered") + count(&lines, ": failed: refused by the upstream");
     assert_eq!((sent, sent + count(&lines, ": refused: ")), (log.len(), 15), "{lines:#?}");
@@ -248,7 +248,7 @@ fn contains(bytes: &[u8], what: &[u8]) -> bool {
     bytes.windows(what.len()).any(|window| window == what)
 }
 
-// ── who said no: this process, the server, or the store ─────────────────────────────────────────────────────────
+// ── refusals by this process, the server, or the store ──────────────────────────────────────────────────────────
 
 #[tokio::test]
 async fn callers_distinguish_the_sources_of_refusals() {

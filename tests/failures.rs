@@ -91,7 +91,7 @@ async fn returned_permits_never_raise_free_units_above_limit() {
         for _ in 0..4 {
             permits.push(limiter.acquire(key()).await.unwrap());
         }
-        advance(Duration::from_secs(10)).await; // what they took has long come back
+        advance(Duration::from_secs(10)).await; // the units they took have expired
         for _ in 0..5 {
             assert!(limiter.peek(key()).await.unwrap().free <= 5);
             if let Some(permit) = permits.pop() {

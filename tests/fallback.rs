@@ -163,7 +163,7 @@ async fn what_was_granted_before_counts_in_the_share() {
     assert_eq!((peek.limits[0].used, peek.free), (u64::from(share), 0), "{peek:?}");
     sleep(again + ms(100)).await;
     drop(limiter.acquire(Key::ALL).await.unwrap());
-    assert!(limiter.acquire(Key::ALL).await.is_err(), "they come back as they went");
+    assert!(limiter.acquire(Key::ALL).await.is_err(), "units become free one by one, as they were used");
 }
 
 #[tokio::test(start_paused = true)]
@@ -365,7 +365,7 @@ async fn long_windows_are_usable_after_store_returns() {
         let windows: Vec<_> = (0..5)
             .map(|number| within(&sent, start + number * window, start + (number + 1) * window))
             .collect();
-        println!("{quota}: calls in each window, the store is away in window 3: {windows:?}");
+        println!("{quota}: calls in each window, the store is unreachable in window 3: {windows:?}");
         // Some seconds after the return go to detection and to shares.
         let (before, after) = (windows[2], windows[4]);
         assert!(after * 100 >= before * 95, "{quota}: {windows:?}");
@@ -390,7 +390,9 @@ async fn charges_whose_answers_are_lost_are_not_repeated() {
         sleep(ms(25_000)).await;
         let alone = within(&sent, start + ms(200_000), start + ms(320_000));
         let charged = store.charged.load(Ordering::Relaxed);
-        println!("{quota}: {alone} calls while the store was away and lost answers, {charged} units charged");
+        println!(
+            "{quota}: {alone} calls while the store was unreachable or lost answers, {charged} units charged"
+        );
         // Units older than the window are not charged.
         assert!(charged >= quota.limits()[0].count() as usize * 9 / 10, "{quota}: {charged}");
         assert!(charged <= alone, "{quota}: {charged} units charged for {alone} calls");

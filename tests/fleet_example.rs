@@ -2,7 +2,7 @@
 //!
 //! `cargo test` builds the examples first; `cargo test --test fleet_example` does not, and runs the existing binary.
 
-#![cfg(target_os = "linux")] // /proc tells what was left behind
+#![cfg(target_os = "linux")] // /proc lists the processes left behind
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -156,7 +156,7 @@ fn kill(child: &Child, signal: &str) {
 
 #[test]
 fn missing_redis_is_reported_at_once() {
-    let silent = TcpListener::bind("127.0.0.1:0").unwrap(); // accepts, and says nothing
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap(); // accepts, and answers nothing
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     for address in [silent.local_addr().unwrap(), closed] {
         let start = Instant::now();
@@ -191,7 +191,10 @@ fn arguments_that_make_no_sense_are_complaints() {
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {complaint}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
         assert!(complaint.starts_with("fleet: "), "{arguments:?}: {complaint}");
-        assert!(complaints.insert(complaint.clone()), "{arguments:?} is said as another: {complaint}");
+        assert!(
+            complaints.insert(complaint.clone()),
+            "{arguments:?} has the message of another: {complaint}"
+        );
     }
 }
 

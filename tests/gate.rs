@@ -74,7 +74,7 @@ async fn thousand_waiters_go_in_order_with_one_wake_each() {
     let order = order.lock().unwrap();
     assert!(order.iter().map(|(number, _)| *number).eq(0..1050), "first come, first served");
     let polls: Vec<usize> = counts.iter().map(|polls| polls.load(Ordering::Relaxed)).collect();
-    assert_eq!(polls[..50], [1; 50], "those who need not wait are polled once");
+    assert_eq!(polls[..50], [1; 50], "requests without a wait are polled once");
     assert!(polls[50..].iter().all(|polls| *polls == 2), "one wake-up a waiter: {polls:?}");
 
     let moments: Vec<Instant> = order.iter().map(|(_, at)| *at).collect();
@@ -192,7 +192,7 @@ async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     assert!(late.as_mut().now_or_never().is_none());
     assert!(next.as_mut().now_or_never().is_none());
 
-    advance(millis(1500)).await; // its slot was at 1030 ms, and lived for 10 ms
+    advance(millis(1500)).await; // its slot was at 1030 ms, valid for 10 ms
     assert!(next.as_mut().now_or_never().is_none(), "the next may not pass");
     let permit = late.await.unwrap();
     assert!(permit.is_valid());

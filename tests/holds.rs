@@ -64,7 +64,7 @@ async fn waiters_wait_out_a_hold_or_are_refused_immediately() {
 
     limiter.hold_for(Key::ALL, 4 * SECOND).await.unwrap();
     let refused = impatient.await.unwrap_err();
-    assert_eq!(start.elapsed(), ms(100), "it is told at once");
+    assert_eq!(start.elapsed(), ms(100), "it is refused at once");
     assert_eq!(reason(&refused), Some(Reason::Held));
     assert_eq!(refused.report().retry_after(), Some(4 * SECOND));
     let mut sent = Vec::new();
@@ -235,7 +235,7 @@ async fn hold_covers_prefetched_permits_of_layers_sharing_a_store() {
     ours.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
     let start = Instant::now();
     let mut waits = Box::pin(theirs.acquire(Key::ALL));
-    assert!(waits.as_mut().now_or_never().is_none(), "what was at hand is gone");
+    assert!(waits.as_mut().now_or_never().is_none(), "the prefetched permits are gone");
     drop(waits.await.unwrap());
     assert_eq!(start.elapsed(), 2 * SECOND);
     assert_eq!(theirs.peek(Key::ALL).await.unwrap().held, None);

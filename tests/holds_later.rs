@@ -142,7 +142,7 @@ async fn permits_returned_during_hold_stay_unused_until_its_end() {
         assert!(waits.as_mut().now_or_never().is_none());
         permits.drain(50..).for_each(tollgate::Permit::give_back);
         let mut late = Box::pin(limiter.acquire(key()));
-        assert!(late.as_mut().now_or_never().is_none(), "later: {later}: what came back lies at hand");
+        assert!(late.as_mut().now_or_never().is_none(), "later: {later}: returned permits are at hand");
         drop(waits.await.unwrap());
         assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
         drop(late.await.unwrap());
@@ -186,7 +186,7 @@ async fn in_flight_limit_waiters_receive_hold_changes() {
     limiter.hold_for(key(), 3 * SECOND).await.unwrap();
     let [waiter] = waits().await;
     limiter.hold_for(key(), 5 * SECOND).await.unwrap();
-    waiter.await.unwrap().expect("it can wait so long");
+    waiter.await.unwrap().expect("its max_wait is long enough");
     assert_eq!(start.elapsed(), 6 * SECOND);
 
     limiter.hold_for(key(), 8 * SECOND).await.unwrap();
@@ -269,7 +269,7 @@ async fn missed_release_is_learned_when_other_processes_call() {
     ours.release(key()).await.unwrap();
     let start = Instant::now();
     while theirs.acquire(key()).await.is_err() {
-        assert!(start.elapsed() < 5 * SECOND, "it asks nobody, and is told nothing");
+        assert!(start.elapsed() < 5 * SECOND, "it makes no store call, and gets no notification");
         sleep(ms(100)).await;
     }
 }
@@ -341,9 +341,9 @@ async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Dura
                 if let Some(patience) = patience {
                     acquire = acquire.deadline((asked + ms(patience)).into_std());
                 }
-                let got = timeout(HOUR, acquire).await.expect("nobody waits for ever");
+                let got = timeout(HOUR, acquire).await.expect("no wait is endless");
                 if let (Err(error), None) = (&got, patience) {
-                    panic!("who can wait is served: {error}");
+                    panic!("a request without a limit on its wait is served: {error}");
                 }
                 let mut past = past.lock().unwrap();
                 let (patient, left) = (patience.is_none(), got.is_ok().then(Instant::now));
@@ -523,7 +523,7 @@ async fn request_is_refused_early_when_a_hold_is_released() {
         };
         let (waits, ()) = tokio::join!(line_up(&limiter, 1, Duration::ZERO, 0), by_hand);
         let [(waited, false)] = waits[..] else { panic!("the limit is used up: {waits:?}") };
-        assert!(waited < SECOND + ms(50), "later: {later}: told after {waited:?}");
+        assert!(waited < SECOND + ms(50), "later: {later}: refused after {waited:?}");
     }
 }
 

@@ -41,7 +41,7 @@ async fn until_refused(limiter: &Limiter) {
         let deadline = (Instant::now() + millis(1)).into_std();
         match limiter.acquire(Key::ALL).deadline(deadline).await {
             Err(Limited::Local { reason: Reason::Held, .. }) => return,
-            _ => assert!(Instant::now() < give_up, "it never heard of the hold"),
+            _ => assert!(Instant::now() < give_up, "the process never learned of the hold"),
         }
     }
 }
@@ -71,7 +71,7 @@ async fn processes_share_a_hold_with_or_without_secret() {
         for limiter in &processes {
             let give_up = Instant::now() + Duration::from_secs(10);
             while limiter.acquire(Key::ALL).await.is_err() {
-                assert!(Instant::now() < give_up, "it never heard of the release");
+                assert!(Instant::now() < give_up, "the process never learned of the release");
                 sleep(millis(1)).await;
             }
             assert_eq!(limiter.peek(Key::ALL).await.unwrap().held, None);
@@ -117,7 +117,7 @@ async fn restarted_redis_receives_known_holds_before_any_call() {
     let late = process(&server, quota, None);
     let give_up = Instant::now() + Duration::from_secs(10);
     while late.peek(Key::ALL).await.ok().and_then(|peek| peek.held).is_none() {
-        assert!(Instant::now() < give_up, "nobody tells Redis");
+        assert!(Instant::now() < give_up, "no process reports the hold to Redis");
         sleep(millis(10)).await;
     }
     let refused = late.acquire(Key::ALL).await.unwrap_err();
@@ -152,7 +152,7 @@ async fn until_host_is_held(service: &RateLimit<Upstream>, url: &str) {
                 let reason = Limited::find(&error).and_then(Limited::reason);
                 return assert_eq!(reason, Some(Reason::Held), "{error}");
             }
-            Ok(_) => assert!(Instant::now() < give_up, "it never heard of the hold"),
+            Ok(_) => assert!(Instant::now() < give_up, "the process never learned of the hold"),
         }
     }
 }
@@ -182,7 +182,7 @@ async fn host_hold_is_shared_without_a_key_function() {
     for service in [&our_service, &their_service, &late_service] {
         let give_up = Instant::now() + Duration::from_secs(10);
         while service.clone().oneshot(get(one)).await.is_err() {
-            assert!(Instant::now() < give_up, "it never heard of the release");
+            assert!(Instant::now() < give_up, "the process never learned of the release");
             sleep(millis(1)).await;
         }
     }

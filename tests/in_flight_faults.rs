@@ -303,7 +303,7 @@ async fn connection_cut_silently_is_made_anew() {
     proxy.deaf.store(true, Ordering::Relaxed);
     drop(held);
     waits.await.unwrap().unwrap();
-    println!("it had its seat after {:?}", start.elapsed());
+    println!("it had its in-flight slot after {:?}", start.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

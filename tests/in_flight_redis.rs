@@ -169,7 +169,7 @@ async fn impatient_requests_are_refused_when_the_store_answers() {
             }
         }));
         assert!(tries.await.iter().all(Result::is_err));
-        println!("round {round}: told after {:?}", start.elapsed());
+        println!("round {round}: notified after {:?}", start.elapsed());
     }
     drop(held);
     until_free(&theirs, 1).await;

@@ -59,7 +59,7 @@ async fn a_stricter_policy_holds_for_the_fleet() {
     let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
     assert_eq!(learned(&taught).await, [(sliding(30, 10), Some("default".into()))]);
     assert_eq!(granted(&taught).await, 29, "the first call counts");
-    assert_eq!(granted(&other).await, 0, "it was not told, and yet");
+    assert_eq!(granted(&other).await, 0, "the other limiter saw no response, and still keeps the policy");
     pass(Duration::from_secs(10) + Duration::from_millis(100)).await;
     assert_eq!(granted(&other).await, 30);
     // No process asserts it any more.
@@ -203,7 +203,7 @@ async fn remaining_after_a_restart_is_all_that_is_used() {
     assert_eq!((peek.limits[0].used, peek.limits[0].free), (13, 0));
     assert_eq!(peek.limits[0].reserved, 4987);
     pass(Duration::from_secs(1195)).await;
-    assert_eq!(granted(&layer).await, 4987, "it started anew");
+    assert_eq!(granted(&layer).await, 4987, "it started again");
 }
 
 /// An operator overrides the upstream: a release in any process lets all use the units reserved for others.
@@ -286,13 +286,13 @@ async fn wrong_responses_starve_no_key() {
             [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", "0"), ("X-RateLimit-Reset", reset)];
         Ok(stating(&headers))
     };
-    let upstream = Upstream::answering([wrong("80000"), wrong("79930")]); // both are 200; then it is well again
+    let upstream = Upstream::answering([wrong("80000"), wrong("79930")]); // both are 200; then the upstream is correct again
     let service = layer.layer(upstream);
     service.clone().oneshot(get("/")).await.unwrap();
     pass(Duration::from_secs(70)).await;
     service.clone().oneshot(get("/")).await.unwrap();
     pass(Duration::from_secs(70)).await;
-    layer.limiter().release(Key::ALL).await.unwrap(); // and an operator says so
+    layer.limiter().release(Key::ALL).await.unwrap(); // by an operator
     let mut hours = Vec::new();
     for _ in 0..60 {
         hours.push(granted(&layer).await);

@@ -60,7 +60,7 @@ fn host(number: u32) -> Key {
 
 /// The outcome of a call that must not wait.
 fn call(limiter: &Limiter, host: Key) -> Result<Permit, Limited> {
-    limiter.acquire(host).now_or_never().expect("nobody waits here")
+    limiter.acquire(host).now_or_never().expect("no request waits here")
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -140,7 +140,7 @@ async fn grants_are_remembered_for_at_least_max_keys_keys() {
     };
     assert_eq!(granted(0..MOST).await, 0);
     sleep(HOUR / 2).await;
-    assert_eq!(granted(0..MOST).await, MOST as usize, "nobody was forgotten");
+    assert_eq!(granted(0..MOST).await, MOST as usize, "no key was forgotten");
     // New keys need room: idle keys are forgotten, approximately oldest first.
     assert_eq!(granted(MOST..MOST + MOST / 10).await, 0);
     let young = granted(MOST / 2..MOST).await;
@@ -157,7 +157,7 @@ async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
         drop(call(&limiter, host(1)).unwrap());
     }
     let used = async || limiter.peek(host(1)).await.unwrap().limits[0].used;
-    assert!(used().await > 15, "some lie at hand");
+    assert!(used().await > 15, "some permits are prefetched");
     // The permits have expired, and the key makes room.
     sleep(Duration::from_secs(20)).await;
     drop(call(&limiter, host(2)).unwrap());

@@ -97,7 +97,7 @@ async fn until_held(limiters: &[&Limiter], held: bool) {
     let start = Instant::now();
     for limiter in limiters {
         while is_held(limiter).await != held {
-            assert!(start.elapsed() < Duration::from_secs(10), "they are not told");
+            assert!(start.elapsed() < Duration::from_secs(10), "the limiters are not notified");
             sleep(millis(10)).await;
         }
     }
@@ -124,7 +124,7 @@ async fn databases_keep_holds_apart() {
         is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
         let start = Instant::now();
         while !is_held(holds).await {
-            assert!(start.elapsed() < Duration::from_secs(10), "it is not told");
+            assert!(start.elapsed() < Duration::from_secs(10), "the limiter is not notified");
             is_told.release(Key::ALL).await.unwrap();
             sleep(millis(50)).await;
             is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
@@ -275,7 +275,7 @@ async fn a_thousand_keys_need_no_more_connections_than_one() {
     // On a busy machine a waiter may miss its slot, and waits for the next.
     let limiter = limiter(&patient_store(&server), Quota::per_minute(2), Duration::from_secs(5));
     let before: String = server.command(&["INFO", "clients"]);
-    assert!(before.contains("connected_clients:1"), "only the one who asks: {before}");
+    assert!(before.contains("connected_clients:1"), "only the connection of this command: {before}");
     let calls = (0..1000u32).map(|number| limiter.acquire(Key::new(number.to_le_bytes())));
     let granted = futures::future::join_all(calls).await;
     let failed: Vec<_> =

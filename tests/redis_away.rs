@@ -31,7 +31,7 @@ async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
     let start = Instant::now();
     match limiter.acquire(Key::ALL).await {
         Err(Limited::Store { source, .. }) => (source, start.elapsed()),
-        other => panic!("the store is away: {other:?}"),
+        other => panic!("the store is unreachable: {other:?}"),
     }
 }
 
@@ -39,7 +39,7 @@ async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
 async fn recovered(limiter: &Limiter) -> Duration {
     let start = Instant::now();
     while limiter.acquire(Key::new(format!("{:?}", start.elapsed()))).await.is_err() {
-        assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
+        assert!(start.elapsed() < Duration::from_secs(20), "the store never recovered");
         sleep(Duration::from_millis(10)).await;
     }
     start.elapsed()
@@ -191,7 +191,7 @@ async fn redis_without_state_grants_no_second_full_limit() {
     }
     let () = server.command(&["FLUSHALL"]);
     let refused = hasty.acquire(Key::ALL).await.unwrap_err();
-    let retry_after = refused.retry_after().expect("it says when to come back");
+    let retry_after = refused.retry_after().expect("the refusal has a retry time");
     assert!(
         retry_after <= Duration::from_millis(3500),
         "a window, and as long as permits are trusted: {refused}"

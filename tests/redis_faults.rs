@@ -206,7 +206,7 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
         let good = |call: &&Call| call.asked >= ends && !call.failed;
         let recovered = loop {
             sleep(ms(5)).await;
-            assert!(ends.elapsed() < Duration::from_secs(20), "{fault}: it never came back");
+            assert!(ends.elapsed() < Duration::from_secs(20), "{fault}: the store never recovered");
             if let Some(call) = calls.lock().unwrap().iter().find(good) {
                 break call.asked + call.took - ends;
             }
@@ -307,7 +307,7 @@ async fn lose_answers(store: usize, calls: usize, proxy: Proxy, through: Limiter
     for number in 0..calls {
         let start = Instant::now();
         while through.peek(Key::ALL).await.is_err() {
-            assert!(start.elapsed() < Duration::from_secs(20), "it never came back");
+            assert!(start.elapsed() < Duration::from_secs(20), "the store never recovered");
             sleep(ms(2)).await;
         }
         proxy.break_after_script();

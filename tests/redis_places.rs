@@ -53,7 +53,7 @@ async fn until_told(one: &Limiter, other: &Limiter, key: Key) -> Duration {
         one.release(key).await.unwrap();
         match held {
             Err(Limited::Local { reason: Reason::Held, .. }) => return start.elapsed(),
-            _ => assert!(start.elapsed() < PATIENCE, "the other is not told"),
+            _ => assert!(start.elapsed() < PATIENCE, "the other process is not notified"),
         }
         sleep(Duration::from_millis(50)).await;
     }
@@ -174,7 +174,7 @@ async fn until_granted(limiter: &Limiter, keys: &[Key]) -> Duration {
         if limiter.acquire(*key).await.is_ok() {
             break;
         }
-        assert!(start.elapsed() < PATIENCE, "it never came back");
+        assert!(start.elapsed() < PATIENCE, "the store never recovered");
         sleep(Duration::from_millis(5)).await;
     }
     start.elapsed()
@@ -298,7 +298,7 @@ async fn a_key_that_moves_is_counted_on_the_way() {
     let used = limiter.peek(key).await.unwrap().limits[0].used;
     println!("moved three times: {granted} granted, {failed} failed, {used} counted");
     assert!(granted > 50 && failed <= granted / 10, "{granted} granted, {failed} failed");
-    assert!(used >= granted, "{granted} granted, {used} counted: what is at hand is counted too");
+    assert!(used >= granted, "{granted} granted, {used} counted: prefetched permits are counted too");
     drop(moving.await.unwrap());
 }
 
@@ -317,7 +317,7 @@ async fn sentinel_failover_needs_no_restart_and_repeats_nothing() {
     watched.servers()[0].kill();
     let (start, late) = (Instant::now(), Key::new("late"));
     while limiter.acquire(late).await.is_err() {
-        assert!(start.elapsed() < PATIENCE, "it never came back");
+        assert!(start.elapsed() < PATIENCE, "the store never recovered");
         sleep(Duration::from_millis(10)).await;
     }
     println!("Sentinels: calls are granted {:.1?} after the master was killed", start.elapsed());
@@ -358,7 +358,7 @@ async fn credentials_that_change_are_taken_up_by_the_factory() {
         let (start, mut errors) = (Instant::now(), 0);
         while limiter.peek(key).await.is_err() {
             errors += 1;
-            assert!(start.elapsed() < Duration::from_secs(10), "it never came back");
+            assert!(start.elapsed() < Duration::from_secs(10), "the store never recovered");
             if start.elapsed() > Duration::from_millis(400) {
                 *password.lock().unwrap() = new;
             }

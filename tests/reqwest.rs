@@ -227,7 +227,7 @@ async fn errors_of_the_client_stay_what_they_were() {
     assert!(inner.downcast::<reqwest::Error>().unwrap().is_connect());
     let error = with(limit.clone()).execute(get().build().unwrap()).await.unwrap_err();
     assert!(matches!(error, reqwest_middleware::Error::Reqwest(error) if error.is_connect()));
-    assert_eq!(used(&limit).await, 2, "nobody knows what arrived, so both count");
+    assert_eq!(used(&limit).await, 2, "it is unknown which call arrived, so both count");
 }
 
 /// Responds without a network, so that the clock can be paused.
@@ -338,7 +338,7 @@ async fn call_in_flight_ends_with_head_or_body() {
     assert_eq!(free().await, 0);
     assert_eq!(of_middleware.url().as_str(), server.url());
     drop(of_middleware);
-    assert_eq!(free().await, 1, "nobody will read it");
+    assert_eq!(free().await, 1, "the body will not be read");
 }
 
 #[tokio::test(start_paused = true)]

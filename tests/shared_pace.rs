@@ -200,7 +200,7 @@ async fn requests_skip_the_store_while_units_are_plentiful() {
     // The first request of each process asks at the same time. A process that reports late must not wait for the next
     // exchange.
     assert!(longest < Duration::from_secs(2), "{longest:?}");
-    assert!(accepted >= 111_000, "{accepted} of 112,500: somebody waits");
+    assert!(accepted >= 111_000, "{accepted} of 112,500: some request waits");
     assert!(exchanges < accepted as u64 * 2, "{exchanges}");
 }
 

@@ -58,7 +58,7 @@ impl Upstream {
     fn new(counting: Counting, latency: Duration) -> Self {
         let now = Instant::now();
         let start = match counting {
-            Counting::Fixed => now - Duration::from_millis(3700), // nobody's clock is in step with it
+            Counting::Fixed => now - Duration::from_millis(3700), // in step with no clock here
             Counting::Aligned => {
                 let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
                 now - Duration::from_nanos((since_epoch.as_nanos() % WINDOW.as_nanos()).try_into().unwrap())

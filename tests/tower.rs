@@ -172,7 +172,7 @@ async fn load_shed_sheds_by_inner_service_not_by_queue() {
 
     soon(service.clone().oneshot(get("/"))).await.unwrap();
     let waited = soon(service.oneshot(get("/"))).await;
-    assert!(waited.is_ok(), "a request that waits in the line is not shed");
+    assert!(waited.is_ok(), "a request that waits in the queue is not shed");
 }
 
 #[tokio::test(start_paused = true)]

@@ -188,7 +188,7 @@ async fn permit_expired_before_readiness_is_returned_and_replaced() {
     let late = service.ready().await.unwrap().call(get("/2"));
     door.becomes(State::Closed);
     let late = tokio::spawn(late);
-    pass(ms(5000)).await; // its slot was at 1030, and long gone
+    pass(ms(5000)).await; // its slot was at 1030, and has expired
     assert_eq!(upstream.count(), 1);
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
@@ -278,7 +278,7 @@ async fn readiness_error_after_the_wait_returns_the_permit() {
     let error = soon(failing).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::Inner(_)), "{error}");
     soon(behind).await.unwrap().unwrap();
-    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1035)], "it went to the next in line");
+    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1035)], "it went to the next waiter");
 }
 
 #[tokio::test(start_paused = true)]

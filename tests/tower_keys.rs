@@ -99,7 +99,7 @@ async fn request_without_host_is_refused_without_waiting() {
     assert_eq!(reason(&error), Some(Reason::NoKey));
     let Error::Limited(limited) = &error else { panic!("{error}") };
     assert_eq!((limited.retry_after(), limited.waited()), (None, ms(0)), "no wait helps");
-    assert!(error.to_string().contains("absolute URL"), "it says what to do: {error}");
+    assert!(error.to_string().contains("absolute URL"), "it names the remedy: {error}");
     assert_eq!(upstream.count(), 0);
 }
 

@@ -302,9 +302,9 @@ mod shared {
         let waiters = (0..6).map(move |_| other.clone().oneshot(get("/")));
         let waiters = tokio::spawn(futures::future::join_all(waiters));
         first.await.unwrap().unwrap();
-        assert_eq!(upstream.count(), 1, "one left before that was heard");
+        assert_eq!(upstream.count(), 1, "one left before the signal arrived");
         pass(reset.saturating_sub(sent.elapsed() + ms(200))).await;
-        assert_eq!(upstream.count(), 1, "the others left before the upstream started anew");
+        assert_eq!(upstream.count(), 1, "the others left before the upstream's next window");
         assert!(waiters.await.unwrap().iter().all(Result::is_ok));
     }
 }

@@ -144,7 +144,7 @@ impl Spy {
     pub(crate) fn until(&self, what: impl Fn(&[u8]) -> bool) {
         let start = Instant::now();
         while !what(&self.seen()) {
-            assert!(start.elapsed() < PATIENCE, "it was never said");
+            assert!(start.elapsed() < PATIENCE, "the text was never sent");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

@@ -103,7 +103,7 @@ impl RedisCluster {
     ///
     /// If no server owns the slot, or a server rejects a command.
     pub fn move_slot(&self, slot: u16, pause: Duration) -> usize {
-        let from = self.primary_of(slot).expect("somebody has the slot");
+        let from = self.primary_of(slot).expect("a running server owns the slot");
         let primaries = self.primaries();
         let id = |number: usize| {
             let found = primaries.iter().find(|primary| primary.number == number);

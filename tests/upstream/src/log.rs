@@ -332,7 +332,7 @@ mod tests {
             (&[(0, 5), (105, 105), (106, 106)], 10, false),
             (&[(0, 8), (105, 105), (106, 106)], 10, true), // jitter 8: all within the slack
             (&[(0, 12), (109, 109), (109, 109)], 10, true), // jitter 12: 97 apart where 98 are owed
-            (&[(0, 12), (110, 110), (110, 110)], 10, false), // a gate that keeps window and slack apart
+            (&[(0, 12), (110, 110), (110, 110)], 10, false), // a limiter that keeps window and slack apart
             (&[(0, 500), (300, 500), (600, 600), (600, 600)], 10, false), // jitter beyond the window: no verdict
         ] {
             // The limit is 2, so three in a window are one too many.
