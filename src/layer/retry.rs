@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_budget_is_spent_once_and_comes_back_by_what_was_not_limited() {
+    fn clones_share_a_budget_that_accepted_responses_refill() {
         let retry = RetryLimited::new().budget(2, 50);
         let limited = || {
             let mut response = http::Response::new(());

@@ -74,7 +74,7 @@ proptest! {
 
 /// Ours and theirs in the window of an upstream, told after each of ours.
 #[test]
-fn what_others_use_is_reserved_for_them_and_for_the_window_after() {
+fn external_usage_is_reserved_in_this_window_and_the_next() {
     let window = 10_000_000;
     let quota = Quota::new(60, Duration::from_micros(window));
     let mut world = World::new(quota);
@@ -115,7 +115,7 @@ fn what_others_use_is_reserved_for_them_and_for_the_window_after() {
 
 /// After a restart, what is gone may have been ours.
 #[test]
-fn what_was_used_before_the_log_began_counts_until_the_window_ends() {
+fn usage_before_the_log_counts_until_the_window_ends() {
     let quota = Quota::per_hour(5000);
     let limit = quota.limits()[0];
     let mut world = World::new(quota);

@@ -258,7 +258,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_promised_slot_works_and_a_microsecond_earlier_does_not(
+    fn slots_work_when_promised_and_no_microsecond_earlier(
         quota in quota(),
         ops in prop::collection::vec(op(), 1..40),
         cost in 1u32..4,
@@ -426,7 +426,7 @@ fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Op
 }
 
 #[test]
-fn saturating_demand_gets_99_percent_of_what_limit_and_margin_allow() {
+fn saturating_demand_gets_99_percent_of_limit_less_margin() {
     for (quota, per_window, window) in [
         (Quota::per_second(1), 1, 1000),
         (Quota::per_second(50), 50, 1000),
@@ -452,7 +452,7 @@ fn saturating_demand_gets_99_percent_of_what_limit_and_margin_allow() {
 
 /// D36: many give up at once.
 #[test]
-fn a_line_that_gives_up_leaves_its_slots_to_the_next() {
+fn waiters_that_give_up_leave_slots_to_the_next() {
     for quota in [
         Quota::per_second(10),
         Quota::per_second(1000),
@@ -535,7 +535,7 @@ fn replay(quota: Quota, calls: &[(u64, u32, Result<u64, u64>)]) {
 }
 
 #[test]
-fn a_window_frees_a_slot_a_window_and_a_margin_after_its_use() {
+fn slots_return_one_window_and_margin_after_use() {
     replay(
         Quota::per_second(2),
         &[
@@ -616,7 +616,7 @@ fn several_limits_are_taken_all_or_nothing() {
 }
 
 #[test]
-fn a_cost_above_the_limit_is_never_granted_and_never_hangs() {
+fn costs_above_the_limit_are_refused_at_once() {
     for quota in
         [Quota::per_second(5), Quota::bucket(5).refill(1, millis(1000)), Quota::fixed(5, millis(1000))]
     {
@@ -629,7 +629,7 @@ fn a_cost_above_the_limit_is_never_granted_and_never_hangs() {
 
 /// Two layers with different quotas for one key, or a quota that changed.
 #[test]
-fn a_stricter_quota_holds_at_once_and_a_looser_one_when_the_old_is_no_longer_asserted() {
+fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
     let (loose, strict) = (terms(Quota::per_second(10)), terms(Quota::per_second(4)));
     let mut ledger = Ledger::new(&loose, START);
     let mut book = |terms: &Terms, at: Micros, count: u32| {
@@ -649,7 +649,7 @@ fn a_stricter_quota_holds_at_once_and_a_looser_one_when_the_old_is_no_longer_ass
 
 /// D33: time never goes back.
 #[test]
-fn a_clock_that_steps_back_gives_nothing_twice_and_stops_nothing() {
+fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
     let mut world = World::new(Quota::per_second(2));
     assert_eq!(world.book(1, 2, 0, 10_000).0[0].count, 2);
     world.now = START - 3_600_000_000;

@@ -557,7 +557,7 @@ async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]
 
 /// All leave while the next call waits for others to join it, and with it what is to go back.
 #[tokio::test(start_paused = true)]
-async fn what_those_had_who_leave_before_the_next_call_goes_back() {
+async fn permits_of_waiters_that_leave_early_go_back() {
     let mut world = World::new(Quota::per_second(5), true, false);
     for _ in 0..5 {
         world.enter(1, LONGEST, false);
@@ -579,7 +579,7 @@ async fn what_those_had_who_leave_before_the_next_call_goes_back() {
 
 /// The last in line had its permit when the key was held for longer than it can wait.
 #[tokio::test(start_paused = true)]
-async fn what_one_had_who_is_held_back_for_too_long_goes_back() {
+async fn permits_of_waiters_held_too_long_go_back() {
     let mut world = World::new(Quota::per_second(5), false, false);
     for _ in 0..5 {
         world.enter(1, LONGEST, false);

@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn the_store_is_told_now_and_then_and_of_refusals_at_once() {
+    fn remaining_is_reported_rarely_and_refusals_at_once() {
         let (mut word, start) = (Word::default(), clock::now());
         let mut answered = |millis: u64, left: u64, refused: u32| {
             let at = start + Duration::from_millis(millis);

@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_ping_finds_a_forgotten_connection_before_a_request_does() {
+    async fn pings_find_forgotten_connections_before_requests_do() {
         let network = Arc::new(Network::default());
         let link = network.link();
         assert!(answers(&link).await);

@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tls_that_is_not_there_is_an_error_that_names_the_feature() {
+    fn missing_tls_is_an_error_naming_the_feature() {
         for url in ["rediss://:geheim@127.0.0.1/", "valkeys://127.0.0.1/"] {
             let error = server(url).map(|_| ()).unwrap_err().to_string();
             assert!(error.contains("redis-tls-rustls") && !error.contains("geheim"), "{error}");

@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_read_by_those_who_know_the_secret_only() {
+    fn sealed_keys_open_with_the_right_secret_only() {
         let (key, secret) = (Key::new("Bearer s3cr3t"), Some(Key::new("only we know")));
         assert_eq!(read(&of(key, None, 7), None), Some(key));
         assert_eq!(read(&of(key, secret, 7), secret), Some(key));

@@ -39,7 +39,7 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
 }
 
 #[tokio::test]
-async fn labels_need_the_secret_and_are_the_same_with_it() {
+async fn labels_need_the_secret_and_stay_the_same() {
     let store = || RedisStore::builder("redis://127.0.0.1:1/").secret("only we know").build().unwrap();
     let (key, name) = (Key::new("ada@example.com"), store().name(Key::new("ada@example.com")));
     let label = store().label(key);

@@ -135,7 +135,7 @@ fn states_of_format_1_are_read_as_before() {
 }
 
 #[test]
-fn states_of_format_2_are_a_clear_error_to_format_1() {
+fn format_2_states_are_a_clear_error_to_format_1() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     let terms = Arc::new(Terms::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
@@ -210,7 +210,7 @@ fn has_values(script: &str, line: &str, today: &[&str]) -> bool {
 }
 
 #[test]
-fn records_of_calls_in_flight_and_registers_have_not_changed() {
+fn in_flight_and_register_records_have_not_changed() {
     let in_flight = ["IN_FLIGHT_HEAD", "IN_FLIGHT_HEAD_SIZE"];
     assert!(has_values(SEATS_1, "local HEAD, HEAD_SIZE", &in_flight));
     assert!(has_values(SEATS_1, "local HOLDER, HOLDER_SIZE", &["HOLDER", "HOLDER_SIZE"]));

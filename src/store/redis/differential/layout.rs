@@ -196,7 +196,7 @@ fn replies_about_rates_are_read_field_by_field() {
 }
 
 #[test]
-fn replies_to_claims_and_messages_are_read_field_by_field() {
+fn claim_replies_and_messages_are_read_field_by_field() {
     with_lua(|lua| {
         let micros = Duration::from_micros;
         let claimed = codec::read_claimed(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9])).unwrap();

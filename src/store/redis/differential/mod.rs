@@ -519,7 +519,7 @@ fn returns_do_not_stop_the_clock() {
 
 /// Each process of a large fleet may assert another limit. Their calls go on, and each stays within its own limit.
 #[test]
-fn memory_and_redis_forget_the_same_of_too_many_limits() {
+fn memory_and_redis_forget_the_same_excess_limits() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();

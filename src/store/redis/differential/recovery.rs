@@ -133,7 +133,7 @@ fn lost_states_recover_as_the_model_says() {
 }
 
 #[test]
-fn lost_states_of_calls_in_flight_recover_as_the_model_says() {
+fn lost_in_flight_states_recover_as_in_the_model() {
     let server = RedisServer::start().expect("a server of our own");
     let mut redis = server.connect().expect("a connection");
     let script = script::with_inlined_constants(&at_time_of_argument(script::IN_FLIGHT, 3));
