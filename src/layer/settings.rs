@@ -158,7 +158,7 @@ macro_rules! common_setters {
         /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is
         /// dropped. Default: a refusal passes as a response.
         ///
-        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, and others, such as a 503
+        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, and some more, such as a 503
         /// with `Retry-After`.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.set_error_on_limit();

@@ -67,8 +67,8 @@ impl AdaptiveThrottleBuilder {
         /// hundreds. If nothing is scarce, it waits for none of them. During an outage of the store, each process goes on by
         /// itself, at its part of the speed.
         ///
-        /// All processes need the same pace, and one that can be [shared](Pace::share): [`Fair`] and
-        /// [`Aimd`](crate::pace::Aimd) can. Without [registers](Store::compare_and_set), the pace is not shared. A store that
+        /// All processes need the same pace, and the pace must support [sharing](Pace::share): [`Fair`] and
+        /// [`Aimd`](crate::pace::Aimd) do. Without [registers](Store::compare_and_set), the pace is not shared. A store that
         /// cannot push [notifications](Store::listen), such as a `RedisStore` over a connection of your own, leaves much of a
         /// scarce limit unused.
         store;

@@ -21,7 +21,7 @@ pub(super) struct Open {
 #[derive(Debug)]
 pub(super) enum Algorithm {
     Window(Window),
-    /// Boxed, as it is larger than the others.
+    /// Boxed, because it is larger than the other variants.
     Bucket(Box<Bucket>),
     Fixed(Fixed),
 }

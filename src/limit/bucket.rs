@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use super::{Micros, Unused};
 
-/// At most `capacity` units back to back; `count` come back every `window`.
+/// Allows at most `capacity` units back to back; `count` units are refilled every `window`.
 ///
 /// Keeps the *theoretical arrival time*: when the bucket will be full again. It is advanced from the stamp of each
 /// permit, not from its slot, so the bucket of an upstream never runs dry however late in its life a permit arrives.
@@ -40,10 +40,11 @@ struct Mark {
     queued_from: Micros,
 }
 
-/// What was said longer ago is taken for so old.
+/// The greatest age of a statement by the upstream; an older one is treated as this old.
 const LONGEST_AGO: Micros = 5_000_000;
 
-/// The most marks; beyond, those booked first can leave only as far as nobody stands on them.
+/// The most marks that are kept. Beyond that, a booking without a mark can be taken back only as far as no later
+/// permit was granted after it.
 const MOST_MARKS: usize = 32;
 
 impl Bucket {
@@ -84,8 +85,8 @@ impl Bucket {
         u64::try_from(self.capacity).unwrap_or(u64::MAX).saturating_sub(self.room(now))
     }
 
-    /// The upstream said, `ago`, that `left` units are left: there are no more in here than that and what has come back
-    /// since. Answers whether there were.
+    /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds at most these units and
+    /// those refilled since. Returns whether it held more.
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
@@ -140,8 +141,8 @@ impl Bucket {
 
     /// Takes units out again that were inserted and never used.
     ///
-    /// The last of those booked ahead leaves as it came: nobody was granted anything after it. Any other leaves as far as
-    /// no permit granted since stands on it.
+    /// The last booking ahead is taken back whole, because no permit was granted after it. Any other booking is taken
+    /// back as far as no later permit was granted after it.
     pub(super) fn subtract(&mut self, unused: Unused) {
         let units = u128::from(unused.units) * self.window;
         if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {

@@ -1,14 +1,15 @@
-//! What others than this fleet use of a limit, as the upstream's responses show it.
+//! What clients outside this fleet use of a limit, as the upstream's responses show it.
 //!
-//! An upstream says how much of a limit is left, and when the count starts anew. What is gone and was not granted here,
-//! others have used: at least so much, since some of what was granted may still be on its way. What the upstream refuses
-//! to a fleet that keeps the limit, others have used as well. So many units are reserved for them until the upstream's
-//! window ends, and in the window after, less what was left over in the end. Where the log did not see all of the first
-//! window, nothing is reserved in the second: what was gone may have been granted here, before a restart.
+//! An upstream states how much of a limit is left, and when the count starts anew. Units that are gone and were not granted
+//! here were used by other clients. That is a lower bound, since some of the granted units may still be on their way. If the
+//! upstream refuses units to a fleet that keeps the limit, other clients have used these units as well. All these units are
+//! reserved for the other clients until the upstream's window ends, and in the window after, less what was left over in the
+//! end. If the log did not see all of the first window, nothing is reserved in the second: the units may have been granted
+//! here, before a restart.
 //!
 //! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is reserved. From then on, until
-//! another response shows others, what they were seen to use is free, and at most a quarter of the limit is kept of what is
-//! expected of them. A newer response that says more is left lowers what an older one showed.
+//! another response shows use by other clients, the units they were seen to use are free, and at most a quarter of the limit
+//! is kept of their expected use. A newer response that says more is left lowers what an older one showed.
 //!
 //! A response also bounds what may go until the next one: where it says that less is left than the log knows of, the
 //! difference ([`ExternalUsage::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
@@ -125,11 +126,11 @@ impl ExternalUsage {
             return true;
         }
         let ends = self.ends.saturating_add(window);
-        // What was seen, or what was expected before, unless they cannot have used so much.
+        // The units that other clients were seen to use, or the expected units, up to what they can have used.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
         let &mut ExternalUsage { said, said_until, .. } = self;
-        // What was left in the end shows that they may have used it.
+        // The units left in the end show what other clients may have used.
         let shown_until = if self.least < u32::MAX { said_until } else { 0 };
         let confirmed_until = self.confirmed_until.max(shown_until);
         *self = ExternalUsage { before, said, said_until, confirmed_until, ..ExternalUsage::new(ends, true) };

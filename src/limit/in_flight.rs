@@ -5,8 +5,8 @@
 //! or late does no harm, because the next one replaces it. A claim is valid for its *life*; a holder that sends no claim for that
 //! long has left, and its seats are free.
 //!
-//! > The first in the queue gets a seat while fewer than `n` are taken: those that holders state they use, and those they were given
-//! > since.
+//! > The first in the queue gets a seat while fewer than `n` are taken. Taken seats are the seats that holders state they use, and
+//! > the seats they were given since.
 //!
 //! *Why it is never over.* A holder uses no seat that it was not given, and none beyond the life of its last claim. A seat that it was
 //! given and does not know of yet is kept for it. So the seats counted as taken are never fewer than those in use, and at most `n` of
@@ -140,8 +140,8 @@ impl Seats {
 
     fn take_in(&mut self, now: Micros, claim: Claimed, index: usize) {
         let holder = &mut self.holders[index];
-        // What it was given and had not heard of when it spoke is for those it says are waiting, as far as they are so
-        // many. What it will hear of the rest is older than its claim: it passes that over.
+        // Seats that were given after the holder sent this claim go to the waiters that the claim names, up to their
+        // number. The messages about the other seats are older than the claim, so the holder ignores them.
         let unheard = holder.given.saturating_sub(claim.heard).min(u64::from(holder.taken)) as u32;
         let kept = unheard.min(claim.wants);
         (holder.number, holder.given) = (claim.number, claim.heard + u64::from(kept));

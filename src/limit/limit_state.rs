@@ -14,7 +14,7 @@ pub(super) struct LimitState {
     pub(super) limit: Limit,
     pub(super) rule: Algorithm,
     pub(super) asserted: Micros,
-    /// Few limits are shared with others, and fewer upstreams say so.
+    /// What clients outside the fleet use. Boxed: few limits are shared with other clients, and fewer upstreams state it.
     strangers: Option<Box<ExternalUsage>>,
 }
 

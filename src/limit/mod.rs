@@ -53,7 +53,8 @@ pub use terms::Terms;
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
 
-/// Permits live for at most so long, or a twentieth of the window: what was granted until then may have been used.
+/// The longest life of a permit; at most a twentieth of the window if that is less. A permit granted within this time
+/// may still be used.
 const LONGEST_LIFE: Micros = 50_000;
 
 /// The most limits that are kept for one key: those of the callers that assert others than this one are foreign.
@@ -121,7 +122,7 @@ pub(crate) struct Hold {
     pub(crate) until: Micros,
     /// Whether the upstream said that it lasts longer.
     pub(crate) cut: bool,
-    /// How often holds were released: one of before is over, whoever still speaks of it.
+    /// How often holds were released. A hold from before a release is over, even if a later message names it.
     pub(crate) releases: u32,
 }
 
@@ -184,10 +185,10 @@ impl Ledger {
         now
     }
 
-    /// Forgets the limit that would be forgotten next, of those that `terms` do not have. Returns whether there was one.
+    /// Forgets the limit that would be forgotten next, of the limits that `terms` do not have. Returns whether there was one.
     ///
-    /// Whoever asserts it adds it again, with what the others remember. In a large fleet, an upstream that states another
-    /// limit to each process so costs no process a call.
+    /// The next caller that asserts it adds it again, with the use that the other limits remember. So if an upstream states
+    /// another limit to each process of a large fleet, no process loses a call.
     fn forget_foreign(&mut self, terms: &Terms) -> bool {
         let ours = terms.quota().limits();
         let accounts = self.accounts.iter().enumerate();
@@ -196,7 +197,7 @@ impl Ledger {
         first.map(|index| self.accounts.remove(index)).is_some()
     }
 
-    /// Slots of the pool that nobody can use any more leave the logs.
+    /// Takes slots of the pool that no request can use any more out of the logs.
     fn drain(&mut self) {
         let from = self.from();
         while let Some(unused) = self.pool.pop_before(from) {
@@ -272,7 +273,7 @@ impl Ledger {
     /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none later than `latest`.
     ///
     /// Hands each grant to `granted`. Stops with [`TooLate`] at the first permit whose slot would be later; that
-    /// one, and those after it, leave no trace.
+    /// permit and the permits after it leave no trace.
     pub(crate) fn book(
         &mut self,
         latest: Micros,
@@ -335,8 +336,8 @@ impl Ledger {
         }
     }
 
-    /// Takes back a permit that was not used: a slot that still lies ahead goes to the next who asks, one that has
-    /// passed leaves the logs.
+    /// Takes back a permit that was not used. If its slot still lies ahead, the slot goes to the next caller; if it has
+    /// passed, it leaves the logs.
     pub(crate) fn take_back(&mut self, unused: Unused) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -392,7 +393,7 @@ impl Ledger {
         self.accounts.iter().any(LimitState::is_shared)
     }
 
-    /// Each limit with the units used of it, those free now, and those reserved for others.
+    /// Returns each limit with its used units, its free units, and the units reserved for clients outside the fleet.
     pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         let now = self.now;
         self.accounts.iter_mut().map(move |account| {
@@ -417,8 +418,8 @@ impl Ledger {
 
 /// What an upstream says is left of a limit, for [`Ask::left`](crate::store::Ask::left).
 ///
-/// Units that are gone and were not granted by the store, others have used. The store reserves them, and if less is left than
-/// it knew, the difference.
+/// Units that are gone and were not granted by the store were used by other clients. The store reserves them. If less is left
+/// than the store knew, it reserves the difference.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Left {
@@ -426,10 +427,10 @@ pub struct Left {
     pub limit: Limit,
     /// The units that are left.
     pub units: u64,
-    /// How long until the upstream starts its count anew, if it says so. A bucket ignores it.
+    /// How long until the upstream starts its count anew, if the upstream states it. A bucket ignores it.
     pub reset_in: Option<Duration>,
     /// Whether the moment of the reset stays where it is. If it moves along, what is gone may just have left the log, and
-    /// only refusals tell of others.
+    /// only refusals show use by other clients.
     pub steady: bool,
     /// How long ago the upstream said so.
     pub ago: Duration,

@@ -31,7 +31,7 @@ pub(super) struct Window {
     cursor: Cursor,
 }
 
-/// The most coarse chunks: slots booked ahead are kept apart for so many windows.
+/// The most coarse chunks: slots booked ahead are kept apart for this many windows.
 const MOST_COARSE: usize = 48;
 
 /// The most other chunks. Two limits of units fill 200; only give-backs and stamps out of order make more.

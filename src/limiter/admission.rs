@@ -7,7 +7,7 @@
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
 //! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait.
-//! A request that has to wait comes back when it has what it waited for.
+//! A request that has to wait goes on to the next stage when it has what it waited for.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -259,7 +259,7 @@ impl Core {
         Admission::Refused(bound.reason(self.settings.max_wait), refusal)
     }
 
-    /// Returns how many requests of `key` wait for the same as one that `wait`s, itself included.
+    /// Returns how many requests of `key` wait for the same thing as a request that `wait`s, itself included.
     pub(super) fn queued(&self, key: Key, wait: WaitFor) -> usize {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,

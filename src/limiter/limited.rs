@@ -9,7 +9,7 @@ use crate::store::Refusal;
 
 /// The shortest time after which a refused request is advised to retry.
 ///
-/// A caller that retries at once, as often as it is refused, would spin.
+/// Without it, a caller that retries at once after each refusal would spin.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
 /// What is known about a request when it is refused.

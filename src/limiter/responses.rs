@@ -158,7 +158,7 @@ impl Core {
 
 /// Returns how long nothing is left of a quota, as the upstream states in a response that is no refusal.
 ///
-/// Counts only quotas of all calls, in whatever unit: others may be of other calls than those of the key.
+/// Counts only quotas of all calls, in any unit: other quotas may be about calls of other keys.
 fn used_up_for(signal: &Signal) -> Option<Duration> {
     let quotas = signal.quotas().iter();
     let used_up = quotas.filter(|quota| quota.remaining() == Some(0) && quota.is_of_all_calls());

@@ -40,7 +40,7 @@ pub(crate) struct Settings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnStoreError {
     /// The request is refused with [`Limited::Store`]. The limit is kept, and nothing is sent while the store
-    /// is away.
+    /// is unreachable.
     ///
     /// This is the default, because only this keeps the limit in all cases.
     #[default]
@@ -56,6 +56,6 @@ pub enum OnStoreError {
     ///
     /// What the store granted lately counts against the share. When the store is back, it learns what was used
     /// meanwhile before any process takes more than its share. The page `guide::many_processes` has the bounds.
-    /// Calls in flight have no shares: no call is admitted while the store is away.
+    /// Calls in flight have no shares: no call is admitted while the store is unreachable.
     FallbackShare,
 }

@@ -29,7 +29,7 @@ pub struct KeyStatus {
     /// The limits that the upstream has stated to this process, with their quotas. Empty unless the limiter
     /// [learns](crate::HeaderTrust) them.
     pub learned: Vec<StatedLimit>,
-    /// Whether the store is away. Then `limits` are the share with which this process goes on: see
+    /// Whether the store is unreachable. Then `limits` are the share with which this process goes on: see
     /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
     pub alone: bool,
 }

@@ -1,11 +1,11 @@
-//! What is reserved for others than this fleet.
+//! Tests of the units reserved for clients outside this fleet.
 
 use super::*;
 
 /// How an upstream counts, and when it says that it starts anew: at a moment that stays where it is.
 #[derive(Clone, Copy, Debug)]
 enum Counting {
-    /// In windows, the first of which ends so long after the start.
+    /// In windows, the first of which ends `phase` after the start.
     Fixed { phase: Micros },
     /// What it saw within the window; the oldest of it leaves next.
     Sliding,

@@ -83,7 +83,7 @@ fn over_fixed(arrivals: &[Arrival], count: u64, window: Micros, offset: Micros) 
 enum Op {
     /// Time goes on.
     Wait(Micros),
-    /// Permits are booked, and used at a share of their life; so many of them are not.
+    /// Books `count` permits, which are used at a share of their life, except `unused` of them.
     Book {
         cost: u32,
         count: u32,
@@ -414,7 +414,7 @@ fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Op
         if grant.slot >= START + span {
             break;
         }
-        // Those in line book ahead; each goes when it is its turn.
+        // Waiters book ahead; each request leaves at its slot.
         if cancel.is_some_and(|every| number % every == 0) && grant.slot > world.now {
             world.ledger.take_back(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 });
             continue;

@@ -122,7 +122,7 @@ impl Flight {
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
         let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
         // A process that has left keeps its place in the store's queue until a claim says so. It does not claim
-        // for requests that cannot wait: they come again, and while the store counts one of them as waiting, no
+        // for requests that cannot wait: their callers retry, and while the store counts one of them as waiting, no
         // seat is free.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {

@@ -13,11 +13,11 @@
 //!
 //! - One claim at a time is on its way. What changes meanwhile is in the next one.
 //! - A seat whose call has ended goes to the next request that waits in this process, and the store is not
-//!   told. If other processes wait, the seat goes back with the next claim, and the store grants it to the
+//!   notified. If other processes wait, the seat goes back with the next claim, and the store grants it to the
 //!   request that came first.
 //! - A claim counts for a time to live, and the store repeats it while seats are in use. If it expires, the
 //!   seats are lost, and their calls have to end. A process that stood still for longer uses no seat and passes
-//!   none on, even before it is told.
+//!   none on, even before the store notifies it.
 //! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next change in this
 //!   process makes a new one.
 //!

@@ -1,7 +1,7 @@
 //! The hold of a key: until when no request may leave, after a refusal by the upstream or by an operator.
 //!
-//! Permits at hand, and those booked before its end, go back. Waiters that cannot wait until its end are refused. The others get new
-//! slots, which a store that knows of the hold grants for the time after it.
+//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot wait until its end are refused. The
+//! other waiters get new slots, which a store that knows of the hold grants for the time after it.
 //!
 //! A hold that was cut to `max_hold` ends on probation: one request leaves as a probe, and the others once it has passed. If it is
 //! refused, that is a new hold. If its response takes long, another probe follows.
@@ -11,8 +11,8 @@
 //! | moment | means |
 //! |---|---|
 //! | `until` | the end, as far as this process knows; requests wait for it |
-//! | `sure_until` | the part of it that this process saw itself or that the store answered; the store is told of it |
-//! | `known_until` | the part of it that the store knows of, at most; what lies beyond is told with the next call |
+//! | `sure_until` | the part of it that this process saw itself or that the store returned; it is sent to the store |
+//! | `known_until` | the part of it that the store knows of, at most; the rest is sent with the next call |
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -347,13 +347,13 @@ impl KeyState {
         }
     }
 
-    /// Tells a store that lost its state of the hold, before processes ask it that know of none.
+    /// Sends the hold to a store that lost its state, before a process that does not know the hold calls it.
     pub(super) fn retell_hold(&mut self, ctx: &KeyContext<'_>, wakers: &mut Wakers) -> Option<Effect> {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
         if retell { self.confirm(ctx, wakers) } else { None }
     }
 
-    /// Gives up permits at hand, and those booked before the end of the hold.
+    /// Gives back permits at hand, and permits booked before the end of the hold.
     pub(super) fn obey(&mut self, now: Instant, wakers: &mut Wakers) {
         let Some(left) = self.held(now) else { return };
         // The session takes off what goes back with the next call.

@@ -42,7 +42,7 @@ use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
 pub(super) use wait::Ticket;
 
-/// What a line needs to know of its gate.
+/// What the state of a key needs to know of its limiter.
 pub(super) struct KeyContext<'a> {
     pub(super) key: Key,
     pub(super) store: &'a Arc<dyn Store>,
@@ -51,12 +51,12 @@ pub(super) struct KeyContext<'a> {
     pub(super) max_queue: usize,
     /// Whether a request that cannot be counted passes.
     pub(super) fails_open: bool,
-    /// The longest that a word of the upstream holds the key.
+    /// The longest hold that a response of the upstream can set.
     pub(super) max_hold: Duration,
 }
 
 impl KeyContext<'_> {
-    /// Whether waiters look after the store's calls themselves: they may be lost with the runtime of a caller.
+    /// Whether waiters watch the store's calls themselves, because a call may be lost with the runtime of a caller.
     fn is_watched(&self) -> bool {
         self.store.background().is_none()
     }
@@ -64,16 +64,16 @@ impl KeyContext<'_> {
 
 pub(super) struct KeyState {
     prefetched: Prefetched,
-    /// Only while somebody waits.
+    /// Present only while requests wait.
     queue: Option<Box<Queue>>,
     life: Duration,
     /// Whether the store takes a trip to answer.
     later: bool,
-    /// When somebody looks whether permits at hand were left over.
+    /// When permits at hand that were left over are next given back.
     sweep_at: Option<Instant>,
     /// The session with a store that has a server, which may lose its state.
     session: Option<Box<StoreSession>>,
-    /// Whether what is booked was granted by this process, as the store is away.
+    /// Whether this process granted the booked permits itself, because the store is unreachable.
     alone: bool,
     hold: Option<Box<Holding>>,
     /// What the upstream said of each limit.
@@ -90,13 +90,13 @@ pub(super) struct KeyState {
     refused: Option<Box<Refused>>,
 }
 
-/// What is to be done for a line without its lock.
+/// Work for a key that is done without its lock.
 pub(super) enum Effect {
     /// Run a call to its end.
     Call(CallNumber, Call),
-    /// Come back after so long: others may join the next call meanwhile.
+    /// Send the next call after this delay; requests that arrive meanwhile join it.
     Gather(Duration),
-    /// Pass on after so long what the upstream says meanwhile.
+    /// After this delay, send the store what the upstream states meanwhile.
     PassOn(Duration),
 }
 
@@ -151,7 +151,7 @@ impl KeyState {
         self.prefetched.units(now)
     }
 
-    /// A permit at hand, if nobody waits for one.
+    /// Takes a permit at hand, if no request waits for one.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
         if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
@@ -205,7 +205,8 @@ impl KeyState {
         (settled, effect)
     }
 
-    /// Nobody waits: a store that answers at once is asked for this one alone, and for what may be fetched ahead.
+    /// Enters a request while no other request waits. A store that answers at once is asked for this request alone, and
+    /// for permits to prefetch.
     fn enter_empty(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -248,7 +249,7 @@ impl KeyState {
         }
     }
 
-    /// A permit comes back that was surely not used: it goes to the next in line, else back to the store.
+    /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the store.
     pub(super) fn give_back(
         &mut self,
         ctx: &KeyContext<'_>,

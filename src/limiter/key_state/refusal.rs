@@ -1,11 +1,12 @@
 //! How long a key is held after the upstream refused a call.
 //!
-//! The upstream's word counts, if it says for how long. Some say too little: their clock is behind and they name the moment
-//! of a reset, or they round down. A call that leaves when the told time is over and is refused again proves it; then the
-//! key is held for at least [`FIRST_EXTRA`], and twice as long with each further proof. If the upstream then says "now" and
-//! refuses, its words are always too short: when a call passes, the time from the first told end to the last is kept for
-//! the key, and added to what the upstream says from then on. If it names another wait, others may have used what came
-//! free: nothing is kept of that.
+//! If the upstream states a wait, that wait counts. Some upstreams state too short a wait: their clock is behind and they
+//! name the moment of a reset, or they round down. A call that is sent when the stated wait is over and is refused again
+//! proves it. Then the key is held for at least [`FIRST_EXTRA`], and twice as long with each further proof.
+//!
+//! If the upstream then states a wait of zero and refuses, its waits are always too short. When a call passes, the time from
+//! the first stated end to the last is kept for the key, and added to each later wait. If the upstream states another wait,
+//! other clients may have used the permits that became free, and nothing is kept.
 
 use std::time::{Duration, Instant};
 
@@ -15,25 +16,25 @@ use crate::rng::jittered;
 /// What was learned from refusals of one key.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
-    /// Refusals in a row that said no wait.
+    /// Refusals in a row that stated no wait.
     without_wait: u32,
-    /// By how much the upstream's word is too short.
+    /// By how much the upstream's stated waits are too short.
     late: Duration,
-    /// Refusals in a row that said a wait.
+    /// Refusals in a row that stated a wait.
     told: Option<Told>,
 }
 
-/// Refusals that said a wait, since a call passed.
+/// Refusals that stated a wait, since a call passed.
 #[derive(Clone, Copy, Debug)]
 struct Told {
     /// When a call might leave, by the first refusal and by the last.
     first_end: Instant,
     end: Instant,
-    /// Until when a refusal proves that the last word was too short.
+    /// Until when a refusal proves that the last stated wait was too short.
     proves_until: Instant,
-    /// The wait that was added, if the word was proved too short.
+    /// The wait that was added, if the stated wait was proved too short.
     extra: Duration,
-    /// Whether it said "now" when it was proved.
+    /// Whether the refusal that proved it stated a wait of zero.
     said_now: bool,
 }
 
@@ -41,28 +42,28 @@ struct Told {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wait {
     pub(super) left: Duration,
-    /// Whether it ends on probation: the upstream said longer, or its words were too short.
+    /// Whether it ends on probation: the upstream stated a longer wait, or its stated waits were too short.
     pub(super) cut: bool,
 }
 
-/// The first hold if the upstream does not say for how long; each further one is twice as long.
+/// The first hold if the upstream states no wait; each further one is twice as long.
 const FIRST_HOLD: Duration = Duration::from_secs(1);
 
-/// The first wait that is added to a word that was too short.
+/// The first wait that is added to a stated wait that was too short.
 const FIRST_EXTRA: Duration = Duration::from_millis(400);
 
-/// A refusal so long after the told end is a new one.
+/// How long after the stated end a refusal proves that the wait was too short; a later refusal is a new one.
 const PROOF: Duration = Duration::from_secs(1);
 
-/// The most that is kept of an upstream's lateness: beyond, its words are no clock.
+/// The most that is kept of an upstream's lateness; a greater lateness is no error of its clock.
 const MOST_LATE: Duration = Duration::from_secs(5);
 
 /// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after different round trips.
 pub(super) const SAME: Duration = Duration::from_millis(5);
 
 impl Refusals {
-    /// A call that was sent at `sent` has been refused, while the key is held for `held`. Answers the hold that follows,
-    /// if it is a longer one.
+    /// Takes in the refusal of a call that was sent at `sent`, while the key is held for `held`. Returns the hold that
+    /// follows, if it is longer.
     pub(super) fn refused(
         &mut self,
         retry_after: Option<Duration>,
@@ -72,7 +73,7 @@ impl Refusals {
         now: Instant,
     ) -> Option<Wait> {
         if retry_after.is_none() && held.is_some() {
-            // It says nothing that is not known: that call was sent before the hold began.
+            // It states nothing new: that call was sent before the hold began.
             return None;
         }
         let Some(told) = retry_after else {
@@ -165,7 +166,7 @@ mod tests {
         }
     }
 
-    /// Others take what comes free, and the upstream names the next moment.
+    /// Other clients take the permits that become free, and the upstream names the next moment.
     #[test]
     fn waits_that_follow_each_other_teach_nothing() {
         let (mut known, mut at) = (Refusals::default(), clock::now());

@@ -10,12 +10,12 @@ use crate::store::Refusal;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refused {
-    /// The units of the request that was refused: one with fewer may find room.
+    /// The units of the request that was refused; a request with fewer units may find room.
     cost: u32,
     limit: Option<Limit>,
-    /// The first slot there would have been.
+    /// The first slot that the refused request could have had.
     slot: Instant,
-    /// When the store is asked again: permits may have come back.
+    /// When the store is asked again, because permits may have been given back.
     ask_at: Instant,
     pause: Duration,
 }

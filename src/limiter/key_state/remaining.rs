@@ -19,7 +19,7 @@ use crate::wakers::Wakers;
 #[derive(Default)]
 pub(super) struct RemainingTracker {
     of: Vec<Word>,
-    /// When the store is told of the last headers.
+    /// When the last headers are sent to the store.
     telling: Option<Instant>,
 }
 
@@ -32,11 +32,11 @@ struct Word {
     stays: bool,
     /// The units left, the reset, and when they were stated.
     latest: Option<(u64, Instant, Instant)>,
-    /// Units of refused requests that the store was not told of.
+    /// Units of refused requests that were not yet sent to the store.
     refused: u32,
-    /// When the store was last told.
+    /// When the units left were last sent to the store.
     told: Option<Instant>,
-    /// Whether less is left than could still leave, and the store was not told since. It is told with the next call.
+    /// Whether fewer units are left than could still leave, and the store does not know it. They are sent with the next call.
     is_less: bool,
     /// Whether the other processes are notified as well.
     urgent: bool,
@@ -63,7 +63,7 @@ const LONG: Duration = Duration::from_secs(3);
 /// The last second may be rounding.
 const LAST: Duration = Duration::from_secs(1);
 
-/// How often the store is told in a window, but at least every second; of refusals it is told at once.
+/// How many times a window the units left are sent to the store, at least once a second. Refusals are sent at once.
 const TOLD_PER_WINDOW: u32 = 32;
 const LONGEST_REST: Duration = Duration::from_secs(1);
 
@@ -136,7 +136,7 @@ impl Word {
         self.urgent
     }
 
-    /// Returns what the store is told now.
+    /// Returns what is sent to the store now.
     fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
         if std::mem::take(&mut self.forget) {
             return Some(Left { forget: true, ..Left::new(limit, 0) });
@@ -306,7 +306,7 @@ impl KeyState {
         effect
     }
 
-    /// Returns what the store is told of what is left: of one limit with each call.
+    /// Returns the units left that are sent to the store: of one limit with each call.
     pub(in crate::limiter) fn left(
         &mut self,
         terms: &Terms,
@@ -325,7 +325,8 @@ mod tests {
 
     const LIMIT: Limit = Limit::Sliding { count: 100, window: Duration::from_secs(60) };
 
-    /// What the store is told after answers at these seconds, each with what is left and in how many seconds it resets.
+    /// Returns the units that are sent to the store after `answers`: for each, the second of its arrival, the units left, and the
+    /// seconds until the reset.
     fn told(answers: &[(u64, u64, u64)]) -> Option<u64> {
         let (mut word, start) = (Word::default(), clock::now());
         let mut at = start;

@@ -30,7 +30,7 @@ use crate::store::label;
 pub enum HeaderTrust {
     /// Not at all. A refusal still puts the key on hold.
     Ignore,
-    /// The limiter leaves other clients what they use of a configured limit, such as those that share the credential.
+    /// The limiter leaves other clients what they use of a configured limit, such as clients that share the credential.
     ///
     /// A quota is taken for the limit if its window is the same, or if it states no window and the count is the same. Units that are used
     /// of it and were not granted to this fleet were used by other clients, and refused units as well. That many are reserved for them
@@ -82,7 +82,7 @@ impl StatedLimit {
             rate_loss: Slacks::RATE_LOSS,
         };
         let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
-        // As long as it is stated now and then, it holds.
+        // It holds while the upstream states it again within this time.
         let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
         let until = clock::after(now, lasts);
         makes_sense.then(|| StatedLimit { limit, name: quota.name().map(Box::from), until })

@@ -22,7 +22,7 @@ pub(in crate::limiter) struct Ticket {
 }
 
 impl KeyState {
-    /// One who waits is polled.
+    /// Polls a waiter.
     pub(in crate::limiter) fn poll(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -41,7 +41,7 @@ impl KeyState {
                 self.close(ctx);
                 return (Poll::Ready(settled), effect);
             }
-            // Without a place there is nothing to wait for: the line could not be opened when it was to wait again.
+            // Without a place in the queue there is nothing to wait for: the queue could not be opened for a second wait.
             let Some(queue) =
                 self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
             else {
@@ -50,7 +50,7 @@ impl KeyState {
             if queue.is_over(waiter.number, waiter.cost, ctx.now) {
                 let unanswered = queue.unanswered_for(ctx.now).filter(|_| !waiter.bound.by_deadline);
                 if let Some(waited) = unanswered {
-                    // Its slot may be there, and nobody knows.
+                    // The store may have booked its slot without this process knowing.
                     effect = effect.or(self.leave(ctx, waiter, wakers));
                     return (Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited })), effect);
                 }
@@ -68,7 +68,7 @@ impl KeyState {
         (Poll::Pending, effect)
     }
 
-    /// How the wait ended; one whose permit died before it was polled waits again, in its old place.
+    /// Returns how the wait ended. A waiter whose permit expired before it was polled waits again, in its old place.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number)?;
         let Settled::Granted(slot) = settled else { return Some(settled) };
@@ -83,7 +83,7 @@ impl KeyState {
         None
     }
 
-    /// One that was about to leave when the key was held waits in its old place, if it can wait so long.
+    /// Returns a waiter that was about to leave when the key was held to its old place, if it can wait until the hold ends.
     fn held_back(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -105,7 +105,7 @@ impl KeyState {
     fn wait_again(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket, died: Reservation) {
         waiter.turns += 1;
         if waiter.turns == 2 && waiter.bound.is_none {
-            // It cannot wait at all, and was late because its machine stood still: once more, it asks for what is free.
+            // It cannot wait at all, and was late because its machine stood still: it asks once more for a free permit.
             waiter.bound.latest = waiter.bound.latest.max(ctx.now);
         }
         self.lengthen_life(ctx);
@@ -116,7 +116,7 @@ impl KeyState {
         queue.wait(waiter.number, waiter.cost, waiter.bound, ctx.now, held);
     }
 
-    /// One who had its permit could not use it in time: it waits in its old place.
+    /// Returns a waiter that could not use its permit in time to its old place.
     pub(in crate::limiter) fn return_late(
         &mut self,
         ctx: &KeyContext<'_>,

@@ -111,7 +111,7 @@ impl Queue {
         for (&cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let left_out = match refused {
-                // Waiters behind the one that was refused, and those whose permits expired, are asked for again.
+                // Waiters behind the refused waiter, and waiters whose permits expired, are asked for again.
                 Some(need) if is_refusal && need.cost == cost => need.count as usize,
                 _ if is_refusal => 0,
                 _ => asked.saturating_sub(granted.of(cost) as usize),

@@ -1,8 +1,8 @@
 //! The waiters for permits of one cost, and the slots booked for them.
 //!
 //! Both are sorted, and the first waiter owns the first permit, the second the second, and so on: `booked` permits are the first
-//! `booked` waiters'. So the waiters without a slot are always the last ones. The next `asked` of them are with a call under way; those
-//! after them came later.
+//! `booked` waiters'. So the waiters without a slot are always the last ones. The next `asked` of them are part of a call under way;
+//! the waiters after them came later.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
