@@ -53,8 +53,8 @@ pub use terms::Terms;
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
 
-/// The longest life of a permit; at most a twentieth of the window if that is less. A permit granted within this time
-/// may still be used.
+/// The longest life of a permit: this, or a twentieth of the window if that is longer. A permit granted up to then may
+/// have been used.
 const LONGEST_LIFE: Micros = 50_000;
 
 /// The most limits that are kept for one key: those of the callers that assert others than this one are foreign.

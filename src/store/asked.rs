@@ -49,7 +49,7 @@ impl Asked {
         }
     }
 
-    /// One that asks for no permits.
+    /// Makes a call that asks for no permits.
     pub(crate) fn without_needs(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
         Asked {
             key,

@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Held {
     /// For how long, from now; zero when it is not held.
     pub left: Duration,
-    /// How often holds of the key were released. A hold of before a release is over, whoever still speaks of it.
+    /// How often holds of the key were released. A hold from before a release is over, even if a later message names it.
     pub releases: u32,
     /// Whether the upstream may refuse for longer: the hold was cut to `max_hold`, or what the upstream says is too short. When
     /// it ends, one request of each process leaves before the others.
@@ -21,7 +21,7 @@ impl Held {
         Held { left, releases, cut: false }
     }
 
-    /// Whether there is nothing to tell of it.
+    /// Whether there is no hold and there was no release.
     pub(crate) fn is_none(&self) -> bool {
         *self == Held::default()
     }

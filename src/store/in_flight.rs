@@ -108,7 +108,8 @@ pub trait Listener: Send + Sync + 'static {
     fn hear(self: Arc<Self>, key: Key, holder: u64, news: News);
 }
 
-/// Notifies `listener`. One that panics harms nobody else: the panic ends here, after the panic hook has reported it.
+/// Notifies `listener`. If the listener panics, no other listener is affected: the panic ends here, after the panic hook has
+/// reported it.
 pub(super) fn notify(listener: Arc<dyn Listener>, key: Key, holder: u64, news: News) {
     let _ = catch_unwind(AssertUnwindSafe(|| listener.hear(key, holder, news)));
 }

@@ -201,7 +201,7 @@ impl Segment {
     }
 }
 
-/// There is no slot up to [`Ask::latest`]. Nothing was booked for this need and those after it.
+/// There is no slot up to [`Ask::latest`]. Nothing was booked for this need and the needs after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Refusal {

@@ -20,7 +20,7 @@ use crate::limit::{
 ///
 /// Bounded: it holds at most `max_keys` keys. Keys whose limits have forgotten all use are forgotten too; a limited one
 /// never is, so when all are in use a new key is refused ([`StoreError::Full`]). No call looks at more than 64 keys for
-/// one that can be forgotten: where hardly one can, of very many, a new one may be refused too.
+/// one that can be forgotten. So if very few of many keys can be forgotten, a new key may be refused as well.
 ///
 /// Several layers may share one store, and then share the counts of equal keys.
 ///
@@ -75,7 +75,7 @@ impl MemoryStore {
         counted.map_err(|Full| StoreError::Full { max_keys: self.max_keys })
     }
 
-    /// Changes what holds `key`, and tells all who listen.
+    /// Changes the hold of `key`, and notifies all listeners.
     fn set_hold(
         &self,
         key: Key,

@@ -7,49 +7,49 @@ use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{Micros, micros_up};
 
-/// What is to become of a register: the word of [`Store::compare_and_set`](super::Store::compare_and_set).
+/// A change of a register, for [`Store::compare_and_set`](super::Store::compare_and_set).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Change {
-    /// Whose register.
+    /// The key that the register belongs to.
     pub key: Key,
     /// Which of the registers of that key.
     pub kind: u64,
-    /// The version that was seen last; 0 for one that was not there.
+    /// The version that the caller saw last; 0 if there was no register.
     pub seen: u64,
-    /// What it is to hold from now on, if nobody has changed it meanwhile; `None` to read it and no more.
+    /// The new value, which is set only if the register has not changed since `seen`. `None` only reads the register.
     pub value: Option<Vec<u8>>,
-    /// How long it is kept unless it is changed again.
+    /// How long the register is kept unless it is changed again.
     pub life: Duration,
-    /// Who is told if it is changed.
+    /// Which listeners are notified of the change.
     pub tell: Tell,
 }
 
-/// Who is told of a change.
+/// The listeners that are notified of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Tell {
-    /// Nobody.
+    /// No listener.
     Nobody,
-    /// Those who listen at the store with this [address](super::Store::address).
+    /// The listeners of the store with this [address](super::Store::address).
     One(u64),
-    /// All who listen.
+    /// All listeners.
     All,
 }
 
-/// How a register is.
+/// The state of a register.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Register {
     /// Which of the registers of its key.
     pub kind: u64,
-    /// Whether the change was made. If not, somebody else had changed it.
+    /// Whether the change was made. If not, the register had changed since [`Change::seen`].
     pub changed: bool,
-    /// Its version; another with each change, and 0 where there is none. It never comes again with another value.
+    /// The version, which differs after each change; 0 if there is no register. A version never repeats with another value.
     pub version: u64,
-    /// What it holds. After a change that was made, or where there is none: nothing.
+    /// The value. Empty after a change that was made, or if there is no register.
     pub value: Vec<u8>,
-    /// How long ago it was changed last.
+    /// How long ago the register was last changed.
     pub age: Duration,
 }
 

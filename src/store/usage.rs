@@ -38,7 +38,7 @@ impl Usage {
 pub struct LimitUsage {
     /// The limit.
     pub limit: Limit,
-    /// The units that count against the limit now, those booked ahead included.
+    /// The units that count against the limit now, including units booked ahead.
     pub used: u64,
     /// The units that the limit would allow now.
     pub free: u64,

@@ -9,7 +9,7 @@ use crate::key::Key;
 use crate::quota::Quota;
 use crate::store::{Claim, Listener, News, Store, StoreError};
 
-/// What was told last, to each holder.
+/// The messages to each holder.
 #[derive(Default)]
 struct Ear(Mutex<Vec<(u64, News)>>);
 
@@ -20,7 +20,7 @@ impl Listener for Ear {
     }
 }
 
-/// One who claims.
+/// A holder that sends claims.
 struct Holder {
     store: Arc<dyn Store>,
     key: Key,
@@ -53,14 +53,14 @@ impl Holder {
         self.store.claim(claim, &listener);
     }
 
-    /// Claims, and answers how many seats it was given; `None` where the store knows nothing of calls in flight.
+    /// Sends a claim. Returns how many seats the holder was given; `None` if the store does not count calls in flight.
     async fn claim(&mut self, sits: u32, wants: u32) -> Option<u64> {
         self.number += 1;
         self.send(self.number, sits, wants);
         self.told(|_| true).await.ok()
     }
 
-    /// How many seats it was given, once what was told of its last claim is as `enough` says.
+    /// Waits until the news of the last claim meets `enough`. Returns how many seats the holder was given.
     async fn told(&mut self, enough: impl Fn((u64, bool)) -> bool) -> Result<u64, StoreError> {
         for _ in 0..2000 {
             let told: Vec<_> = self.ear.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -81,38 +81,43 @@ impl Holder {
                 _ => pass(Duration::from_millis(1)).await,
             }
         }
-        panic!("two seconds, and holder {} was told {:?}", self.id, self.ear.0);
+        panic!("no such news within two seconds; holder {} received {:?}", self.id, self.ear.0);
     }
 }
 
-/// Never more than the smallest number asserted, in the order in which they came, whatever arrives late or twice.
+/// Seats in use never exceed the smallest limit asserted, and waiters get seats in the order of their arrival, even if claims
+/// arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "in flight", Quota::in_flight(3));
     let (mut one, mut two, mut three) = (Holder::new(&desk, 3), Holder::new(&desk, 3), Holder::new(&desk, 2));
     let Some(given) = one.claim(0, 2).await else { return };
-    assert_eq!(given, 2, "what is free is given at once");
-    assert_eq!(two.claim(0, 2).await, Some(1), "and no more");
+    assert_eq!(given, 2, "free seats are given at once");
+    assert_eq!(two.claim(0, 2).await, Some(1), "no seat beyond the limit");
     assert!(
         one.told(|(_, others_wait)| others_wait).await.is_ok(),
-        "who holds seats is told that others wait"
+        "a holder with seats is notified that others wait"
     );
-    // What was claimed before and arrives late is passed over; what is said again changes nothing.
+    // An older claim that arrives late is ignored; a repeated claim changes nothing.
     one.send(one.number - 1, 0, 0);
     one.send(one.number, 0, 2);
-    assert_eq!(two.claim(1, 1).await, Some(0), "nothing has become free");
-    assert_eq!(one.claim(1, 1).await, Some(0), "who comes is last");
-    assert_eq!(two.told(|(given, _)| given > 1).await.ok(), Some(1), "the first in line gets what is free");
+    assert_eq!(two.claim(1, 1).await, Some(0), "no seat has become free");
+    assert_eq!(one.claim(1, 1).await, Some(0), "a new waiter is last");
+    assert_eq!(two.told(|(given, _)| given > 1).await.ok(), Some(1), "the first waiter gets the free seat");
     assert_eq!(two.claim(1, 0).await, Some(0));
-    assert_eq!(one.told(|(given, _)| given > 2).await.ok(), Some(1), "then the next");
-    // Two of them are taken, and the newcomer asserts that no more may be.
+    assert_eq!(
+        one.told(|(given, _)| given > 2).await.ok(),
+        Some(1),
+        "the next waiter gets the next free seat"
+    );
+    // Two seats are taken, and the new holder asserts a limit of two.
     assert_eq!(two.claim(0, 0).await, Some(0));
-    assert_eq!(three.claim(0, 1).await, Some(0), "the smallest number holds");
+    assert_eq!(three.claim(0, 1).await, Some(0), "the smallest limit holds");
     assert_eq!(one.claim(1, 0).await, Some(0));
     assert_eq!(three.told(|(given, _)| given > 0).await.ok(), Some(1));
     let usage = desk.peek().await;
-    assert_eq!((usage.limits[0].used, usage.free), (2, 0), "two are taken, of two: {usage:?}");
+    assert_eq!((usage.limits[0].used, usage.free), (2, 0), "two of two seats are taken: {usage:?}");
     for holder in [&mut one, &mut three] {
         assert_eq!(holder.claim(0, 0).await, Some(0));
     }
-    assert_eq!(desk.peek().await.free, 3, "all have left");
+    assert_eq!(desk.peek().await.free, 3, "all holders have left");
 }

@@ -198,7 +198,7 @@ async fn takes_all_limits_or_none(store: &Arc<dyn Store>) {
     assert_eq!(granted(&lease), 5, "the first limit allows five: {lease:?}");
     assert_eq!(lease.refused.and_then(|refusal| refusal.limit), Some(quota.limits()[0]), "{lease:?}");
     let used: Vec<u64> = desk.peek().await.limits.iter().map(|limit| limit.used).collect();
-    assert_eq!(used, [5, 5], "what one limit refused is counted in none");
+    assert_eq!(used, [5, 5], "units that one limit refused are counted in no limit");
 }
 
 async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>) {
@@ -209,10 +209,10 @@ async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>) {
     for _ in 0..5 {
         let lease = desk.book(1, 1, Duration::ZERO).await;
         let Some(Refusal { wait: Some(wait), limit }) = lease.refused else {
-            panic!("a refusal says when it could have been: {lease:?}")
+            panic!("a refusal states the wait until the first slot: {lease:?}")
         };
         assert!(lease.segments.is_empty(), "{lease:?}");
-        assert!(wait <= last_wait, "refusals push nothing back: {wait:?} after {last_wait:?}");
+        assert!(wait <= last_wait, "a refusal delays no later call: {wait:?} after {last_wait:?}");
         assert_eq!(limit, Some(desk.terms.quota().limits()[0]));
         last_wait = wait;
     }
@@ -233,7 +233,7 @@ async fn serves_in_order(store: &Arc<dyn Store>) {
     let later = desk.book(1, 1, LONG).await;
     assert!(
         slots(&lease).iter().max() <= slots(&later).first(),
-        "who asks later is not served earlier: {later:?}"
+        "a later call gets no earlier slot: {later:?}"
     );
 }
 
@@ -243,12 +243,12 @@ async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
     let second = line.segments.iter().find(|segment| !segment.wait.is_zero()).expect("a line lies ahead");
     let returned = [unused(&line, second, 1)];
     let next = desk.lease(&[Need { cost: 1, count: 1 }], 0, LONG, &returned).await;
-    assert_eq!(slots(&next), [second.slot], "the returned slot goes to the next who asks");
+    assert_eq!(slots(&next), [second.slot], "the returned slot goes to the next call");
     desk.store.give_back(desk.key, &desk.terms, &returned);
     pass(Duration::from_millis(20)).await; // a store may take its time with a give-back
     let after = desk.book(1, 2, LONG).await;
-    assert_eq!(slots(&after)[0], second.slot, "given back early, it is the next one's as well");
-    assert!(slots(&after)[1] > slots(&line)[3], "and only one's: {after:?}");
+    assert_eq!(slots(&after)[0], second.slot, "a slot that is given back early goes to the next call");
+    assert!(slots(&after)[1] > slots(&line)[3], "a returned slot is granted only once: {after:?}");
 }
 
 async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
@@ -257,7 +257,7 @@ async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
     pass(Duration::from_millis(15)).await;
     let back = [unused(&lease, &lease.segments[0], 1)];
     let again = desk.lease(&[Need { cost: 1, count: 3 }], 0, Duration::ZERO, &back).await;
-    assert_eq!(granted(&again), 1, "one came back, one can go: {again:?}");
+    assert_eq!(granted(&again), 1, "one permit was returned, so one is granted: {again:?}");
 }
 
 /// More permits than a store may take back in one step: the rest may follow until [`Store::flush`] has been answered.
@@ -284,9 +284,9 @@ async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
     assert!(ahead <= 20, "at most a quarter of the 80 that are free: {lease:?}");
     assert!(lease.prefetched.as_ref().is_none_or(|segment| segment.cost == 1 && segment.wait.is_zero()));
     let rest = desk.book(1, 100, Duration::ZERO).await;
-    assert_eq!(granted(&rest), 80 - ahead, "what is fetched ahead is counted");
+    assert_eq!(granted(&rest), 80 - ahead, "prefetched permits are counted");
     let scarce = desk.lease(&[Need { cost: 1, count: 1 }], 1000, LONG, &[]).await;
-    assert!(scarce.prefetched.is_none(), "a scarce limit is not hoarded: {scarce:?}");
+    assert!(scarce.prefetched.is_none(), "nothing is prefetched of a scarce limit: {scarce:?}");
 }
 
 async fn never_grants_what_costs_more_than_the_limit(store: &Arc<dyn Store>) {
@@ -325,7 +325,7 @@ async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn Store>) {
     assert_eq!(granted(&other.book(1, 4, Duration::ZERO).await), 4);
 }
 
-/// Ten were granted, and the upstream says that eighteen of a hundred are left, having refused two of the ten.
+/// Ten permits were granted, and the upstream states that 18 units of 100 are left and that it refused two of the ten.
 async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let quota = Quota::per_minute(100);
     let desk = Desk::new(store, "strangers", quota);
@@ -334,22 +334,25 @@ async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let left = Left { reset_in, steady: true, refused: 2, ..Left::new(quota.limits()[0], 18) };
     let needs = [Need { cost: 1, count: 30 }];
     let lease = desk.ask(Ask { left: Some(left), ..desk.asks_for(&needs) }).await;
-    assert!(lease.shared, "others use it too: {lease:?}");
-    assert_eq!(granted(&lease), 16, "74 of the 82 were used by others: {lease:?}");
+    assert!(lease.shared, "the lease states that other clients use the limit: {lease:?}");
+    assert_eq!(granted(&lease), 16, "other clients used 74 of the 82 units: {lease:?}");
     let usage = desk.peek().await;
     assert_eq!((usage.limits[0].reserved, usage.free), (74, 0), "{usage:?}");
     let refusal = lease.refused.expect("the rest is refused");
-    assert!(refusal.wait.is_some_and(|wait| wait <= Duration::from_secs(31)), "it starts anew: {refusal:?}");
+    assert!(
+        refusal.wait.is_some_and(|wait| wait <= Duration::from_secs(31)),
+        "the wait ends at the reset: {refusal:?}"
+    );
 }
 
-/// What was used without a permit counts from when it was used, beyond the limit too, and leaves as it came.
+/// Units used without a permit count from the moment of their use, even beyond the limit, and leave the window accordingly.
 async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "charge", Quota::per_minute(100));
     desk.book(1, 90, Duration::ZERO).await;
     let age = |seconds| Duration::from_secs(seconds);
     let charges = [Charge::new(age(70), 1000), Charge::new(age(58), 30), Charge::new(age(20), 5)];
     desk.ask(Ask { charges: &charges, ..desk.asks_for(&[]) }).await;
-    assert_eq!(desk.peek().await.limits[0].used, 125, "what is older than the window counts no more");
+    assert_eq!(desk.peek().await.limits[0].used, 125, "charges older than the window do not count");
     let refusal = desk.book(1, 1, Duration::ZERO).await.refused.expect("25 above the limit");
     let wait = refusal.wait.expect("the oldest leave in 2 s");
     assert!((age(1)..=age(3)).contains(&wait), "{wait:?}");
@@ -376,5 +379,5 @@ async fn decides_in_one_step(store: &Arc<dyn Store>) {
     for task in tasks {
         sum += task.await.expect("a call ends");
     }
-    assert_eq!(sum, 50, "calls at once are as one after the other");
+    assert_eq!(sum, 50, "concurrent calls count like calls one after the other");
 }

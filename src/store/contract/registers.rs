@@ -57,8 +57,9 @@ impl Desk<'_> {
     }
 }
 
-/// A change is made where nobody else has changed it since, of many at once by one; no version comes again; whoever is
-/// to be told is. A store without registers says so.
+/// A change is made only if the register has not changed since the version that the caller saw, and one of many concurrent
+/// changes wins. Versions never repeat. The listeners that the change names are notified. A store without registers returns
+/// [`StoreError::Unsupported`].
 pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let desk = Desk { store, key: key(store, "registers"), kind: 1 };
     let first = match desk.set(0, b"one", Tell::Nobody).await {
@@ -73,14 +74,18 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let second = desk.set(first.version, b"two", Tell::Nobody).await.expect("it can be changed");
     assert!(second.changed && second.version > first.version, "versions grow: {second:?} after {first:?}");
     let late = desk.set(first.version, b"three", Tell::Nobody).await.expect("it can be tried");
-    assert!(!late.changed, "another was quicker");
-    assert_eq!((late.version, &*late.value), (second.version, &b"two"[..]), "who is late is told how it is");
+    assert!(!late.changed, "the register has changed since");
+    assert_eq!(
+        (late.version, &*late.value),
+        (second.version, &b"two"[..]),
+        "a late change returns the present register"
+    );
 
     let other = Desk { kind: 2, ..desk };
     assert_eq!(
         (other.read().await.version, other.read().await.value.len()),
         (0, 0),
-        "another kind is another one"
+        "registers of two kinds are apart"
     );
 
     // Many at once.
@@ -101,30 +106,30 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
             won.insert(register.version);
         }
     }
-    assert_eq!(won.len(), 1, "of many who saw the same one is first");
+    assert_eq!(won.len(), 1, "one of many concurrent changes wins");
 
-    // Who listens is told: at the address of the store, or all.
+    // Listeners are notified: at the address of the store, or all.
     let ear = Arc::new(Ear::default());
     let listener: Arc<dyn Listener> = ear.clone();
     store.listen(Arc::downgrade(&listener) as Weak<dyn Listener>);
     let mut version = second.version;
     let mut heard = false;
-    // A store that has just begun to listen may miss what is said first.
+    // A store that has just begun to listen may miss the first messages.
     for _ in 0..20 {
         let register = desk.set(version, b"four", Tell::All).await.expect("it can be changed");
-        assert!(register.changed, "nobody else changes it");
+        assert!(register.changed, "there is no concurrent change");
         version = register.version;
         if ear.told(desk.key, version).await.is_some_and(|told| told.value == b"four") {
             heard = true;
             break;
         }
     }
-    assert!(heard, "who listens is told of changes");
+    assert!(heard, "listeners are notified of changes");
     let alone = desk.set(version, b"five", Tell::One(store.address())).await.expect("it can be changed");
-    let told = ear.told(desk.key, alone.version).await.expect("who is at the address is told");
+    let told = ear.told(desk.key, alone.version).await.expect("a listener at the address is notified");
     assert_eq!((&*told.value, told.kind), (&b"five"[..], desk.kind));
 
-    // It is forgotten after its life.
+    // A register is forgotten after its life.
     let short = Desk { kind: 3, ..desk };
     let change = Change {
         key: short.key,

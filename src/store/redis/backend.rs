@@ -44,7 +44,7 @@ impl Backend {
         Backend { channels: channels.into(), links, servers }
     }
 
-    /// Keeps the connections, for as long as it is polled.
+    /// Keeps the connections open while it is polled.
     pub(super) async fn keep(self) {
         match self.servers {
             Servers::One(link, _) => link.keep().await,
@@ -53,7 +53,7 @@ impl Backend {
         }
     }
 
-    /// Tells of each new connection from now on.
+    /// Returns a subscription to new connections.
     pub(super) fn connections(&self) -> Connections {
         self.links.connections()
     }

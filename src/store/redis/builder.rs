@@ -43,8 +43,8 @@ impl RedisStoreBuilder {
 
     /// A secret that goes into the names of keys. Default: none.
     ///
-    /// Redis only ever sees digests of keys. Whoever can read Redis and guess an id (a host, an e-mail address) can tell
-    /// whether it is there; with a secret they cannot. All processes that share limits need the same.
+    /// Redis only ever sees digests of keys. Without a secret, a reader of Redis who guesses an id (a host, an e-mail
+    /// address) can check whether it is there; with a secret, this check is impossible. All processes that share limits need the same.
     ///
     /// With a secret, a key has the same label in the errors and events of all processes: the first eight digits of its name
     /// in Redis. Without one, each process has labels of its own.

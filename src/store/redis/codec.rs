@@ -373,7 +373,7 @@ pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
     Ok(Usage { limits, free, next_slot, held, alone: false })
 }
 
-/// What is told to a holder: in answer to its claim, or because of another's.
+/// The news for a holder: in the reply to its claim, or in a message after the claim of another holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ToldSeats {
     pub(super) incarnation: u64,
@@ -387,12 +387,12 @@ pub(super) struct ToldSeats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Claimed {
     pub(super) told: ToldSeats,
-    /// Whether others could not be told what concerns them.
+    /// Whether other holders could not be notified.
     pub(super) mute: bool,
     pub(super) now: u64,
-    /// Until the first of the others will have been silent for a life, unless they are heard of.
+    /// How long until the first claim of another holder expires, unless it is renewed.
     pub(super) first_end: Option<Duration>,
-    /// For how long nothing is given, because a lost state is learnt anew.
+    /// How long no seat is granted, because a lost state is being recovered.
     pub(super) learning: Duration,
 }
 
@@ -408,7 +408,7 @@ pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
     Ok(Claimed { told, mute, now, first_end, learning: answer.span()? })
 }
 
-/// Reads what is told to a holder on its channel.
+/// Reads a message to a holder on its channel.
 pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
     let mut message = Answer(message);
     message.begins_with(IN_FLIGHT_MESSAGE)?;
@@ -425,7 +425,7 @@ pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
     Ok((answer.int()?, answer.int()?))
 }
 
-/// Reads what is told to all about a key: which, as the caller wrote it, and what.
+/// Reads a message to all processes about a key. Returns the news and the key, as the sender wrote it.
 pub(super) fn read_news(message: &[u8]) -> Result<(News, &[u8]), Garbled> {
     let mut message = Answer(message);
     let cut = match message.byte()? {

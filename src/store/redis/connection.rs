@@ -116,7 +116,7 @@ impl Links {
         Links { store_timeout, made: watch::Sender::new(0), broke: Arc::default() }
     }
 
-    /// Tells of each new connection from now on.
+    /// Returns a subscription to new connections.
     pub(super) fn connections(&self) -> Connections {
         Connections(self.made.subscribe())
     }
@@ -151,11 +151,11 @@ pub(super) struct Link {
 }
 
 enum State {
-    /// The first try to connect is under way, or nobody asked yet.
+    /// The first attempt to connect is under way, or no caller needed a connection yet.
     New,
     /// The connection, and its number.
     Up(Connection, u64),
-    /// Why there is no connection. Callers are told so until a try succeeds.
+    /// Why there is no connection. Callers receive this error until an attempt to connect succeeds.
     Down(StoreError),
 }
 
@@ -172,7 +172,7 @@ impl Link {
         }
     }
 
-    /// Keeps a connection, for as long as it is polled.
+    /// Keeps a connection open while it is polled.
     pub(super) async fn keep(self: Arc<Self>) {
         let mut backoff = Backoff::new();
         loop {
@@ -182,8 +182,8 @@ impl Link {
                     *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
                     self.state.send_replace(State::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
-                    // A task of its own: a connection of the user's may panic. What the server tells of itself is nice to
-                    // know, and some forbid to ask.
+                    // In a task of its own, because a connection of the user's may panic. The information about the server
+                    // is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
                         let info = timeout(LONGEST_CONNECTING, connection.ask(redis::cmd("INFO").into()));
                         if let Ok(Ok(info)) = info.await {

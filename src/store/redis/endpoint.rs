@@ -41,7 +41,7 @@ pub(super) type Ears =
 /// A server to listen to.
 pub(super) struct Listening {
     pub(super) client: Client,
-    /// Ends when it is known that the server is away, if somebody finds that out.
+    /// Completes when the server is found to be unreachable; it may never complete.
     pub(super) away: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 

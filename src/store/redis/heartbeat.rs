@@ -286,7 +286,7 @@ impl Claims {
         self.holders.values().all(Holder::is_heard)
     }
 
-    /// Answers when the store has confirmed all present claims.
+    /// Completes `answer` when the store has confirmed all present claims.
     pub(super) fn flush(&mut self, answer: oneshot::Sender<Result<(), StoreError>>) {
         let left = self.holders.iter().filter(|(_, holder)| !holder.is_heard());
         let left = left.map(|(id, holder)| (*id, holder.claim.number)).collect();

@@ -58,8 +58,8 @@ use worker::{About, Job, Setup, Thread};
 
 /// Counts permits in Redis, for many processes.
 ///
-/// The page [many processes](crate::guide::many_processes) tells what is shared, what Redis must be, and what happens
-/// when it is away.
+/// The page [many processes](crate::guide::many_processes) describes what is shared, what Redis must be, and what happens
+/// when Redis is unreachable.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -75,19 +75,20 @@ use worker::{About, Job, Setup, Thread};
 /// # }
 /// ```
 ///
-/// It talks to Redis on one connection, listens on another, and does both from a thread of its own: so it serves callers of
-/// any runtime, and what is dropped with a runtime still comes back. When the store is dropped, the thread sends what was
-/// given back and ends; at the end of a program, [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
+/// It sends calls to Redis on one connection and listens on another, both from a thread of its own. So it serves callers of
+/// any runtime, and permits that are dropped with a runtime are still given back. When the store is dropped, the thread
+/// sends the permits that were given back and ends. At the end of a program,
+/// [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
 pub struct RedisStore {
     prefix: String,
     secret: Option<Key>,
     store_timeout: Duration,
-    /// Which store of all it is; others tell it by its number.
+    /// The number of this store, which names its channel: other processes publish to it.
     instance: u64,
     connecting: Connecting,
     /// The thread that talks to Redis. It starts when it is first needed, and again when it is needed and has ended.
     thread: RwLock<Option<Thread>>,
-    /// Who is told of holds and registers.
+    /// The listeners for holds and registers.
     listeners: Arc<Listeners>,
 }
 
@@ -120,11 +121,11 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::server(url))
     }
 
-    /// A builder of a store in a cluster that the servers at `urls` belong to: some of them, so that one may be away.
+    /// A builder of a store in a cluster that the servers at `urls` belong to: name several, so that one may be down.
     ///
     /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store has a connection to each
-    /// server that it needs, so a server that hangs or is away fails its own keys only. A call that may have been executed is
-    /// never repeated. If a server says that another one has the key, that one is asked, once.
+    /// server that it needs, so a server that hangs or is down fails its own keys only. A call that may have been executed is
+    /// never repeated. If a server replies that another one has the key, the call is sent to that one, once.
     ///
     /// All URLs need the same scheme, user, password and database.
     ///
@@ -211,11 +212,11 @@ impl RedisStore {
         RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
 
-    /// Answers when Redis does: for programs that would rather not start without it.
+    /// Waits until Redis replies, for programs that should not start without it.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] within `store_timeout` when it does not.
+    /// [`StoreError`] if Redis does not reply within `store_timeout`.
     pub async fn connect(&self) -> Result<(), StoreError> {
         self.ask(Job::Ping).await
     }
@@ -309,7 +310,7 @@ impl RedisStore {
 }
 
 impl RedisStore {
-    /// Changes what holds `key`, and tells all.
+    /// Changes the hold of `key`, and notifies all processes.
     fn set_hold(&self, key: Key, call: Vec<u8>) -> Answer<Held> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
         let answer = self.ask(|answer| Job::Hold { name, call, token, answer });

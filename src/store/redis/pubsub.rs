@@ -1,5 +1,5 @@
-//! A connection on which this process is told what others do: a subscription to the channel of its store, and to that of
-//! all.
+//! A connection on which this process receives messages of other processes: a subscription to the channel of its store, and
+//! to the channel of all stores.
 
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -17,30 +17,30 @@ use crate::rng::{Backoff, jittered};
 /// How long making the connection may take.
 const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
-/// What comes in.
+/// An event of the subscription.
 pub(super) enum Heard {
-    /// From now on nothing is missed: a word that was said has come back.
+    /// From now on no message is missed: a message was received on the subscription.
     Open,
-    /// From now on all is.
+    /// From now on all messages are missed.
     Deaf,
-    /// To this store.
+    /// A message to this store.
     Message(Vec<u8>),
-    /// To all.
+    /// A message to all stores.
     MessageToAll(Vec<u8>),
 }
 
-/// After so long without a word one is said to oneself: a connection may be cut without a sign, and who may listen may
-/// not be allowed to speak.
+/// After this long without a message, the process publishes an empty message to its own channel: a connection may be lost
+/// silently, and a user of Redis may be allowed to subscribe but not to publish.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// How long a word to oneself may take, and how often it is said before the connection counts as cut.
+/// How long the empty message may take, and how often it is published before the connection counts as lost.
 const ECHO: Duration = Duration::from_millis(500);
 const MOST_ECHOES: u32 = 3;
 
-/// Before the next try, where the server lets us listen and nothing arrives.
+/// The pause before the next attempt, if the server allows the subscription and no message arrives.
 const FORBIDDEN: Duration = Duration::from_secs(30);
 
-/// Listens for as long as it is polled.
+/// Subscribes and forwards messages to `heard`, while it is polled.
 pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: mpsc::UnboundedSender<Heard>) {
     let mut backoff = Backoff::new();
     loop {
@@ -67,7 +67,7 @@ pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: m
                 let heard_or_quiet = async {
                     tokio::select! {
                         message = timeout(quiet, next(messages.as_mut())) => message,
-                        // As when it is closed.
+                        // Treated like a closed connection.
                         () = &mut away => Ok(None),
                     }
                 };
@@ -103,7 +103,7 @@ pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: m
     }
 }
 
-/// Says a word without content, which comes back if all is well.
+/// Publishes an empty message to `channel`. The subscription receives it if both connections work.
 fn say(backend: Backend, channel: &str) {
     let mut command = redis::cmd("PUBLISH");
     command.arg(channel).arg("");

@@ -41,7 +41,7 @@ pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
     Ok(Register { kind, changed, version, value: answer.0.to_vec(), age })
 }
 
-/// What a message tells of a register, if it is of one: whose, and how it is.
+/// Reads a message about a register. Returns its key and the register, or `None` if the message is about something else.
 pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, News)> {
     let mut message = Answer(message.strip_prefix(&[REGISTER_MESSAGE])?);
     let version = message.long().ok()?;

@@ -103,7 +103,7 @@ pub(super) struct Setup {
 }
 
 impl Job {
-    /// Answers with an error.
+    /// Completes the job with an error.
     fn refuse(self, error: StoreError) {
         match self {
             Job::Call { answer, .. } | Job::Hold { answer, .. } => {

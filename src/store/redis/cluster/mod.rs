@@ -1,6 +1,6 @@
-//! The servers of a cluster. Each has a link of its own, so one that hangs or is away concerns its own keys only.
+//! The servers of a cluster. Each has a link of its own, so a server that hangs or is down affects its own keys only.
 //!
-//! A call goes to the primary of its slot, by a map that any server can tell. The map is asked for again when it may be out of
+//! A call goes to the primary of its slot, by a map that any server can send. The map is asked for again when it may be out of
 //! date: when a link breaks, while one is down, and after a server has answered `MOVED`. A call is sent a second time only if
 //! the first server has said that it did not execute it and which server would (`MOVED`, `ASK`), and not a third time.
 //!
@@ -45,7 +45,8 @@ const MOST_ASKED: usize = 8;
 /// many calls, each of which corrects the map by itself.
 const SPACING: Duration = Duration::from_secs(1);
 
-/// The longest pause between two maps while a server is away: so long after a failover, at most, calls go to the new primary.
+/// The longest pause between two maps while a server is down. At most this long after a failover, calls go to the new
+/// primary.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// The servers that were named, of which at least one has to answer.
@@ -221,7 +222,7 @@ impl Cluster {
                 }
             }
         }
-        // Those with a connection come first.
+        // Servers with a connection come first.
         servers.sort_by_key(|(without, dice, _)| (*without, *dice));
         let asks = servers.into_iter().take(MOST_ASKED).map(|(_, _, server)| {
             let cluster = self.clone();
@@ -234,7 +235,7 @@ impl Cluster {
         first(asks, failure).await
     }
 
-    /// Finds servers to listen to: what one server of a cluster is told, all are.
+    /// Finds servers to listen to: a message published to one server of a cluster reaches all.
     pub(super) fn ears(self: Arc<Self>) -> Ears {
         Arc::new(move || {
             let cluster = self.clone();
@@ -250,7 +251,7 @@ impl Cluster {
 
     // ── the map ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    /// Keeps the map up to date, for as long as it is polled.
+    /// Keeps the map up to date while it is polled.
     pub(super) async fn keep(self: Arc<Self>) {
         let mut backoff = Backoff::up_to(LONGEST_PAUSE);
         loop {
@@ -271,8 +272,8 @@ impl Cluster {
         }
     }
 
-    /// Asks all servers that are connected whether they are there. Where one is silent, others may be, and each caller that
-    /// is the first to find that out waits for `store_timeout`.
+    /// Pings all connected servers. If one server is silent, others may be silent as well, and the first caller of each such
+    /// server would wait for `store_timeout`.
     fn check_others(&self) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for link in table.nodes.values().map(|node| node.link.clone()).filter(|link| link.is_up()) {
@@ -370,7 +371,7 @@ impl Cluster {
         self.links.broke.notify_one();
     }
 
-    /// Whether there is a map, and no server in it is away.
+    /// Returns whether there is a map and no server in it is down.
     fn is_well(&self) -> bool {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         !table.map.is_empty() && table.nodes.values().all(|node| node.link.down().is_none())

@@ -37,7 +37,7 @@ impl Address {
     fn new(host: &str, port: u16, written_by: &Address) -> Option<Self> {
         let host = match host {
             "" => written_by.host.clone(),
-            // A server that does not know it says so.
+            // The server does not know the host.
             "?" => return None,
             host => host.into(),
         };
@@ -55,7 +55,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// The primary of each slot, as far as it is known.
+/// The known primary of each slot.
 #[derive(Debug)]
 pub(super) struct SlotMap {
     primaries: Vec<Address>,

@@ -83,13 +83,13 @@ struct Step {
     other_terms: bool,
     /// The hold that the caller knows of.
     held: Held,
-    /// What happens to the hold before.
+    /// How the hold changes before the call.
     hold: Option<Option<Held>>,
-    /// What the upstream said before.
+    /// What the upstream stated before the call.
     left: Option<Said>,
-    /// What was used without a permit: units, and how long ago.
+    /// Uses without a permit: the units, and how long ago.
     charges: Vec<(u64, u64)>,
-    /// The clock of the server is set by so much before, in microseconds: the wall clock, but not the time of the state.
+    /// By how many microseconds the clock of the server is set before the call: the wall clock, not the time of the state.
     clock: i64,
 }
 
@@ -337,7 +337,7 @@ impl World {
             ..asks(terms, &needs)
         };
         self.set_hold(terms, step.hold);
-        // Who asks first after the clock was set has to know the time.
+        // The first call after the clock was set has to know the time.
         if step.hold.is_none() && self.incarnation != 0 {
             self.clock += step.clock;
         }
@@ -477,8 +477,8 @@ fn memory_and_redis_grant_plain_calls_the_same() {
     check(400, Mix::Plain, 200);
 }
 
-/// A call that only returns permits knows nothing of the time, so it leaves the clock as it is. When it stopped the clock,
-/// permits that were booked ahead came early.
+/// A call that only returns permits does not know the time, so it leaves the clock as it is. Earlier versions stopped the
+/// clock then, and permits that were booked ahead were valid too early.
 #[test]
 fn returns_do_not_stop_the_clock() {
     let server = RedisServer::start().expect("a server of our own");
