@@ -9,13 +9,13 @@
 //!
 //! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is reserved. From then on, until
 //! another response shows use by other clients, the units they were seen to use are free, and at most a quarter of the limit
-//! is kept of their expected use. A newer response that says more is left lowers what an older one showed.
+//! is kept of their expected use. A newer response that states more is left lowers the use that an older one showed.
 //!
-//! A response also bounds what may go until the next one: where it says that less is left than the log knows of, the
-//! difference ([`ExternalUsage::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
-//! response, even where nobody knows yet whether the difference is others' use.
+//! A response also bounds the units that may be sent until the next one. If it states that less is left than the log knows of,
+//! the difference ([`ExternalUsage::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
+//! response. This holds even if it is not yet known whether other clients used the difference.
 //!
-//! A fleet that is alone reserves nothing: what its upstream counts, it has granted.
+//! If no other client uses the limit, nothing is reserved: the fleet has granted all units that the upstream counts.
 //!
 //! Twin: `store/redis/lua/external.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -58,7 +58,7 @@ pub(super) struct Size {
     pub(super) window: Micros,
 }
 
-/// What a response says of a limit.
+/// What a response states of a limit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Word {
     /// The moment of the ledger's time at which it is taken in.
@@ -86,7 +86,8 @@ pub(super) struct Ours {
 }
 
 impl ExternalUsage {
-    /// Before anything is known of a window that ends at `ends`; `whole` says whether the log knows all of it.
+    /// Makes the record of a window that ends at `ends`, of which no response is known. `whole` states whether the log knows all
+    /// of the window.
     pub(super) fn new(ends: Micros, whole: bool) -> Self {
         ExternalUsage {
             ends,
@@ -105,7 +106,7 @@ impl ExternalUsage {
         }
     }
 
-    /// If no use of others is known yet, their window ends at `ends`; `whole` says whether the log knows all of it.
+    /// Sets the end of the window, if no use by other clients is known yet. `whole` states whether the log knows all of it.
     pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
         if (self.seen, self.before, self.refused) == (0, 0, 0) {
             let &mut ExternalUsage { said, said_until, short, short_until, counted_until, .. } = self;
@@ -155,7 +156,7 @@ impl ExternalUsage {
         let gone = count.saturating_sub(left);
         let beyond = |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
         let of_others = beyond(ours.most.saturating_sub(u64::from(self.refused)));
-        // A response made before this window says nothing of it.
+        // A response made before this window states nothing about it.
         if said.saturating_add(window) >= self.ends {
             let granted = u32::try_from(ours.least).unwrap_or(u32::MAX);
             (self.least, self.ours) = (self.least, self.ours).min((left, granted));

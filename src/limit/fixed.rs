@@ -7,13 +7,13 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// At most `limit` units in each window; nothing within a guard of a boundary, where nobody can tell on which side the
-/// upstream counts it. The guard is the caller's ([`Terms::boundary_guard`](super::Terms::boundary_guard)).
+/// Allows at most `limit` units in each window, and none within a guard of a boundary, because the upstream may count them
+/// on either side. The guard is the caller's ([`Terms::boundary_guard`](super::Terms::boundary_guard)).
 ///
 /// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow. `phase` is how far the
 /// boundaries are ahead of the multiples of the window in the ledger's time. When a step moves it, the units of a window
-/// count in each new window that overlaps the old one, because the moments of their use are not kept: never over, and
-/// under for one window at most.
+/// count in each new window that overlaps the old one, because the moments of their use are not kept. The limit is then
+/// never exceeded, and for one window at most less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Fixed {
     limit: u64,

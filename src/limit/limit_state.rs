@@ -85,8 +85,8 @@ impl LimitState {
         self.strangers = None;
     }
 
-    /// Takes in what the upstream says is left, for a ledger begun at `born`; what was granted until `sent` may have
-    /// reached it. Returns whether that allows less than before.
+    /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted until `sent` may have
+    /// reached the upstream. Returns whether that allows less than before.
     pub(super) fn see(&mut self, left: &Left, now: Micros, sent: Micros, born: Micros) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {

@@ -97,8 +97,8 @@ pub(crate) struct TooLate {
 
 /// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
 ///
-/// Callers that assert different terms for one key all get the strictest of them: a limit holds until it was not
-/// asserted for two windows and a second, or until there are too many.
+/// Callers that assert different terms for one key all get the strictest of them. A limit applies until no caller has asserted
+/// it for two windows and a second, or until there are too many limits.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     /// Most keys have one limit.
@@ -107,20 +107,20 @@ pub(crate) struct Ledger {
     /// The slacks of the caller of this call.
     transit_slack: Micros,
     boundary_guard: Micros,
-    /// Time as seen here: never back.
+    /// The ledger's time, which never goes back.
     now: Micros,
-    /// By how many microseconds the wall clock is ahead of that time: fixed windows follow the wall clock.
+    /// By how many microseconds the wall clock is ahead of `now`. Fixed windows follow the wall clock.
     ahead: i64,
-    /// Since when it is kept.
+    /// When the ledger was made.
     born: Micros,
     hold: Hold,
 }
 
-/// Until when nothing may be sent, because an upstream or an operator said so.
+/// Until when nothing may be sent, after a refusal by the upstream or by an operator's call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub(crate) until: Micros,
-    /// Whether the upstream said that it lasts longer.
+    /// Whether the upstream stated a longer hold.
     pub(crate) cut: bool,
     /// How often holds were released. A hold from before a release is over, even if a later message names it.
     pub(crate) releases: u32,
@@ -155,7 +155,7 @@ impl Ledger {
         }
     }
 
-    /// Brings the ledger to `now` and under `terms`; every call starts so. Answers its time.
+    /// Brings the ledger to `now` and under `terms`; every call starts with this. Returns the ledger's time.
     pub(crate) fn advance(&mut self, terms: &Terms, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
@@ -231,27 +231,27 @@ impl Ledger {
         rule
     }
 
-    /// Nothing is granted before the end of `hold`. Answers what holds.
+    /// Grants nothing before the end of `hold`. Returns the hold that applies.
     pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
         self.hold = self.hold.or(hold);
         self.drain();
         self.hold
     }
 
-    /// The same for one that begins now, whatever was released before and not heard of by who holds.
+    /// Sets a hold that begins now. Earlier releases do not end it, even if the process that set it did not know of them.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
         self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
     }
 
-    /// Ends the hold, and forgets what is reserved for others. Returns what holds.
+    /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that applies.
     pub(crate) fn release(&mut self) -> Hold {
         self.accounts.iter_mut().for_each(LimitState::forget_others);
         self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
         self.hold
     }
 
-    /// Takes in what the upstream says is left of a limit. Slots in the pool were granted when it seemed to be more: they
-    /// leave the logs if less is allowed now.
+    /// Takes in what the upstream states is left of a limit. If less is allowed than before, the slots in the pool leave the
+    /// logs, because they were granted under the earlier state.
     pub(crate) fn see(&mut self, left: &Left) {
         let (now, born) = (self.now, self.born);
         let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
@@ -265,7 +265,7 @@ impl Ledger {
         }
     }
 
-    /// When the next permit may be used, as far as no limit forbids it.
+    /// The earliest moment at which a permit may be used, if no limit forbids it.
     fn from(&self) -> Micros {
         self.now.max(self.hold.until)
     }
@@ -401,22 +401,22 @@ impl Ledger {
         })
     }
 
-    /// When one unit could go, if nothing else is booked.
+    /// Returns when one unit could be sent, if nothing else is booked.
     pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
         let slot = self.first_slot(1, life).0;
         self.pool.first(self.from(), 1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
     }
 
-    /// The first moment from which a fresh ledger would grant the same: then this one can be forgotten.
+    /// Returns the first moment from which a new ledger would grant the same. From then on, this ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
         let accounts = self.accounts.iter().map(|account| account.fresh_from()).max().unwrap_or(0);
         let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
-        // That a hold was released is remembered for as long as anybody may still speak of it: it is not worth more.
+        // The number of releases matters only while messages about an older hold may still arrive, so it keeps no ledger.
         accounts.max(pooled).max(self.hold.until)
     }
 }
 
-/// What an upstream says is left of a limit, for [`Ask::left`](crate::store::Ask::left).
+/// What an upstream states is left of a limit, for [`Ask::left`](crate::store::Ask::left).
 ///
 /// Units that are gone and were not granted by the store were used by other clients. The store reserves them. If less is left
 /// than the store knew, it reserves the difference.
@@ -432,21 +432,22 @@ pub struct Left {
     /// Whether the moment of the reset stays where it is. If it moves along, what is gone may just have left the log, and
     /// only refusals show use by other clients.
     pub steady: bool,
-    /// How long ago the upstream said so.
+    /// How long ago the upstream stated it.
     pub ago: Duration,
     /// Units that the upstream has refused since its last response, because nothing was left.
     pub refused: u32,
-    /// How long what follows from it is reserved for others, unless a later response confirms it. [`Left::new`]: 60 s.
+    /// How long the units that follow from it are reserved for other clients, unless a later response confirms them.
+    /// [`Left::new`]: 60 s.
     pub valid_for: Duration,
-    /// Whether the responses before were about another limit: what was reserved because of them is forgotten.
+    /// Whether earlier responses were about another limit. If so, the units reserved because of them are forgotten.
     pub forget: bool,
-    /// Whether other processes are to be told at once if less is left than the store knew: they have permits at hand or
-    /// booked that the upstream would refuse. A store without other processes ignores it.
+    /// Whether other processes are notified at once if less is left than the store knew, because the upstream would refuse
+    /// permits that they have at hand or booked. A store without other processes ignores it.
     pub urgent: bool,
 }
 
 impl Left {
-    /// `units` of `limit` are left, as the upstream says just now; it does not say until when.
+    /// Makes a statement of this moment that `units` of `limit` are left. It states no reset.
     pub fn new(limit: Limit, units: u64) -> Self {
         let (ago, valid_for) = (Duration::ZERO, Duration::from_secs(60));
         Left {
@@ -466,10 +467,11 @@ impl Left {
 /// Units that were used without a permit, for [`Ask::charges`](crate::store::Ask::charges): they count in every limit of the key
 /// as if a permit for them had been used then, even beyond the limit.
 ///
-/// With [`FallbackShare`](crate::OnStoreError::FallbackShare) a process so tells a store that is back what it used alone.
+/// With [`FallbackShare`](crate::OnStoreError::FallbackShare), a process charges the store after an outage with the units that
+/// it used alone.
 ///
-/// Of a sliding window, units older than the window are ignored; of a fixed window, those of windows before; a bucket is
-/// left empty at most. More units than a limit allows count as the limit.
+/// A sliding window ignores units older than the window. A fixed window ignores units of earlier windows. A bucket is left
+/// empty at most. More units than a limit allows count as the limit.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Charge {

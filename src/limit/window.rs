@@ -7,13 +7,13 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// At most `limit` units whose stamps are younger than `span`.
+/// Allows at most `limit` units whose stamps are younger than `span`.
 ///
-/// The log is sorted by stamp and bounded whatever the limit. Units share a chunk of a hundredth of the limit, each
-/// under the latest of their stamps. Beyond the newest two limits of units, which are all that new slots depend on,
-/// chunks grow coarse, up to a limit of units each: they matter again only when a long line gives up. Beyond a number of
-/// coarse chunks the oldest leave, remembered by one `floor`. All of it only makes stamps later: never over, and under by
-/// at most a chunk.
+/// The log is sorted by stamp, and its size is bounded for every limit. Units share chunks of a hundredth of the limit,
+/// each under the latest of their stamps. New slots depend only on the newest units, twice the limit. Beyond these, chunks
+/// grow coarse, up to `limit` units each: they matter again only when a long queue gives up. Beyond [`MOST_COARSE`] coarse
+/// chunks the oldest leave the log, and one `floor` stands for them. All of this only makes stamps later. So the limit is
+/// never exceeded, and at most a chunk less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Window {
     limit: u64,
@@ -24,7 +24,7 @@ pub(super) struct Window {
     coarse: usize,
     /// The units in the other chunks.
     fine: u64,
-    /// The newest stamp of those that left before their time.
+    /// The newest stamp of the chunks that left the log early.
     floor: Option<Micros>,
     /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last search, from which
     /// the next goes on.

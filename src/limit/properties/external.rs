@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// How an upstream counts, and when it says that it starts anew: at a moment that stays where it is.
+/// How an upstream counts, and when it states that the count starts anew: at a fixed moment.
 #[derive(Clone, Copy, Debug)]
 enum Counting {
     /// In windows, the first of which ends `phase` after the start.
@@ -36,7 +36,7 @@ fn counting() -> impl Strategy<Value = Counting> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// However its upstream counts, whatever is on the way, and whether its word comes at once or later.
+    /// For each way to count, with any requests on their way, and whether the response arrives at once or later.
     #[test]
     fn a_fleet_that_is_alone_reserves_nothing_for_others(
         count in 4u32..60,
@@ -72,9 +72,9 @@ proptest! {
     }
 }
 
-/// Ours and theirs in the window of an upstream, told after each of ours.
+/// Use by the fleet and by other clients in the window of an upstream, which states its count after each request of the fleet.
 #[test]
-fn external_usage_is_reserved_in_this_window_and_the_next() {
+fn external_usage_is_reserved_for_this_and_next_window() {
     let window = 10_000_000;
     let quota = Quota::new(60, Duration::from_micros(window));
     let mut world = World::new(quota);

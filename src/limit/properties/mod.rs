@@ -99,9 +99,9 @@ enum Op {
         used_at: u8,
         unused: u32,
     },
-    /// What lies unused is given back, the newest first.
+    /// Gives back unused permits, the newest first.
     GiveBack(usize),
-    /// The upstream says something of one of the limits, true or not.
+    /// The upstream makes a statement about one of the limits, true or not.
     See {
         which: usize,
         units: u64,
@@ -405,7 +405,8 @@ fn a_longer_boundary_slack_counts_at_once() {
 
 // ── never idle ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// How many go in `span` when somebody always waits; every `cancel`-th slot is cancelled while it lies ahead.
+/// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is cancelled while it lies
+/// ahead.
 fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Option<usize>) -> u64 {
     let mut world = World::new(quota);
     let mut used = 0;

@@ -1,5 +1,5 @@
-//! A line under whatever order its callers, its errands and the clock take: everybody's wait ends, in order, by being woken
-//! and not by luck, nothing goes over the limit, and nothing that was booked is lost.
+//! Tests of the state of a key under any order of callers, effects and the clock. Each wait ends, in order, because its task
+//! is woken. No limit is exceeded, and no booked permit is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,28 +22,28 @@ use crate::wakers::Wakers;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// One comes who can wait so long, in milliseconds, and perhaps not by a bound of the gate but by a deadline.
+    /// A request arrives that can wait for `wait` milliseconds, by a deadline or by a bound of the limiter.
     Enter {
         cost: u32,
         wait: u64,
         by_deadline: bool,
     },
-    /// One is polled, woken or not.
+    /// A request is polled, whether it was woken or not.
     Poll(usize),
     Leave(usize),
-    /// One uses its permit, or waits again as that is dead.
+    /// A request uses its permit, or waits again because the permit has expired.
     Use(usize),
     GiveBack(usize),
-    /// An errand is done, if it is time.
+    /// An effect is run, if it is due.
     Effect(usize),
-    /// An errand is lost with its runtime.
+    /// An effect is dropped with its runtime.
     ErrandLost(usize),
-    /// The key is held for so long, and perhaps that was cut.
+    /// The key is held for this many milliseconds; the flag says whether the hold was cut.
     Hold(u64, bool),
     Release,
-    /// Some news may have been missed.
+    /// A message may have been missed.
     Doubt,
-    /// The store goes away, or comes back.
+    /// The store becomes unreachable (`true`) or reachable again.
     Away(bool),
     Passes(u64),
 }
@@ -69,15 +69,15 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The longest that anybody waits, in milliseconds.
+/// The longest wait of a request, in milliseconds.
 const LONGEST: u64 = 60_000;
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store in memory, perhaps at the end of a wire. It decides when it is asked; its answer arrives when it does. It counts
-/// the units that it granted, and those that came back.
+/// A store in memory, with or without a delay of its answers. It decides when it is called; its answer may arrive later. It
+/// counts the units that it granted, and the units that were given back.
 struct Wire {
     store: Arc<MemoryStore>,
     later: bool,
@@ -121,7 +121,7 @@ impl Store for Wire {
     }
 }
 
-/// The task of one who waits.
+/// The task of a request that waits.
 #[derive(Default)]
 struct Task {
     woken: AtomicBool,
@@ -139,19 +139,19 @@ struct One {
     place: Ticket,
     task: Arc<Task>,
     stage: Stage,
-    /// Whether somebody was before it in line when its wait ended.
+    /// Whether another request was before it in the queue when its wait ended.
     overtakes: bool,
 }
 
 // Waiting => Has | Ended
-// Has => Ended | Waiting, when its permit died
+// Has => Ended | Waiting, if its permit expired
 enum Stage {
     Waiting,
     Has(Reservation),
     Ended,
 }
 
-/// An errand that was left to be done.
+/// An effect that is still to be run.
 enum Pending {
     Call(CallNumber, Call, Instant),
     Gather(Instant),
@@ -164,9 +164,9 @@ struct World {
     wire: Arc<Wire>,
     store: Arc<dyn Store>,
     terms: Arc<Terms>,
-    /// Whether errands may be lost and the store may go away.
+    /// Whether effects may be dropped and the store may become unreachable.
     faults: bool,
-    /// Whether something was booked that nobody here was told of.
+    /// Whether permits were booked whose answer was lost.
     spoilt: bool,
     all: Vec<One>,
     errands: Vec<Pending>,
@@ -197,7 +197,7 @@ impl World {
         }
     }
 
-    /// Does something to the line, as the gate does.
+    /// Runs `act` on the state of the key, as the limiter does.
     fn act<R>(
         &mut self,
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers, &mut [One]) -> (R, Option<Effect>),
@@ -248,7 +248,7 @@ impl World {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
                 let waits = |one: &One| one.place.cost == cost && self.is_in_line(one);
-                assert!(!self.all.iter().any(waits), "who comes last goes first");
+                assert!(!self.all.iter().any(waits), "a later request overtook a waiter");
                 (0, Stage::Has(slot))
             }
             None => (number, Stage::Waiting),
@@ -271,7 +271,7 @@ impl World {
     fn assert_usable(&self, slot: &Reservation) {
         let now = clock::now();
         assert!(slot.at <= now && now < slot.until, "a permit is granted when it can be used");
-        assert!(self.line.held(now).is_none(), "nobody leaves while the key is held");
+        assert!(self.line.held(now).is_none(), "no request leaves while the key is held");
     }
 
     fn poll(&mut self, index: usize) {
@@ -292,13 +292,13 @@ impl World {
             }
             Poll::Ready(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                assert!(!self.all[index].overtakes, "who came first goes first");
+                assert!(!self.all[index].overtakes, "requests leave in the order of their arrival");
                 Stage::Has(slot)
             }
             // Its call is still under way.
             Poll::Ready(Settled::Failed(StoreError::NoAnswer { .. })) => Stage::Ended,
             Poll::Ready(Settled::Failed(error)) => {
-                // What an answer brought that took too long counts as spent.
+                // Permits of an answer that took too long count as spent.
                 let too_slow = matches!(error, StoreError::TooSlow { .. });
                 assert!(self.faults || too_slow, "the store is there");
                 self.spoilt = true;
@@ -331,7 +331,7 @@ impl World {
                 self.release();
             }
         } else if one.place.number == 0 {
-            // One that never waited has no place to go back to.
+            // A request that never waited has no place to return to.
             one.stage = Stage::Ended;
             self.act(|line, ctx, wakers, _| ((), line.give_back(ctx, slot, wakers)));
         } else {
@@ -351,7 +351,7 @@ impl World {
         }
     }
 
-    /// Answers whether it was time.
+    /// Runs the effect at `index` if it is due. Returns whether it was due.
     fn run(&mut self, index: usize) -> bool {
         let now = clock::now();
         if self.errands[index].due() > now {
@@ -450,7 +450,7 @@ impl World {
         }
     }
 
-    /// All goes well from now on, and only waiters that are woken are polled. Returns how long it took until none was left.
+    /// From now on there are no faults, and only woken waiters are polled. Returns how long it took until no waiter was left.
     async fn settle(&mut self) -> Duration {
         self.wire.away.store(false, Ordering::Relaxed);
         let (start, mut last) = (clock::now(), clock::now());
@@ -485,7 +485,7 @@ impl World {
                 return last - start;
             }
             let latest = start + ms(2 * LONGEST);
-            assert!(clock::now() < latest, "{waiting} wait, and nobody wakes them");
+            assert!(clock::now() < latest, "{waiting} requests wait, and none is woken");
             tokio::select! {
                 () = self.anybody.notified() => {}
                 () = clock::sleep_until(due.unwrap_or(latest).min(latest)) => {}
@@ -513,9 +513,9 @@ impl Pending {
 }
 
 impl World {
-    /// What was granted and not used came back, once.
+    /// Each permit that was granted and not used was given back exactly once.
     fn assert_nothing_is_lost(&mut self) {
-        // What lies at hand goes back when the line is forgotten.
+        // Permits at hand are given back when the state of the key is forgotten.
         self.act(|line, ctx, _, _| (line.forgotten(ctx), None));
         let [granted, returned] =
             [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
@@ -524,7 +524,7 @@ impl World {
     }
 }
 
-/// One run; who is there in the end goes on, or `quits`.
+/// One run. In the end the remaining requests go on, or leave if `quits`.
 async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
     let mut world = World::new(Quota::per_second(count), later, faults);
     for step in steps {
@@ -541,9 +541,9 @@ async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]
     let units: u32 = left.map(|one| one.place.cost).sum();
     let took = world.settle().await;
     assert_eq!(world.line.waiting(), 0);
-    assert!(world.line.queue.is_none(), "an empty line is closed");
+    assert!(world.line.queue.is_none(), "an empty queue is dropped");
     let most = world.most_used(ms(1000));
-    assert!(most <= count, "{most} units within a second, and {count} may be");
+    assert!(most <= count, "{most} units within a second; at most {count} are allowed");
     if !world.spoilt {
         // A cost of 3 may leave 2 units of a window.
         let windows = units / (count - 2) + 2;
@@ -555,7 +555,7 @@ async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]
     }
 }
 
-/// All leave while the next call waits for others to join it, and with it what is to go back.
+/// All waiters leave while the next call is delayed so that others can join it; that call also carries the returned permits.
 #[tokio::test(start_paused = true)]
 async fn permits_of_waiters_that_leave_early_go_back() {
     let mut world = World::new(Quota::per_second(5), true, false);
@@ -577,7 +577,7 @@ async fn permits_of_waiters_that_leave_early_go_back() {
     world.assert_nothing_is_lost();
 }
 
-/// The last in line had its permit when the key was held for longer than it can wait.
+/// The last waiter had its permit when the key was held for longer than it can wait.
 #[tokio::test(start_paused = true)]
 async fn permits_of_waiters_held_too_long_go_back() {
     let mut world = World::new(Quota::per_second(5), false, false);
@@ -586,18 +586,18 @@ async fn permits_of_waiters_held_too_long_go_back() {
     }
     world.settle().await;
     world.enter(1, 2000, false);
-    // It is handed out by another, and before the one is polled the key is held.
+    // Another request hands the permit out, and the key is held before the waiter is polled.
     tokio::time::advance(ms(1025)).await;
     world.act(|line, ctx, wakers, _| ((), line.step(ctx, None, wakers)));
-    assert_eq!(world.line.waiting(), 0, "it was handed out");
+    assert_eq!(world.line.waiting(), 0, "the permit was handed out");
     world.hold(Held { left: ms(5000), ..Held::default() });
     world.poll(5);
     assert!(matches!(world.all[5].stage, Stage::Ended), "it is refused");
     world.assert_nothing_is_lost();
 }
 
-/// Short spans that together outlast the life of a permit while a call is under way: the answer comes too late to use,
-/// and goes back.
+/// Short spans that together outlast the life of a permit while a call is under way: the answer arrives too late to use, and
+/// its permits are given back.
 #[tokio::test(start_paused = true)]
 async fn answers_that_come_too_late_go_back() {
     let enter = |wait| Step::Enter { cost: 1, wait, by_deadline: false };

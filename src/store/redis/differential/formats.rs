@@ -135,7 +135,7 @@ fn states_of_format_1_are_read_as_before() {
 }
 
 #[test]
-fn format_2_states_are_a_clear_error_to_format_1() {
+fn format_2_states_are_clear_errors_to_format_1() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     let terms = Arc::new(Terms::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
