@@ -116,7 +116,7 @@ pub(crate) struct Ledger {
     hold: Hold,
 }
 
-/// Until when nothing may be sent, after a refusal by the upstream or by an operator's call.
+/// Until when nothing may be sent, because the upstream refused a request or an operator put the key on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub(crate) until: Micros,

@@ -15,7 +15,7 @@ pub(super) struct StoreSession {
     writes: u64,
     /// The store's time in the last answer, in microseconds.
     seen: u64,
-    /// The store's clock said `seen` at some moment between these two.
+    /// The store's clock showed `seen` at some moment between these two.
     earliest: Instant,
     latest: Instant,
     /// When the last call that was answered was sent.
@@ -113,20 +113,20 @@ impl StoreSession {
         self.seen = seen;
     }
 
-    /// Returns the two moments between which the store's time was what its last answer said.
+    /// Returns the two moments between which the store's time was the time in its last answer.
     pub(super) fn bounds(&self) -> (Instant, Instant) {
         (self.earliest, self.latest)
     }
 
-    /// Takes off what was granted lately and is given back.
+    /// Subtracts permits that were granted lately and are given back.
     pub(super) fn forget(&mut self, unused: &[Unused]) {
         let (incarnation, from) = (self.incarnation, self.granted.from);
         let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// Returns what the next call tells the store. After a sleep of the machine that is nothing, since the monotonic clock does not
-    /// know how long it slept.
+    /// Returns what the next call sends to the store. After a sleep of the machine it sends nothing, since the monotonic clock does
+    /// not show how long the machine slept.
     pub(super) fn tell(&self, now: Instant) -> Memory {
         let since = now.saturating_duration_since(self.heard);
         if now >= self.until || self.incarnation == 0 || clock::has_slept(self.wall_ahead, since) {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// For how long a key may send nothing, because an upstream or an operator said so.
+/// How long a key may send nothing, because the upstream refused a request or an operator put the key on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Held {
@@ -10,7 +10,7 @@ pub struct Held {
     pub left: Duration,
     /// How often holds of the key were released. A hold from before a release is over, even if a later message names it.
     pub releases: u32,
-    /// Whether the upstream may refuse for longer: the hold was cut to `max_hold`, or what the upstream says is too short. When
+    /// Whether the upstream may refuse for longer: the hold was cut to `max_hold`, or the upstream states too short a wait. When
     /// it ends, one request of each process leaves before the others.
     pub cut: bool,
 }

@@ -80,7 +80,7 @@ pub struct Memory {
     pub granted: u64,
 }
 
-/// The permits that a store grants, and what it says of the key.
+/// The permits that a store grants, and the state of the key.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Lease {
@@ -119,12 +119,12 @@ pub struct Lease {
 pub(crate) struct Standalone {
     /// When it granted the lease. Waits count from there.
     pub(crate) at: Instant,
-    /// Whether the store has answered, so that what the lease says besides its segments is the store's.
+    /// Whether the store has answered, so that the other fields of the lease besides its segments are the store's.
     pub(crate) answered: bool,
 }
 
 impl Lease {
-    /// Returns whether the lease says anything of the state besides its segments.
+    /// Returns whether the lease states anything about the key besides its segments.
     pub(crate) fn is_word_of_store(&self) -> bool {
         self.own.is_none_or(|own| own.answered)
     }

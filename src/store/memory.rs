@@ -50,7 +50,7 @@ struct Flight {
 }
 
 impl MemoryStore {
-    /// The number of keys unless said otherwise.
+    /// The default of `max_keys`.
     pub const DEFAULT_MAX_KEYS: usize = 100_000;
 
     /// A store for at most `max_keys` keys that are limited at once. Default: 100,000.
@@ -105,7 +105,7 @@ impl std::fmt::Debug for MemoryStore {
     }
 }
 
-/// The ledger of a key, and when it can be forgotten, which is to be known without a look at it.
+/// The ledger of a key, and when it can be forgotten, which is kept beside it so that a check does not read the ledger.
 struct Counts {
     fresh_from: Micros,
     ledger: Box<Ledger>,
@@ -145,7 +145,7 @@ impl Flight {
         if !self.listeners.iter().any(|(holder, _)| *holder == id) {
             self.listeners.push((id, listener.clone()));
         }
-        // Here nobody can be silent without having left.
+        // Within one process, no holder can fall silent without having left.
         let claimed = Claimed { id, number, most, sits, wants, heard, life: Micros::MAX };
         let (Flight { seats, listeners }, mut news) = (self, Vec::new());
         seats.claim(0, claimed, |Told { id, number, given, others_wait, version }| {

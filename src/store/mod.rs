@@ -8,8 +8,8 @@
 //! 1. **Never over.** A permit is usable once, from its slot to its deadline. However its holder uses it within that
 //!    time, and however long the request then takes to the upstream, up to `transit_slack`, no limit of the quota is exceeded.
 //! 2. **One step.** [`Store::lease`] takes back what is returned, then books the needs in order, then permits in advance; all
-//!    limits of the quota or none. Two calls at once are as one after the other.
-//! 3. **A refusal leaves no trace.** A need without a slot up to `latest` is not booked; the answer says when its slot would be.
+//!    limits of the quota or none. Concurrent calls count like calls one after the other.
+//! 3. **A refusal leaves no trace.** A need without a slot up to `latest` is not booked; the answer states when its slot would be.
 //! 4. **In order.** Needs are served in the order given. A later call gets no earlier slot while slots are scarce.
 //! 5. **Nothing twice.** A returned permit is counted back once; a slot that lies ahead goes to the next call.
 //! 6. **Nothing is kept for ever.** A permit that is neither used nor returned expires.
@@ -23,11 +23,11 @@
 //! 12. **External usage.** Units that other clients use of a limit, as the upstream states ([`Ask::left`]), are not granted until
 //!     its window ends.
 //! 13. **Charges.** Charged units ([`Ask::charges`]) count from when they were used, whether or not there is room.
-//! 14. **Registers.** A register changes in one step, and only if it is as it was read; no version comes again.
+//! 14. **Registers.** A register changes in one step, and only if it has not changed since it was read; versions never repeat.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
 //!
-//! A store never waits: it only says until when. The limiter waits.
+//! A store never waits: it only states until when. The limiter waits.
 
 mod asked;
 #[cfg(feature = "contract")]

@@ -20,7 +20,7 @@ pub(in crate::limiter) struct Flights {
 /// The result of a change to the calls in flight of a key.
 pub(in crate::limiter) struct Acted<R> {
     pub(in crate::limiter) done: R,
-    /// What the store is to be told, after the lock is released.
+    /// The claim to send to the store after the lock is released.
     pub(in crate::limiter) claim: Option<Claim>,
 }
 

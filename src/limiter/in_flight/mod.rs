@@ -6,12 +6,12 @@
 //!
 //! # The protocol
 //!
-//! A process tells the store what it has: how many seats it uses, and how many requests wait. This is a
-//! *claim*. A claim states totals and no changes, so a claim that is lost, late or repeated harms nothing. The
-//! answer states totals too: how many seats the process was ever granted. The difference to the answers before
-//! is what is new.
+//! A process sends its state to the store: how many seats it uses, and how many requests wait. This is a
+//! *claim*. A claim states totals and no changes, so a claim that is lost, late or repeated does no harm. The
+//! answer states totals as well: how many seats the process was ever granted. The difference to the answers before
+//! is the number of new seats.
 //!
-//! - One claim at a time is on its way. What changes meanwhile is in the next one.
+//! - One claim at a time is on its way. Changes meanwhile are in the next claim.
 //! - A seat whose call has ended goes to the next request that waits in this process, and the store is not
 //!   notified. If other processes wait, the seat goes back with the next claim, and the store grants it to the
 //!   request that came first.

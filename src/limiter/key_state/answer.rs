@@ -107,7 +107,7 @@ impl KeyState {
         Ok(lease)
     }
 
-    /// Keeps what a lease says besides its segments. Returns between which moments of this process its time was.
+    /// Keeps what a lease states besides its segments. Returns the moments of this process between which the lease was made.
     pub(super) fn remember(
         &mut self,
         ctx: &KeyContext<'_>,

@@ -269,7 +269,7 @@ impl KeyState {
         if self.tightens {
             return self.tighten(ctx, wakers);
         }
-        // If the store has to learn of a hold, the step only hands out; else it asks as well what the upstream said.
+        // If a hold has to be sent to the store, the step only hands out permits; else it also sends what the upstream stated.
         let told = self.retell_hold(ctx, wakers);
         let asked = self.step(ctx, None, wakers);
         let effect = told.or(asked).or_else(|| self.pass_on(ctx, wakers));

@@ -43,9 +43,9 @@ pub(super) struct Holding {
     since: Instant,
     /// When the store or another process last confirmed it; `None` if a message may have been missed.
     heard: Option<Instant>,
-    /// When this process last told the store of a refusal.
+    /// When this process last sent a refusal to the store.
     told: Option<Instant>,
-    /// Whether the store has lost it and has to be told again.
+    /// Whether the store has lost it, so that it has to be sent again.
     retell: bool,
     /// The tasks that wait for nothing but its end.
     waiting: BTreeMap<Number, Waker>,
@@ -119,7 +119,7 @@ pub(in crate::limiter) fn is_any_uncertain() -> bool {
     UNCERTAIN.load(Ordering::Relaxed) > 0
 }
 
-/// How often this process tells the store of a refusal, unless the hold is longer by a tenth.
+/// The shortest time between two refusals that this process sends to the store, unless the hold is longer by a tenth.
 const TELL_AGAIN: Duration = Duration::from_secs(1);
 
 /// A probe whose response takes longer is followed by another.

@@ -1,7 +1,7 @@
-//! The line of one key in this process: the permits at hand, and the queue of those who wait.
+//! The state of one key in this process: the permits at hand, and the queue of waiters.
 //!
-//! One store call at a time books for all who wait. Where nobody waits, a key in heavy use fetches a few permits ahead,
-//! so that the next calls need no store; how many follows from how fast they are used.
+//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few permits, so that
+//! the next requests need no store call. Their number follows from how fast they are used.
 
 mod answer;
 mod booking;
@@ -76,15 +76,15 @@ pub(super) struct KeyState {
     /// Whether this process granted the booked permits itself, because the store is unreachable.
     alone: bool,
     hold: Option<Box<Holding>>,
-    /// What the upstream said of each limit.
+    /// What the upstream stated about the rest of each limit.
     remaining: Option<Box<RemainingTracker>>,
     /// What the upstream has stated of its limits.
     stated: Option<Box<StatedLimits>>,
-    /// Whether others use a limit of the key too, as the store says.
+    /// Whether other clients use a limit of the key as well, by the store's last answer.
     shared: bool,
-    /// Units that could still go, as the store said last.
+    /// Units that could still be sent, by the store's last answer.
     free: u64,
-    /// Whether a call is under way that may bring more than the upstream says is left.
+    /// Whether a call is under way that may grant more than the upstream states is left.
     tightens: bool,
     /// What the store refused last, if it takes a trip to answer.
     refused: Option<Box<Refused>>,
@@ -121,7 +121,7 @@ impl Evict for KeyState {
 }
 
 impl KeyState {
-    /// A line in which nobody waits. `life` is how long its permits live at first.
+    /// Makes the state of a key without waiters. `life` is how long its permits live at first.
     pub(super) fn new(life: Duration, now: Instant) -> Self {
         KeyState {
             prefetched: Prefetched::new(now),
@@ -275,7 +275,7 @@ impl KeyState {
         effect
     }
 
-    /// Drops a queue in which nobody is left, and gives back what was to go with the next call.
+    /// Drops a queue without waiters, and gives back the permits that the next call would have returned.
     fn close(&mut self, ctx: &KeyContext<'_>) {
         if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
             && !queue.returns.is_empty()

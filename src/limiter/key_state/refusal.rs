@@ -38,7 +38,7 @@ struct Told {
     said_now: bool,
 }
 
-/// How long a key is to be held.
+/// How long a key is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wait {
     pub(super) left: Duration,
@@ -90,7 +90,7 @@ impl Refusals {
                 let extra = (before.extra * 2).max(FIRST_EXTRA);
                 (said.max(extra).min(max_hold), extra)
             }
-            // A call that left before the told end proves nothing.
+            // A call that was sent before the stated end proves nothing.
             Some(before) => (said, before.extra),
             None => (said, Duration::ZERO),
         };
@@ -138,7 +138,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// How many refusals there are until the server is open, `late` after it said.
+    /// Returns how many refusals there are until the server accepts calls, `late` after the stated moment.
     fn refusals(known: &mut Refusals, at: &mut Instant, told: Duration, late: Duration) -> u32 {
         let opens = *at + told + late;
         for count in 0.. {

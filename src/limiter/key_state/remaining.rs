@@ -116,7 +116,7 @@ impl Word {
         (is_fresh && lasts).then_some(units)
     }
 
-    /// Returns for how long the store need not be told.
+    /// Returns how long nothing has to be sent to the store.
     fn rests(&self, limit: Limit, now: Instant) -> Duration {
         let told = self.told.filter(|_| self.refused == 0);
         let rest = (limit.window() / TOLD_PER_WINDOW).min(LONGEST_REST);
@@ -256,7 +256,7 @@ impl KeyState {
         effect
     }
 
-    /// Another process told the store that less is left; `writes` is the number of that state.
+    /// Takes in that another process stated to the store that less is left. `writes` is the number of that state.
     pub(in crate::limiter) fn less_heard(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(told(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
     }
 
-    /// A server that says what is left of a minute, under a limit of an hour.
+    /// A server that states what is left of a minute, under a limit of an hour.
     #[test]
     fn unnamed_quotas_of_shorter_periods_are_other_limits() {
         let hour = Limit::Sliding { count: 5000, window: Duration::from_secs(3600) };

@@ -41,7 +41,7 @@ pub enum HeaderTrust {
     Stricter,
     /// As `Usage`, and stated limits with a window replace the configured ones, even if they allow more.
     ///
-    /// Then the upstream decides how much is sent, and so does anybody who can answer in its place.
+    /// Then the upstream decides how much is sent, and so does any server that can respond in its place.
     Replace,
 }
 
@@ -67,8 +67,8 @@ pub(super) struct StatedLimits {
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
-/// How often they may change within as long as the store keeps a limit that is asserted no more: an upstream whose word
-/// changes with each answer is not to leave it hundreds.
+/// How often the stated limits may change within the time for which the store keeps a limit that is no longer asserted. So an
+/// upstream that states other limits in each response does not leave hundreds of limits in the store.
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
@@ -181,7 +181,7 @@ impl KeyState {
 
     fn set_learned(&mut self, learn: HeaderTrust, configured: &Terms, learned: SmallVec<[StatedLimit; 1]>) {
         let quota = configured.quota();
-        // What was said of other limits is said again.
+        // Statements about other limits are repeated by later responses.
         self.remaining = None;
         self.stated = (!learned.is_empty()).then(|| {
             let base = if learn == HeaderTrust::Stricter { Some(*quota) } else { None };

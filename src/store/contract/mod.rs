@@ -10,9 +10,9 @@
 //! # }
 //! ```
 //!
-//! It judges a store by what it answers: by the slots, lives and stamps of its own time. So it bites on a slow machine
-//! as on a fast one, and nothing in it depends on when a task wakes. It takes about two seconds; under a paused clock,
-//! if the store stands on Tokio's, none.
+//! The suite checks the answers of a store: the slots, lives and stamps in the store's own time. So it finds the same faults
+//! on a slow machine as on a fast one, and no check depends on when a task wakes. It takes about two seconds; with a store that
+//! uses Tokio's clock, and this clock paused, it takes no time.
 
 mod in_flight;
 mod registers;
@@ -29,7 +29,7 @@ use crate::quota::{Limit, Quota};
 ///
 /// # Panics
 ///
-/// When the store breaks one; the message says which, and what it answered.
+/// If the store breaks a law. The message names the law and shows the store's answer.
 pub async fn check(store: Arc<dyn Store>) {
     grants_at_once_what_is_free(&store).await;
     is_never_over(&store).await;
@@ -79,7 +79,7 @@ impl Desk {
         self.ask(Ask { prefetch, latest, returns, ..self.asks_for(needs) }).await
     }
 
-    /// A call that asks for `needs` now, and for nothing else.
+    /// Makes a call that asks for `needs` now, and for nothing else.
     fn asks_for<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
         Ask {
             key: self.key,

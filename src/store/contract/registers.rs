@@ -8,7 +8,7 @@ use super::{LONG, key, pass};
 use crate::key::Key;
 use crate::store::{Change, Listener, News, Register, Store, StoreError, Tell};
 
-/// What was told.
+/// The notifications that were received.
 #[derive(Default)]
 struct Ear(Mutex<Vec<(Key, Register)>>);
 
@@ -21,7 +21,7 @@ impl Listener for Ear {
 }
 
 impl Ear {
-    /// What was told of a version of `key`'s register, once it is.
+    /// Waits up to two seconds for the notification of `version` of a register of `key`.
     async fn told(&self, key: Key, version: u64) -> Option<Register> {
         for _ in 0..2000 {
             let told = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();

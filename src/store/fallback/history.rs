@@ -72,7 +72,7 @@ impl GrantHistory {
     /// The limit is shared again.
     pub(super) fn join(&mut self) {
         self.alone = None;
-        // What was granted meanwhile says nothing about the share.
+        // Permits granted meanwhile do not show the share.
         self.first = self.theirs(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 

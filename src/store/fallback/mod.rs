@@ -163,7 +163,7 @@ impl Inner {
         }
     }
 
-    /// Asks for a process that is alone. `is_back` says whether the store answered the last call.
+    /// Asks for permits while the process is alone. `is_back` states whether the store answered the last call.
     async fn ask_alone(self: &Arc<Self>, mut asked: Asked, is_back: bool) -> Result<Lease, StoreError> {
         let word = match is_back {
             true => None,

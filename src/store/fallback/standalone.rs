@@ -161,8 +161,8 @@ impl StandaloneLedger {
         if now >= since + OTHERS { Stage::Together } else { Stage::Back }
     }
 
-    /// The store was charged although the limiter did not ask; `answered` says whether it answered. Returns whether the limit is shared
-    /// again. It is not while permits lie ahead: the limiter gives them up when it asks.
+    /// Takes in the end of a charge of the store that no call of the limiter caused; `answered` states whether the store answered.
+    /// Returns whether the limit is shared again. It is not while permits lie ahead; the limiter gives them back with its next call.
     pub(super) fn charged(&mut self, answered: bool, now: Instant) -> bool {
         if !answered {
             self.back = None;

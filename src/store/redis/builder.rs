@@ -1,4 +1,4 @@
-//! The words a user says about a store in Redis.
+//! The settings of a store in Redis.
 
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
@@ -61,11 +61,11 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Checks everything and makes the store. Connects when it is first asked.
+    /// Checks all settings and makes the store. The store connects when it is first called.
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] names the first setting that makes no sense, and says what to change.
+    /// [`ConfigError`] names the first setting that is invalid, and the remedy.
     pub fn build(self) -> Result<RedisStore, ConfigError> {
         let RedisStoreBuilder { connecting, prefix, secret, store_timeout } = self;
         let connecting = connecting?;

@@ -50,8 +50,8 @@ impl Call {
     const SINCE: usize = 2 + 4 * LONG;
     const SERVER_SEEN: usize = 2 + 6 * LONG;
 
-    /// Makes a packed call one that is sent `later` than it was packed, to a server that has just said that its clock
-    /// shows `server_seen`.
+    /// Changes a packed call into a call that is sent `later` than it was packed, to a server whose clock has just shown
+    /// `server_seen`.
     pub(super) fn ask_again(call: &mut [u8], later: Duration, server_seen: u64) {
         let mut write = |at: usize, value: u64| {
             call[at..at + LONG].copy_from_slice(&value.min(NEVER).to_le_bytes()[..LONG]);
@@ -93,7 +93,7 @@ impl Call {
     }
 }
 
-/// What a call says besides the limits, the needs and the returns.
+/// What a call states besides the limits, the needs and the returns.
 struct Spans {
     latest: Micros,
     life: Micros,
@@ -193,7 +193,7 @@ pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
 
 /// The call that gives back `unused`, all of one life of the state.
 pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> {
-    // It says nothing of the time and of what was granted: it is not told what the answer says.
+    // It states neither the time nor what was granted, because its answer is not read.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
     let memory = Memory { incarnation, ..Memory::default() };
     call(RETURN, terms, memory, dice, Spans::NONE, &Lists { returns: unused, ..Lists::default() })
@@ -240,7 +240,7 @@ pub(super) fn peek_seats(most: u32, dice: u64) -> Vec<u8> {
 
 // ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// An answer that is not as the page of the format says.
+/// An answer that does not follow the format in `src/guide/redis_format.md`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Garbled;
 

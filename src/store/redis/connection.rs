@@ -1,7 +1,7 @@
 //! The connection to one server: made when it is first needed, made anew when it breaks, and known to be broken meanwhile,
 //! so that no caller waits for it.
 //!
-//! One connection for all keys: what is asked at the same time travels together.
+//! One connection serves all keys: commands of the same moment are sent together.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -29,7 +29,7 @@ pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>
 #[derive(Clone)]
 pub(super) struct Connection {
     ask: Arc<dyn Fn(Request) -> Answering + Send + Sync>,
-    /// The database that it says it uses.
+    /// The database that the connection states it uses.
     pub(super) database: i64,
 }
 
@@ -41,7 +41,7 @@ impl Connection {
 
 pub(super) type Answering = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
 
-/// What a server is asked. Clones share the command.
+/// A command to a server. Clones share the command.
 #[derive(Clone)]
 pub(super) struct Request {
     pub(super) command: Arc<Cmd>,
@@ -202,7 +202,7 @@ impl Link {
         }
     }
 
-    /// Waits until the connection breaks, and sends a PING where nobody else sends anything.
+    /// Waits until the connection breaks, and sends a PING when the connection is idle.
     async fn until_broken(self: &Arc<Self>) {
         loop {
             tokio::select! {
@@ -308,8 +308,8 @@ impl Link {
         }
     }
 
-    /// If the state is as `condition` says, calls fail at once from now on, until there is a new connection. Returns whether
-    /// it was.
+    /// If `condition` holds for the state, lets calls fail at once from now on, until there is a new connection. Returns whether
+    /// it held.
     fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);
@@ -361,9 +361,9 @@ pub(super) struct RedisFailure {
 enum Why {
     /// There is no connection.
     Down(StoreError),
-    /// The server said no, or the connection broke.
+    /// The server replied with an error, or the connection broke.
     Said(RedisError),
-    /// Nothing came back in time.
+    /// No answer arrived in time.
     Silent(Duration),
 }
 
@@ -389,7 +389,7 @@ impl RedisFailure {
         matches!(self.why, Why::Silent(_))
     }
 
-    /// What the server said.
+    /// The error that the server replied, if it did.
     #[cfg(feature = "redis-cluster")]
     pub(super) fn said(&self) -> Option<&RedisError> {
         match &self.why {
@@ -398,7 +398,7 @@ impl RedisFailure {
         }
     }
 
-    /// Whether it says that the server would answer the next call: what it said concerns this one.
+    /// Returns whether the server would answer the next call, because `error` concerns only this call.
     fn is_answer(error: &RedisError) -> bool {
         match error.kind() {
             ErrorKind::Server(

@@ -299,8 +299,8 @@ impl RedisStore {
         let answer = self.ask(|answer| Job::Call { about, key, call, packed: asked, answer });
         Box::pin(async move {
             let answer = answer.await?;
-            // A process that was stopped meanwhile, or a call that was: the script took what it said of the time for
-            // recent, so what it decided may be off by as much.
+            // The process or the call was stopped meanwhile. The script took the call's time for recent, so its decision
+            // may be off by the same time.
             if clock::now().saturating_duration_since(asked) > store_timeout {
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }
@@ -340,7 +340,7 @@ impl Store for RedisStore {
 
     fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
         let (key, terms, unused) = (self.name(key), terms.clone(), unused.to_vec());
-        // Without its thread there is nobody to give it to: it runs out by itself.
+        // Without its thread the permits cannot be sent: they expire by themselves.
         let _ = self.send(Job::GiveBack { key, terms, unused });
     }
 

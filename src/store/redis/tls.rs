@@ -1,8 +1,8 @@
 //! Whether rustls has a provider of cryptography.
 //!
-//! rustls uses the one that the process has installed, else the only one that its crate features name, and panics if they name
-//! none or two. The choice is the program's: tollgate neither installs a provider nor turns on a feature that names one, as
-//! both would change what other code in the program does. It only looks.
+//! rustls uses the provider that the process has installed, else the only provider that its crate features name. It panics if
+//! they name none or two. The program chooses: tollgate neither installs a provider nor turns on a feature that names one,
+//! because both would change what other code in the program does. It only checks.
 
 use std::any::TypeId;
 
@@ -13,7 +13,7 @@ pub(super) fn has_provider() -> bool {
     CryptoProvider::get_default().is_some() || named_by_features() == 1
 }
 
-/// The modules of rustls that there may be. They stand in for those that its features leave out.
+/// Stand-ins for the modules of rustls that its features leave out.
 #[allow(dead_code, reason = "they are used where rustls does not have them")]
 mod left_out {
     pub(super) mod ring {

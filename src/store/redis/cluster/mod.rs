@@ -2,7 +2,8 @@
 //!
 //! A call goes to the primary of its slot, by a map that any server can send. The map is asked for again when it may be out of
 //! date: when a link breaks, while one is down, and after a server has answered `MOVED`. A call is sent a second time only if
-//! the first server has said that it did not execute it and which server would (`MOVED`, `ASK`), and not a third time.
+//! the first server has replied that it did not execute the call and which server would (`MOVED`, `ASK`). It is never sent a
+//! third time.
 //!
 //! ```text
 //!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379
@@ -34,15 +35,15 @@ use crate::rng::{Backoff, dice, jittered};
 pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
 
-/// A server that has not answered a question that any server can answer after this time is not waited for alone: the next one
-/// is asked, too.
+/// How long one server is waited for alone with a command that any server can execute. Then the command is sent to the next
+/// server as well.
 const STAGGER: Duration = Duration::from_millis(50);
 
 /// At most this many servers are asked for the map at a time.
 const MOST_ASKED: usize = 8;
 
-/// The longest pause between two maps while all servers are well. In a cluster that is being resharded `MOVED` is an answer to
-/// many calls, each of which corrects the map by itself.
+/// The longest pause between two maps while all servers are well. While a cluster is resharded, many calls are answered
+/// with `MOVED`, and each of these answers corrects the map by itself.
 const SPACING: Duration = Duration::from_secs(1);
 
 /// The longest pause between two maps while a server is down. At most this long after a failover, calls go to the new
@@ -113,8 +114,8 @@ impl Cluster {
         self.seeds.settings.redis_settings().db()
     }
 
-    /// Sends a command about `key` to the primary of its slot. If that says that another server has the key, it has not
-    /// executed the command: then the other is asked, once.
+    /// Sends a command about `key` to the primary of its slot. If that server replies that another one has the
+    /// key, it has not executed the command. The command is then sent to the other server, once.
     pub(super) async fn ask(
         &self,
         key: &str,
@@ -364,7 +365,7 @@ impl Cluster {
         }
     }
 
-    /// A server has said that another one has the slot.
+    /// Takes in the reply of a server that another one has the slot.
     fn moved(&self, slot: u16, to: &Address) {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.map.set_primary(slot, to);
@@ -391,10 +392,10 @@ impl Seeds {
     }
 }
 
-/// Where a server says that a key is, which it therefore has not touched.
+/// The server that has a key, as another server replied. That other server has not executed the call.
 struct Redirection {
     to: Address,
-    /// The key is being moved there: only this call is to go there.
+    /// Whether the key is being moved there, so that only this call is sent there.
     asking: bool,
 }
 
