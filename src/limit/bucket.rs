@@ -10,7 +10,7 @@ use super::{Micros, Unused};
 /// Allows at most `capacity` units back to back; `count` units are refilled every `window`.
 ///
 /// Keeps the *theoretical arrival time*: when the bucket will be full again. It is advanced from the stamp of each
-/// permit, not from its slot, so the bucket of an upstream never runs dry however late in its life a permit arrives.
+/// permit, not from its slot, so the bucket of an upstream is never empty, even if a permit arrives at the end of its life.
 ///
 /// Moments are kept in microseconds times `count`: one unit is then exactly `window`, and no period is ever rounded.
 #[derive(Debug)]
@@ -20,17 +20,17 @@ pub(super) struct Bucket {
     window: u128,
     /// When the bucket is full again.
     full_at: u128,
-    /// The stamp at which `full_at` last started anew: permits with earlier stamps no longer shape it.
+    /// The stamp at which `full_at` last started anew. Permits with earlier stamps no longer affect it.
     base: u128,
     /// How far `full_at` may move back without a permit since `base` losing what it stands on.
     slack: u128,
-    /// All permits booked ahead with this slot or a later one queued: each got the slot at which the bucket had room.
+    /// All permits booked ahead with this slot or a later one queued: each got the first slot for which the bucket had units.
     queued_from: Micros,
-    /// The last of those booked ahead that did not queue, because another limit made them wait longer.
+    /// The last permits booked ahead that did not queue, because another limit made them wait longer.
     marks: VecDeque<Mark>,
 }
 
-/// `full_at` before and after a permit that did not queue, so that it can leave as it came.
+/// `full_at` before and after a permit that did not queue, so that it can be taken back whole.
 #[derive(Debug)]
 struct Mark {
     slot: Micros,
@@ -69,13 +69,13 @@ impl Bucket {
         from.max(self.room_for(u128::from(cost)))
     }
 
-    /// When the bucket holds `units`.
+    /// Returns when the bucket holds `units`.
     fn room_for(&self, units: u128) -> Micros {
         let ahead = self.capacity.saturating_sub(units) * self.window;
         u64::try_from(self.full_at.saturating_sub(ahead).div_ceil(self.count)).unwrap_or(u64::MAX)
     }
 
-    /// How many units may go at `slot`.
+    /// Returns how many units may be used at `slot`.
     pub(super) fn room(&self, slot: Micros) -> u64 {
         let missing = self.full_at.saturating_sub(self.scaled(slot)).div_ceil(self.window);
         u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX)
@@ -86,7 +86,7 @@ impl Bucket {
     }
 
     /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds at most these units and
-    /// those refilled since. Returns whether it held more.
+    /// the units refilled since. Returns whether it held more.
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
@@ -123,8 +123,8 @@ impl Bucket {
         }
     }
 
-    /// Counts units that were used without a permit. They leave the bucket empty now at most: an upstream that let them
-    /// pass had them. Where that cuts them, permits of before can no longer be taken back.
+    /// Counts units that were used without a permit. They leave the bucket empty at most, because the upstream that accepted
+    /// them had these units. If they are cut for that, earlier permits can no longer be taken back.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         let empty = self.full_at.max(self.scaled(now) + self.capacity * self.window);
         let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);

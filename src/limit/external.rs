@@ -22,7 +22,7 @@
 
 use super::Micros;
 
-/// Units reserved for others.
+/// Units reserved for clients outside the fleet, which this file calls *others*.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ExternalUsage {
     /// When the upstream's window ends, and a new count begins.
@@ -145,7 +145,7 @@ impl ExternalUsage {
         let (reserved, _) = self.reserved_from(now, size);
         self.refused = self.refused.saturating_add(refused);
         if self.refused > 0 {
-            // An eighth is for finding out that they have gone.
+            // An eighth is for finding out that the others have stopped.
             let by_refusals = self.before.saturating_add(self.refused).min(count - count / 8);
             self.seen = self.seen.max(by_refusals);
         }
@@ -178,14 +178,15 @@ impl ExternalUsage {
         self.reserved_from(now, size).0 > reserved
     }
 
-    /// Permits came back unused. Units that were counted as used when the newest response was read were others'.
+    /// Takes in that permits were given back unused. If they were counted as used when the newest response was read, others used
+    /// these units.
     pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
         if now < self.short_until && stamp <= self.counted_until {
             self.short = self.short.saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
         }
     }
 
-    /// The units reserved at a moment, and when that changes next if no response comes.
+    /// Returns the units reserved at a moment, and when that number changes next if no response arrives.
     pub(super) fn reserved_from(&self, at: Micros, Size { count, .. }: Size) -> (u32, Micros) {
         let is_confirmed = at < self.confirmed_until;
         let kept = |expected: u32| if is_confirmed { expected } else { expected.min(count / 4) };
@@ -202,7 +203,7 @@ impl ExternalUsage {
         (known.max(u32::try_from(short.max(0)).unwrap_or(u32::MAX)), until)
     }
 
-    /// The moment from which nothing is known of others, if no response comes.
+    /// Returns the moment from which nothing is known of others, if no response arrives.
     pub(super) fn forgotten_from(&self, size: Size) -> Micros {
         let said = self.least < u32::MAX || self.seen > 0;
         let (after, _) = self.reserved_from(self.ends, size);

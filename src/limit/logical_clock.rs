@@ -45,7 +45,7 @@ pub(crate) fn logical_time(
 ) -> Option<Micros> {
     let Some(expected) = expected else { return Some(clock.max(last_write)) };
     let tolerance = expected.tolerance();
-    // A state that was written at a later time than the caller expects knows better than the caller.
+    // A state that was written at a later time than the caller expects has newer knowledge than the caller.
     let is_state_later = last_write > expected.time + tolerance;
     let was_set_back = clock + tolerance < expected.time;
     let is_ahead = clock > expected.time + tolerance + expected.on_way;

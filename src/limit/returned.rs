@@ -19,7 +19,7 @@ pub(super) struct ReturnedSlots {
 const MOST: usize = 32;
 
 impl ReturnedSlots {
-    /// Takes a slot in. Where there is no room, answers the last slot, for which there is none then.
+    /// Takes a slot in. If there is no room, returns the last slot, which is then left out.
     pub(super) fn put(&mut self, unused: Unused) -> Option<Unused> {
         let index =
             self.slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
@@ -33,13 +33,13 @@ impl ReturnedSlots {
     }
 
     fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
-        // A process whose trips grew asks for longer lives than it gave back: half is better than lost.
+        // A process whose round trips grew asks for longer lives than it gave back. Half the life is better than a lost slot.
         let long_enough = |unused: &Unused| unused.slot + life / 2 + transit_slack <= unused.stamp;
         let fits = |unused: &Unused| unused.slot >= from && unused.units >= units && long_enough(unused);
         self.slots.iter().position(fits)
     }
 
-    /// The first slot, not before `from`, that has `units` and lives for half of `life` at least.
+    /// Returns the first slot, not before `from`, that has `units` and lives for half of `life` at least.
     pub(super) fn first(
         &self,
         from: Micros,

@@ -1,6 +1,6 @@
 //! A sliding window: a log of stamps.
 //!
-//! Twin: `store/redis/lua/window.lua`; the common case is in `short.lua` once more.
+//! Twin: `store/redis/lua/window.lua`; the common case is repeated in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use std::collections::VecDeque;
@@ -96,7 +96,7 @@ impl Window {
         Some(oldest)
     }
 
-    /// The first moment at which at most `limit - reserved - cost` units have younger stamps.
+    /// Returns the first moment at which at most `limit - reserved - cost` units have younger stamps.
     pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit.saturating_sub(cost + reserved);
         let last_to_leave = match self.total.checked_sub(others) {
@@ -106,7 +106,7 @@ impl Window {
         last_to_leave.map_or(from, |stamp| from.max(stamp.saturating_add(self.span)))
     }
 
-    /// The stamp of the unit that is number `rank` (from 1) of the oldest. Needs `rank <= total`.
+    /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <= total`.
     fn seek(&mut self, rank: u64) -> Micros {
         let Cursor { mut index, mut before } = self.cursor;
         while before >= rank {
@@ -121,7 +121,7 @@ impl Window {
         self.chunks[index].stamp
     }
 
-    /// How many units may go at `slot`, which is not before the first slot of one unit.
+    /// Returns how many units may be used at `slot`, which is not before the first slot of one unit.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         let Cursor { mut index, mut before } = self.cursor;
         let left = |chunk: &Chunk| chunk.stamp.saturating_add(self.span) <= slot;
@@ -138,7 +138,7 @@ impl Window {
         self.limit.saturating_sub(self.total - before)
     }
 
-    /// How many units may go now: all chunks that are left are younger than the window.
+    /// Returns how many units may be used now. All chunks that are left are younger than the window.
     pub(super) fn free(&self, now: Micros) -> u64 {
         match self.floor {
             Some(floor) if floor.saturating_add(self.span) > now => 0,
@@ -150,7 +150,8 @@ impl Window {
         self.total
     }
 
-    /// The units whose stamps are no later than `stamp`, and with those of the first chunk that is later: it may hold some.
+    /// Returns the units whose stamps are no later than `stamp`, and the same sum with the first later chunk, which may hold
+    /// such units as well.
     pub(super) fn used_until(&self, stamp: Micros) -> (u64, u64) {
         let first_later = self.chunks.partition_point(|chunk| chunk.stamp <= stamp);
         let later = self.chunks.iter().skip(first_later).map(|chunk| chunk.count);
@@ -225,8 +226,8 @@ impl Window {
 
     /// Takes `units` out again that were inserted under `stamp` and never used.
     ///
-    /// They lie in chunks with that stamp or a later one. Taking them from the first of these keeps what the log
-    /// promises: each unit that was used has a unit of its own in the log, with a stamp that is not earlier.
+    /// They lie in chunks with that stamp or a later one. They are taken from the first of these chunks, so that
+    /// each used unit keeps a unit of its own in the log, with a stamp that is not earlier.
     pub(super) fn subtract(&mut self, now: Micros, stamp: Micros, mut units: u64) {
         let gone = stamp.saturating_add(self.span) <= now || self.floor.is_some_and(|floor| stamp <= floor);
         if gone {
@@ -246,7 +247,7 @@ impl Window {
         }
     }
 
-    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of crumbs.
+    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of many small chunks.
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();

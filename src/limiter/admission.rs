@@ -6,7 +6,7 @@
 //! 2. It gets an in-flight slot of its key, if calls in flight are limited.
 //! 3. It gets a slot, if rates are limited. Else it waits until its key is not on hold.
 //!
-//! Each function here enters one stage and goes on to the next ones, as far as that is possible without a wait.
+//! Each function here enters one stage, and then the next stages until the request has to wait.
 //! A request that has to wait goes on to the next stage when it has what it waited for.
 
 use std::sync::Arc;

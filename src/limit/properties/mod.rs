@@ -1,4 +1,4 @@
-//! The laws of the limits, held against a count of every window by brute force.
+//! The laws of the limits, compared with a brute-force count of every window.
 
 mod external;
 
@@ -28,7 +28,7 @@ fn millis(span: u64) -> Duration {
 /// Units that arrived at a moment.
 type Arrival = (Micros, u64);
 
-/// The first limit of `quota` that `arrivals` break.
+/// Returns the first limit of `quota` that `arrivals` break.
 fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
     let mut arrivals = arrivals.to_vec();
     arrivals.sort_unstable();
@@ -81,7 +81,7 @@ fn over_fixed(arrivals: &[Arrival], count: u64, window: Micros, offset: Micros) 
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Time goes on.
+    /// Time advances.
     Wait(Micros),
     /// Books `count` permits, which are used at a share of their life, except `unused` of them.
     Book {
@@ -109,7 +109,7 @@ enum Op {
         steady: bool,
         refused: u32,
     },
-    /// Units are charged that the upstream let pass before, at an age.
+    /// Charges units of an age that the upstream accepted before.
     Charge {
         age: Micros,
         units: u64,
@@ -156,7 +156,7 @@ fn quota() -> impl Strategy<Value = Quota> {
     })
 }
 
-/// A ledger and what the upstream sees of what it grants.
+/// A ledger, and the requests that arrive at the upstream under its grants.
 struct World {
     ledger: Ledger,
     terms: Terms,
@@ -190,7 +190,7 @@ impl World {
         (grants, booked)
     }
 
-    /// Uses a grant but for `unused` of its permits: at a share of its life, after a share of the slack.
+    /// Uses a grant except for `unused` of its permits: at a share of its life, after a share of the slack.
     fn use_up(&mut self, grant: Grant, cost: u32, used_at: u8, jitter: u8, unused: u32) {
         let unused = unused.min(grant.count);
         let at = grant.slot + (grant.life - 1) * u64::from(used_at) / 255;
@@ -215,7 +215,7 @@ impl World {
             Op::Prefetch { most, life, used_at, unused } => {
                 self.ledger.advance(&self.terms, self.now);
                 if let Some(grant) = self.ledger.prefetch(most, life) {
-                    assert_eq!(grant.slot, self.now, "only what is free now is fetched ahead");
+                    assert_eq!(grant.slot, self.now, "only permits that are free now are prefetched");
                     self.use_up(grant, 1, used_at, 0, unused);
                 }
             }
@@ -244,7 +244,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
-    /// The one promise. Costs, several limits, bookings ahead, fetches ahead, cancelled slots, late use.
+    /// No limit is exceeded, with costs, several limits, bookings ahead, prefetched permits, cancelled slots and late use.
     #[test]
     fn no_window_of_any_history_is_over(quota in quota(), ops in prop::collection::vec(op(), 1..60)) {
         let mut world = World::new(quota);
@@ -290,7 +290,7 @@ proptest! {
         prop_assert_eq!(one.arrivals, other.arrivals);
     }
 
-    /// Slots that were cancelled while they lay ahead are all used by the next who ask.
+    /// Slots that were cancelled while they lay ahead all go to the next calls.
     #[test]
     fn a_cancelled_slot_goes_to_the_next_who_asks(quota in quota(), cancelled in 1u32..20, seed in any::<u64>()) {
         let mut world = World::new(quota);
@@ -316,7 +316,7 @@ proptest! {
         prop_assert_eq!(again, slots);
     }
 
-    /// A ledger that says it may be forgotten grants what a new one grants.
+    /// A ledger that may be forgotten grants the same as a new one.
     #[test]
     fn a_ledger_is_forgotten_only_when_nobody_can_tell(quota in quota(), ops in prop::collection::vec(op(), 1..40)) {
         let mut world = World::new(quota);
@@ -332,8 +332,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// After the wall clock was set, no window of the new alignment gets more than the limit, whatever the ledger granted
-    /// in it under the old one; and a window later all of the limit is there.
+    /// After the wall clock was set, no window of the new alignment gets more than the limit, for any grants under the old
+    /// alignment. A window later, the whole limit is available.
     #[test]
     fn fixed_windows_follow_a_wall_clock_that_is_set(
         count in 4u32..30,
@@ -376,7 +376,7 @@ fn fixed_windows_lose_nothing_to_a_drift() {
     let mut world = World::new(Quota::fixed(10, Duration::from_secs(3600)));
     let mut granted = 0;
     for hour in 0..200 {
-        // A second a day: the boundaries wander through several hours in a year.
+        // The clock drifts by a second a day.
         for quarter in 0..4 {
             world.now += 900_000_000;
             world.ledger.align((hour * 4 + quarter) * 10_417);
@@ -386,7 +386,7 @@ fn fixed_windows_lose_nothing_to_a_drift() {
     assert!((1990..=2010).contains(&granted), "{granted} of 2000");
 }
 
-/// A slack that was made longer is kept by the caller that asks for it, though the key is in use.
+/// A caller that states a longer slack gets it, even if the key is in use with a shorter one.
 #[test]
 fn a_longer_boundary_slack_counts_at_once() {
     let terms = |guard: u64| {
@@ -451,7 +451,7 @@ fn saturating_demand_gets_99_percent_of_limit_less_margin() {
     }
 }
 
-/// D36: many give up at once.
+/// D36: many waiters give up at once.
 #[test]
 fn waiters_that_give_up_leave_slots_to_the_next() {
     for quota in [
@@ -485,7 +485,7 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
                 .collect::<Vec<_>>()
         };
         let (again, fresh) = (slots(&mut world), slots(&mut next));
-        // What lay far ahead was kept in coarse chunks: a window may be lost, however long the line was.
+        // Slots far ahead were kept in coarse chunks, so one window may be lost, for a queue of any length.
         let bound = fresh.last().map(|last| last + micros_up(quota.limits()[0].window()) + 20_000);
         assert!(again.last() <= bound.as_ref(), "{quota}: {:?} after {:?}", again.last(), fresh.last());
     }
@@ -521,7 +521,7 @@ fn give_backs_leave_no_crumbs() {
 
 // ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/// Asked at (ms), slot (ms): life and slack 10 ms each.
+/// Each step: the time of the call in ms, its cost, and the slot in ms. Life and slack are 10 ms each.
 fn replay(quota: Quota, calls: &[(u64, u32, Result<u64, u64>)]) {
     let mut world = World::new(quota);
     for (index, &(at, cost, expected)) in calls.iter().enumerate() {
@@ -640,12 +640,12 @@ fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
         granted
     };
     assert_eq!(book(&loose, 0, 3), 3);
-    assert_eq!(book(&strict, 100, 10), 1, "the new limit knows what was used");
-    assert_eq!(book(&loose, 200, 10), 0, "and holds for those who do not know it");
+    assert_eq!(book(&strict, 100, 10), 1, "the new limit counts earlier use");
+    assert_eq!(book(&loose, 200, 10), 0, "the new limit applies to callers that assert the old one");
     assert_eq!(book(&strict, 5_000_000, 10), 4);
     assert_eq!(book(&loose, 7_000_000, 10), 4);
-    assert_eq!(book(&loose, 8_000_000, 10), 0, "for two windows and a second at least it holds");
-    assert_eq!(book(&loose, 8_600_000, 10), 10, "half a window later it is forgotten");
+    assert_eq!(book(&loose, 8_000_000, 10), 0, "the limit applies for at least two windows and a second");
+    assert_eq!(book(&loose, 8_600_000, 10), 10, "half a window later the limit is forgotten");
 }
 
 /// D33: time never goes back.
@@ -658,7 +658,7 @@ fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
     assert_eq!(booked.map_err(|late| late.slot), Err(START + 1_020_000));
 }
 
-/// Each caller asserts another limit. Those of earlier callers are forgotten, what they used is not.
+/// Each caller asserts another limit. The limits of earlier callers are forgotten, but their use is not.
 #[test]
 fn too_many_limits_are_bounded_and_forget_no_use() {
     let mut ledger = None;
@@ -670,6 +670,6 @@ fn too_many_limits_are_bounded_and_forget_no_use() {
         let usage: Vec<_> = ledger.usage().collect();
         assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());
         let own = usage.iter().find(|(limit, ..)| limit.count() == 300 + number).expect("it is asserted");
-        assert_eq!(own.1, u64::from(number) + 1, "what all have used");
+        assert_eq!(own.1, u64::from(number) + 1, "the use of all callers");
     }
 }

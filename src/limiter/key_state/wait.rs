@@ -1,4 +1,4 @@
-//! Waiting in a line: being polled, being late, leaving.
+//! The wait of a request in the queue of its key: polls, late wake-ups, leaving.
 
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
 use crate::wakers::Wakers;
 
-/// The place of one who waits.
+/// The place of a waiter.
 #[derive(Debug)]
 pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often it was its turn, this time included.
+    /// How often the waiter's turn has come, including this time.
     pub(in crate::limiter) turns: u32,
 }
 
@@ -128,7 +128,7 @@ impl KeyState {
         self.step(ctx, Some(waiter.number), wakers)
     }
 
-    /// A permit died before its holder woke: the next ones live longer.
+    /// Lengthens the life of the next permits, because a permit expired before its holder woke.
     pub(super) fn lengthen_life(&mut self, ctx: &KeyContext<'_>) {
         self.life = (self.life * 2).min(self.longest_life(ctx.terms));
     }
@@ -137,7 +137,7 @@ impl KeyState {
         self.queue.as_mut()?.collect(number)
     }
 
-    /// One stops waiting: what it had goes to the next in line, else back to the store.
+    /// Removes a waiter from the queue. Its permit goes to the next waiter, else back to the store.
     pub(in crate::limiter) fn leave(
         &mut self,
         ctx: &KeyContext<'_>,

@@ -166,7 +166,7 @@ impl CostClass {
 pub(super) struct Brought<'a> {
     /// Permits for waiters that had none before.
     pub(super) granted: usize,
-    /// How many of those that the call asked for got none.
+    /// How many waiters of the call got no slot.
     pub(super) left_out: usize,
     /// How their wait ends.
     pub(super) end: Option<&'a Settled>,

@@ -115,7 +115,7 @@ impl Backend {
         }
     }
 
-    /// Finds a server to listen to, where that is possible.
+    /// Finds a server to listen to, if that is possible.
     pub(super) fn ears(&self) -> Option<Ears> {
         match &self.servers {
             Servers::One(_, ears) => ears.clone(),

@@ -40,7 +40,7 @@ impl Call {
         call.long(memory.seen);
         call.long(micros_down(memory.since));
         call.long(micros_up(memory.trip.saturating_mul(4).min(LONGEST_ON_WAY)));
-        // The server's time, where it was asked for: see `Call::ask_again`.
+        // The server's time, if it was asked for: see `Call::ask_again`.
         call.long(0);
         call.long(0);
         call
@@ -299,7 +299,7 @@ impl Answer<'_> {
     }
 }
 
-/// The server's time, where a call about rates or calls in flight was answered that it has to be asked again.
+/// Returns the server's time, if the answer to a call about rates or calls in flight states that the call must be sent again.
 pub(super) fn read_unsure(answer: &[u8]) -> Option<u64> {
     let mut answer = Answer(answer);
     answer.version().ok()?;

@@ -55,7 +55,7 @@ impl From<Cmd> for Request {
     }
 }
 
-/// Hides what kind of connection it is.
+/// Wraps a connection of any kind.
 pub(super) fn connection<C>(connection: C) -> Connection
 where
     C: ConnectionLike + Clone + Send + Sync + 'static,
@@ -97,8 +97,9 @@ pub(super) async fn connect(client: &Client) -> RedisResult<Connection> {
 /// How long making a connection may take: names and certificates need longer than a call.
 pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
-/// After this time without a command a PING is sent. A network (NAT, a load balancer) that forgets idle connections, usually
-/// after a minute or more, does not forget this one; if it has, a PING finds that out, and not a request.
+/// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget idle connections, usually
+/// after a minute or more. The PING keeps the connection in use. If the network has forgotten it, the PING finds that out
+/// before a request does.
 const QUIET: Duration = Duration::from_secs(30);
 
 /// What all links of a store share.
@@ -131,7 +132,7 @@ impl Links {
 pub(super) struct Connections(watch::Receiver<u64>);
 
 impl Connections {
-    /// Ends when there is a new one. May be dropped at any time.
+    /// Completes when there is a new connection. The future may be dropped at any time.
     pub(super) async fn next(&mut self) {
         if self.0.changed().await.is_err() {
             std::future::pending().await
@@ -141,7 +142,7 @@ impl Connections {
 
 pub(super) struct Link {
     links: Links,
-    /// Host and port, where the server is one of several: then errors name it.
+    /// Host and port, if the server is one of several: then errors name it.
     server: Option<Arc<str>>,
     factory: Factory,
     state: watch::Sender<State>,
@@ -237,7 +238,7 @@ impl Link {
         let soon = self.links.store_timeout.min(LONGEST_CONNECTING);
         let mut made = timeout(soon, connecting.join_next()).await;
         if made.is_err() {
-            // From now on callers need not wait for the end of the first try.
+            // From now on callers need not wait for the end of the first attempt.
             self.give_up(|state| matches!(state, State::New), &self.silent(soon));
             made = timeout(LONGEST_CONNECTING - soon, connecting.join_next()).await;
         }
@@ -249,7 +250,7 @@ impl Link {
         }
     }
 
-    /// Why there is no connection, if there is none and was one, or a try to make one has failed.
+    /// Returns why there is no connection, if it broke or an attempt to make one has failed.
     pub(super) fn down(&self) -> Option<StoreError> {
         match &*self.state.borrow() {
             State::Down(error) => Some(error.clone()),
@@ -262,7 +263,7 @@ impl Link {
         matches!(*self.state.borrow(), State::Up(..))
     }
 
-    /// Ends when calls fail at once, as there is no connection.
+    /// Completes when calls fail at once because there is no connection.
     #[cfg(feature = "redis-cluster")]
     pub(super) async fn is_down(&self) {
         // The sender is ours.
@@ -338,7 +339,7 @@ impl Link {
     }
 }
 
-/// Keys that are evicted are lost.
+/// Reports an eviction policy of the server, because the state of evicted keys is lost.
 fn warn_of_eviction(info: &Value) {
     let text = match info {
         Value::BulkString(bytes) => String::from_utf8_lossy(bytes).into_owned(),
@@ -354,7 +355,7 @@ fn warn_of_eviction(info: &Value) {
 /// Why a command has no answer.
 pub(super) struct RedisFailure {
     why: Why,
-    /// The server that was asked, where it is one of several.
+    /// The server of the command, if it is one of several.
     server: Option<Arc<str>>,
 }
 
@@ -435,7 +436,7 @@ impl RedisFailure {
     }
 }
 
-/// Says which server failed, where it is one of several.
+/// Names the server that failed, if it is one of several.
 fn of_server(server: Option<&Arc<str>>, error: BoxError) -> BoxError {
     match server {
         Some(server) => Box::new(OfServer { server: server.clone(), error }),

@@ -1,5 +1,5 @@
-//! The claims of this process: sent when something changes, every third of a life, and again after Redis could not be reached. The
-//! limiters need not be asked, and their runtimes may be gone.
+//! The claims of this process: sent when something changes, every third of a life, and again after Redis could not be reached. This
+//! needs no limiter, so their runtimes may have ended.
 //!
 //! A claim is the whole state: of each holder only the last one counts, and one at a time is on its way.
 
@@ -46,7 +46,7 @@ pub(super) struct Claims {
     /// The holders, by number.
     holders: HashMap<u64, Holder>,
     timers: BTreeSet<(Instant, u64)>,
-    /// The sessions of keys that no holder claims any more, and until when they are of use: by them a server is found out that lost the
+    /// The sessions of keys that no holder claims any more, and until when they are of use. They show whether a server has lost the
     /// state of other processes.
     remembered: HashMap<Arc<str>, (Remembered, Instant)>,
     /// At this many, sessions of no more use are dropped.
@@ -371,7 +371,7 @@ impl Holder {
         let ToldSeats { number, given, others_wait, .. } = told;
         let claim = &mut self.claim;
         if number / AGAIN == claim.number {
-            // A repeated claim is the whole state, since a server that lost its state does not know what it gave.
+            // A repeated claim is the whole state, since a server that lost its state does not know what it granted.
             let more = given.saturating_sub(claim.heard);
             let seats = u32::try_from(more).unwrap_or(u32::MAX);
             claim.heard += more;

@@ -176,7 +176,7 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         tasks: JoinSet::new(),
     };
     let mut backoff = Backoff::new();
-    // After a panic the worker goes on with its state: only it repeats the claims of calls in flight.
+    // After a panic the worker keeps its state, because only the worker repeats the claims of calls in flight.
     while catch_unwind(AssertUnwindSafe(|| runtime.block_on(worker.run(&mut incoming)))).is_err() {
         runtime.block_on(clock::sleep(backoff.pause()));
         worker.claims.repeat_all();
@@ -261,7 +261,7 @@ impl Worker {
 
     fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
         match job {
-            // Its caller has gone: it need not be made.
+            // The caller was dropped, so the call is not needed.
             Job::Call { answer, .. } if answer.is_closed() => {}
             Job::Call { about, key, call, packed, answer } => {
                 let script = match about {
@@ -277,7 +277,7 @@ impl Worker {
                         }
                         About::Registers => script.run(&backend, &key, &call).await,
                     };
-                    // The caller may have gone meanwhile: what was granted expires.
+                    // The caller may have been dropped meanwhile. Then the granted permits expire.
                     let _ = answer.send(ran);
                 });
             }

@@ -62,7 +62,7 @@ pub(super) struct Cluster {
     links: Links,
     state: watch::Sender<State>,
     table: RwLock<Table>,
-    /// Whether a server was silent since the others were last asked whether they are there.
+    /// Whether a server was silent since the other servers were last pinged.
     silent: AtomicBool,
 }
 
@@ -187,7 +187,7 @@ impl Cluster {
         }
     }
 
-    /// The link to `server`, which is made where there is none.
+    /// Returns the link to `server`, and makes it if there is none.
     fn link(&self, server: &Address) -> Arc<Link> {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(node) = table.nodes.get(server) {

@@ -1,5 +1,5 @@
-//! This release reads what an earlier one wrote. The earlier one reads what this one writes, unless it holds something new.
-//! `tests/formats/1` has the scripts of format 1, and states that they wrote.
+//! This release reads the states that an earlier release wrote. The earlier release reads the states that this one writes,
+//! unless they contain something new. `tests/formats/1` has the scripts of format 1, and states written by them.
 
 use super::*;
 
@@ -14,12 +14,12 @@ fn call_1(call: &[u8]) -> Vec<u8> {
     const BEFORE_CUT: usize = BEFORE_SERVER + 2 * 7 + 5 * 7 + 4 + 7 + 7 + 4;
     const BEFORE_CHARGES: usize = BEFORE_CUT + 1 + 1 + 2 + 2;
     let is_new = [BEFORE_CUT, BEFORE_CHARGES, BEFORE_CHARGES + 1].map(|at| call[at]);
-    assert_eq!(is_new, [0; 3], "no hold that was cut, neither charges nor words");
+    assert_eq!(is_new, [0; 3], "no cut hold, no charges and no statements of the upstream");
     let (head, rest) = (&call[1..BEFORE_SERVER], &call[BEFORE_SERVER + 14..BEFORE_CUT]);
     [&[1], head, rest, &call[BEFORE_CUT + 1..BEFORE_CHARGES], &call[BEFORE_CHARGES + 1..]].concat()
 }
 
-/// Returns an answer of format 2 for one of format 1: nothing is free.
+/// Returns an answer of format 2 for an answer of format 1, with no free units.
 fn answer_2(answer: &[u8]) -> Vec<u8> {
     const BEFORE_FREE: usize = 2 + 5 * 7;
     [&[2], &answer[1..BEFORE_FREE], &[0; 7], &answer[BEFORE_FREE..]].concat()
@@ -108,12 +108,12 @@ fn states_of_format_1_are_read_as_before() {
             let after = world.run(&call);
             let (before, after) = (lease_of(&ask, &before), lease_of(&ask, &after));
             if name == "others use it" {
-                // What is reserved for others ends sooner now.
+                // Units reserved for other clients are free sooner now.
                 assert!(!after.0.is_empty() || after.1.is_some());
             } else {
                 assert_eq!(before, after, "{name}, {wait} us later");
             }
-            // The earlier release goes on with what this one wrote.
+            // The earlier release continues with the state that this one wrote.
             let (written, again) =
                 (stored(&mut world), codec::lease(&Ask { memory: Memory::default(), ..ask }, 7));
             world.now += 1000;
@@ -143,7 +143,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
     world.begin();
     let first = world.run(&codec::lease(&asks(&terms, &needs), 7));
     let first = codec::read_lease(&first, millis(10)).unwrap();
-    // The server's clock is set: fixed windows follow it, which format 1 cannot say.
+    // The server's clock is set. Fixed windows follow it, which format 1 cannot express.
     world.clock = 7_000_000;
     let memory = Memory { incarnation: first.incarnation, writes: 1, seen: first.now, ..Memory::default() };
     let call = codec::lease(&Ask { memory, ..asks(&terms, &needs) }, 7);
@@ -151,7 +151,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
     assert_eq!(stored(&mut world)[0], 2);
     let error = run_1(&mut world, &call).unwrap_err().to_string();
     assert!(error.contains("format 2"), "{error}");
-    // And a later one is a clear error to this one.
+    // A later format is a clear error to this release.
     let later = [&[3], &stored(&mut world)[1..]].concat();
     load(&mut world, "later", &later);
     let mut invocation = world.script.key("later");
@@ -160,7 +160,7 @@ fn format_2_states_are_clear_errors_to_format_1() {
     assert!(error.contains("format 3"), "{error}");
 }
 
-/// The first steps of a history are by the scripts of format 1, the others by those of today.
+/// The scripts of format 1 run the first steps of a history, and the scripts of today the others.
 fn same_grants_after_an_upgrade(
     world: &mut World,
     quotas: [Quota; 2],

@@ -34,7 +34,7 @@ fn late_calls_age_no_permit_of_others() {
     let needs = [Need { cost: 1, count: 1 }];
     let late = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
     assert_eq!(codec::read_unsure(&world.run(&late)), Some(START + 3_000_000));
-    // Then a process without memory asks, and 40 ms later one that knows the time.
+    // Then a process without memory asks, and 40 ms later a process that knows the time.
     world.now = START + 3_010_000;
     let newcomer = count(&ask(&mut world, &terms, 50, Memory::default()));
     world.now = START + 3_050_000;
@@ -56,7 +56,7 @@ fn late_calls_that_ask_again_age_no_permit() {
     let server_seen = codec::read_unsure(&world.run(&call)).expect("it is late");
     codec::Call::ask_again(&mut call, Duration::ZERO, server_seen);
     world.now = START + 1_900_000;
-    assert!(codec::read_unsure(&world.run(&call)).is_some(), "0.4 s later than it says");
+    assert!(codec::read_unsure(&world.run(&call)).is_some(), "0.4 s later than the call states");
 }
 
 #[test]

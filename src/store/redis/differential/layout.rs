@@ -1,5 +1,5 @@
-//! The layout: what Rust packs, Lua reads field by field with the formats of `lua/layout.lua`, and the other way round. Numbers
-//! that stand in a rule and in its twin are the same.
+//! The layout: Lua reads each record that Rust packs, field by field with the formats of `lua/layout.lua`, and Rust reads the
+//! records of Lua. Constants of a rule and of its twin are equal.
 
 use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
 use super::super::registers;
@@ -222,7 +222,7 @@ fn claim_replies_and_messages_are_read_field_by_field() {
     });
 }
 
-/// Returns the number of the line of a file that begins so; the rest of the line is a number.
+/// Returns the number at the end of the line of a file that begins with a given text.
 fn number_after(text: &str, start: &str) -> u64 {
     let line = text.lines().find_map(|line| line.trim_start().strip_prefix(start)).expect("a line");
     line.trim_end_matches(';').replace('_', "").parse().expect("a number")

@@ -74,10 +74,10 @@ struct Step {
     latest: Duration,
     life: Duration,
     prefetch: u32,
-    /// How many of the grants that lie unused go back, the newest first or the oldest.
+    /// How many unused grants are given back, the newest or the oldest first.
     returns: usize,
     newest: bool,
-    /// How many units of each that goes back: a part may.
+    /// How many units of each such grant are given back, perhaps only a part.
     part: u64,
     /// Which of the terms are asserted.
     other_terms: bool,
@@ -93,7 +93,7 @@ struct Step {
     clock: i64,
 }
 
-/// What an upstream says is left of one of the limits.
+/// What an upstream states is left of one of the limits.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     which: usize,
@@ -129,9 +129,9 @@ impl Said {
 enum Mix {
     /// All kinds.
     Any,
-    /// Lines that are long.
+    /// Long queues.
     LongLines,
-    /// What most callers ask for: one need, of sliding windows, mostly now.
+    /// The calls of most callers: one need, of sliding windows, mostly now.
     Plain,
 }
 
@@ -257,7 +257,7 @@ enum Release {
 struct World {
     redis: redis::Connection,
     script: redis::Script,
-    /// Whose script leases are run by.
+    /// Which release's script runs the leases.
     release: Release,
     key: String,
     ledger: Option<Ledger>,
@@ -431,7 +431,7 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         let returns = world.take_returns(step);
         let (ours, theirs) = world.lease(terms, step, &returns);
         prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
-        // Times to live are by the real clock of the server, which nobody sets here.
+        // Times to live follow the real clock of the server, which this test does not set.
         let is_set = steps[..=number].iter().any(|step| step.clock != 0);
         if number % 3 == 0 && theirs.incarnation != 0 && !is_set {
             let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
@@ -477,7 +477,7 @@ fn memory_and_redis_grant_plain_calls_the_same() {
     check(400, Mix::Plain, 200);
 }
 
-/// A call that only returns permits does not know the time, so it leaves the clock as it is. Earlier versions stopped the
+/// A call that only returns permits does not know the time, so it does not change the clock. Earlier versions stopped the
 /// clock then, and permits that were booked ahead were valid too early.
 #[test]
 fn returns_do_not_stop_the_clock() {

@@ -1,4 +1,4 @@
-//! Recovery after a lost state: the scripts grant nothing for as long as its twin in `src/limit` says.
+//! Recovery after a lost state: the scripts grant nothing for as long as their twin in `src/limit` grants nothing.
 
 use proptest::test_runner::TestRunner;
 
@@ -13,7 +13,7 @@ enum Loss {
     Nothing,
     /// The server forgets it.
     Lost,
-    /// The server goes back to an earlier one, as a replica may that lagged.
+    /// The server returns to an earlier state, like a replica that lagged before a failover.
     SetBack,
 }
 
