@@ -151,7 +151,8 @@ impl Seats {
         self.line_up(claim.id, claim.wants - kept);
     }
 
-    /// Sets the number of waiters of `holder`. New ones come last; of those that leave, the last ones of the holder leave.
+    /// Sets the number of waiters of `holder`. New waiters are last in the queue. If waiters leave, they are the last waiters of the
+    /// holder.
     fn line_up(&mut self, holder: u64, wants: u32) {
         let queue = &mut self.queue;
         let waiting = queue.iter().filter(|batch| batch.holder == holder).map(|batch| batch.count).sum();

@@ -6,10 +6,11 @@
 //! > slack for the way to the upstream: the **stamp**). The slot of a new permit is the first moment at which at most
 //! > `limit - 1` earlier permits have a stamp younger than the window.
 //!
-//! *Why it is never over.* Take any window in which permits were used, and of those the one granted last, used at
-//! `u >= slot`. Every other one was used after `u - window`, so its stamp is later than `slot - window`: it was among
-//! the at most `limit - 1` that the rule counted. Nothing is assumed about the order of use, about who holds what, or
-//! whether a holder still lives. Stamps rounded up and merged are only later: still never over.
+//! *Why the limit is never exceeded.* Take any window in which permits were used, and the permit in it that was granted
+//! last, used at `u >= slot`. Every other permit in the window was used after `u - window`, so its stamp is later than
+//! `slot - window`: it was among the at most `limit - 1` permits that the rule counted. Nothing is assumed about the order
+//! of use, about the holder of each permit, or whether a holder still lives. Stamps that are rounded up or merged are only
+//! later, so the proof still holds.
 //!
 //! Everything here is pure: `now` is an argument, time is whole microseconds, and the same history gives the same
 //! grants wherever it runs.
@@ -57,10 +58,11 @@ pub(crate) type Micros = u64;
 /// have been used.
 const LONGEST_LIFE: Micros = 50_000;
 
-/// The most limits that are kept for one key: those of the callers that assert others than this one are foreign.
+/// The most limits that are kept for one key. Limits that only other callers assert are foreign to the present caller.
 const MOST_LIMITS: usize = 32;
 
-/// Limits whose open moments never meet, fixed windows with different guards for one, are not looked at for ever.
+/// The most rounds of the search for a slot that all limits allow. For some limits there is none, such as fixed windows
+/// with different guards.
 const MOST_ROUNDS: usize = 1000;
 
 /// A span in microseconds, rounded up.
@@ -127,7 +129,7 @@ pub(crate) struct Hold {
 }
 
 impl Hold {
-    /// What holds of two: it only ever moves later, unless it was released.
+    /// Returns which of two holds applies. Its end only moves later, unless the hold was released.
     fn or(self, other: Hold) -> Hold {
         match self.releases.cmp(&other.releases) {
             Ordering::Less => other,

@@ -179,7 +179,7 @@ impl KeyState {
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
-    /// Returns whether the store is asked now to confirm the next slot, so that its answer is there when the slot is due. If that
+    /// Returns whether the store is asked now to confirm the next slot, so that its answer has arrived when the slot is due. If that
     /// is later, the waiter of the slot wakes then.
     pub(super) fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };

@@ -1,4 +1,4 @@
-//! Permits that were fetched in advance and not used: they go back before they expire unused.
+//! Prefetched permits that were not used: they are given back before they expire.
 
 use std::time::{Duration, Instant};
 

@@ -72,7 +72,7 @@ const MOST: usize = 4;
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
-    /// What a quota states, if it counts requests and makes sense as a limit.
+    /// Returns the limit that a quota states, if it counts requests and is valid as a limit.
     fn of(quota: &ObservedQuota, terms: &Terms, now: Instant) -> Option<StatedLimit> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
@@ -88,7 +88,7 @@ impl StatedLimit {
         makes_sense.then(|| StatedLimit { limit, name: quota.name().map(Box::from), until })
     }
 
-    /// Whether those that are configured allow no more.
+    /// Returns whether the configured `quota` allows no more than this limit.
     fn is_implied_by(&self, quota: &Quota) -> bool {
         let rate = |limit: &Limit| f64::from(limit.count()) / limit.window().as_secs_f64();
         quota.limits().iter().any(|limit| match limit {
@@ -101,7 +101,7 @@ impl StatedLimit {
 }
 
 impl KeyState {
-    /// What is allowed, where the upstream has stated it lately.
+    /// Returns the terms with the limits that the upstream stated lately, if there are any.
     pub(in crate::limiter) fn learned_terms(
         &mut self,
         learn: HeaderTrust,

@@ -105,8 +105,8 @@ impl CostClass {
         leaving.into_iter().filter_map(take).collect()
     }
 
-    /// Returns the waiters that the call asked for in vain, the last one first. Of those without a slot, the last came after it was
-    /// sent.
+    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters without a slot, the last ones came
+    /// after the call was sent.
     fn left_out(&self, brought: &Brought<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
         let newcomers = without_slot.saturating_sub(brought.left_out);
         let last = self.waiting.iter().rev().skip(newcomers).take(without_slot - newcomers);
@@ -162,7 +162,7 @@ impl CostClass {
     }
 }
 
-/// What a call to the store brought for the waiters of one cost.
+/// The result of a store call for the waiters of one cost.
 pub(super) struct Brought<'a> {
     /// Permits for waiters that had none before.
     pub(super) granted: usize,

@@ -177,7 +177,7 @@ impl Queue {
         let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
-        // The runtime in which the store is called may not run any more: the waiter looks after it.
+        // The runtime in which the store is called may have stopped, so the waiter watches the call.
         let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
         let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
         let waiting =

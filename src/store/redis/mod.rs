@@ -142,8 +142,8 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::cluster(urls))
     }
 
-    /// A builder of a store on a master that Sentinels watch. They are asked where it is for each new connection, so a
-    /// failover needs no restart.
+    /// A builder of a store on a master that Sentinels watch. For each new connection they are asked for the master's
+    /// address, so a failover needs no restart.
     ///
     /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any. `master` is a URL with the
     /// name by which they know the master instead of a host; user, password, database and `rediss://` in it are for the
