@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_the_same_in_every_process_and_release() {
+    fn keys_are_equal_in_every_process_and_release() {
         // SipHash-1-3 with 128 bits and a key of zeros: other languages can make the same keys.
         assert_eq!(Key::new("search"), Key::new(b"search"));
         assert_eq!(Key::new("").high, SipHasher13::new().hash(b"").h1);
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_one_key_whatever_their_case_port_or_final_dot() {
+    fn host_keys_ignore_case_port_and_final_dot() {
         let expected = host_key(&get("http://api.example.com/a"));
         for same in ["http://API.Example.com/b", "http://api.example.com:8080/", "http://api.example.com./"] {
             assert_eq!(host_key(&get(same)), expected, "{same}");
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_label_is_the_host_only_where_the_host_is_the_key() {
+    fn plain_label_is_the_host_only_for_host_keys() {
         let request = get("http://api.example.com/");
         let info = RequestInfo::new(&request);
         let secret = Key::new("Bearer s3cr3t");
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_of_a_key_confirms_no_guess() {
+    fn displayed_key_confirms_no_guess() {
         let key = Key::new("ada@example.com");
         let shown = format!("{key} {key:?}");
         for part in [key.high >> 32, key.high & 0xffff_ffff, key.low >> 32, key.low & 0xffff_ffff] {

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_refuses_a_new_key_until_an_old_one_is_idle() {
+    fn full_map_refuses_new_keys_until_one_is_idle() {
         let keyed = KeyMap::new(3);
         for number in 0..3 {
             enter(&keyed, number, 0, Until(Some(100 + number), 0)).unwrap();
@@ -288,7 +288,7 @@ mod tests {
 
     /// Those that are idle and still of use stay while there is room; then the oldest go first, nearly.
     #[test]
-    fn what_is_still_of_use_goes_only_where_room_is_needed_and_the_oldest_first() {
+    fn full_map_evicts_the_oldest_idle_state_first() {
         const MAX: u32 = 10_000;
         let keyed = KeyMap::new(MAX as usize);
         let idle = |number| Until(Some(number), number + 1_000_000);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_come_together_keep_the_count() {
+    fn concurrent_threads_keep_the_key_count() {
         const MAX: usize = 1000;
         let keyed = KeyMap::new(MAX);
         std::thread::scope(|scope| {
@@ -341,7 +341,7 @@ mod tests {
 
     /// However long it goes on: the room for those in the fullest shard is the most that any shard keeps.
     #[test]
-    fn keys_that_come_and_go_need_no_more_room_in_the_end() {
+    fn short_lived_keys_do_not_grow_the_map() {
         let keyed = KeyMap::new(100_000);
         let mut most = (0, 0);
         for number in 0..400_000 {

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_read_is_what_was_written_and_nothing_else_is() {
+    fn notes_read_exactly_what_was_written() {
         let now = clock::now();
         let (mut number, mut none, mut count, mut flag) = (-0.5, None, 1_u64 << 53, true);
         let (mut past, mut future) =

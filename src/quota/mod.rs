@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn too_fine_a_burst_is_an_error_that_names_the_smallest_that_works() {
+    fn too_fine_error_names_the_smallest_burst_that_works() {
         for (quota, smallest) in [
             (Quota::per_second(1000).burst(10), 21),
             (Quota::per_second(50).burst(1), 2),
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_never_more_and_less_than_one_unit_takes_longer() {
+    fn quota_part_below_one_unit_stretches_the_window() {
         let [second, minute] = [1, 60].map(Duration::from_secs);
         for (quota, part, of, expected) in [
             (Quota::new(100, second), 1, 4, Quota::new(25, second)),
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_limits_in_flight_the_smaller_holds() {
+    fn smaller_of_two_in_flight_limits_holds() {
         for (one, other) in [(3, 8), (8, 3), (3, 3)] {
             assert_eq!(Quota::in_flight(one).and(Quota::in_flight(other)).most_in_flight(), Some(3));
         }

@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unreadable_quota_is_an_error_that_shows_a_good_one() {
+    fn unreadable_quota_error_shows_a_good_example() {
         for text in [
             "",
             "100",

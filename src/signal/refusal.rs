@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_are_found_behind_a_hash_and_before_a_colon() {
+    fn codes_are_found_after_hashes_and_before_colons() {
         for (word, expected) in [
             ("slowdown", true),
             ("ThrottlingException:http://internal.amazon.com/coral/", true),

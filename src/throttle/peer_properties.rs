@@ -285,7 +285,7 @@ proptest! {
     }
 
     #[test]
-    fn slow_network_doubles_no_slot_and_nearly_keeps_the_order(
+    fn slow_network_doubles_no_slot_and_nearly_keeps_order(
         seed in any::<u64>(),
         trip in 1..30_u64,
         // If a waiter gives up, its turn goes to the next one of its process, which may have arrived later than others.
@@ -370,7 +370,7 @@ fn damaged_register_blocks_no_process_for_ever() {
 }
 
 #[test]
-fn dead_process_at_the_head_is_passed_over_after_250_ms() {
+fn dead_process_at_the_head_blocks_for_250_ms() {
     for hold in [Duration::ZERO, Duration::from_secs(60)] {
         let now = clock::now() + Duration::from_secs(3600);
         let mut register = (0, Vec::new());
@@ -448,7 +448,7 @@ impl Pace for Forgetful {
 }
 
 #[test]
-fn pace_that_reads_less_than_it_writes_is_not_shared() {
+fn pace_that_reads_back_too_little_is_unshared() {
     let kind = |pace: Box<dyn Pace>| PaceState::new(pace, END, clock::now()).kind();
     assert!(kind(Box::new(EachSecond)).is_some());
     assert_eq!(kind(Box::new(Forgetful(false))), None);

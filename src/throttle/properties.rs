@@ -152,7 +152,7 @@ fn sleeping_request_does_not_block_others() {
 }
 
 #[test]
-fn max_hold_bounds_the_wait_that_a_server_asks_for() {
+fn max_hold_bounds_the_wait_a_server_requests() {
     let start = clock::now();
     let mut queue = PacedQueue::new(Box::new(Fair::new()), Dice::seeded(1), MAX_HOLD, start);
     queue.arrived(start);

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_of_bursts_does_not_depend_on_where_the_span_begins() {
+    fn rate_of_bursts_ignores_where_the_span_begins() {
         for phase in 0..10 {
             let from = 3 * SECOND + phase * SECOND / 10;
             let seen =

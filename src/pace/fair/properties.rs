@@ -101,7 +101,7 @@ fn replay(
 }
 
 #[test]
-fn an_answer_that_is_told_late_only_ever_lowers_what_is_left() {
+fn late_response_can_only_lower_the_level() {
     let mut pace = Fair::new().limit(100, Duration::from_secs(100));
     let (start, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
     let mut tell = |remaining: u64, at: u64| {
@@ -137,7 +137,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_a_process_has_written_is_read_within_the_bounds(
+    fn shared_notes_are_read_within_bounds(
         pace in pace(),
         before in prop::collection::vec(answer(), 0..20),
         spoilt in prop::collection::vec((any::<prop::sample::Index>(), wild()), 1..20),
@@ -172,7 +172,7 @@ proptest! {
     }
 
     #[test]
-    fn one_answer_moves_the_estimate_by_no_more_than_a_factor(
+    fn one_response_moves_the_estimate_by_a_bounded_factor(
         pace in pace(),
         answers in prop::collection::vec(answer(), 1..40),
     ) {
@@ -193,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn a_refusal_pauses_for_half_to_all_of_its_span_or_for_what_was_said_and_up_to_that_more(
+    fn a_refusal_pause_stays_between_its_bounds(
         pace in pace(),
         answers in prop::collection::vec(answer(), 1..40),
     ) {
@@ -211,7 +211,7 @@ proptest! {
     }
 
     #[test]
-    fn above_what_the_others_take_meanwhile_nothing_is_delayed(
+    fn requests_above_the_others_use_are_not_delayed(
         limit in 1_u32..10_000,
         n in 1.0_f64..1000.0,
         drain in 1.0_f64..500.0,
@@ -231,7 +231,7 @@ proptest! {
     }
 
     #[test]
-    fn without_a_header_and_without_a_refusal_nothing_is_delayed_ever(
+    fn requests_without_headers_and_refusals_are_never_delayed(
         pace in pace(),
         steps in prop::collection::vec((0_u64..20_000, 0_u64..5000), 1..60),
     ) {
@@ -253,7 +253,7 @@ proptest! {
     }
 
     #[test]
-    fn of_several_answers_in_one_round_trip_one_is_a_step_up(
+    fn one_response_per_round_trip_raises_the_estimate(
         answers in prop::collection::vec((any::<bool>(), 0_u64..30), 1..30),
         n in 1.0_f64..100.0,
         m in 0.0_f64..10.0,
@@ -300,7 +300,7 @@ proptest! {
     }
 
     #[test]
-    fn what_cannot_be_believed_is_as_if_it_were_not_there(
+    fn implausible_remaining_counts_as_missing(
         answers in prop::collection::vec(answer(), 1..40),
         limit in 1_u32..10_000,
         over in 2_u64..1000,

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_wrong_or_always_the_same_falls_silent_until_it_speaks_again() {
+    fn unusable_remaining_is_ignored_until_it_changes() {
         let mut talk = Talk::each(2);
         assert_eq!(talk.believes(7.0, true), Some(7.0));
         for wrong in [None, Some(-1.0), Some(99.0), Some(f64::NAN), Some(f64::INFINITY), None, None] {
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_just_what_comes_sees_no_change_and_believes_it() {
+    fn constant_remaining_is_plausible_when_every_request_passes() {
         let mut talk = Talk::each(1);
         for _ in 0..100 {
             assert_eq!(talk.believes(7.0, true), Some(7.0));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_took_long_and_one_that_is_told_late_make_nothing_strange() {
+    fn slow_and_late_responses_keep_remaining_plausible() {
         let mut talk = Talk::each(1);
         for round in 0..100 {
             // The machine stalls for some token times, and the answers of that time arrive at once.
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_may_hold_more_than_the_limit_but_not_all_of_a_sudden() {
+    fn remaining_above_the_limit_must_rise_gradually() {
         let mut talk = Talk::each(1);
         assert_eq!(talk.believes(40.0, true), None);
         assert_eq!(talk.believes(39.0, true), Some(39.0));

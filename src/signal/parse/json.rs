@@ -254,7 +254,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(4000))]
 
         #[test]
-        fn what_is_json_and_the_texts_in_it_are_as_serde_json_says(
+        fn json_parser_agrees_with_serde_json(
             pieces in prop::collection::vec(prop_oneof![
                 "[\\[\\]{},: \n]",
                 "\\{\"[a-z]\":",

@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_digits_with_a_sign_and_a_point() {
+    fn counts_are_digits_with_a_sign_and_point() {
         for (text, expected) in [
             ("7", Some(Count::Of(7))),
             ("+7.", Some(Count::Of(7))),

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_is_reckoned_by_the_servers_clock_unless_that_is_absurd() {
+    fn moments_are_read_by_the_servers_clock_when_plausible() {
         let base = |date| Base { now: NOW, date: Some(date) };
         assert_eq!(base(NOW + 600_000).read("1767226260"), Some(60_000));
         assert_eq!(base(0).read("1767225660"), Some(60_000));

@@ -310,7 +310,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(4000))]
 
         #[test]
-        fn the_same_fields_are_lists_and_dictionaries_as_sfv_says(field in field()) {
+        fn list_and_dictionary_parsers_agree_with_sfv(field in field()) {
             let sfv = sfv::Parser::new(field.as_bytes()).parse_list_with_visitor(Ignored).is_ok();
             prop_assert_eq!(list([&*field].into_iter(), |_| ()), sfv, "list");
             let sfv = sfv::Parser::new(field.as_bytes()).parse_dictionary_with_visitor(Ignored).is_ok();

@@ -74,7 +74,7 @@ mod tests {
     use crate::sim::Scenarios;
 
     #[test]
-    fn what_makes_no_sense_is_told_before_it_is_run() {
+    fn invalid_scenario_is_rejected_before_it_runs() {
         let scenario = r#"{"mine": {
             "fleet": [{"procs": 2, "tasks": 1}],
             "server": {"kind": "bucket", "cap": 100, "refill": 1, "start": 0},

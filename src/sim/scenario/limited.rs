@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_store_is_away_when_it_is_said_and_again_as_often() {
+    fn store_model_is_unreachable_as_scheduled_and_repeated() {
         let once = StoreModel { away: vec![(20.0, 30.0), (40.0, 41.0)], ..StoreModel::default() };
         let again = StoreModel { away_every: Some(60.0), ..once.clone() };
         for (at, of_once, of_again) in [

@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_overtaken_by_another_process_and_beyond_the_grace_only() {
+    fn overtaken_counts_other_processes_beyond_the_grace() {
         let grace = Duration::from_nanos(10);
         let calls = |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
         assert_eq!(calls(granted(0, 111), granted(11, 100)), 1);

@@ -199,11 +199,11 @@ fn go_on_with_shares(
 }
 
 #[test]
-fn processes_go_on_with_their_shares_while_redis_is_killed() {
+fn processes_use_fallback_shares_while_redis_is_killed() {
     go_on_with_shares("killed", kill, start);
 }
 
 #[test]
-fn processes_go_on_with_their_shares_while_redis_does_not_answer() {
+fn processes_use_fallback_shares_while_redis_does_not_answer() {
     go_on_with_shares("stopped", pause, resume);
 }

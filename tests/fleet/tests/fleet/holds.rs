@@ -177,22 +177,22 @@ fn holds_begin_and_end_as_milliseconds_say() {
 }
 
 #[test]
-fn holds_of_4_processes_that_send_all_the_time_begin_with_one_refusal() {
+fn holds_of_4_busy_processes_begin_with_one_refusal() {
     check("5/100ms", 4, 10);
 }
 
 #[test]
-fn holds_of_16_processes_that_send_all_the_time_begin_with_one_refusal() {
+fn holds_of_16_busy_processes_begin_with_one_refusal() {
     check("5/100ms", 16, 4);
 }
 
 #[test]
-fn holds_are_kept_by_those_who_know_while_redis_is_killed_and_calls_are_refused() {
+fn holds_survive_a_killed_redis_when_calls_are_refused() {
     redis_is_killed_in_a_hold(false);
 }
 
 #[test]
-fn holds_are_kept_by_those_who_know_while_redis_is_killed_and_calls_pass() {
+fn holds_survive_a_killed_redis_when_calls_pass() {
     redis_is_killed_in_a_hold(true);
 }
 
@@ -252,7 +252,7 @@ fn holds_outlast_a_redis_that_forgets_them() {
 }
 
 #[test]
-fn holds_are_not_prolonged_by_those_who_try_again() {
+fn holds_are_not_prolonged_by_retries() {
     let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(2));
     // They never wait: each asks twenty times a second.
@@ -279,7 +279,7 @@ fn holds_are_not_prolonged_by_those_who_try_again() {
 }
 
 #[test]
-fn holds_are_kept_by_processes_that_start_while_they_last() {
+fn holds_are_kept_by_processes_started_during_them() {
     let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(4));
     let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(9000), ..Options::default() };
@@ -371,31 +371,31 @@ fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
 }
 
 #[test]
-fn holds_are_learnt_by_processes_that_hear() {
+fn holds_reach_subscribed_processes() {
     hold_by_hand(Ears::Whole, "100/1s", 50);
 }
 
 #[test]
-fn holds_are_learnt_by_processes_that_hear_and_send_all_the_time() {
+fn holds_reach_busy_subscribed_processes() {
     hold_by_hand(Ears::Whole, "5/100ms", 10);
 }
 
 #[test]
-fn holds_are_learnt_by_processes_whose_ears_are_cut() {
+fn holds_reach_processes_with_cut_subscriptions() {
     hold_by_hand(Ears::Cut, "100/1s", 50);
 }
 
 #[test]
-fn holds_are_learnt_by_processes_whose_ears_are_cut_and_that_send_all_the_time() {
+fn holds_reach_busy_processes_with_cut_subscriptions() {
     hold_by_hand(Ears::Cut, "5/100ms", 10);
 }
 
 #[test]
-fn holds_are_learnt_by_processes_that_may_not_listen() {
+fn holds_reach_processes_when_pubsub_is_forbidden() {
     hold_by_hand(Ears::Forbidden, "100/1s", 50);
 }
 
 #[test]
-fn holds_are_learnt_by_processes_that_may_not_listen_and_send_all_the_time() {
+fn holds_reach_busy_processes_when_pubsub_is_forbidden() {
     hold_by_hand(Ears::Forbidden, "5/100ms", 10);
 }

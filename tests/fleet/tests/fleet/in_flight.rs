@@ -98,14 +98,14 @@ fn eight_in_flight_by_16_processes() {
 }
 
 #[test]
-fn eight_in_flight_and_a_hundred_a_second_by_4_processes() {
+fn in_flight_limit_and_rate_limit_by_4_processes() {
     let log = steady(4, 16, "100/1s, 8 in flight");
     assert_never_over(&log, &"100/1s".parse().unwrap());
     assert!(log.len() >= 300, "{} calls in eight seconds", log.len());
 }
 
 #[test]
-fn never_waiting_processes_find_the_seats_that_are_free() {
+fn processes_that_never_wait_find_free_slots() {
     let _turn = busy_turn();
     let site = site(RedisServer::start().unwrap(), CALL);
     let options = Options { max_wait: ms(0), pause: ms(10), ..options(8, ms(5000)) };
@@ -135,7 +135,7 @@ fn never_waiting_processes_find_the_seats_that_are_free() {
 }
 
 #[test]
-fn the_seats_of_a_killed_process_come_back() {
+fn in_flight_slots_of_a_killed_process_come_back() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(300));
     let options = options(8, ms(9000));
@@ -194,7 +194,7 @@ fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
 }
 
 #[test]
-fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
+fn process_stopped_within_in_flight_ttl_keeps_its_slots() {
     let _turn = turn_beside_others();
     let (log, reports, _) = stopped(ms(800), LIFE);
     assert_at_once(&log, "stopped");
@@ -202,7 +202,7 @@ fn a_process_that_is_stopped_for_less_than_a_life_keeps_its_seats() {
 }
 
 #[test]
-fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_others() {
+fn process_stopped_beyond_in_flight_ttl_gets_new_slots() {
     let _turn = turn_beside_others();
     let rounds = std::env::var("TOLLGATE_STOP_ROUNDS").map_or(1, |rounds| rounds.parse().unwrap());
     let life = ms(600);
@@ -223,7 +223,7 @@ fn a_process_that_is_stopped_for_more_than_a_life_loses_its_seats_and_gets_other
 }
 
 #[test]
-fn a_process_that_was_stopped_for_more_than_a_life_gives_up_calls_that_are_still_in_flight() {
+fn process_stopped_beyond_in_flight_ttl_cancels_its_calls() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(5000));
     let options = |who: &str| Options { who: who.into(), ..options(MOST, ms(9000)) };
@@ -304,7 +304,7 @@ fn disturbed() -> Options {
 }
 
 #[test]
-fn redis_forgets_who_sits() {
+fn redis_forgets_calls_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     let reports = after("flushed", site, &disturbed(), |redis| redis.command(&["FLUSHALL"]));
@@ -312,7 +312,7 @@ fn redis_forgets_who_sits() {
 }
 
 #[test]
-fn redis_forgets_who_sits_and_its_scripts() {
+fn redis_forgets_calls_in_flight_and_its_scripts() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     after("flushed with its scripts", site, &disturbed(), |redis| {
@@ -322,7 +322,7 @@ fn redis_forgets_who_sits_and_its_scripts() {
 }
 
 #[test]
-fn redis_is_started_anew_while_calls_are_in_flight() {
+fn redis_restarts_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(200));
     let options = Options { life: ms(10_000), ..disturbed() };
@@ -331,7 +331,7 @@ fn redis_is_started_anew_while_calls_are_in_flight() {
 }
 
 #[test]
-fn redis_is_killed_for_less_than_a_life() {
+fn redis_outage_within_in_flight_ttl() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     let reports = after("killed for 700 ms", site, &disturbed(), |redis| {
@@ -343,7 +343,7 @@ fn redis_is_killed_for_less_than_a_life() {
 }
 
 #[test]
-fn redis_is_killed_for_more_than_a_life_and_calls_give_up_their_seats() {
+fn redis_outage_beyond_in_flight_ttl_cancels_calls() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
     let options = Options { life: ms(1000), ..disturbed() };
@@ -373,7 +373,7 @@ fn after_slow(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut R
 }
 
 #[test]
-fn the_clock_of_redis_steps_forwards_while_calls_are_in_flight() {
+fn redis_clock_steps_forwards_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
     let reports = after("+30 s", site, &disturbed(), |redis| redis.step_clock(30).unwrap());
@@ -381,7 +381,7 @@ fn the_clock_of_redis_steps_forwards_while_calls_are_in_flight() {
 }
 
 #[test]
-fn the_clock_of_redis_steps_backwards_while_calls_are_in_flight() {
+fn redis_clock_steps_backwards_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
     let reports = after("-30 s", site, &disturbed(), |redis| redis.step_clock(-30).unwrap());
@@ -389,7 +389,7 @@ fn the_clock_of_redis_steps_backwards_while_calls_are_in_flight() {
 }
 
 #[test]
-fn an_upstream_slower_than_a_life_sees_no_more_than_the_limit() {
+fn upstream_slower_than_in_flight_ttl_sees_no_overrun() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
     let options = Options { life: ms(600), ..options(4, ms(8000)) };

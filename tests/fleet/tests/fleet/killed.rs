@@ -6,7 +6,7 @@ use fleet::{Arrivals, Fleet, Options, Outcome, by_grant, now};
 use super::*;
 
 #[test]
-fn what_a_killed_process_holds_and_has_booked_goes_to_the_others() {
+fn slots_of_a_killed_process_go_to_the_others() {
     let _turn = turn_beside_others();
     once_in_three(one_is_killed);
 }
@@ -51,7 +51,7 @@ fn one_is_killed() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
+fn stopped_process_uses_no_slot_that_has_passed() {
     let _turn = turn_beside_others();
     let site = Site::new();
     let options = Options {
@@ -89,7 +89,7 @@ fn a_process_that_was_stopped_uses_no_slot_that_has_passed() {
 
 /// What lies at hand in a process that is killed is lost for a window, and counted: nobody has it twice.
 #[test]
-fn what_killed_processes_had_fetched_ahead_comes_back_a_window_later() {
+fn permits_fetched_by_killed_processes_return_after_a_window() {
     let _turn = busy_turn();
     let redis = RedisServer::start().unwrap();
     let options = Options { quota: "20000/1s".into(), store: redis.url(), live: true, ..Options::default() };

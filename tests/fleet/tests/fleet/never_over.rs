@@ -55,12 +55,12 @@ fn two_limits_by_4_processes() {
 }
 
 #[test]
-fn two_limits_of_which_now_one_binds_and_now_the_other_by_16_processes() {
+fn two_limits_bind_in_turn_by_16_processes() {
     check(16, options("10/1s, 24/4s", 2, ms(8600)));
 }
 
 #[test]
-fn one_a_second_by_10_processes_that_begin_with_a_cold_server() {
+fn cold_server_serves_one_a_second_to_10_processes() {
     check(10, Options { cold: true, ..options("1/1s", 1, ms(9900)) });
 }
 

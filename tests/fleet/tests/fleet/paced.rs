@@ -140,7 +140,7 @@ fn real_processes_do_as_the_laboratory_says() {
 
 /// Of the same fleet, one that shares its pace and its queue, and one in which nobody knows of the others.
 #[test]
-fn many_processes_that_share_a_pace_are_refused_next_to_never() {
+fn processes_that_share_a_pace_are_hardly_refused() {
     let _turn = turn();
     let scenario = &Scenarios::read(MANY).unwrap().0[0];
     let redis = RedisServer::start().unwrap();

@@ -27,7 +27,7 @@ fn check(what: &str, options: &Options, upstream: &Upstream, reports: &[Report],
 }
 
 #[test]
-fn a_cluster_moves_the_key_and_loses_its_server_and_nobody_is_over() {
+fn cluster_failover_and_a_moved_key_keep_the_limit() {
     let _turn = turn_beside_others();
     let mut cluster = RedisCluster::start().unwrap();
     let upstream = Upstream::open();

@@ -115,7 +115,7 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
 }
 
 #[test]
-fn whatever_happens_to_redis_nobody_is_over() {
+fn random_redis_faults_never_exceed_the_limit() {
     let _turn = turn_beside_others();
     let span = Duration::from_secs(setting("TOLLGATE_SOAK_SECONDS").unwrap_or(10));
     assert_eq!(soak("soak", None, span, false), None);

@@ -111,7 +111,7 @@ fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
 }
 
 #[test]
-fn a_hundred_callers_in_a_closed_loop_by_10_processes() {
+fn hundred_callers_in_a_closed_loop_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
         let (reports, per_grant) = share(10, Options { span: ms(7000), ..Options::default() });
