@@ -1,4 +1,4 @@
-//! What became of the calls of a worker, and what that says about all of them.
+//! The outcome of each call of a worker, and figures over all calls.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,17 +11,17 @@ use upstream::{Arrival, Log};
 /// The end of one call at the gate. Moments are those of [`now`](crate::now).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// When it entered.
+    /// When the call entered the gate.
     pub asked: u64,
-    /// When it left.
+    /// When the call left the gate.
     pub ended: u64,
-    /// How.
+    /// How the call left the gate.
     pub outcome: Outcome,
-    /// What the error said, if it was one; of a call that the upstream refused, when that came back.
+    /// The text of the error, if there was one. If the upstream refused the call: when the refusal arrived.
     pub text: String,
 }
 
-/// The text of a call that the upstream refused, which came back at `moment`.
+/// Returns the text of a call whose refusal by the upstream arrived at `moment`.
 pub fn refusal(moment: u64) -> String {
     format!("429 {moment}")
 }
@@ -29,15 +29,15 @@ pub fn refusal(moment: u64) -> String {
 /// How a call left the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// With a permit, or passed uncounted.
+    /// The call had a permit, or passed uncounted.
     Granted,
-    /// Refused by the limit.
+    /// The limit refused the call.
     Refused,
-    /// Refused because the store could not be asked.
+    /// The call was refused because the store did not answer.
     StoreFailed,
-    /// Let through, but the call itself failed.
+    /// The gate let the call through, but the call itself failed.
     Broken,
-    /// Given up by its caller, at the end of its turn.
+    /// The caller gave up at the end of its turn.
     GivenUp,
 }
 
@@ -50,18 +50,18 @@ const NAMES: [(Outcome, &str); 5] = [
 ];
 
 impl Event {
-    /// How long it was at the gate.
+    /// Returns how long the call was at the gate.
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.ended.saturating_sub(self.asked))
     }
 
-    /// When the refusal by the upstream came back, if it was one.
+    /// Returns when the refusal by the upstream arrived, if there was one.
     pub fn refused_at(&self) -> Option<u64> {
         self.text.strip_prefix("429 ")?.parse().ok()
     }
 }
 
-/// As a worker prints it.
+/// The format in which a worker prints an event.
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = NAMES.iter().find(|(outcome, _)| *outcome == self.outcome).map_or("", |(_, name)| name);
@@ -82,32 +82,32 @@ impl FromStr for Event {
     }
 }
 
-/// What one worker reported.
+/// The report of one worker.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Its calls, in the order in which they ended.
+    /// The calls of the worker, in the order in which they ended.
     pub events: Vec<Event>,
-    /// What tollgate warned of.
+    /// The warnings that tollgate logged.
     pub warnings: Vec<String>,
-    /// Whether it came to its end; one that was killed did not, and reports nothing.
+    /// Whether the worker ran to its end. A killed worker did not, and reports nothing.
     pub ended: bool,
 }
 
 impl Report {
-    /// The calls that ended so.
+    /// Returns the calls with this outcome.
     pub fn of(&self, outcome: Outcome) -> impl Iterator<Item = &Event> {
         self.events.iter().filter(move |event| event.outcome == outcome)
     }
 }
 
-/// The grants of all, by the moment.
+/// Returns the grants of all workers, sorted by the moment of the grant.
 pub fn by_grant(reports: &[Report]) -> Vec<&Event> {
     let mut grants: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Granted)).collect();
     grants.sort_by_key(|event| event.ended);
     grants
 }
 
-/// The grants of all as an upstream would log them that is reached in no time.
+/// Returns the grants of all workers as the log of an upstream with no network delay.
 pub fn log(reports: &[Report]) -> Log {
     let grants = by_grant(reports);
     let first = grants.first().map_or(0, |event| event.ended);
@@ -119,13 +119,13 @@ pub fn log(reports: &[Report]) -> Log {
     Log::from(grants.iter().map(arrival).collect::<Vec<_>>())
 }
 
-/// The longest that a call was at the gate, however that ended.
+/// Returns the longest time that a call was at the gate, whatever its outcome.
 pub fn longest_wait(reports: &[Report]) -> Duration {
     reports.iter().flat_map(|report| &report.events).map(Event::waited).max().unwrap_or_default()
 }
 
-/// The calls that were overtaken: another process asked more than `grace` later and was granted more than `grace` before;
-/// and by how much at most.
+/// Counts the calls that another process overtook: its call arrived more than `grace` later and was granted more than
+/// `grace` earlier. Also returns the largest lead.
 pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
     let grace = u64::try_from(grace.as_nanos()).unwrap_or(u64::MAX);
     let (mut calls, mut most) = (0, 0);
@@ -144,7 +144,8 @@ pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
     (calls, Duration::from_nanos(most))
 }
 
-/// When calls can leave that all ask at once, each as soon as all limits, `margin` longer, allow it.
+/// Returns when calls can leave that all arrive at once: each as soon as all limits allow it, with windows longer by
+/// `margin`.
 pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> {
     let mut moments: Vec<Duration> = Vec::new();
     std::iter::from_fn(move || {
@@ -160,7 +161,7 @@ pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> 
     })
 }
 
-/// How much later than ideal each call left, sorted; the first of all calls to ask starts the clock.
+/// Returns how much later than ideal each call left, sorted. The clock starts when the first call enters the gate.
 pub fn lateness(reports: &[Report], quota: &Quota, margin: Duration) -> Vec<Duration> {
     let grants = by_grant(reports);
     let Some(start) = grants.iter().map(|event| event.asked).min() else { return Vec::new() };
@@ -171,7 +172,7 @@ pub fn lateness(reports: &[Report], quota: &Quota, margin: Duration) -> Vec<Dura
     late
 }
 
-/// The value that a share of them does not exceed; they are sorted.
+/// Returns the value that the fraction `share` of the sorted values does not exceed.
 pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
     let index = (sorted.len() as f64 * share).ceil() as usize;
     sorted.get(index.saturating_sub(1)).copied().unwrap_or_default()

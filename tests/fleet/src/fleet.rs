@@ -25,11 +25,11 @@ struct Worker {
 }
 
 impl Fleet {
-    /// Starts so many of `program`, which wait for [`go`](Fleet::go).
+    /// Starts `processes` workers of `program`, which wait for [`go`](Fleet::go).
     ///
     /// # Panics
     ///
-    /// When one does not get ready.
+    /// If a worker does not get ready.
     pub fn start(program: impl AsRef<Path>, processes: usize, options: &Options) -> Fleet {
         let start = |number: usize| {
             let options = Options { who: format!("{}{number}", options.who), ..options.clone() };
@@ -43,40 +43,40 @@ impl Fleet {
         Fleet { workers, span: options.span }
     }
 
-    /// Lets all begin.
+    /// Sends "go" to all workers.
     pub fn go(&mut self) {
         for worker in &mut self.workers {
-            // One that was killed before has no ear.
+            // The input of a killed worker is closed.
             let _ = worker.child.stdin.as_mut().map(|stdin| stdin.write_all(b"go\n"));
         }
     }
 
-    /// Ends one as `kill -9` does.
+    /// Kills a worker, as `kill -9` does.
     pub fn kill(&mut self, number: usize) {
         self.workers[number].kill();
     }
 
-    /// Stops one where it stands (SIGSTOP).
+    /// Stops a worker (SIGSTOP).
     pub fn pause(&self, number: usize) {
         self.workers[number].signal("STOP");
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Resumes a stopped worker (SIGCONT).
     pub fn resume(&self, number: usize) {
         self.workers[number].signal("CONT");
     }
 
-    /// Ends all before their span is over, in order: what they have at hand they give back.
+    /// Ends all workers before their span is over, in order: they return their unused permits.
     pub fn stop(mut self) -> Vec<Report> {
         self.workers.iter_mut().for_each(|worker| drop(worker.child.stdin.take()));
         self.finish()
     }
 
-    /// Waits for the end of all, and reads what they report.
+    /// Waits until all workers end, and returns their reports.
     ///
     /// # Panics
     ///
-    /// When one does not end.
+    /// If a worker does not end.
     pub fn finish(mut self) -> Vec<Report> {
         let latest = Instant::now() + self.span + PATIENCE;
         self.workers.iter_mut().map(|worker| worker.report(latest)).collect()
@@ -99,7 +99,7 @@ impl Worker {
         let (sender, lines) = channel();
         thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                // Nobody listens any more when the test has failed.
+                // The receiver is gone if the test has failed.
                 let _ = sender.send(line);
             }
         });

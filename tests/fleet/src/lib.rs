@@ -1,6 +1,6 @@
-//! Many processes behind one limit: starts them, tells them to go, and reads what they saw.
+//! Many processes behind one limit: starts them, sends "go", and reads their reports.
 //!
-//! A worker is a process that calls through tollgate; its program is `src/worker`, and by hand it runs like this:
+//! A worker is a process that calls through tollgate. Its program is `src/worker`; by hand it runs like this:
 //!
 //! ```sh
 //! redis-server --port 7000 --save "" &
@@ -21,7 +21,7 @@ pub use options::{Arrivals, INCR, MEMORY, Options};
 pub use redis::{keys_for_ever, store_calls};
 pub use stalls::Stalls;
 
-/// Now, in nanoseconds since the Unix epoch, by a clock that no step of the system's moves.
+/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the system clock.
 pub fn now() -> u64 {
     let now = upstream::sent_now();
     now.to_str().ok().and_then(|now| now.parse().ok()).expect("a number is text")

@@ -1,4 +1,4 @@
-//! What a worker is told on its command line.
+//! The options of a worker, as passed on its command line.
 
 use std::time::Duration;
 
@@ -7,47 +7,47 @@ use anyhow::{Context, bail};
 /// The store of a process that counts for itself.
 pub const MEMORY: &str = "memory";
 
-/// Before the URL of a Redis server: a counter for each second there, without tollgate's store.
+/// A prefix of the URL of a Redis server: the worker uses one counter for each second, without tollgate's store.
 pub const INCR: &str = "incr";
 
 /// What a worker does.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// As tollgate reads it.
+    /// The quota, in the format that tollgate parses.
     pub quota: String,
-    /// In place of a quota, the pace of an adaptive throttle, by its name in the laboratory; empty for none. It is told one
-    /// limit: the quota. `fair-shared` is shared through the store.
+    /// Instead of the quota's limiter, an adaptive throttle with this pace, by its name in the simulator; empty for
+    /// none. Its only known limit is `quota`. `fair-shared` shares its pace through the store.
     pub pace: String,
-    /// The URL of a Redis server, or [`MEMORY`]; `cluster` and the URLs of its servers; `sentinel`, the URL of the master
-    /// and those of Sentinels.
+    /// The URL of a Redis server, or [`MEMORY`]; or `cluster` and the URLs of its servers; or `sentinel`, the URL of
+    /// the master and the URLs of the Sentinels.
     pub store: String,
-    /// The file with the certificate that is trusted; empty for those of the system.
+    /// The file with the trusted certificate; empty for the certificates of the system.
     pub certificate: String,
-    /// What is called behind the gate; empty for nothing.
+    /// The URL to call behind the gate; empty for none.
     pub url: String,
-    /// How many call at once.
+    /// The number of tasks that call at the same time.
     pub tasks: usize,
-    /// When they do.
+    /// When the tasks call.
     pub arrivals: Arrivals,
-    /// For how long.
+    /// How long the worker runs.
     pub span: Duration,
     /// The longest wait at the gate.
     pub max_wait: Duration,
     /// The layer's `transit_slack`.
     pub slack: Duration,
-    /// The longest that a call to the store may take.
+    /// The longest time that a call to the store may take.
     pub store_timeout: Duration,
     /// The layer's `in_flight_ttl`.
     pub life: Duration,
-    /// How long a task rests after it was refused.
+    /// How long a task rests after a refusal.
     pub pause: Duration,
-    /// Whether a call passes when the store cannot be asked.
+    /// Whether a call passes when the store does not answer.
     pub fail_open: bool,
-    /// The share with which it goes on then, where it was granted nothing before; 0 for none, and not to go on.
+    /// The fallback share of a process that was granted nothing before the store failed; 0 turns fallback shares off.
     pub share: f64,
-    /// Whether the first call finds the server without its script.
+    /// Whether the script is not yet loaded at the first call.
     pub cold: bool,
-    /// Whether each call is printed when it ends, so that one that is killed has told of all it did.
+    /// Whether each call is printed when it ends, so that the report of a killed worker is complete.
     pub live: bool,
     /// The name of the worker in the upstream's log.
     pub who: String,
@@ -56,20 +56,20 @@ pub struct Options {
 /// When the tasks of a worker call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrivals {
-    /// Each again when its call has ended.
+    /// Each task calls again when its call has ended.
     Loop,
-    /// Each once, all at the same time.
+    /// Each task calls once, all at the same time.
     Once,
-    /// A new one after each such span, whatever becomes of the others.
+    /// A new call begins after each such span, whether or not the others have ended.
     Every(Duration),
-    /// Each again when its call has ended, in turns: the first begins after `first`, lasts for `on`, and the next begins
-    /// `off` after its end. What is not served by the end of its turn gives up.
+    /// Each task calls again when its call has ended, in turns: the first turn begins after `first` and lasts for `on`;
+    /// the next begins `off` after its end. A call that is not served by the end of its turn gives up.
     Turns {
-        /// Until the first.
+        /// The time until the first turn.
         first: Duration,
-        /// How long one lasts.
+        /// How long a turn lasts.
         on: Duration,
-        /// Between two.
+        /// The time between two turns.
         off: Duration,
     },
 }
@@ -100,7 +100,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// As words of a command line; spans are in milliseconds, those between arrivals in microseconds.
+    /// Returns the options as words of a command line. Spans are in milliseconds, spans between arrivals in
+    /// microseconds.
     pub fn to_words(&self) -> Vec<String> {
         let ms = |span: Duration| span.as_millis().to_string();
         let us = |span: Duration| span.as_micros().to_string();
@@ -133,11 +134,11 @@ impl Options {
         pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
     }
 
-    /// Reads them back; what is not said is as by default.
+    /// Parses the words of a command line. Options that are missing have their defaults.
     ///
     /// # Errors
     ///
-    /// When a name is not known or a value makes no sense.
+    /// If a name is unknown or a value is invalid.
     pub fn from_words(words: impl IntoIterator<Item = String>) -> anyhow::Result<Self> {
         let ms = |text: &str| text.parse().map(Duration::from_millis);
         let mut options = Options::default();

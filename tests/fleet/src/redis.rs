@@ -1,9 +1,9 @@
-//! What the store cost: the calls that Redis counted, and the keys that it would keep.
+//! What the store costs: the calls that Redis counted, and the keys that never expire.
 
 use redis_server::RedisServer;
 
-/// How many script calls the server has answered since it started; those that failed, as all do at first that know a
-/// script by its hash, are made again and do not count.
+/// Returns how many script calls the server has answered since it started. Failed calls do not count: the first call by
+/// hash fails until the script is loaded, and is repeated.
 pub fn store_calls(server: &RedisServer) -> u64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
     let calls = |line: &str| -> Option<u64> {
@@ -18,18 +18,18 @@ pub fn store_calls(server: &RedisServer) -> u64 {
     stats.lines().filter_map(calls).sum()
 }
 
-/// How many keys are in the server, and how many of them have no time to live.
+/// Returns how many keys are in the server, and how many of them have no time to live.
 ///
 /// # Panics
 ///
-/// When the server does not answer.
+/// If the server does not answer.
 pub fn keys_for_ever(server: &RedisServer) -> (usize, usize) {
     let keys: Vec<Vec<u8>> = server.command(&["KEYS", "*"]);
     let mut redis = server.connect().expect("the server answers");
     let mut life = |key: &Vec<u8>| -> i64 {
         redis::cmd("PTTL").arg(key.as_slice()).query(&mut redis).expect("the server answers")
     };
-    // One that is gone meanwhile answers -2.
+    // For a key that expired meanwhile, the server returns -2.
     (keys.len(), keys.iter().filter(|key| life(key) == -1).count())
 }
 

@@ -14,7 +14,7 @@ pub struct Stalls {
 }
 
 impl Stalls {
-    /// Starts to watch.
+    /// Starts the threads.
     pub fn watch() -> Stalls {
         let done = Arc::new(AtomicBool::new(false));
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -33,7 +33,7 @@ impl Stalls {
         Stalls { done, watchers }
     }
 
-    /// Returns the latest that a thread woke since [`watch`](Stalls::watch).
+    /// Returns the longest delay of a wake-up since [`watch`](Stalls::watch).
     pub fn worst(self) -> Duration {
         self.done.store(true, Ordering::Relaxed);
         self.watchers.into_iter().filter_map(|watcher| watcher.join().ok()).max().unwrap_or_default()

@@ -1,4 +1,4 @@
-//! One that calls: over HTTP, or only through the gate.
+//! A caller: sends requests over HTTP, or only passes the gate.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tower::util::BoxCloneSyncService;
 use tower::{BoxError, Layer, Service, ServiceExt};
 use upstream::{SENT_HEADER, WHO_HEADER};
 
-/// Clones call with the same client.
+/// Clones share one HTTP client.
 #[derive(Clone)]
 pub(crate) enum Caller {
     Bare(Limiter),
@@ -68,7 +68,7 @@ impl Caller {
     }
 }
 
-/// The client behind the gate; a request says when the gate let it through.
+/// The client behind the gate. It notes in each request when the gate let it through.
 fn stamped(
     layer: &RateLimitLayer,
     client: Client,

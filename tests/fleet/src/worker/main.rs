@@ -1,7 +1,7 @@
 //! A process that calls through tollgate.
 //!
-//! It prints `ready`, begins when it reads `go`, ends with its span or when its input ends, gives back what it has, and
-//! then prints each call, each warning and `done`. The options are those of `fleet::Options`.
+//! It prints `ready` and begins when it reads `go`. It ends after its span or when its input ends. It then returns its
+//! unused permits, and prints each call, each warning and `done`. The options are those of `fleet::Options`.
 
 mod caller;
 mod naive;
@@ -20,17 +20,17 @@ use tollgate::{Key, OnStoreError, Quota, RateLimitLayer};
 
 use caller::Caller;
 
-/// The longest that giving back may take.
+/// The longest time that the return of unused permits may take.
 const FAREWELL: Duration = Duration::from_secs(3);
 
 fn main() -> anyhow::Result<()> {
     let options = Options::from_words(std::env::args().skip(1))?;
     warnings::collect();
-    // tollgate leaves the choice to the program.
+    // tollgate leaves the choice of the TLS provider to the program.
     if rustls::crypto::ring::default_provider().install_default().is_err() {
         anyhow::bail!("another TLS provider is installed");
     }
-    // One thread, as the machine has few and the processes are many.
+    // One thread a process: there are more processes than cores.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let events = runtime.block_on(work(&options))?;
     for event in events {
@@ -56,7 +56,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     let layer = layer(options).await?;
     let caller = Caller::new(&layer, options)?;
     if !options.cold {
-        // So that those who begin together are not told apart by a script that loads.
+        // Loads the script first, so that it delays no first call of a test.
         layer.limiter().peek(Key::ALL).await.context("the store")?;
     }
     let (go, stop) = ears();
@@ -68,7 +68,7 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
     let events = Arc::default();
     tokio::select! {
         () = calls(options, &caller, &events, end) => {}
-        // Input that ends is told by a sender that is dropped.
+        // A dropped sender means that the input has ended.
         _ = stop => {}
     }
     match timeout(FAREWELL, layer.limiter().shutdown()).await {
@@ -94,7 +94,7 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
             _ => RedisStore::builder(&options.store),
         };
         let store = store.store_timeout(options.store_timeout).build()?;
-        // The same for connections, however busy the machine is.
+        // The same for connections, also on a busy machine.
         let start = Instant::now();
         while let Err(error) = store.connect().await {
             if start.elapsed() > Duration::from_secs(10) {
@@ -113,14 +113,14 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     Ok(builder.build()?)
 }
 
-/// Hears "go", and the end of the input.
+/// Reads the input: sends a message at "go", and drops the sender at the end.
 fn ears() -> (oneshot::Receiver<()>, oneshot::Receiver<()>) {
     let (go, gone) = oneshot::channel();
     let (stop, stopped) = oneshot::channel();
     std::thread::spawn(move || {
         let mut lines = std::io::stdin().lines();
         if let Some(Ok(_)) = lines.next() {
-            // It is gone when there is nothing to go on with.
+            // The receiver is gone if the worker could not start.
             let _ = go.send(());
         }
         while let Some(Ok(_)) = lines.next() {}

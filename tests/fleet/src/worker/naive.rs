@@ -1,4 +1,5 @@
-//! A store as it is often written: a counter for each second, without margins, in Redis. The tests must catch it.
+//! A naive store, as many programs write it: in Redis, one counter for each second, without margins. The tests must
+//! detect that it exceeds the limit.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Calls through an adaptive throttle: each caller calls, is sent again until it succeeds, and calls again at once.
+//! Calls through an adaptive throttle: each caller retries its call until it succeeds, and then makes the next one at
+//! once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +15,7 @@ use tollgate::{AdaptiveThrottleLayer, Limit, Quota, RetryingThrottleLayer};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 
-/// The layer that `options` tell of, which learns as its pace does; `fair-shared` with all others of its store.
+/// Builds the layer that `options` describe, with the pace they name. `fair-shared` shares its pace through the store.
 pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
     let quota: Quota = options.quota.parse()?;
     let &[Limit::Sliding { count, window, .. }] = quota.limits() else { bail!("a pace is told one limit") };
@@ -32,8 +33,8 @@ pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleL
     Ok(builder.build()?.retrying())
 }
 
-/// Calls until `end`. A call leaves the gate, in its event, after the time for which it waited there: that of its requests
-/// does not count. One that is still open at the end is refused.
+/// Calls until `end`. In its event, a call leaves the gate after the sum of its waits at the gate; the time of its
+/// requests does not count. A call that is still open at `end` is recorded as refused.
 pub(crate) async fn work(
     options: &Options,
     layer: RetryingThrottleLayer,
@@ -60,7 +61,7 @@ async fn calls(
     who: HeaderValue,
     end: Instant,
 ) -> Vec<Event> {
-    // What the requests of the current call took, in nanoseconds.
+    // The time that the requests of the current call took, in nanoseconds.
     let trips = Arc::new(AtomicU64::new(0));
     let sender = service_fn({
         let trips = Arc::clone(&trips);

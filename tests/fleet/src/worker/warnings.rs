@@ -1,4 +1,4 @@
-//! What tollgate warns of, kept for the report.
+//! Collects the warnings that tollgate logs, for the report of the worker.
 
 use std::fmt::{Debug, Write};
 use std::sync::{Mutex, PoisonError};
@@ -11,7 +11,7 @@ static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 struct Ear;
 
-/// From now on.
+/// Starts to collect warnings.
 pub(crate) fn collect() {
     tracing::subscriber::set_global_default(Ear).expect("nobody else listens");
 }
@@ -28,7 +28,7 @@ impl Subscriber for Ear {
     fn event(&self, event: &Event<'_>) {
         let mut line = Line(String::new());
         event.record(&mut line);
-        // One that passes uncounted is told each time, and counted by its grant.
+        // This event repeats for each uncounted call. The report counts those calls by their grants.
         if !line.0.contains("sent uncounted") {
             TOLD.lock().unwrap_or_else(PoisonError::into_inner).push(line.0);
         }
@@ -47,7 +47,7 @@ impl Subscriber for Ear {
     fn exit(&self, _: &Id) {}
 }
 
-/// The fields of an event, on one line.
+/// Writes the fields of an event on one line.
 struct Line(String);
 
 impl Visit for Line {

@@ -1,5 +1,5 @@
-//! What needs the machine for itself: how much of a limit is used, and at what cost, shows only if nothing else runs.
-//! `./tests/run` runs these after all others, one at a time.
+//! Tests that need the machine for themselves: they measure how much of a limit is used, and at what cost.
+//! `./tests/run` runs these tests after all others, one at a time.
 
 mod busy;
 mod nginx;

@@ -1,4 +1,4 @@
-//! A rolling deploy: while two versions assert two limits for one key, the stricter one holds.
+//! A rolling deploy: while two versions state two limits for one key, the stricter one holds.
 
 use fleet::{Options, Report};
 
@@ -41,7 +41,7 @@ fn the_stricter_limit_holds_until_its_processes_are_gone() {
     let both = part(&log, start, start + ms(4000));
     assert_never_over(&both, &"20/1s".parse().unwrap());
     assert!(both.len() >= 50, "{} calls in four seconds at 20 a second", both.len());
-    // Two windows and a second after the last of the stricter ones.
+    // Two windows and a second after the end of the last process with the stricter limit.
     let free = part(&log, gone + ms(3000), gone + ms(6000));
     assert!(free.len() >= 110, "{} calls in the three seconds that follow", free.len());
     for report in strict.iter().chain(&loose) {
@@ -65,7 +65,7 @@ fn a_stricter_limit_takes_hold_under_a_running_fleet() {
     let log = site.upstream.log();
     println!("50/1s, and 20/1s from 2 s on: {:?} calls in each second", per_second(&log));
     assert_never_over(&log, &"50/1s".parse().unwrap());
-    // What was booked before lies at most `max_wait` ahead, and a window starts behind it.
+    // Earlier bookings lie at most `max_wait` ahead, and a window starts after them.
     let both = part(&log, joined + ms(1500), joined + ms(6500));
     assert_never_over(&both, &"20/1s".parse().unwrap());
     assert!(both.len() >= 60, "{} calls in five seconds at 20 a second", both.len());

@@ -1,6 +1,7 @@
 //! Many processes behind one limit, judged by the upstream's own log.
 //!
-//! What a machine that stalls can spoil is printed and held to a generous floor; that nothing goes over is strict.
+//! That calls never exceed the limit is checked strictly. Figures that a stall of the machine can spoil are printed,
+//! and checked against a generous floor.
 
 mod alone;
 mod away;
@@ -31,40 +32,40 @@ const WORKER: &str = env!("CARGO_BIN_EXE_worker");
 /// tollgate's default `transit_slack`.
 const SLACK: Duration = Duration::from_millis(10);
 
-/// By how much tollgate makes every window longer: the slack, and the life of a permit.
+/// How much longer tollgate makes every window: the slack, and the life of a permit.
 const MARGIN: Duration = Duration::from_millis(20);
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// What the tests that run may ask of the machine together: so many units of about a tenth of a core.
+/// The load that concurrent tests may put on the machine, in units of about a tenth of a core.
 const ROOM: u32 = 5;
 
 static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
-/// Waits until there is room for so much; those who came before go first.
+/// Waits until `units` units are free, in the order of the callers.
 fn turn_of(units: u32) -> SemaphorePermit<'static> {
     Builder::new_current_thread().build().unwrap().block_on(MACHINE.acquire_many(units)).unwrap()
 }
 
-/// Alone: they measure the machine, too.
+/// For tests that run alone, because they also measure the machine.
 fn turn() -> SemaphorePermit<'static> {
     turn_of(ROOM)
 }
 
-/// Beside one or two others: they ask for much of the machine, and judge what is allowed, not how fast it is.
+/// For tests that run beside one or two others: they use much of the machine, and check limits, not speed.
 fn busy_turn() -> SemaphorePermit<'static> {
     turn_of(3)
 }
 
-/// Beside others: they wait most of the time.
+/// For tests that run beside others, because they wait most of the time.
 fn turn_beside_others() -> SemaphorePermit<'static> {
     turn_of(1)
 }
 
-/// Looks up to three times until `look` sees what it expects. A look that fails while a core stalls says nothing: the test
-/// fails if a calm look failed and none succeeded. `look` panics for what no stall excuses.
+/// Calls `look` up to three times until it succeeds. A failure while a core stalls proves nothing: the test fails if a
+/// look on a calm machine failed and none succeeded. `look` panics for errors that no stall excuses.
 fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
     let mut calm = 0;
     for _ in 0..3 {
@@ -78,7 +79,7 @@ fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
     assert_eq!(calm, 0, "failed in {calm} looks on a calm machine");
 }
 
-/// A thread that wakes so late missed its slot.
+/// A thread that wakes this late missed its slot.
 const STALL: Duration = ms(10);
 
 /// A Redis server, an upstream that never refuses, and workers between them.
@@ -102,7 +103,7 @@ impl Site {
     }
 }
 
-/// A limiter of the test's own, beside those of the workers.
+/// A limiter of the test itself, beside those of the workers.
 struct Outsider {
     runtime: Runtime,
     limiter: Limiter,
@@ -134,8 +135,8 @@ fn rules(quota: &Quota) -> Vec<Rule> {
     quota.limits().iter().map(rule).collect()
 }
 
-/// What went over the quota, where it was sent or where it arrived. On the way from the gate to where it is sent nothing
-/// takes time, so that no jitter is an excuse there.
+/// Returns how calls exceeded the quota, by when they were sent or when they arrived. The send moments need no
+/// allowance for jitter: sending follows the gate at once.
 fn over(log: &Log, quota: &Quota) -> Option<String> {
     rules(quota).into_iter().find_map(|rule| {
         let sent = log.largest_count_sent(rule.window);
@@ -148,7 +149,7 @@ fn assert_never_over(log: &Log, quota: &Quota) {
     assert_eq!(over(log, quota), None, "{quota}; jitter {:?}, {} calls", log.jitter(), log.len());
 }
 
-/// How many calls can go in `span`.
+/// Returns how many calls the quota allows in `span`.
 fn allowed(quota: &Quota, span: Duration) -> usize {
     ideal(quota, MARGIN).take_while(|moment| *moment < span).count()
 }
@@ -169,7 +170,7 @@ fn per_second(log: &Log) -> Vec<u64> {
     log.per(ms(1000)).into_iter().map(|tally| tally.all()).collect()
 }
 
-/// The moment `span` after `start`, when it has come.
+/// Sleeps until `span` after `start`, and returns the present moment.
 fn wait_until(start: Instant, span: Duration) -> Instant {
     sleep((start + span).saturating_duration_since(Instant::now()));
     Instant::now()

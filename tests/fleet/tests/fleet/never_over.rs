@@ -1,4 +1,4 @@
-//! Never over, and at nearly all of the limit.
+//! Calls never exceed the limit, and use nearly all of it.
 
 use std::time::Duration;
 
@@ -24,14 +24,14 @@ fn check(processes: usize, options: Options) {
         per_second(&log),
         log.jitter()
     );
-    // What is lost in the first two windows is lost to connections that open and scripts that load.
+    // The loss in the first two windows comes from connections that open and scripts that load.
     if let [rule] = rules(&quota)[..] {
         let steady = part(&log, log[0].at + ms(2500), log[0].at + span);
         let used = steady.used(Rule::new(rule.count, rule.window + MARGIN)).unwrap_or_default();
         println!("{:.2} % of the rate later than 2.5 s after the first", 100.0 * used);
     }
     assert_never_over(&log, &quota);
-    // A machine that stalls loses slots: the figure is printed, and only an idle gate is an error.
+    // A stall of the machine loses slots: the figure is printed, and only an idle gate is an error.
     assert!(log.len() * 2 >= allowed, "{} of {allowed}", log.len());
 }
 
@@ -64,7 +64,7 @@ fn cold_server_serves_one_a_second_to_10_processes() {
     check(10, Options { cold: true, ..options("1/1s", 1, ms(9900)) });
 }
 
-/// What the tests above can see.
+/// Shows that the tests above detect an excess.
 #[test]
 fn processes_that_count_for_themselves_go_over() {
     let _turn = turn_beside_others();

@@ -1,4 +1,4 @@
-//! Clients that know nothing of each other, over HTTP, beside what the laboratory says of them.
+//! Clients that do not share state, over HTTP, compared with the result of the simulator.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,8 @@ use upstream::Bucket;
 
 use super::*;
 
-/// `seed-run` at 20 times its speed, and for the first 500 of its 1800 seconds: two processes of five callers, and a
-/// bucket that nobody knows to be empty.
+/// `seed-run` at 20 times its speed, for the first 500 of its 1800 seconds: two processes of five callers, and a bucket
+/// that is empty at the start, which no process knows.
 const SCENARIO: &str = r#"{ "seed-run / 20": {
     "fleet": [{"procs": 2, "tasks": 5}],
     "server": {"kind": "bucket", "cap": 4500, "refill": 25, "start": 0},
@@ -20,7 +20,7 @@ const SCENARIO: &str = r#"{ "seed-run / 20": {
     "duration": 25
 } }"#;
 
-/// As many processes as it takes to be worth sharing, of one caller each.
+/// Enough processes to make sharing worthwhile, of one caller each.
 const MANY: &str = r#"{ "n32 / 20": {
     "fleet": [{"procs": 32, "tasks": 1}],
     "server": {"kind": "bucket", "cap": 4500, "refill": 25, "start": 0},
@@ -61,7 +61,7 @@ impl Fellows {
         Fellows { pace, callers: processes * tasks, fleet, upstream }
     }
 
-    /// What came of it: the requests by the log of the upstream, the waits by the word of the workers.
+    /// The result: the requests from the log of the upstream, the waits from the reports of the workers.
     fn finish(self) -> Metrics {
         let reports = self.fleet.finish();
         assert!(reports.iter().all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0));
@@ -115,7 +115,7 @@ fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
     runs.into_iter().next().expect("one scenario and one strategy")
 }
 
-/// The recommended pace and the published winner at the same time, each before a server of its own.
+/// Runs the recommended pace and the best published one at the same time, each against its own server.
 #[test]
 fn real_processes_do_as_the_laboratory_says() {
     let _turn = busy_turn();
@@ -128,7 +128,7 @@ fn real_processes_do_as_the_laboratory_says() {
         row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
         row(pace, "over HTTP", &real, &Metrics::default());
         let simulated = simulated.mean();
-        // A machine that stalls adds to waits, and makes bursts.
+        // A stall of the machine adds to waits, and makes bursts.
         assert!(real.retry_pct < 2.0 * simulated.retry_pct + 1.5, "{pace} is refused as often");
         assert!(real.max_wait < 2.0 * simulated.max_wait + 0.5, "{pace} waits as long");
         assert!(real.util_pct > simulated.util_pct - 5.0, "{pace} uses as much");
@@ -138,7 +138,7 @@ fn real_processes_do_as_the_laboratory_says() {
     assert!(fair.retry_pct < published.retry_pct, "it is refused less often than the published winner");
 }
 
-/// Of the same fleet, one that shares its pace and its queue, and one in which nobody knows of the others.
+/// Compares one fleet that shares its pace and its queue with one whose processes share nothing.
 #[test]
 fn processes_that_share_a_pace_are_hardly_refused() {
     let _turn = turn();
@@ -164,7 +164,7 @@ fn processes_that_share_a_pace_are_hardly_refused() {
         "{calls} calls of Redis for {:.0} requests",
         shared.util_pct / 100.0 * BUCKET.refill * SPAN.as_secs_f64()
     );
-    // A machine that stalls adds a refusal or two.
+    // A stall of the machine adds one or two refusals.
     assert!(
         shared.retry_pct < 1.5 && shared.retry_pct < alone.retry_pct / 2.0,
         "it is refused next to never"

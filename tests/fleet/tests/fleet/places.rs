@@ -12,7 +12,7 @@ fn options(store: String, upstream: &Upstream, span: Duration) -> Options {
     Options { quota: "50/1s".into(), store, url: upstream.url(), tasks: 16, span, ..Options::default() }
 }
 
-/// Nobody was over, and calls flowed in the last two and a half seconds.
+/// Checks that the limit is kept, and that calls flow in the last 2.5 seconds.
 fn check(what: &str, options: &Options, upstream: &Upstream, reports: &[Report], start: Instant) {
     let log = upstream.log();
     println!(
@@ -70,7 +70,7 @@ fn sentinels_replace_the_master_and_nobody_is_over() {
     check("Sentinels, the master killed at 2.5 s", &options, &upstream, &reports, start);
 }
 
-/// Runs openssl, which makes certificates.
+/// Runs openssl, which makes the certificates.
 fn openssl(words: &[&str]) {
     let made = Command::new("openssl").args(words).stdout(Stdio::null()).stderr(Stdio::null()).status();
     assert!(made.is_ok_and(|status| status.success()), "openssl {words:?}");

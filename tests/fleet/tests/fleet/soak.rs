@@ -1,8 +1,8 @@
-//! Whatever happens to Redis at random, nobody is over; and the same look at limiters that are not exact finds them out.
-//! Nobody waits for longer than is allowed either, and no key stays in Redis for ever.
+//! Random faults in Redis never let calls exceed the limit. The same check detects limiters that are not exact. No call
+//! waits for longer than allowed, and every key in Redis has a time to live.
 //!
-//! `TOLLGATE_SOAK_SECONDS=3600` soaks for an hour instead of ten seconds; `TOLLGATE_SOAK_SEED` repeats what was drawn, as
-//! far as processes repeat anything.
+//! `TOLLGATE_SOAK_SECONDS=3600` runs for an hour instead of ten seconds. `TOLLGATE_SOAK_SEED` repeats the faults of a
+//! run, but not the scheduling of its processes.
 
 use std::process;
 use std::time::SystemTime;
@@ -11,15 +11,15 @@ use fleet::{Fleet, INCR, MEMORY, Options, Outcome, keys_for_ever, longest_wait};
 
 use super::*;
 
-/// What a machine that stalls, and a Redis that is away, may add to the longest wait.
+/// What stalls of the machine and outages of Redis may add to the longest wait.
 const NOISE: Duration = Duration::from_secs(5);
 
-/// A number from the environment.
+/// Reads a number from the environment.
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// What is drawn follows from the seed.
+/// A random number generator; its numbers follow from the seed.
 struct Dice(u64);
 
 impl Dice {
@@ -32,7 +32,7 @@ impl Dice {
     }
 }
 
-/// Does one thing to Redis, and answers what.
+/// Causes one fault in Redis, and returns its description.
 fn disturb(redis: &mut RedisServer, dice: &mut Dice) -> String {
     let span = 20 + dice.roll(700);
     match dice.roll(6) {
@@ -64,7 +64,7 @@ fn disturb(redis: &mut RedisServer, dice: &mut Dice) -> String {
     }
 }
 
-/// Four processes through what a seed draws, and what was over.
+/// Runs four processes through random faults, and returns how they exceeded the limit, if they did.
 fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<String> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let seed = setting("TOLLGATE_SOAK_SEED")
@@ -92,7 +92,7 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
     };
     while !calm && start.elapsed() + ms(1000) < span {
         sleep(ms(200 + dice.roll(3000)).min(span.saturating_sub(start.elapsed())));
-        // What happens may wipe out what was left.
+        // A fault may remove the keys, so they are counted first.
         look(&site.redis);
         happened.push(disturb(&mut site.redis, &mut dice));
     }
@@ -121,7 +121,7 @@ fn random_redis_faults_never_exceed_the_limit() {
     assert_eq!(soak("soak", None, span, false), None);
 }
 
-/// Each process with a counter of its own.
+/// Each process has its own counter.
 #[test]
 fn a_counter_in_each_process_is_found_out() {
     let _turn = turn_beside_others();
@@ -129,7 +129,7 @@ fn a_counter_in_each_process_is_found_out() {
     println!("{}", over.expect("it is over"));
 }
 
-/// One counter in Redis for each second, as it is often written.
+/// One counter in Redis for each second, as many programs write it.
 #[test]
 fn a_counter_for_each_second_is_found_out() {
     let _turn = turn_beside_others();

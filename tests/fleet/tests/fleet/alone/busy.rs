@@ -8,10 +8,10 @@ use upstream::Rule;
 
 use super::*;
 
-/// A permit's life, for one slot a second.
+/// The life of a permit, for one slot a second.
 const LIFE: Duration = ms(20);
 
-/// Runs three busy loops a core, for as long as it lives.
+/// Runs three busy loops for each core until it is dropped.
 struct Busy {
     stops: Arc<AtomicBool>,
     loops: Vec<thread::JoinHandle<()>>,
@@ -40,11 +40,11 @@ impl Drop for Busy {
     }
 }
 
-/// When all processes wait for a slot.
+/// By then all processes wait for a slot.
 const ALL_WAIT: Duration = ms(3000);
 
-/// A permit lives for a fiftieth of the time between two slots, long enough to wake up in; and what a process needs from
-/// the store before its slot it has fetched by then.
+/// A permit lives for a fiftieth of the time between two slots, which is enough to wake up in. Each process has fetched
+/// what it needs from the store before its slot.
 #[test]
 fn one_a_second_is_used_on_a_busy_machine() {
     let _turn = turn();
@@ -73,6 +73,6 @@ fn one_a_second_is_used_on_a_busy_machine() {
         println!("{} calls: {of_slots:.1} % of the slots, {of_limit:.1} % of the limit", busy.len());
         of_slots >= 89.0
     };
-    // A thread that wakes 20 ms late here and there loses its slot, of about twenty.
+    // A thread that wakes 20 ms late loses its slot, one of about twenty.
     assert!((0..3).any(|_| look()), "three times in a row");
 }

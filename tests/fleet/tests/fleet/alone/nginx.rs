@@ -1,4 +1,4 @@
-//! A limiter that people run, which insists on each slot.
+//! A widely used limiter that enforces the interval between any two requests.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use tower::{Layer, Service, ServiceExt};
 
 use super::*;
 
-/// nginx with `limit_req rate=50r/s` and no `burst`: it refuses what comes within 20 ms of the request before.
+/// nginx with `limit_req rate=50r/s` and no `burst`: it refuses requests that arrive within 20 ms of the one before.
 struct Nginx {
     child: Child,
     port: u16,
@@ -49,7 +49,7 @@ impl Nginx {
         );
         fs::write(path("nginx.conf"), settings).unwrap();
         fs::write(path("index.html"), "here").unwrap();
-        // Where an unprivileged worker may read it.
+        // The worker of nginx is unprivileged, and must be able to read the directory.
         let readable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         fs::set_permissions(place.path(), readable).unwrap();
         let child = Command::new("nginx")
@@ -66,7 +66,7 @@ impl Nginx {
         nginx
     }
 
-    /// When it accepted requests, in seconds, and how many it refused: by its own log.
+    /// Returns when nginx accepted requests, in seconds, and how many it refused, by its own log.
     fn counted(&self) -> (Vec<f64>, usize) {
         let log = fs::read_to_string(Path::join(self.place.path(), "log")).unwrap_or_default();
         let of = |status: &'static str| {
@@ -86,7 +86,7 @@ impl Drop for Nginx {
     }
 }
 
-/// So many callers, each in a closed loop for so long.
+/// Runs `callers` callers for `span`, each in a closed loop.
 async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: Duration) {
     let service = limit.layer(reqwest::Client::builder().no_proxy().build().unwrap());
     let end = tokio::time::Instant::now() + span;
@@ -128,6 +128,6 @@ fn a_server_that_insists_on_20_ms_refuses_nothing() {
         assert!(used >= 60.0 && took > 0.9 * SPAN.as_secs_f64());
         refused == 0
     };
-    // A machine that stalls adds to the way, and lets permits of 2 ms die: 85 % where it does not.
+    // On a calm machine 85 % is used. A stall delays requests on the way and lets permits of 2 ms expire.
     assert!((0..3).any(|_| look()), "three times in a row");
 }

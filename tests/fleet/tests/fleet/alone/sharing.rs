@@ -1,4 +1,4 @@
-//! What a slot costs the store, and who gets it.
+//! What a slot costs the store, and which process gets it.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use redis_server::RedisServer;
 
 use super::*;
 
-/// By so much may one be overtaken who asked in another process: what a call to the store waits for others to join it,
-/// and what it takes.
+/// How much earlier a caller of another process may arrive and still be overtaken: the batching delay of a store call,
+/// and the time that the call takes.
 const GRACE: Duration = Duration::from_millis(20);
 
-/// What a machine that stalls adds to it.
+/// What a stall of the machine may add to `GRACE`.
 const LATE: Duration = Duration::from_millis(30);
 
 fn in_order(reports: &[Report]) -> anyhow::Result<()> {
@@ -25,19 +25,20 @@ fn in_order(reports: &[Report]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// More calls were overtaken than those whose slot passed while the machine stalled: they get one behind all who came after.
+/// Reports whether more calls were overtaken than stalls explain: a call whose slot passed during a stall gets a slot
+/// behind all later calls.
 fn out_of_order(reports: &[Report]) -> bool {
     overtaken(reports, GRACE + LATE).0 > 3 + by_grant(reports).len() / 20
 }
 
-/// What the store answered while the calls of a fleet were granted.
+/// The calls that the store answered, and the calls of the fleet that were granted meanwhile.
 struct Cost {
     calls: u64,
     grants: u64,
 }
 
 impl Cost {
-    /// From `from`, when it had answered `before`, up to now.
+    /// Counts from the moment `from`, when the store had answered `before` calls, until now.
     fn since(redis: &RedisServer, before: u64, from: u64) -> impl FnOnce(&[Report]) -> Cost {
         let (calls, then) = (store_calls(redis) - before, now());
         move |reports| {
@@ -67,7 +68,7 @@ fn one_a_second_by_10_processes() {
         let mut fleet = site.start(10, &options);
         let start = Instant::now();
         fleet.go();
-        // By then all stand in line.
+        // By then all processes wait in the queue.
         wait_until(start, ms(500));
         let (before, from) = (store_calls(&site.redis), now());
         wait_until(start, ms(9900));
@@ -79,14 +80,14 @@ fn one_a_second_by_10_processes() {
         let cost = cost(&reports);
         println!("1/1s, 10 processes: {} calls in 10 s; when all stand in line {cost}", log.len());
         ensure!(log.len() >= 9, "{} calls in 10 s", log.len());
-        // One whose permit died on a busy machine asks again.
+        // A process whose permit expired on a busy machine asks again.
         ensure!(cost.calls <= 2 * cost.grants + 2, "{cost}");
         in_order(&reports)
     });
 }
 
-/// So many processes with ten tasks each behind 20 a second, with nothing to call. Answers what they reported, and the
-/// calls of the store for each grant.
+/// Runs `processes` processes with ten tasks each behind 20 a second, without an upstream. Returns their reports and
+/// the store calls for each grant.
 fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
     let redis = RedisServer::start().unwrap();
     let options = Options { quota: "20/1s".into(), tasks: 10, store: redis.url(), ..options };
@@ -115,7 +116,7 @@ fn hundred_callers_in_a_closed_loop_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
         let (reports, per_grant) = share(10, Options { span: ms(7000), ..Options::default() });
-        // One call of each process a window for two grants, and one or two more when it begins.
+        // In each window every process makes one call for two grants, and one or two more when the window begins.
         ensure!(per_grant <= 0.6, "{per_grant} calls of the store for each grant");
         in_order(&reports)
     });
@@ -129,7 +130,7 @@ fn a_hundred_callers_at_once_by_10_processes() {
         let (reports, per_grant) = share(10, options);
         print_lateness(&reports);
         assert_eq!(by_grant(&reports).len(), 100);
-        // One call of each process, one for those who came meanwhile, and a report or two while they wait.
+        // One call of each process, one for the callers that arrived meanwhile, and one or two reports while they wait.
         ensure!(per_grant <= 0.4, "{per_grant} calls of the store for each grant");
         in_order(&reports)
     });
@@ -139,7 +140,7 @@ fn a_hundred_callers_at_once_by_10_processes() {
 fn callers_that_come_one_by_one_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
-        // 25 a second behind 20: the line grows to two seconds.
+        // 25 a second behind 20: the wait grows to two seconds.
         let options = Options { arrivals: Arrivals::Every(ms(400)), span: ms(8000), ..Options::default() };
         let (reports, _) = share(10, options);
         ensure!(by_grant(&reports).len() >= 80, "not half of what the limit allows");
@@ -147,7 +148,7 @@ fn callers_that_come_one_by_one_by_10_processes() {
     });
 }
 
-/// How evenly those are served who ask at once.
+/// Prints how evenly callers that arrive at once are served.
 fn print_lateness(reports: &[Report]) {
     let late = lateness(reports, &"20/1s".parse().unwrap(), MARGIN);
     let [half, most, all] = [0.5, 0.99, 1.0].map(|share| percentile(&late, share));
@@ -157,7 +158,7 @@ fn print_lateness(reports: &[Report]) {
     );
 }
 
-/// What the order above can see: two processes of which each has a line of its own, one long and one short.
+/// Shows that the check of the order detects overtaking: two processes have separate queues, one long and one short.
 #[test]
 fn processes_with_lines_of_their_own_overtake_each_other() {
     let _turn = turn();

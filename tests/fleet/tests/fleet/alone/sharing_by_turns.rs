@@ -1,4 +1,4 @@
-//! Demand that goes on and off: what one process leaves, the others have.
+//! Demand that goes on and off: the other processes use what one process leaves.
 
 use anyhow::ensure;
 use fleet::{Arrivals, Fleet, Options, store_calls};
@@ -9,8 +9,8 @@ use super::*;
 
 const PROCESSES: u32 = 16;
 
-/// Each calls for a second and rests for a second, as many tasks at once as are given; each begins a sixteenth of that
-/// later than the one before. So half of them call at any time, and could use all of the limit.
+/// Starts processes that call for a second with `tasks` tasks each, and rest for a second. Each begins a sixteenth of
+/// that later than the process before. So half of the processes call at any time, and could use all of the limit.
 fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
     let redis = RedisServer::start().unwrap();
     let (on, off, span) = (ms(1000), ms(1000), ms(9000));
@@ -39,7 +39,7 @@ fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
         calls as f64 / log.len() as f64
     );
     assert_never_over(&log, &quota);
-    // A machine that stalls loses slots.
+    // A stall of the machine loses slots.
     ensure!(used >= 0.9, "{used}");
     Ok(())
 }

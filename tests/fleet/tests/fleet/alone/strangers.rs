@@ -1,4 +1,4 @@
-//! A process that knows nothing of the others uses half of the limit.
+//! A process outside the store uses half of the limit, unknown to the others.
 
 use anyhow::ensure;
 use fleet::Options;
@@ -6,15 +6,15 @@ use tollgate::Quota;
 
 use super::*;
 
-/// Windows that pass until what others use is known.
+/// The windows that pass until the use by others is known.
 const WARM_UP: usize = 3;
 
-/// Windows that pass in all.
+/// The windows that pass in all.
 const WINDOWS: usize = 10;
 
 #[test]
 fn strangers_are_left_what_they_use() {
-    // What a busy machine adds to the way is refused by an upstream without slack.
+    // A busy machine delays requests on the way, and an upstream without slack then refuses some of them.
     let _turn = turn();
     once_in_three(look);
 }
@@ -22,14 +22,14 @@ fn strangers_are_left_what_they_use() {
 fn look() -> anyhow::Result<()> {
     let (quota, half) = ("40/2s", "20/2s");
     let rule = rules(&quota.parse::<Quota>().unwrap())[0];
-    // What its own margin makes longer, the stranger's windows drift: the limit has room for that.
+    // The margin makes the stranger's windows longer, so they drift: the limit has room for that.
     let site = Site { upstream: Upstream::start(rule).stating(), ..Site::new() };
     let span = WINDOWS as u32 * rule.window;
     let options = Options {
         quota: quota.into(),
         tasks: 15,
         span,
-        // The upstream has none: what a busy machine adds to the way is refused there.
+        // The upstream has no slack: it refuses requests that a busy machine delays.
         slack: ms(50),
         who: "ours ".into(),
         ..Options::default()
