@@ -1,4 +1,4 @@
-//! Redis is away: calls pass uncounted or are refused, as it was said, and in time.
+//! Redis is unreachable: calls pass uncounted or are refused, as configured, and in time.
 
 use fleet::{Arrivals, Event, Options, Outcome, now, percentile};
 
@@ -6,39 +6,41 @@ use super::*;
 
 const STORE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// What a busy machine may add to a wait. Who waits for Redis itself waits for longer, most of the time.
+/// What a busy machine may add to a wait. Calls that wait for Redis itself mostly wait for longer.
 const NOISE: Duration = Duration::from_millis(750);
 
-/// When what happened, in the time of the workers.
+/// The moments of the outage, by the clock of the workers.
 struct Moments {
     away: u64,
-    /// When it began to come back.
+    /// When Redis began to recover.
     back: u64,
-    /// When it was there again.
+    /// When Redis was reachable again.
     well: u64,
 }
 
 impl Moments {
-    /// Those who asked while Redis was away.
+    /// Returns the calls that arrived while Redis was unreachable.
     fn during<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let grace = 20_000_000;
         events.iter().filter(|event| (self.away + grace..self.back).contains(&event.asked)).collect()
     }
 
-    /// Those of them who were answered before it came back, but for the first window and its margin: for as long a process
-    /// may have permits at hand, or know without asking that no slot is free.
+    /// Returns the calls of [`during`](Moments::during) that ended before Redis recovered, without those of the first
+    /// window and its margin: for that time a process may have permits at hand, or know without a store call that no
+    /// slot is free.
     fn blind<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let from = self.away + 1_050_000_000;
         events.iter().filter(|event| event.asked > from && event.ended < self.back).collect()
     }
 
-    /// Those who asked long enough after it came back.
+    /// Returns the calls that arrived long enough after the recovery.
     fn after<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         events.iter().filter(|event| event.asked > self.well + 3_000_000_000).collect()
     }
 }
 
-/// Two processes behind 10 a second, called 50 times a second, never waiting; Redis is away from 1.5 s to 4 s.
+/// Runs two processes behind 10 a second, called 50 times a second, that never wait. Redis is unreachable from 1.5 s to
+/// 4 s.
 fn run(
     fail_open: bool,
     leave: impl FnOnce(&mut RedisServer),
@@ -148,8 +150,8 @@ fn calls_are_refused_while_redis_does_not_answer() {
     check("stopped", false, pause, resume);
 }
 
-/// Their shares are what each was granted before, together no more than the limit: but for the window in which Redis is
-/// lost, in which both may grant.
+/// Each process's fallback share is what it was granted before. The shares together are no more than the limit, except
+/// in the window in which Redis is lost: grants of Redis and of the shares may both fall into it.
 fn go_on_with_shares(
     what: &str,
     leave: impl FnOnce(&mut RedisServer),

@@ -1,4 +1,5 @@
-//! The upstream says no to one process: all hold, for as long as it said, whatever becomes of Redis and of them.
+//! The upstream refuses one process: all processes hold for as long as the refusal states, whatever happens to Redis
+//! and to the processes.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,31 +11,31 @@ use upstream::{Arrival, refusal};
 
 use super::*;
 
-/// When the upstream becomes angry.
+/// How long the upstream accepts calls before it refuses them.
 const CALM: Duration = Duration::from_secs(2);
 
-/// An upstream that says no to all for `anger`, from the first call on that comes after its calm.
+/// An upstream that refuses all calls for `span`, from the first call after `CALM` on.
 struct Anger {
     site: Site,
     span: Duration,
     first: Arc<OnceLock<Instant>>,
 }
 
-/// How it says for how long.
+/// How a refusal states its end.
 #[derive(Clone, Copy, Debug)]
 enum Form {
     /// `Retry-After` in seconds.
     Seconds,
-    /// `Retry-After` as a date, in the words of its own clock.
+    /// `Retry-After` as a date, by the clock of the upstream.
     Date,
-    /// As GitHub: a 403 with nothing left and a Unix time.
+    /// As GitHub: a 403 with `x-ratelimit-remaining: 0` and a Unix time.
     Reset,
-    /// As OpenAI and others.
+    /// `Retry-After-Ms`, as OpenAI and others.
     Millis,
 }
 
 impl Form {
-    /// A refusal until `end`, or up to a second later, which is `left` from now.
+    /// Returns a refusal that ends at `end` (`left` from now) or up to a second later.
     fn says(self, end: SystemTime, left: Duration) -> Response<String> {
         let whole = end.duration_since(UNIX_EPOCH).unwrap().as_secs() + 1;
         let refused = |status: u16| Response::builder().status(status);
@@ -73,7 +74,7 @@ impl Anger {
         Anger { site, span, first }
     }
 
-    /// Waits for the first refusal.
+    /// Waits for the first refusal, and returns its moment.
     fn begin(&self) -> Instant {
         let start = Instant::now();
         while self.first.get().is_none() {
@@ -83,7 +84,7 @@ impl Anger {
         self.first.get().copied().expect("as above")
     }
 
-    /// Those sent in the time for which it said no.
+    /// Returns the calls that were sent while the upstream refused.
     fn sent(&self) -> Vec<Arrival> {
         let from = self.begin();
         let log = self.site.upstream.log();
@@ -93,8 +94,9 @@ impl Anger {
     }
 }
 
-/// Once a refusal has come back to a process, nothing leaves it before the end of the hold: by its own clock, so that no
-/// machine is too slow for it. The gate reads the refusal, and begins to hold, a moment before the caller notes it.
+/// Checks that a process sends nothing from its first refusal until the end of the hold. Both moments are taken by the
+/// process's own clock, so a slow machine cannot fail this check. The gate reads the refusal, and starts the hold, a
+/// moment before the caller notes it.
 fn assert_each_keeps_its_own(reports: &[Report], hold: Duration) {
     let hold = u64::try_from((hold - ms(100)).as_nanos()).unwrap();
     for (number, report) in reports.iter().enumerate() {
@@ -142,8 +144,8 @@ fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
         resumed.unwrap_or_default(),
         log.jitter()
     );
-    // Each task of the others may have had one that was released, and no more: its answer is a refusal, which its own
-    // process keeps.
+    // Each task of the other processes may have one call that was released before. Its response is a refusal, which
+    // starts a hold in its process.
     assert!(others.len() <= (processes - 1) * tasks, "{} by others", others.len());
     assert_each_keeps_its_own(&reports, hold);
     assert_never_over(&log, &quota);
@@ -229,7 +231,7 @@ fn holds_outlast_a_redis_that_forgets_them() {
     wait_until(first, ms(1000));
     anger.site.redis.restart().unwrap();
     let restarted = Instant::now();
-    // By then those who know are connected again, and have told it.
+    // By then the processes are connected again, and have published the hold.
     wait_until(restarted, ms(2500));
     let heirs = Options { who: "heir".into(), span: ms(8000), ..options };
     let mut heirs = anger.site.start(2, &heirs);
@@ -255,7 +257,7 @@ fn holds_outlast_a_redis_that_forgets_them() {
 fn holds_are_not_prolonged_by_retries() {
     let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(2));
-    // They never wait: each asks twenty times a second.
+    // Requests never wait: each task tries twenty times a second.
     let options =
         Options { quota: "100/1s".into(), tasks: 10, span: ms(7000), max_wait: ms(0), ..Options::default() };
     let mut fleet = anger.site.start(4, &options);
@@ -287,7 +289,7 @@ fn holds_are_kept_by_processes_started_during_them() {
     fleet.go();
     let first = anger.begin();
     wait_until(first, ms(500));
-    // Also the one that was refused.
+    // This includes the process that was refused.
     (0..4).for_each(|number| fleet.kill(number));
     let heirs = Options { who: "heir".into(), span: ms(6000), ..options };
     let mut heirs = anger.site.start(2, &heirs);
@@ -305,20 +307,20 @@ fn holds_are_kept_by_processes_started_during_them() {
     assert!(earliest.is_some_and(|sent| sent >= first + anger.span), "{earliest:?}");
 }
 
-/// What becomes of the connections on which processes listen.
+/// What happens to the connections on which processes subscribe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ears {
     Whole,
-    /// Cut as soon as they are there.
+    /// The test closes each connection as soon as it is open.
     Cut,
-    /// Redis lets nobody listen, and nobody tell.
+    /// Redis forbids subscribing and publishing.
     Forbidden,
 }
 
-/// Longer than those may still call who learn of it late.
+/// Longer than the processes may still send that learn of the hold late.
 const HOLD: Duration = ms(4500);
 
-/// Holds by hand, so that nobody learns of it by a refusal of its own.
+/// Starts a hold through the API, so that no process learns of it by its own refusal.
 fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
     let _turn = turn_beside_others();
     let site = Site::new();
@@ -366,7 +368,8 @@ fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
          {last:.1?}",
         sent.len()
     );
-    // They use what they booked for 1.5 s without asking; that a machine stalls for as long is allowed for.
+    // For 1.5 s the processes may use what they booked, without a store call; the rest allows for a stall of the
+    // machine.
     assert!(last <= ms(3000), "{ears:?}: {last:?}");
 }
 

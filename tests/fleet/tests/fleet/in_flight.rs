@@ -1,4 +1,4 @@
-//! Calls in flight: never more at the upstream than may be, whatever happens, and all seats are used.
+//! Calls in flight: never more at the upstream than the limit, whatever happens, and all slots are used.
 
 use fleet::{Options, Outcome, percentile, store_calls};
 use upstream::Arrival;
@@ -10,15 +10,15 @@ const MOST: usize = 8;
 /// How long a call takes.
 const CALL: Duration = ms(50);
 
-/// For how long a claim is good where a test waits for its end.
+/// The `in_flight_ttl` of tests that wait until claims expire.
 const LIFE: Duration = ms(1500);
 
 fn site(redis: RedisServer, latency: Duration) -> Site {
     Site { redis, upstream: Upstream::open().latency(latency) }
 }
 
-/// What the upstream saw until the first process came to the end of its span. Then calls are dropped: their seats are
-/// free at once, and the upstream hears of it a moment later.
+/// Returns what the upstream saw until the first process reached the end of its span. At that moment calls are dropped:
+/// their slots are free at once, and the upstream notices a moment later.
 fn seen(site: &Site, start: Instant, span: Duration) -> Log {
     let log = site.upstream.log();
     part(&log, start, start + span)
@@ -38,7 +38,7 @@ fn failed(reports: &[Report]) -> usize {
     reports.iter().map(|report| report.of(Outcome::StoreFailed).count()).sum()
 }
 
-/// The share of `MOST` that was used, by the time that the upstream itself took.
+/// Returns the fraction of `MOST` that was used, by the times that the upstream measured.
 fn used(log: &Log) -> f64 {
     let (Some(first), Some(last)) = (log.first(), log.last()) else { return 0.0 };
     let span = (last.at - first.at).as_secs_f64();
@@ -68,7 +68,7 @@ fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
     let served = log.by_who();
     println!(
         "{quota}, {processes} processes with {tasks} tasks each: at most {} at once; {:.1} calls a second of {:.0}, {:.1} % \
-         of the seats used (a call takes {:.1?}); {asked:.2} store calls for each; waits p50 {:.1?} p99 {:.1?}; each \
+         of the slots used (a call takes {:.1?}); {asked:.2} store calls for each; waits p50 {:.1?} p99 {:.1?}; each \
          process had {:?} to {:?} calls",
         log.most_at_once(),
         steady.len() as f64 / 6.0,
@@ -88,13 +88,13 @@ fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
 #[test]
 fn eight_in_flight_by_4_processes() {
     let log = steady(4, 16, "8 in flight");
-    assert_eq!(log.most_at_once(), MOST, "all seats are used");
+    assert_eq!(log.most_at_once(), MOST, "all slots are used");
 }
 
 #[test]
 fn eight_in_flight_by_16_processes() {
     let log = steady(16, 4, "8 in flight");
-    assert_eq!(log.most_at_once(), MOST, "all seats are used");
+    assert_eq!(log.most_at_once(), MOST, "all slots are used");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn processes_that_never_wait_find_free_slots() {
     let mut waits: Vec<_> = refused.iter().map(|event| event.waited()).collect();
     waits.sort_unstable();
     println!(
-        "8 in flight, 4 processes that never wait: {} calls, {:.1} % of the seats used; {} refused after p50 {:.1?} p99 \
+        "8 in flight, 4 processes that never wait: {} calls, {:.1} % of the slots used; {} refused after p50 {:.1?} p99 \
          {:.1?} max {:.1?}; {} store calls",
         log.len(),
         100.0 * used(&log),
@@ -148,23 +148,23 @@ fn in_flight_slots_of_a_killed_process_come_back() {
     let reports = fleet.finish();
     assert_all_ended(&reports[1..]);
     let log = seen(&site, start, options.span);
-    // The first moment after it died at which all seats were taken.
+    // The number of calls in flight at a moment.
     let at_once = |at: Instant| {
         log.iter().filter(|call| call.at <= at && call.ended.is_none_or(|end| end > at)).count()
     };
-    // Their connections were closed before their answers were there.
+    // The calls whose connections were closed before the response.
     let cut = |call: &&upstream::Arrival| call.ended.is_some_and(|end| end < call.at + ms(300));
     let held = log.iter().filter(|call| call.who.as_deref() == Some("0")).filter(cut).count();
     let back = log.iter().map(|call| call.at).find(|&at| at > killed + ms(10) && at_once(at) == MOST);
     println!(
-        "killed with {held} seats: all are used again {:.2?} later; a claim is good for {LIFE:?}",
+        "killed with {held} slots: all are used again {:.2?} later; a claim is valid for {LIFE:?}",
         back.map(|back| back - killed)
     );
     assert_at_once(&log, "killed");
-    assert!(back.is_some(), "all seats are used again");
+    assert!(back.is_some(), "all slots are used again");
 }
 
-/// Three processes; the first is stopped at 2 s, for `span`.
+/// Runs three processes, and stops the first at 2 s for `span`.
 fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
     let site = site(RedisServer::start().unwrap(), CALL);
     let options = Options { life, ..options(8, ms(4700) + span) };
@@ -174,7 +174,7 @@ fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
     wait_until(start, ms(2000));
     fleet.pause(0);
     wait_until(start, ms(2000) + span);
-    // It may be at work again before the next line is.
+    // The process may continue before the next line runs.
     let resumed = Instant::now();
     fleet.resume(0);
     let reports = fleet.finish();
@@ -182,8 +182,8 @@ fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
     let log = seen(&site, start, options.span);
     let after = part(&log, resumed + ms(1000), resumed + ms(2500));
     println!(
-        "one stopped for {span:?}, its claims are good for {life:?}: at most {} at once; {:?} calls in each second; {:.1} % of the seats used a second after; \
-         {} gave up their seats",
+        "one stopped for {span:?}, its claims are valid for {life:?}: at most {} at once; {:?} calls in each second; {:.1} % of the slots used a second after; \
+         {} calls were cancelled",
         log.most_at_once(),
         per_second(&log),
         100.0 * used(&after),
@@ -209,7 +209,7 @@ fn process_stopped_beyond_in_flight_ttl_gets_new_slots() {
     for _ in 0..rounds {
         for span in [life * 6 / 5, life * 2, life * 10].into_iter().take(if rounds > 1 { 3 } else { 2 }) {
             let (log, _, resumed) = stopped(span, life);
-            // A call that was about to be written when the process was stopped is a published exception.
+            // A call that was about to be written when the process was stopped is a documented exception.
             let late = |call: &Arrival| {
                 let of_stopped = call.who.as_deref() == Some("0") && call.at >= resumed;
                 of_stopped && call.sent.is_some_and(|sent| sent < resumed)
@@ -233,7 +233,7 @@ fn process_stopped_beyond_in_flight_ttl_cancels_its_calls() {
     wait_until(start, ms(500));
     other.go();
     wait_until(start, ms(1000));
-    assert_eq!(site.upstream.log().by_who().len(), 1, "the first has all seats");
+    assert_eq!(site.upstream.log().by_who().len(), 1, "the first process has all slots");
     stopped.pause(0);
     wait_until(start, ms(4000));
     let resumed = Instant::now();
@@ -244,20 +244,20 @@ fn process_stopped_beyond_in_flight_ttl_cancels_its_calls() {
     let ended =
         log.iter().filter(|call| call.who.as_deref() == Some("stopped0")).filter_map(|call| call.ended);
     println!(
-        "stopped for 3 s with 8 calls of 5 s: at most {} at once; {} of them given up; the last is gone {:.1?} after it goes \
-         on",
+        "stopped for 3 s with 8 calls of 5 s: at most {} at once; {} of them cancelled; the last ends {:.1?} after the process \
+         continues",
         log.most_at_once(),
         lost(&reports),
         ended.filter(|end| *end < start + ms(5000)).max().map(|end| end.saturating_duration_since(resumed)),
     );
-    assert!(log.by_who().contains_key("other0"), "the seats go to the other one");
+    assert!(log.by_who().contains_key("other0"), "the other process gets the slots");
     assert_eq!(lost(&reports[..1]), MOST);
-    // At the server the calls of a process that is stopped go on: a published exception, until it goes on.
+    // The calls of a stopped process stay open at the server until it continues: a documented exception.
     let after = log.iter().filter(|call| call.ended.is_none_or(|end| end > resumed + ms(500)));
-    assert_at_once(&Log::from(after.cloned().collect::<Vec<_>>()), "half a second after it goes on");
+    assert_at_once(&Log::from(after.cloned().collect::<Vec<_>>()), "half a second after it continues");
 }
 
-/// What came of a fleet that was disturbed, and when.
+/// The result of a disturbed fleet, and when it was disturbed.
 struct Disturbed {
     log: Log,
     reports: Vec<Report>,
@@ -265,7 +265,7 @@ struct Disturbed {
     done: Instant,
 }
 
-/// Four processes; something is done to Redis after three seconds.
+/// Runs four processes, and calls `act` on Redis after three seconds.
 fn disturb(mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Disturbed {
     let mut fleet = site.start(4, options);
     let start = Instant::now();
@@ -279,13 +279,13 @@ fn disturb(mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)
     Disturbed { log, reports, start, done }
 }
 
-/// The same; all goes on as before.
+/// Runs the same, and checks that calls go on as before.
 fn after(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
     let Disturbed { log, reports, start, done } = disturb(site, options, act);
     let steady = part(&log, done + ms(4000), done + ms(6000));
     println!(
-        "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the seats \
-         used four seconds later; {} calls failed for the store, {} of them gave up their seats",
+        "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the slots \
+         used four seconds later; {} calls failed for the store, {} of them were cancelled",
         done - start,
         log.most_at_once(),
         per_second(&log),
@@ -327,11 +327,11 @@ fn redis_restarts_while_calls_are_in_flight() {
     let site = site(RedisServer::start().unwrap(), ms(200));
     let options = Options { life: ms(10_000), ..disturbed() };
     let reports = after_slow("restarted", site, &options, |redis| redis.restart().unwrap());
-    assert_eq!(lost(&reports), 0, "a life is longer");
+    assert_eq!(lost(&reports), 0, "the in-flight TTL is longer");
 }
 
 #[test]
-fn redis_outage_within_in_flight_ttl() {
+fn redis_outage_within_in_flight_ttl_keeps_the_limit() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
     let reports = after("killed for 700 ms", site, &disturbed(), |redis| {
@@ -339,7 +339,7 @@ fn redis_outage_within_in_flight_ttl() {
         sleep(ms(700));
         redis.restart().unwrap();
     });
-    assert!(failed(&reports) > 0, "who asks while it is away is told so");
+    assert!(failed(&reports) > 0, "calls fail while Redis is unreachable");
 }
 
 #[test]
@@ -352,15 +352,15 @@ fn redis_outage_beyond_in_flight_ttl_cancels_calls() {
         sleep(ms(2000));
         redis.restart().unwrap();
     });
-    assert!(lost(&reports) > 0, "calls in flight give up their seats");
+    assert!(lost(&reports) > 0, "calls in flight are cancelled");
 }
 
-/// The same with an upstream that is slow: only that nobody is over, and that all goes on.
+/// Runs the same with a slow upstream, and checks only that the limit is kept and that calls go on.
 fn after_slow(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
     let Disturbed { log, reports, done, .. } = disturb(site, options, act);
     println!(
         "{what}, a call takes {:.1?}: at most {} at once; {:?} calls in each second; {} calls failed for the store, {} of \
-         them gave up their seats",
+         them were cancelled",
         log.mean_time(),
         log.most_at_once(),
         per_second(&log),
@@ -400,7 +400,7 @@ fn upstream_slower_than_in_flight_ttl_sees_no_overrun() {
     assert_all_ended(&reports);
     let log = seen(&site, start, options.span);
     println!(
-        "a call takes 2.5 s, a claim is good for 600 ms: {} calls, at most {} at once",
+        "a call takes 2.5 s, a claim is valid for 600 ms: {} calls, at most {} at once",
         log.len(),
         log.most_at_once()
     );

@@ -1,4 +1,4 @@
-//! A process that is killed takes nothing along for long, and one that stalls uses nothing when it is too late.
+//! A killed process does not keep its permits for long, and a stalled process does not use expired permits.
 
 use anyhow::ensure;
 use fleet::{Arrivals, Fleet, Options, Outcome, by_grant, now};
@@ -15,7 +15,7 @@ fn one_is_killed() -> anyhow::Result<()> {
     let site = Site::new();
     let options = Options {
         quota: "50/1s".into(),
-        // All of them find a slot, so each process has some of every second window.
+        // Every task finds a slot, so each process has some of every second window.
         tasks: 30,
         span: ms(10_000),
         max_wait: ms(2000),
@@ -44,7 +44,7 @@ fn one_is_killed() -> anyhow::Result<()> {
     assert!(!reports[0].ended, "it was killed before its end");
     assert_all_ended(&reports[1..]);
     assert_never_over(&log, &options.quota.parse().unwrap());
-    // What it had booked lies at most `max_wait` ahead, and counts for a window.
+    // Its bookings lie at most `max_wait` ahead, and count for a window.
     let back = between(&log, killed + ms(3500), killed + ms(6500));
     ensure!(back >= 110, "{back} calls in three seconds after the others have all of it");
     Ok(())
@@ -56,7 +56,7 @@ fn stopped_process_uses_no_slot_that_has_passed() {
     let site = Site::new();
     let options = Options {
         quota: "50/1s".into(),
-        // All of them find a slot, so each process has some of every second window.
+        // Every task finds a slot, so each process has some of every second window.
         tasks: 30,
         span: ms(9000),
         max_wait: ms(2000),
@@ -65,7 +65,7 @@ fn stopped_process_uses_no_slot_that_has_passed() {
     let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
-    // Longer than its slots lie ahead, shorter than that, and hardly longer than a permit lives.
+    // Longer than its slots lie ahead, shorter than that, and hardly longer than the life of a permit.
     for (at, span) in [(1000, 2500), (4200, 700), (5500, 40), (6000, 15), (6500, 15)] {
         wait_until(start, ms(at));
         fleet.pause(0);
@@ -80,21 +80,21 @@ fn stopped_process_uses_no_slot_that_has_passed() {
         log.jitter()
     );
     assert_all_ended(&reports);
-    // A call that was on its way then arrives late: when it was sent is what counts.
+    // A call that was on its way then arrives late: what counts is when it was sent.
     assert_never_over(&log, &options.quota.parse().unwrap());
     let back = reports[0].events.iter().filter(|event| event.outcome == Outcome::Granted);
     let last = back.map(|event| event.ended).max();
     assert!(last.is_some_and(|last| now() < last + 4_000_000_000), "it is served again");
 }
 
-/// What lies at hand in a process that is killed is lost for a window, and counted: nobody has it twice.
+/// The permits at hand in a killed process are lost for a window, and stay counted: no other process gets them too.
 #[test]
 fn permits_fetched_by_killed_processes_return_after_a_window() {
     let _turn = busy_turn();
     let redis = RedisServer::start().unwrap();
     let options = Options { quota: "20000/1s".into(), store: redis.url(), live: true, ..Options::default() };
     let quota = options.quota.parse().unwrap();
-    // Less than the limit: what is not scarce is fetched ahead.
+    // Less than the limit: permits that are not scarce are fetched ahead.
     let busy = Options { arrivals: Arrivals::Every(Duration::from_micros(400)), ..options.clone() };
     let heir = Options { tasks: 64, span: ms(3500), ..options };
     let (mut fleet, mut heirs) = (Fleet::start(WORKER, 4, &busy), Fleet::start(WORKER, 2, &heir));
@@ -124,6 +124,7 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     assert!(counted >= 5_000, "they were at work: {counted}");
     let all: Vec<_> = reports.into_iter().chain(heirs).collect();
     assert_never_over(&fleet::log(&all), &quota);
-    // A machine that stalls loses slots. What they had used would be missing, did it not come back.
+    // A stall of the machine loses slots. If the permits of the killed processes did not return, they would be missing here.
+    // `used`.
     assert!(after >= 14_000, "{after}: all of it is back");
 }

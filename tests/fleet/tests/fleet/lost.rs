@@ -1,4 +1,4 @@
-//! Redis loses its state, or its clock steps: nobody goes over, and calls flow again.
+//! Redis loses its state, or its clock steps: the limit is kept, and calls flow again.
 
 use anyhow::ensure;
 use fleet::{Arrivals, Fleet, Options, Outcome, Report, by_grant};
@@ -9,8 +9,8 @@ fn per_half_second(log: &Log) -> Vec<u64> {
     log.per(ms(500)).into_iter().map(|tally| tally.all()).collect()
 }
 
-/// Runs four processes behind 100 a second, does something to Redis after two seconds, and looks whether calls flow
-/// after four more.
+/// Runs four processes behind 100 a second, calls `act` on Redis after two seconds, and checks that calls flow four
+/// seconds later.
 fn after(what: &str, mut site: Site, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
     let options = Options {
         quota: "100/1s".into(),
@@ -50,22 +50,23 @@ fn redis_is_killed_and_started_again() {
     let _turn = turn_beside_others();
     let reports = after("killed and started", Site::new(), |redis| {
         redis.kill();
-        // Longer than a window: then somebody asks.
+        // Longer than a window, so that processes call the store meanwhile.
         sleep(ms(1100));
         redis.restart().unwrap();
     });
     let failed = reports.iter().any(|report| report.of(Outcome::StoreFailed).count() > 0);
-    assert!(failed, "who asks while it is away is told so");
+    assert!(failed, "calls fail while Redis is unreachable");
 }
 
-/// Two processes, or more, behind one limit: the first takes what is free as soon as it is, each of the others all of the
-/// window behind those that are taken.
+/// Two or more processes behind one limit. The first takes each slot as soon as it is free. Each of the others books
+/// the whole window behind those already booked.
 struct InAdvance {
     site: Site,
     fleets: Vec<Fleet>,
 }
 
-/// A process that loses Redis comes back to it within a second; by then nobody is to have had the next slots.
+/// A process that loses Redis reconnects within a second. The windows are longer, so that no process has had the next
+/// slots by then.
 const AHEAD: &str = "10/3s";
 
 impl InAdvance {
@@ -76,7 +77,7 @@ impl InAdvance {
             tasks: 10,
             arrivals: Arrivals::Once,
             span,
-            // A call that fails on a busy machine books nothing.
+            // A store call that times out on a busy machine books nothing.
             store_timeout: ms(5000),
             ..Options::default()
         };
@@ -86,7 +87,7 @@ impl InAdvance {
         InAdvance { site, fleets }
     }
 
-    /// Lets one after the other begin, each when the one before it has its slots, of which `then` is told.
+    /// Starts the processes one after the other, each when the process before it has its slots, and then calls `then`.
     fn go(&mut self, mut then: impl FnMut(usize, &RedisServer)) {
         let outsider = Outsider::new(&self.site.redis, AHEAD.parse().unwrap());
         let mut taken: Option<Instant> = None;
@@ -94,7 +95,7 @@ impl InAdvance {
             let start = Instant::now();
             fleet.go();
             let ahead = (ms(3000) + MARGIN) * number as u32;
-            // Where something is free, the next slot is now.
+            // If a slot is free, `next_slot` is now.
             let free_in = || outsider.peek().next_slot + taken.map_or(ms(0), |taken| taken.elapsed());
             while free_in() <= ahead {
                 assert!(start.elapsed() < ms(10_000), "process {number} gets its slots");
@@ -113,7 +114,7 @@ impl InAdvance {
     }
 }
 
-/// A snapshot is loaded, or a replica that is behind takes over: what was granted since is not in it.
+/// Redis loads a snapshot, or a replica that lags behind takes over: the latest grants are missing.
 #[test]
 fn redis_comes_back_with_an_older_state() {
     let _turn = turn_beside_others();
@@ -128,8 +129,8 @@ fn redis_comes_back_with_an_older_state() {
         fleets.site.redis.restart().unwrap();
         let (log, reports) = fleets.finish();
         assert_never_over(&log, &AHEAD.parse().unwrap());
-        // The first may have had one or two of them. Who asks while the server starts is told that it is away, and on a busy
-        // machine that takes long.
+        // The first process may have had one or two of these slots. While the server starts, store calls fail, and on a
+        // busy machine the start takes long.
         let granted = by_grant(&reports[1..]).len();
         ensure!(
             granted >= 8,
@@ -155,13 +156,14 @@ fn redis_forgets_everything_and_its_scripts() {
     });
 }
 
-/// Those whose slots lie further ahead than the store learns tell of them in time, though nothing wakes them before.
+/// A process whose slots lie further ahead than the recovery of the store reports them in time, though nothing wakes it
+/// before.
 #[test]
 fn redis_forgets_slots_that_lie_far_ahead() {
     let _turn = turn_beside_others();
     let mut fleets = InAdvance::new(RedisServer::start().unwrap(), 3, ms(15_000));
     fleets.go(|_, _| ());
-    // Nobody tells of the second window, so that the first process is served before the third one's slots.
+    // No process reports the second window, so the first process is served before the slots of the third.
     fleets.fleets[1].kill(0);
     let () = fleets.site.redis.command(&["FLUSHALL"]);
     let (log, reports) = fleets.finish();
