@@ -1,6 +1,7 @@
-//! What a permit at hand costs: a call through a limiter that lets it pass at once, less the same call without one.
+//! The cost of a permit at hand: a call through a limiter that lets it pass at once, less the same call without a
+//! limiter.
 //!
-//! What this does not do: wait.
+//! This benchmark never waits.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use crate::measure::{Contender, Measured, Plan, quantile, run};
 use crate::peers::tollgate::{Counted, Tollgate};
 use crate::peers::{governor, leaky_bucket, ratelimit, throttle_net, tollgate, tower};
 
-/// Measures, and prints what came of it.
+/// Measures, and prints the table.
 pub(crate) fn report() {
     println!("# A permit at hand\n");
     println!(
@@ -50,10 +51,10 @@ pub(crate) fn report() {
     compare(&[constant(), hosts(1_000), raw()], Plan { threads: 2, rounds: 60, calls: 50_000 });
 }
 
-/// Contenders that do the same.
+/// Contenders that do the same work.
 struct Group {
     title: String,
-    /// The call without a limiter, where there is one.
+    /// The call without a limiter, if the group has one.
     bare: Option<Contender>,
     /// tollgate first.
     contenders: Vec<Contender>,
@@ -93,7 +94,7 @@ fn compare(groups: &[Group], plan: Plan) {
 
     println!("| keys | tollgate's store calls a call |");
     println!("|---|--:|");
-    // A tenth is made before each batch, to get warm again.
+    // Before each batch, a tenth of it runs unmeasured to warm up.
     let calls = plan.threads * plan.rounds * (plan.calls + plan.calls / 10);
     for group in groups {
         println!("| {} | {:.6} |", group.title, group.store.take() as f64 / calls as f64);
@@ -101,7 +102,7 @@ fn compare(groups: &[Group], plan: Plan) {
     println!();
 }
 
-/// The rows of a group, whose members come next in `measured`.
+/// Prints the rows of a group; its members are the next ones in `measured`.
 fn rows<'a>(group: &Group, measured: &mut impl Iterator<Item = &'a Measured>) {
     let bare = group.bare.as_ref().and_then(|contender| {
         let bare = measured.next()?;

@@ -1,5 +1,5 @@
-//! What one decision costs the Redis server, beside the scripts that others run: by the server's own count
-//! (`INFO commandstats`), in interleaved rounds, fifty keys at a time on one connection.
+//! The cost of one decision in the Redis server, for the scripts of tollgate and of other limiters. The server's own
+//! count (`INFO commandstats`) is used, in interleaved rounds, with fifty keys at a time on one connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,8 @@ use tollgate::store::{
 };
 use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
-/// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. Not exact: up to twice the limit.
+/// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. It is not exact: it allows up to
+/// twice the limit.
 const GCRA: &str = r#"
 local t = redis.call('TIME')
 local now = t[1] * 1000000 + t[2]
@@ -24,7 +25,7 @@ redis.call('SET', KEYS[1], string.format('%.0f', next_full), 'PX', math.ceil((ne
 return {1, 0}
 "#;
 
-/// The moments of the last grants in a list: exact, and as long as the limit is large.
+/// A list of the last grants: exact, and as long as the limit is large.
 const RING: &str = r#"
 local t = redis.call('TIME')
 local now = t[1] * 1000000 + t[2]
@@ -43,10 +44,10 @@ const ROUNDS: usize = 9;
 const KEYS: usize = 1000;
 const AT_ONCE: usize = 50;
 
-/// Decisions a round, so that each key has its turn twice.
+/// Decisions a round: each key has two.
 const CALLS: usize = 2 * KEYS;
 
-/// One of those compared: makes so many decisions.
+/// A compared limiter. `decide` makes the given number of decisions.
 struct Contender {
     name: &'static str,
     decide: Box<dyn Fn(usize)>,
@@ -83,23 +84,23 @@ pub(crate) fn report() {
 
 // ── the largest calls ───────────────────────────────────────────────────────────────────────────────────────────────
 
-/// For so long may one call keep a server busy: all others who ask it wait meanwhile.
+/// How long one call may keep a server busy; all other callers wait meanwhile.
 const LONGEST_CALL: Duration = Duration::from_millis(10);
 
-/// The most permits that a gate asks for in one call, and that the script grants.
+/// The most permits that a gate requests in one call, and the most that the script grants.
 const MOST_ASKED: u32 = 500;
 const MOST_PERMITS: u32 = 5000;
 
-/// What a store is asked for in place of what its gate asks for.
+/// A request that replaces the request of the gate.
 #[derive(Clone, Copy)]
 enum Instead {
-    /// The most charges that a call may have.
+    /// A call with the largest number of charges.
     Charges,
-    /// So many permits, each of which may go after the one before.
+    /// This number of permits, each of which may leave right after the one before.
     Permits(u32),
 }
 
-/// A store that makes a large call of each, and answers that the answer was lost.
+/// A store that replaces each call by a large one, and then reports that the response was lost.
 struct Large {
     store: RedisStore,
     instead: Instead,
@@ -108,7 +109,7 @@ struct Large {
 impl Store for Large {
     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
         let longest = ask.terms.quota().limits()[0].window();
-        // One in each part of the window, the oldest first, and of more units than a permit.
+        // One charge in each part of the window, the oldest first, of more units than a permit.
         let age =
             |part: usize| longest * u32::try_from(Charge::MOST - part).unwrap_or(1) / Charge::MOST as u32;
         let charges: Vec<Charge> = (0..Charge::MOST).map(|part| Charge::new(age(part), 1000)).collect();
@@ -162,7 +163,7 @@ fn largest(server: &RedisServer) {
     }
 }
 
-/// The longest of some calls of new keys, in milliseconds.
+/// Returns the longest of some calls of new keys, in milliseconds.
 fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
     let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(30)).build();
     let store = Large { store: store.expect("a good URL"), instead };
@@ -180,7 +181,7 @@ fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
 
 fn contenders(server: &RedisServer) -> Vec<Contender> {
     let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3600));
-    // Fewer than fifty, so that nothing is fetched ahead; more than each key is asked for.
+    // Fewer than fifty, so that nothing is fetched ahead, and more than the decisions for each key.
     let plenty = Quota::new(49, hour);
     vec![
         script(server, "GCRA with a burst (not exact), grants", GCRA, &["1", "100000000"]),
@@ -221,7 +222,7 @@ fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender
     let prefix = name.replace(|other: char| !other.is_ascii_alphanumeric(), "-");
     let store =
         RedisStore::builder(&server.url()).prefix(prefix).store_timeout(Duration::from_secs(5)).build();
-    // A process that would let requests pass while the store is away asks for each of them; others keep a refusal for a while.
+    // A process that fails open asks the store for each request; other processes cache a refusal for a while.
     let layer = RateLimitLayer::builder(quota).on_store_error(OnStoreError::FailOpen);
     let layer = layer.store(Arc::new(store.expect("a good URL")));
     let limiter: Limiter = layer.max_wait(Duration::ZERO).build().expect("a good quota").limiter();

@@ -1,4 +1,4 @@
-//! The service inside: what every layer is measured above.
+//! The inner service: each layer is measured by what it adds to it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -15,7 +15,8 @@ thread_local! {
     static REQUESTS: RefCell<HashMap<usize, Requests>> = RefCell::default();
 }
 
-/// Answers at once, and puts the request aside ([`last_request`]), so that none is made or dropped while time is taken.
+/// A service that responds at once and keeps the request ([`last_request`]), so that no request is made or dropped
+/// while time is measured.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inner;
 
@@ -28,7 +29,7 @@ impl Service<Request<()>> for Inner {
         Poll::Ready(Ok(()))
     }
 
-    // A real client is too large to be inlined.
+    // Not inlined, because a real client is too large for that.
     #[inline(never)]
     fn call(&mut self, request: Request<()>) -> Self::Future {
         LAST.set(Some(request));
@@ -36,7 +37,7 @@ impl Service<Request<()>> for Inner {
     }
 }
 
-/// The request that reached [`Inner`] last on this thread.
+/// Returns the request that reached [`Inner`] last on this thread.
 pub(crate) fn last_request() -> Option<Request<()>> {
     LAST.take()
 }
@@ -44,7 +45,7 @@ pub(crate) fn last_request() -> Option<Request<()>> {
 /// Requests that are taken and put back.
 pub(crate) type Requests = Rc<RefCell<Vec<Option<Request<()>>>>>;
 
-/// One request to each of `hosts` hosts, by absolute URI. All who are measured on a thread take turns with the same.
+/// One request to each of `hosts` hosts, by absolute URI. All contenders of a thread use the same requests.
 pub(crate) fn requests(hosts: usize) -> Requests {
     let request = |host| {
         let uri = format!("https://api-{host:06}.example.com/v1/items?page=1");

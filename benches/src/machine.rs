@@ -1,9 +1,9 @@
-//! What this runs on, and what it costs there: read from `/proc`, to the nanosecond where the kernel tells it.
+//! The machine, and what this process costs there: read from `/proc`, to the nanosecond if the kernel tells it.
 
 use std::fs;
 use std::time::Duration;
 
-/// The processor, the cores and the command.
+/// Returns the processor, the cores and the command.
 pub(crate) fn machine(command: &str) -> String {
     let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
@@ -12,7 +12,7 @@ pub(crate) fn machine(command: &str) -> String {
     format!("On {model}, {cores} cores, with `cargo run --release -p tollgate-benches{command}`.")
 }
 
-/// What all threads of this process have run on a processor, those that have ended excepted.
+/// Returns the processor time of all threads of this process that still run.
 pub(crate) fn cpu_time() -> Duration {
     let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let run = |thread: fs::DirEntry| -> Option<u64> {
@@ -22,19 +22,20 @@ pub(crate) fn cpu_time() -> Duration {
     Duration::from_nanos(threads.filter_map(run).sum())
 }
 
-/// The processor time of the whole machine since it started: busy, and all.
+/// Returns the processor time of the whole machine since it started: busy, and all.
 pub(crate) fn machine_time() -> [Duration; 2] {
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu ")).unwrap_or_default();
-    // User, nice, system, idle, waiting for disks, interrupts of two kinds, stolen by other machines; the rest is in them.
+    // User, nice, system, idle, waiting for disks, two kinds of interrupts, stolen by other machines. The remaining
+    // columns are included in these.
     let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|ticks| ticks.parse().ok()).collect();
     let idle: u64 = ticks.iter().skip(3).take(2).sum();
     let all: u64 = ticks.iter().sum();
-    // A hundred a second, on every Linux.
+    // A tick is a hundredth of a second on every Linux.
     [all - idle, all].map(|ticks| Duration::from_millis(10 * ticks))
 }
 
-/// The memory of this process that is in memory, in bytes.
+/// Returns the resident memory of this process, in bytes.
 pub(crate) fn resident() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -9,7 +9,7 @@
 //! cargo run --release -p tollgate-benches -- growth    # tollgate with more processes and more keys; --rounds N
 //! ```
 //!
-//! Prints Markdown. Nothing here passes or fails: numbers are for reading, on a machine that does nothing else.
+//! Prints Markdown. No benchmark passes or fails: the numbers are for reading, on an otherwise idle machine.
 
 mod at_hand;
 mod contenders;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.split_first() {
         None => {
-            // Some peers make their timers early. None of them is ever waited for.
+            // Some peers create their timers early, but no call ever waits for one.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
             let _guard = runtime.enter();
             at_hand::report();

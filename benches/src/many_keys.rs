@@ -1,6 +1,6 @@
-//! What a key costs where there are many: memory, a call, and the worst of all calls.
+//! The cost of a key when there are many: memory, the mean call, and the slowest of all calls.
 //!
-//! What this does not do: talk to a server.
+//! This benchmark does not use a server.
 
 #![expect(clippy::disallowed_methods, reason = "it measures time, and lets some pass")]
 
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tollgate::store::MemoryStore;
 use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
-/// Measures, and prints what came of it.
+/// Measures, and prints the table.
 pub(crate) fn report() {
     println!("# Many keys, in memory\n");
     println!("Each key in turn; bytes as the allocator was asked for them, lines and counts together.\n");
@@ -23,7 +23,7 @@ pub(crate) fn report() {
     for (quota, keys) in [(second, 10_000), (second, 100_000), (second, 1_000_000)] {
         in_turn(quota, keys, keys);
     }
-    // Each stays limited, or worth keeping, for as long as this runs.
+    // Each key stays limited, or worth keeping, until the end of the measurement.
     in_turn(Quota::per_hour(5000), 1_000_000, 1_000_000);
     println!("\n## More keys than there is room for\n");
     println!("A million come after the first million; the others are in use, or idle.\n");
@@ -64,7 +64,7 @@ fn crowd(are: &str, quota: Quota, rest: Duration) {
     println!("| {are} | {laps} | {} |", laps.refused);
 }
 
-/// One call of each of some keys.
+/// Makes one call of each of some keys.
 #[derive(Default)]
 struct Laps {
     calls: usize,

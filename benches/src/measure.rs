@@ -1,4 +1,4 @@
-//! Takes time: everybody in turn, many times over, so that what disturbs the machine disturbs them all.
+//! Measures time: all contenders in turn, many times over, so that disturbances of the machine affect them all.
 
 use std::future::Future;
 use std::hint::black_box;
@@ -13,20 +13,21 @@ use tower::Service;
 
 use crate::inner::{last_request, requests};
 
-/// One of those compared.
+/// A contender.
 pub(crate) struct Contender {
     pub(crate) name: String,
-    /// Makes it, for the thread of that number, and gets it warm.
+    /// Builds the batch function for the thread of that number, and warms it up.
     make: Box<dyn Fn(usize) -> Batch + Sync>,
 }
 
-/// Makes so many calls.
+/// Makes the given number of calls.
 type Batch = Box<dyn FnMut(usize)>;
 
-/// So many calls before any time is taken,
+/// How many calls are made before any time is measured.
 const WARM_UP: usize = 20_000;
 
-/// and at least so many in a row for each key: enough for a stock of permits that lasts.
+/// Returns how many calls in a row each key gets at least before any time is measured: enough for a stock of permits
+/// that lasts.
 ///
 /// A million keys have fewer, of which each needs two or three: a stock doubles when it is used up.
 fn warm_up_of_a_key(hosts: usize) -> usize {
@@ -34,7 +35,7 @@ fn warm_up_of_a_key(hosts: usize) -> usize {
 }
 
 impl Contender {
-    /// A service, called with requests to `hosts` hosts in turn. Each thread gets one that `make` made.
+    /// A service, called with requests to `hosts` hosts in turn. Each thread gets a service from `make`.
     pub(crate) fn service<S>(
         name: impl Into<String>,
         hosts: usize,
@@ -50,7 +51,7 @@ impl Contender {
             for request in requests.borrow_mut().iter_mut() {
                 (0..calls).for_each(|_| call(&mut service, request));
             }
-            // Threads are busy with different hosts, if there are several.
+            // If there are several hosts, threads use different ones at a time.
             let mut next = (thread * hosts / 2) % hosts;
             Box::new(move |calls: usize| {
                 let mut requests = requests.borrow_mut();
@@ -63,7 +64,7 @@ impl Contender {
         Contender { name: name.into(), make: Box::new(make) }
     }
 
-    /// Something that is no service.
+    /// A batch function that is no service.
     pub(crate) fn raw<C: FnMut() + 'static>(
         name: impl Into<String>,
         make: impl Fn() -> C + Sync + 'static,
@@ -77,7 +78,7 @@ impl Contender {
     }
 }
 
-/// The future is polled once, by hand: a permit that is not at hand ends the run.
+/// Polls the future once, by hand. A permit that is not at hand ends the run.
 #[inline(always)]
 fn call<S>(service: &mut S, request: &mut Option<Request<()>>)
 where
@@ -93,7 +94,7 @@ where
     *request = last_request();
 }
 
-/// What is done how often.
+/// The number of threads, calls and rounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) threads: usize,
@@ -102,15 +103,15 @@ pub(crate) struct Plan {
     pub(crate) calls: usize,
 }
 
-/// What came of one contender.
+/// The times of one contender.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measured {
-    /// Nanoseconds a call, of each round on each thread.
+    /// Nanoseconds a call, for each round on each thread.
     pub(crate) nanos: Vec<f64>,
     pub(crate) allocations: f64,
 }
 
-/// Runs all in turn on all threads. `warm` is called once all are warm, before any time is taken.
+/// Runs all contenders in turn on all threads. `warm` is called once all are warm, before any time is measured.
 pub(crate) fn run(contenders: &[&Contender], plan: Plan, warm: impl Fn() + Sync) -> Vec<Measured> {
     let barrier = Barrier::new(plan.threads);
     let mut sum = vec![Measured::default(); contenders.len()];
@@ -153,7 +154,7 @@ fn run_thread(
     }
     for round in 0..plan.rounds {
         for turn in 0..contenders.len() {
-            // Everybody comes first once.
+            // Each contender is the first of a round once.
             let index = (round + turn) % contenders.len();
             let batch = &mut batches[index];
             barrier.wait();
@@ -169,7 +170,7 @@ fn run_thread(
     measured
 }
 
-/// The value below which `share` of `values` lie.
+/// Returns the value below which the fraction `share` of `values` lies.
 pub(crate) fn quantile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

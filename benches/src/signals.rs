@@ -1,4 +1,4 @@
-//! What reading a response costs: with none of the headers that matter, and with some.
+//! The cost of reading a response: without any headers that matter, and with some.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -6,7 +6,7 @@ use std::time::Instant;
 use http::{HeaderName, HeaderValue, Response};
 use tollgate::Signal;
 
-/// What most responses carry.
+/// Headers of most responses.
 const ORDINARY: [(&str, &str); 16] = [
     ("date", "Thu, 01 Jan 2026 00:02:00 GMT"),
     ("content-type", "application/json; charset=utf-8"),
@@ -40,7 +40,7 @@ const STANDARD: [(&str, &str); 2] =
 const ROUNDS: usize = 300;
 const CALLS: u32 = 2_000;
 
-/// Measures, and prints what came of it.
+/// Measures, and prints the table.
 pub(crate) fn report() {
     println!("# Reading a response\n\nNanoseconds for `Signal::read`; medians of {ROUNDS} rounds.\n");
     println!("| headers | ns | allocations |\n|---|---:|---:|");

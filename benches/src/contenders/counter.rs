@@ -1,5 +1,5 @@
-//! A counter for each second, as the documentation of Redis has it under `INCR` ("rate limiter 1"): `INCR` and `EXPIRE` in
-//! a transaction, the key named by the second. One that is refused waits for the next second.
+//! A counter for each second, as in the documentation of Redis under `INCR` ("rate limiter 1"): `INCR` and `EXPIRE` in
+//! a transaction, with the second in the name of the key. A refused caller waits for the next second.
 
 use std::time::{Duration, SystemTime};
 
@@ -8,7 +8,7 @@ use tokio::time::sleep;
 
 use super::{Failure, Gate, Limit, connect};
 
-/// One process's way to it.
+/// The state of one process.
 #[derive(Clone)]
 pub(crate) struct Counter {
     redis: MultiplexedConnection,

@@ -1,6 +1,6 @@
 //! GCRA in a script, with a burst as large as the limit: what `redis_rate` (Go), `redis-cell` and many others run. The
-//! script does what that of `redis_rate` does, command by command. One that is refused waits for the `retry_after` it is
-//! told, and tries again.
+//! script has the commands of the script of `redis_rate`. A refused caller waits for the `retry_after` that the script
+//! returned, and tries again.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use super::{Failure, Gate, Limit, connect};
 
 /// KEYS: the key. ARGV: burst, rate, period in seconds, cost.
 ///
-/// Answers whether it is allowed, what remains, and in seconds: when to try again, when all is free again.
+/// Returns whether the call is allowed, what remains, and in seconds: when to try again, and when the whole burst is
+/// free again.
 const SCRIPT: &str = r#"
 local burst, rate, period, cost = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local interval = period / rate
@@ -36,7 +37,7 @@ end
 return {cost, remaining, tostring(-1), tostring(reset_after)}
 "#;
 
-/// One process's way to it.
+/// The state of one process.
 #[derive(Clone)]
 pub(crate) struct Gcra {
     redis: MultiplexedConnection,

@@ -1,6 +1,6 @@
-//! A log of all tries in a ZSET, in a transaction, as `rolling-rate-limiter` (Node) has it: what is too old goes, the try
-//! is added, all are read back. A try that is refused stays in the log. One that is refused waits until the log, as it
-//! was told, has room.
+//! A log of all tries in a ZSET, in a transaction, as in `rolling-rate-limiter` (Node): it removes old entries, adds
+//! the try and reads all entries. A refused try stays in the log. A refused caller waits until the log that it read has
+//! room.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,7 +9,7 @@ use tokio::time::sleep;
 
 use super::{Failure, Gate, Limit, connect};
 
-/// One process's way to it.
+/// The state of one process.
 #[derive(Clone)]
 pub(crate) struct Log {
     redis: MultiplexedConnection,
@@ -38,7 +38,7 @@ impl Gate for Log {
             if entries.len() <= most {
                 return Ok(());
             }
-            // When this one has left, there is room for another.
+            // When this entry has expired, there is room for another.
             let (_, blocking) = entries[entries.len() - most];
             let wait = (blocking + window - now).max(0.0);
             sleep(Duration::from_micros(wait as u64)).await;

@@ -1,11 +1,11 @@
-//! Those that share a limit over Redis: one file each.
+//! The limiters that are compared over Redis: one file each.
 //!
-//! tollgate is the crate itself. The others are ports of what libraries and blogs do: the same commands in the same
-//! steps, one script or transaction for each try, asynchronous, over one multiplexed connection a process, and each waits
-//! as it is usual with it. All run in the same harness; nothing of theirs is made slower than it is.
+//! tollgate is the crate itself. The others are ports of what libraries and blogs do. They run the same commands in the
+//! same steps, with one script or transaction for each try, asynchronously, over one multiplexed connection a process.
+//! Each waits as the original does. All run in the same harness, and no port is slowed down.
 //!
-//! limitador is not among them: it adds 87 crates to the workspace, a second `redis` and a CEL interpreter among them,
-//! and its algorithm, a counter with an expiry, is here as [`counter`].
+//! limitador is not compared: it adds 87 crates to the workspace, among them a second `redis` and a CEL interpreter.
+//! Its algorithm, a counter with an expiry, is here as [`counter`].
 
 pub(crate) mod counter;
 pub(crate) mod gcra;
@@ -23,21 +23,21 @@ use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::{AsyncConnectionConfig, IntoConnectionInfo};
 
-/// What a caller passes through before each call.
+/// The gate that a caller passes before each call.
 pub(crate) trait Gate: Clone + Send + Sync + 'static {
-    /// Returns when the call may be sent; an error is counted, and the caller tries again.
+    /// Returns when the call may be sent. An error is counted, and the caller tries again.
     fn pass(&self) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The same for another key. Only tollgate is asked for more than one.
+    /// The same for another key. Only tollgate is run with more than one key.
     fn keyed(&self, _number: u64) -> Self {
         self.clone()
     }
 }
 
-/// What went wrong.
+/// The error of a gate.
 pub(crate) type Failure = Box<dyn Error + Send + Sync>;
 
-/// Who takes part.
+/// The limiters that are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Contender {
     Tollgate,
@@ -51,7 +51,7 @@ pub(crate) enum Contender {
 }
 
 impl Contender {
-    /// Those that are compared.
+    /// The limiters that are compared.
     pub(crate) const ALL: [Contender; 6] = [
         Contender::Tollgate,
         Contender::Gcra,
@@ -61,7 +61,7 @@ impl Contender {
         Contender::Spacing,
     ];
 
-    /// For a table.
+    /// Returns the name for a table.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Contender::Tollgate => "tollgate",
@@ -74,7 +74,7 @@ impl Contender {
         }
     }
 
-    /// For a command line.
+    /// Returns the word for a command line.
     pub(crate) fn word(self) -> &'static str {
         match self {
             Contender::Tollgate => "tollgate",
@@ -87,12 +87,12 @@ impl Contender {
         }
     }
 
-    /// The one of that word.
+    /// Returns the contender of that word.
     pub(crate) fn of(word: &str) -> Option<Contender> {
         Contender::ALL.into_iter().chain([Contender::Nothing]).find(|contender| contender.word() == word)
     }
 
-    /// The commands that go over the wire as a call of their own: what is inside of a script or a transaction is not one.
+    /// Returns the commands that count as calls to the server. Commands within a script or a transaction do not count.
     pub(crate) fn calls(self) -> &'static [&'static str] {
         match self {
             Contender::Tollgate | Contender::Windows | Contender::Gcra => &["eval", "evalsha"],
@@ -103,14 +103,14 @@ impl Contender {
     }
 }
 
-/// So many calls a window.
+/// A limit: `count` calls a `window`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub(crate) count: u32,
     pub(crate) window: Duration,
 }
 
-/// The connection of a process, set up as tollgate's: it sends at once, and waits as long as it takes.
+/// Opens the connection of a process, with the settings of tollgate's: it sends at once, and has no response timeout.
 async fn connect(url: &str) -> Result<MultiplexedConnection, Failure> {
     let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     let config = AsyncConnectionConfig::new().set_response_timeout(None);

@@ -1,8 +1,8 @@
-//! No limiter: what the callers cost by themselves.
+//! No limiter: the cost of the callers themselves.
 
 use super::{Failure, Gate};
 
-/// Passes at once.
+/// A gate that lets every call pass at once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Open;
 

@@ -1,4 +1,4 @@
-//! One call at a time: `SET key NX PX interval`. One that finds it set asks `PTTL` and sleeps for that long.
+//! One call at a time: `SET key NX PX interval`. A caller that finds the key set asks `PTTL` and sleeps for that time.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::time::sleep;
 
 use super::{Failure, Gate, Limit, connect};
 
-/// One process's way to it.
+/// The state of one process.
 #[derive(Clone)]
 pub(crate) struct Spacing {
     redis: MultiplexedConnection,
@@ -15,7 +15,7 @@ pub(crate) struct Spacing {
 }
 
 impl Spacing {
-    /// The interval is in whole milliseconds, as the lock is: not for more than 1000 a second.
+    /// The interval is in whole milliseconds, as the lock is: the limit is at most 1000 a second.
     pub(crate) async fn new(url: &str, limit: Limit) -> Result<Self, Failure> {
         let interval = limit.window.as_millis() as u64 / u64::from(limit.count);
         Ok(Spacing { redis: connect(url).await?, interval: interval.max(1) })
@@ -32,7 +32,7 @@ impl Gate for Spacing {
                 return Ok(());
             }
             let left: i64 = redis::cmd("PTTL").arg("rate:lock").query_async(&mut redis).await?;
-            // It is gone already, or has less than a millisecond: at once again.
+            // The key has expired, or has less than a millisecond left: the next try is at once.
             if left > 0 {
                 sleep(Duration::from_millis(left.unsigned_abs())).await;
             }

@@ -15,7 +15,7 @@ pub(crate) struct Tollgate {
 }
 
 impl Tollgate {
-    /// One that is connected.
+    /// Connects to the server at once.
     pub(crate) async fn new(url: &str, limit: Limit) -> Result<Self, Failure> {
         let store = RedisStore::new(url)?;
         store.connect().await?;

@@ -1,6 +1,6 @@
-//! Two sliding windows as two ZSETs in one script, as widely blogged: a second, and a minute of sixty times as many. Of
-//! the variants this is the careful one: it looks at both before it writes to either, and a refusal is not logged. One
-//! that is refused is told when the oldest entry leaves, and waits for that.
+//! Two sliding windows as two ZSETs in one script, as widely blogged: a second, and a minute of sixty times as many.
+//! This is the careful variant: it checks both windows before it writes to either, and does not log a refusal. A
+//! refused caller gets the time at which the oldest entry leaves, and waits for it.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use super::{Failure, Gate, Limit, connect};
 
 /// KEYS: a ZSET for each window. ARGV: the member, then for each window its limit and its length in microseconds.
 ///
-/// Answers the wait in microseconds; 0: granted.
+/// Returns the wait in microseconds; 0 if the call is granted.
 const SCRIPT: &str = r#"
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -33,7 +33,7 @@ end
 return 0
 "#;
 
-/// One process's way to it.
+/// The state of one process.
 #[derive(Clone)]
 pub(crate) struct Windows {
     redis: MultiplexedConnection,

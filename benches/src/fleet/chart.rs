@@ -6,11 +6,11 @@ use std::fmt::Write;
 use super::figures::{Figures, digits};
 use super::task::Task;
 
-/// What a panel shows.
+/// A panel of the chart.
 struct Panel {
     title: &'static str,
     figure: fn(&Figures) -> f64,
-    /// Where its scale begins, as a power of ten.
+    /// The start of its scale, as a power of ten.
     from: i32,
 }
 
@@ -20,14 +20,14 @@ const PANELS: [Panel; 2] = [
 ];
 
 const WIDTH: f64 = 840.0;
-/// Where names end and bars begin, and where a scale ends: what is right of it is for figures.
+/// Where names end and bars begin, and where a scale ends; figures are to the right of it.
 const LEFT: f64 = 250.0;
 const RIGHT: f64 = 770.0;
 const BAR: f64 = 18.0;
 const STEP: f64 = 28.0;
 const PANEL_TOP: f64 = 74.0;
 
-/// Draws it.
+/// Draws the chart.
 pub(crate) fn svg(tasks: &[Task], measured: &[Figures]) -> String {
     let panel_height = 72.0 + STEP * tasks.len() as f64;
     let height = PANEL_TOP + panel_height * PANELS.len() as f64 + 12.0;

@@ -1,6 +1,6 @@
-//! A process that calls: a real one, started by the bench from its own program.
+//! A process that calls: a real one, started by the benchmark from its own program.
 //!
-//! It prints `ready`, begins when it reads the span that is measured, and after the span prints what it saw.
+//! It prints `ready`, and begins when it reads the measured span. After the span it prints what it saw.
 
 use std::io::{BufWriter, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,13 +24,13 @@ use crate::contenders::windows::Windows;
 use crate::contenders::{Contender, Failure, Gate};
 use crate::machine::{cpu_time, resident};
 
-/// Is one, until its end.
+/// Runs a child until its end.
 pub(crate) fn run(task: &Task) -> Result<(), Failure> {
     let seen = Arc::new(Seen::new(task.record));
     let (ready, is_ready) = mpsc::channel();
     let (go, gone) = oneshot::channel();
     let calls = work(task.clone(), seen.clone(), Start { ready, go: gone });
-    // The callers have a thread of their own, so that the one that measures is never late.
+    // The callers have their own thread, so that the measuring thread is never late.
     thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let ended = runtime.map_err(Failure::from).and_then(|runtime| runtime.block_on(calls));
@@ -68,7 +68,7 @@ pub(crate) fn run(task: &Task) -> Result<(), Failure> {
         writeln!(out, "{at} 0 {count}")?;
     }
     out.flush()?;
-    // Those who still wait need not be told.
+    // Callers that still wait end with the process.
     std::process::exit(0)
 }
 
@@ -78,9 +78,9 @@ struct Seen {
     errors: AtomicU64,
     /// How many keys were called.
     keys: AtomicU64,
-    /// Moment and wait of each grant, in nanoseconds.
+    /// The moment and the wait of each grant, in nanoseconds.
     each: Mutex<Vec<(u64, u64)>>,
-    /// What the first error said.
+    /// The text of the first error.
     error: OnceLock<String>,
     record: Record,
 }
@@ -105,7 +105,7 @@ impl Seen {
         self.grants.load(Ordering::Relaxed)
     }
 
-    /// One call at the gate; answers whether it passed.
+    /// Passes the gate once; returns whether that succeeded.
     async fn call(&self, gate: &impl Gate) -> bool {
         match self.record {
             Record::Each => {
@@ -157,13 +157,13 @@ async fn serve(gate: impl Gate, task: &Task, seen: Arc<Seen>, start: Start) -> R
     }
 }
 
-/// Callers that call, and at once again.
+/// Runs callers in a closed loop.
 async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>) -> Result<(), Failure> {
     let mut starts = fastrand::Rng::with_seed(task.number);
     let caller = |number: u64| {
-        // Each key gets its callers from several processes, if there are several.
+        // If there are several processes, each key gets its callers from several of them.
         let (gate, seen) = (gate.keyed((task.number * callers + number) % task.keys), seen.clone());
-        // Where all keys would be due at one moment for ever, callers begin one after the other.
+        // Callers start one after the other. Otherwise all keys could be due at the same moment for ever.
         let late = if task.keys > 1 { starts.u64(..task.limit.window.as_micros() as u64) } else { 0 };
         tokio::spawn(async move {
             sleep(Duration::from_micros(late)).await;
@@ -171,22 +171,22 @@ async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>)
                 if !seen.call(&gate).await {
                     sleep(Duration::from_millis(1)).await;
                 }
-                // One to whom permits are at hand lets the others have a turn.
+                // A caller that has permits at hand yields to the others.
                 consume_budget().await;
             }
         })
     };
     seen.keys.store(callers.min(task.keys), Ordering::Relaxed);
     let _callers: Vec<_> = (0..callers).map(caller).collect();
-    // Until the process ends.
+    // The callers run until the process ends.
     std::future::pending().await
 }
 
-/// A call at each tick.
+/// Makes a call at each tick.
 async fn paced(gate: &impl Gate, task: &Task, micros: u64, seen: &Arc<Seen>) -> Result<(), Failure> {
     let mut keys = fastrand::Rng::with_seed(task.number);
     let mut called = vec![false; task.keys as usize];
-    // Processes begin one after the other.
+    // Processes start one after the other.
     let mut next = tokio::time::Instant::now() + Duration::from_micros(keys.u64(..micros));
     loop {
         sleep_until(next).await;
@@ -200,13 +200,13 @@ async fn paced(gate: &impl Gate, task: &Task, micros: u64, seen: &Arc<Seen>) -> 
     }
 }
 
-/// How the callers get to know that it begins.
+/// The signal to the callers that the measurement begins.
 struct Start {
     ready: mpsc::Sender<()>,
     go: oneshot::Receiver<()>,
 }
 
-/// What was granted in each ten milliseconds from now on.
+/// Returns the grants in each ten milliseconds from now on.
 fn sample(seen: &Seen, until: u64) -> Vec<(u64, u64)> {
     let mut before = seen.grants();
     let mut samples = Vec::new();

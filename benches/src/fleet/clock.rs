@@ -1,13 +1,14 @@
-//! One time for all processes.
+//! One clock for all processes.
 
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Now, in nanoseconds since the Unix epoch, by a clock that no step of the system's moves: see `upstream::sent_now`.
+/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the system clock: see
+/// `upstream::sent_now`.
 pub(crate) fn now() -> u64 {
     static START: OnceLock<(Instant, u64)> = OnceLock::new();
     let (start, nanos) = START.get_or_init(|| {
-        // The first time it gets to know both clocks, which takes a moment.
+        // The first call reads both clocks, which takes a moment.
         let _ = upstream::sent_now();
         let (start, sent) = (Instant::now(), upstream::sent_now());
         let nanos = sent.to_str().ok().and_then(|sent| sent.parse().ok());

@@ -1,35 +1,35 @@
-//! What the turns of a contender came to.
+//! The figures of a contender's turns.
 
 use std::time::Duration;
 
 use super::task::{Record, Task};
 use crate::measure::quantile;
 
-/// All that was seen in a turn.
+/// The raw counts of a turn.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
-    /// The span that is measured, in nanoseconds of [`clock::now`](super::clock::now).
+    /// The measured span, in nanoseconds of [`clock::now`](super::clock::now).
     pub(crate) from: u64,
     pub(crate) until: u64,
-    /// In the span: store calls, the CPU time of the server and of all children, grants.
+    /// Within the span: store calls, the CPU time of the server and of all children, and grants.
     pub(crate) calls: u64,
     pub(crate) redis: Duration,
     pub(crate) client: Duration,
     pub(crate) grants: u64,
-    /// The share of all cores that was busy with something else.
+    /// The fraction of all cores that other programs kept busy.
     pub(crate) others: f64,
-    /// Since the start: what the memory of all children grew by, how many keys they called, errors.
+    /// Since the start: the growth of all children's memory, the number of keys they called, and errors.
     pub(crate) memory: u64,
     pub(crate) keys: u64,
     pub(crate) errors: u64,
-    /// What the keys take in Redis, where there are few of them, and what one of them takes.
+    /// The memory of the keys in Redis, if they are few, and of one key.
     pub(crate) bytes: f64,
     pub(crate) bytes_of_a_key: f64,
     /// Since the start.
     pub(crate) each: Vec<Grant>,
 }
 
-/// A grant, or where grants are only counted, many.
+/// A grant, or many if grants are only counted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grant {
     pub(crate) at: u64,
@@ -37,7 +37,7 @@ pub(crate) struct Grant {
     pub(crate) count: u64,
 }
 
-/// What a turn came to.
+/// The figures of a turn.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures {
     /// Store calls for each grant.
@@ -45,21 +45,21 @@ pub(crate) struct Figures {
     /// Microseconds of CPU for each grant, of the server and of the callers.
     pub(crate) redis: f64,
     pub(crate) client: f64,
-    /// The share of a core that the server took.
+    /// The fraction of a core that the server used.
     pub(crate) core: f64,
     /// Grants a second.
     pub(crate) rate: f64,
-    /// The most grants in any window; unknown where they are only counted.
+    /// The most grants in any window; `None` if grants are only counted.
     pub(crate) largest: Option<u64>,
-    /// Milliseconds: half of the calls, and 99 % of them, waited no longer.
+    /// In milliseconds: the median wait of the calls, and the 99th percentile.
     pub(crate) wait: Option<[f64; 2]>,
-    /// Bytes in Redis: of the whole limit where there is one, and of a key where there are many.
+    /// Bytes in Redis: of the whole limit if there is one limit, and of a key if there are many.
     pub(crate) bytes: f64,
     pub(crate) bytes_of_a_key: f64,
     /// Bytes at a client for each key it called.
     pub(crate) memory_of_a_key: f64,
     pub(crate) errors: u64,
-    /// The share of all cores that was busy with something else.
+    /// The fraction of all cores that other programs kept busy.
     pub(crate) others: f64,
 }
 
@@ -88,9 +88,9 @@ impl Seen {
         }
     }
 
-    /// Grants a second. Most contenders grant a whole limit at once, and then nothing for the rest of the window; so that
-    /// it does not matter where the span begins and ends between two such bursts, this is the mean over all spans that
-    /// are shorter by a window (and a fiftieth, which is tollgate's margin at a window of a second).
+    /// Returns the grants a second. Most contenders grant a whole limit at once, and then nothing for the rest of the
+    /// window. The figure must not depend on where the span begins and ends between two such bursts. So it is the mean
+    /// over all spans that are shorter by a window and a fiftieth (tollgate's margin at a window of a second).
     fn rate(&self, window: Duration) -> f64 {
         let span = self.until - self.from;
         let edge = (window.as_nanos() as u64 * 51 / 50).min(span / 2);
@@ -102,7 +102,7 @@ impl Seen {
     }
 }
 
-/// The most in any half-open window.
+/// Returns the most grants in any half-open window.
 fn largest(each: &[Grant], window: Duration) -> u64 {
     let window = window.as_nanos() as u64;
     let mut first = 0;
@@ -116,12 +116,14 @@ fn largest(each: &[Grant], window: Duration) -> u64 {
 }
 
 impl Figures {
-    /// Microseconds of CPU of the server for each grant, less what it takes to do nothing, a share of a core.
+    /// Returns the server's microseconds of CPU for each grant, less the fraction `idle` of a core that an idle server
+    /// uses.
     pub(crate) fn redis_above(&self, idle: f64) -> f64 {
         (self.redis - self.redis * idle / self.core).max(0.0)
     }
 
-    /// The medians of several turns; of the largest count and of the disturbance the largest, and the sum of errors.
+    /// Returns the medians of several turns. For the largest count and the disturbance it takes the largest, for errors
+    /// the sum.
     pub(crate) fn median(turns: &[Figures]) -> Figures {
         let median =
             |figure: fn(&Figures) -> f64| quantile(&turns.iter().map(figure).collect::<Vec<_>>(), 0.5);
@@ -150,7 +152,7 @@ fn micros(span: Duration) -> f64 {
     span.as_secs_f64() * 1e6
 }
 
-/// Three digits, as far as there are any.
+/// Formats three significant digits, or fewer if there are fewer.
 pub(crate) fn digits(value: f64) -> String {
     match value {
         _ if value >= 100.0 => format!("{value:.0}"),
@@ -166,7 +168,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Ten at once, each so many nanoseconds, for twenty seconds.
+    /// Ten grants at once, every `every` nanoseconds, for twenty seconds.
     fn bursts(every: u64) -> Vec<Grant> {
         (0..20 * SECOND / every)
             .flat_map(|burst| (0..10).map(move |_| Grant { at: burst * every, waited: 0, count: 1 }))

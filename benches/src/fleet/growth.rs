@@ -1,4 +1,4 @@
-//! What becomes of the costs when there are more processes and more keys: tollgate alone.
+//! How the costs of tollgate grow with more processes and more keys.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::machine::machine;
 
 const PROCESSES: [u64; 4] = [1, 4, 16, 64];
 
-/// Grants a second over all keys, where more is asked for than is allowed; calls a second, where it is less.
+/// Grants a second over all keys if demand exceeds the limit; calls a second if the demand is lower.
 const ALLOWED: u64 = 1000;
 const ASKED: u64 = 2000;
 
@@ -21,7 +21,7 @@ const ASKED: u64 = 2000;
 ///
 /// # Errors
 ///
-/// When there is no server, or a child fails.
+/// If there is no server, or a child fails.
 pub(crate) fn report(options: &Options) -> Result<(), Failure> {
     let server = RedisServer::start()?;
     let asked = |group: &str| options.only.as_deref().is_none_or(|only| only == group);
@@ -110,7 +110,7 @@ pub(crate) fn report(options: &Options) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A row for each number of processes.
+/// Prints a row for each number of processes.
 fn cells(
     server: &RedisServer,
     options: &Options,

@@ -1,7 +1,7 @@
-//! A fleet that shares one limit over Redis: real processes, in a closed loop, with nothing behind the gate, and what
-//! each way to share it costs the server and the callers.
+//! A fleet that shares one limit over Redis: real processes, in a closed loop, with nothing behind the gate. It
+//! measures what each way to share a limit costs the server and the callers.
 //!
-//! What this does not do: a network, an upstream. How the limit holds at a server is in `tests/fleet`.
+//! There is no network and no upstream. `tests/fleet` checks how the limit holds at a server.
 
 mod chart;
 mod child;
@@ -24,14 +24,14 @@ use turn::{Span, turn};
 pub(crate) use child::run as child;
 pub(crate) use task::{CHILD, Task as ChildTask};
 
-/// What may be said on the command line.
+/// The options of the command line.
 #[derive(Debug)]
 pub(crate) struct Options {
-    /// How many turns each has.
+    /// The number of turns of each contender.
     pub(crate) rounds: usize,
-    /// Where the chart goes.
+    /// The file of the chart.
     pub(crate) chart: Option<String>,
-    /// The only group that is run, by the first letter: `a`, `b` or `c`.
+    /// The only group to run, by its first letter: `a`, `b` or `c`.
     pub(crate) only: Option<String>,
 }
 
@@ -55,7 +55,7 @@ impl Options {
 ///
 /// # Errors
 ///
-/// When there is no server, or a child fails.
+/// If there is no server, or a child fails.
 pub(crate) fn report(options: &Options) -> Result<(), Failure> {
     let server = RedisServer::start()?;
     let rounds = options.rounds;
@@ -90,7 +90,7 @@ pub(crate) fn report(options: &Options) -> Result<(), Failure> {
         table(&contenders, &rounds_of(&server, &contenders, 4, Span::short(), rounds)?, idle);
     }
     if asked("c") {
-        // Those who wait are few and slow, and their figures repeat.
+        // The callers that wait are few and slow, so their figures vary little.
         let rounds = rounds.div_ceil(3);
         println!("## Waiting: 10 processes of 10 callers, always asking, behind 20 a second\n");
         println!("A fair wait is 5 s. Rounds here and below: {rounds}.\n");
@@ -119,18 +119,18 @@ fn task(server: &RedisServer, contender: Contender, count: u32, callers: u64) ->
 }
 
 impl Span {
-    /// Six windows of tollgate's at a limit per second.
+    /// Six windows of tollgate at a limit per second.
     fn short() -> Span {
         Span { warm_up: Duration::from_millis(2500), measured: Duration::from_millis(6120) }
     }
 
-    /// For those who wait for seconds.
+    /// For callers that wait for seconds.
     fn long() -> Span {
         Span { warm_up: Duration::from_secs(11), measured: Duration::from_secs(20) }
     }
 }
 
-/// Everybody in turn, so many times over; the medians.
+/// Runs all contenders in turn, `rounds` times, and returns the medians.
 fn rounds_of(
     server: &RedisServer,
     tasks: &[Task],
@@ -141,7 +141,7 @@ fn rounds_of(
     let mut turns = vec![Vec::new(); tasks.len()];
     for round in 0..rounds {
         for first in 0..tasks.len() {
-            // Everybody comes first once.
+            // Each contender is the first of a round once.
             let index = (round + first) % tasks.len();
             let figures = turn(server, &tasks[index], processes, span)?;
             eprintln!("{} {}: {figures:?}", tasks[index].contender.word(), tasks[index].limit.count);
@@ -151,7 +151,7 @@ fn rounds_of(
     Ok(turns.iter().map(|turns| Figures::median(turns)).collect())
 }
 
-/// The share of a core that the server takes when nobody asks it.
+/// Returns the fraction of a core that an idle server uses.
 fn idle(server: &RedisServer) -> Result<f64, Failure> {
     let span = Span { warm_up: Duration::from_millis(200), measured: Duration::from_secs(2) };
     let turns: Result<Vec<_>, _> =
@@ -159,7 +159,7 @@ fn idle(server: &RedisServer) -> Result<f64, Failure> {
     Ok(Figures::median(&turns?).core)
 }
 
-/// A row for each.
+/// Prints a row for each contender.
 fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
     let limits = tasks.iter().any(|task| task.limit.count != tasks[0].limit.count);
     let (title, rule) = if limits { ("| limit per second ", "|--:") } else { ("", "") };
@@ -195,7 +195,7 @@ fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
     disturbed(measured);
 }
 
-/// Says so where others kept the machine busy.
+/// Prints a note if other programs kept the machine busy.
 fn disturbed(measured: &[Figures]) {
     let most = measured.iter().map(|figures| figures.others).fold(0.0, f64::max);
     if most > turn::DISTURBED {

@@ -1,39 +1,39 @@
-//! What a child is to do, on its command line.
+//! The task of a child, on its command line.
 
 use std::time::Duration;
 
 use crate::contenders::{Contender, Limit};
 
-/// One process's part of a turn.
+/// The part of one process in a turn.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
     pub(crate) contender: Contender,
-    /// Of the Redis server.
+    /// The URL of the Redis server.
     pub(crate) url: String,
     pub(crate) limit: Limit,
     pub(crate) demand: Demand,
     pub(crate) record: Record,
-    /// How many keys there are, each with the limit. Only tollgate is asked for several.
+    /// How many keys there are, each with the limit. Only tollgate is run with more than one key.
     pub(crate) keys: u64,
-    /// Which process it is.
+    /// The number of this process.
     pub(crate) number: u64,
 }
 
-/// Who wants to call, and when.
+/// When calls are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Demand {
-    /// So many callers in this process, each of which calls, and at once again; each keeps to one key.
+    /// This number of callers in this process, each in a closed loop on one key.
     Loop(u64),
-    /// A call of a random key every so many microseconds, whatever became of those before.
+    /// A call of a random key, every given number of microseconds, whether or not earlier calls have ended.
     Every(u64),
 }
 
-/// What is kept of the grants.
+/// What is recorded of the grants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Record {
-    /// The moment and the wait of each.
+    /// The moment and the wait of each grant.
     Each,
-    /// How many there were, every ten milliseconds: where there are too many.
+    /// The number of grants in every ten milliseconds, if there are too many to record each.
     Count,
 }
 
@@ -41,7 +41,7 @@ pub(crate) enum Record {
 pub(crate) const CHILD: &str = "child";
 
 impl Task {
-    /// As words of a command line.
+    /// Returns the task as words of a command line.
     pub(crate) fn to_words(&self) -> Vec<String> {
         let (demand, amount) = match self.demand {
             Demand::Loop(callers) => ("loop", callers),
@@ -57,7 +57,7 @@ impl Task {
         words.into_iter().map(String::from).chain(numbers.map(|number| number.to_string())).collect()
     }
 
-    /// Reads them back, without the sub-command.
+    /// Parses the words of a command line, without the sub-command.
     pub(crate) fn from_words(words: &[String]) -> Option<Task> {
         let [contender, url, demand, record, numbers @ ..] = words else { return None };
         let numbers: Vec<u64> = numbers.iter().map(|word| word.parse().ok()).collect::<Option<_>>()?;

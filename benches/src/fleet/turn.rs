@@ -1,4 +1,4 @@
-//! A turn of one contender: the server is emptied, the children call, and all that it cost is read.
+//! A turn of one contender: the server is emptied, the children call, and the costs are read.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -16,17 +16,17 @@ use crate::machine::machine_time;
 /// How long a turn is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
-    /// Before anything is measured.
+    /// The time before anything is measured.
     pub(crate) warm_up: Duration,
     pub(crate) measured: Duration,
 }
 
-/// Lets so many processes work at `task`. A turn in which others keep the machine busy is repeated, twice at most; the
-/// quietest counts.
+/// Runs `processes` processes that work at `task`. If other programs keep the machine busy, the turn is repeated, at
+/// most twice; the quietest turn counts.
 ///
 /// # Errors
 ///
-/// When a process does not start, or does not report.
+/// If a process does not start or does not report.
 pub(crate) fn turn(
     server: &RedisServer,
     task: &Task,
@@ -46,7 +46,7 @@ pub(crate) fn turn(
     Ok(quietest)
 }
 
-/// The share of all cores beyond which others disturb, and how often a turn is repeated for it.
+/// The fraction of all cores beyond which other programs disturb a turn, and how often a disturbed turn is repeated.
 pub(crate) const DISTURBED: f64 = 0.1;
 const REPEATS: usize = 2;
 
@@ -82,8 +82,8 @@ fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> R
     Ok(seen.figures(task))
 }
 
-/// What all keys take, if they are few, and the mean of some if they are many: the most of some looks, for some are there
-/// for a millisecond only.
+/// Returns the memory of all keys if they are few, and the mean of some keys if they are many. It is the largest of
+/// several samples, because some keys exist for a millisecond only.
 fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<[f64; 2]> {
     let mut most = [0.0_f64; 2];
     for _ in 0..20 {
@@ -103,7 +103,7 @@ fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<[f64; 2]> {
     Ok(most)
 }
 
-/// What the server says of itself.
+/// The statistics of the server.
 struct Reading {
     commands: Vec<(String, u64)>,
     cpu: Duration,
@@ -130,14 +130,14 @@ impl Reading {
         })
     }
 
-    /// The calls that went over the wire.
+    /// The calls that the server received.
     fn calls(&self, task: &Task) -> u64 {
         let counts = task.contender.calls();
         self.commands.iter().filter(|(name, _)| counts.contains(&name.as_str())).map(|(_, calls)| calls).sum()
     }
 }
 
-/// A child. It is killed when it is dropped.
+/// A child process. It is killed when it is dropped.
 struct Worker {
     child: Child,
     output: BufReader<ChildStdout>,
@@ -166,7 +166,7 @@ impl Worker {
         Ok(self.child.stdin.as_mut().ok_or("its input is a pipe")?)
     }
 
-    /// Adds what it saw.
+    /// Ten grants at once, every `every` nanoseconds, for twenty seconds.
     fn report(&mut self, seen: &mut Seen) -> Result<(), Failure> {
         let mut text = String::new();
         self.output.read_to_string(&mut text)?;
@@ -192,7 +192,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // It has ended by itself, but for an error.
+        // The child has ended by itself, unless there was an error.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! The smallest service around a limiter that answers yes or no: for those that have no Tower layer for clients.
+//! The smallest service around a limiter that allows or refuses: for limiters without a Tower layer for clients.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower::{BoxError, Service};
 
-/// A service that is called if the check allows it.
+/// A service that calls its inner service if the check allows it.
 #[derive(Clone)]
 pub(crate) struct Checked<C, S> {
     pub(crate) check: C,

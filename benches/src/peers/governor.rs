@@ -1,5 +1,5 @@
-//! governor: it has no Tower layer for clients, so the smallest service that asks it before each call. It refuses and
-//! never waits.
+//! governor: it has no Tower layer for clients, so it is measured in the smallest service that asks it before each
+//! call. It refuses and never waits.
 
 use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
@@ -14,7 +14,7 @@ use super::checked::Checked;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for everything.
+/// One limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = direct();
     Contender::service("governor, `check`", 1, move || {
@@ -23,7 +23,7 @@ pub(crate) fn constant() -> Contender {
     })
 }
 
-/// One limit for each host: keys are strings, as its documentation has them.
+/// One limit for each host: keys are strings, as in its documentation.
 pub(crate) fn hosts(hosts: usize) -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<String>> = Arc::new(RateLimiter::keyed(plenty()));
     Contender::service("governor, `check_key(&String)`", hosts, move || {
@@ -35,7 +35,7 @@ pub(crate) fn hosts(hosts: usize) -> Contender {
     })
 }
 
-/// One limit for each host: keys are hashes of it, to do without the allocation.
+/// One limit for each host: keys are hashes of the host, which saves the allocation.
 pub(crate) fn hashed_hosts(hosts: usize) -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
     let seed = RandomState::new();

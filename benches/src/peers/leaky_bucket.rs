@@ -1,4 +1,4 @@
-//! leaky-bucket: it has no Tower layer, so the smallest service that waits for it before each call.
+//! leaky-bucket: it has no Tower layer, so it is measured in the smallest service that waits for it before each call.
 
 use std::hint::black_box;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for everything.
+/// One limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = plenty();
     Contender::service("leaky-bucket, `acquire_owned`", 1, move || Paced {
@@ -39,7 +39,7 @@ fn plenty() -> Arc<RateLimiter> {
     Arc::new(builder.build())
 }
 
-/// A service that is called once the bucket allows it.
+/// A service that calls its inner service once the bucket allows it.
 #[derive(Clone)]
 struct Paced<S> {
     limiter: Arc<RateLimiter>,

@@ -1,4 +1,4 @@
-//! Those compared: one file each, and each under a limit that it never reaches.
+//! The compared limiters: one file each, each under a limit that it never reaches.
 
 mod checked;
 pub(crate) mod governor;
@@ -8,5 +8,5 @@ pub(crate) mod throttle_net;
 pub(crate) mod tollgate;
 pub(crate) mod tower;
 
-/// The units a second.
+/// The limit, in units a second.
 pub(crate) const PLENTY: u32 = 1_000_000_000;

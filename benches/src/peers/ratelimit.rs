@@ -1,5 +1,5 @@
-//! ratelimit: it has no Tower layer and no keys, so the smallest service that asks it before each call. It refuses and
-//! never waits.
+//! ratelimit: it has no Tower layer and no keys, so it is measured in the smallest service that asks it before each
+//! call. It refuses and never waits.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::checked::Checked;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for everything.
+/// One limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = plenty();
     Contender::service("ratelimit, `try_wait`", 1, move || {

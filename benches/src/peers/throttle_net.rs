@@ -1,4 +1,4 @@
-//! throttle-net: its Tower layer, which knows one limit for everything, and its limiters alone.
+//! throttle-net: its Tower layer, which has one limit for all calls, and its limiters alone.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for everything.
+/// One limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limit = ThrottleLayer::new(Throttle::per_second(PLENTY));
     Contender::service("throttle-net, `ThrottleLayer`", 1, move || limit.layer(Inner))

@@ -15,13 +15,13 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// tollgate, and how often it went to its store.
+/// tollgate, and the number of its store calls.
 pub(crate) struct Tollgate {
     pub(crate) contender: Contender,
     pub(crate) store: Arc<Counted>,
 }
 
-/// One limit for everything.
+/// One limit for all calls.
 pub(crate) fn constant() -> Tollgate {
     layer("tollgate", 1, |builder| builder)
 }
@@ -52,20 +52,19 @@ fn layer(name: &str, hosts: usize, with: impl Fn(RateLimitBuilder) -> RateLimitB
 fn build(with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> (RateLimitLayer, Arc<Counted>) {
     const KEYS: usize = 2_000_000;
     let store = Arc::new(Counted { store: MemoryStore::new(KEYS), calls: AtomicU64::new(0) });
-    // In a day rather than a second: what is fetched ahead then lives long enough for each of many hosts to have its
-    // turns.
+    // A day rather than a second: permits fetched ahead then live until each of many hosts has had its turns.
     let builder = RateLimitLayer::builder(Quota::per_day(PLENTY)).max_keys(KEYS).store(store.clone());
     (with(builder).build().expect("the settings make sense"), store)
 }
 
-/// The memory store, counting the calls that book.
+/// The memory store, with a count of the calls that book.
 pub(crate) struct Counted {
     store: MemoryStore,
     calls: AtomicU64,
 }
 
 impl Counted {
-    /// The calls since this was last asked.
+    /// Returns the number of calls since the last time.
     pub(crate) fn take(&self) -> u64 {
         self.calls.swap(0, Ordering::Relaxed)
     }

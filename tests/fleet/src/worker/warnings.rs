@@ -13,7 +13,7 @@ struct Ear;
 
 /// Starts to collect warnings.
 pub(crate) fn collect() {
-    tracing::subscriber::set_global_default(Ear).expect("nobody else listens");
+    tracing::subscriber::set_global_default(Ear).expect("it is the only subscriber");
 }
 
 pub(crate) fn collected() -> Vec<String> {

@@ -90,7 +90,7 @@ fn check(
     let count = |events: &[&Event], outcome| events.iter().filter(|event| event.outcome == outcome).count();
     let [half, all] = slowest(&during);
     println!(
-        "{what}, fail_open {fail_open}: {:?} calls in each second; of {} who asked meanwhile {} passed and {} were told \
+        "{what}, fail_open {fail_open}: {:?} calls in each second; of {} calls meanwhile {} passed and {} failed because \
          of the store, p50 {half:.2?}, the slowest {all:.1?}",
         per_second(&log),
         during.len(),

@@ -78,7 +78,7 @@ impl Anger {
     fn begin(&self) -> Instant {
         let start = Instant::now();
         while self.first.get().is_none() {
-            assert!(start.elapsed() < 5 * CALM, "somebody calls");
+            assert!(start.elapsed() < 5 * CALM, "a process calls");
             sleep(ms(1));
         }
         self.first.get().copied().expect("as above")
@@ -301,7 +301,7 @@ fn holds_are_kept_by_processes_started_during_them() {
     let earliest = log.iter().filter(theirs).filter_map(|arrival| arrival.sent).min();
     let resumed = earliest.map(|sent| sent.saturating_duration_since(first + anger.span));
     println!(
-        "all killed; the first call of those who came after them {:.1?} after the end",
+        "all killed; the first call of their successors {:.1?} after the end",
         resumed.unwrap_or_default()
     );
     assert!(earliest.is_some_and(|sent| sent >= first + anger.span), "{earliest:?}");

@@ -55,7 +55,7 @@ fn cluster_failover_and_a_moved_key_keep_the_limit() {
 }
 
 #[test]
-fn sentinels_replace_the_master_and_nobody_is_over() {
+fn sentinels_replace_the_master_and_the_limit_holds() {
     let _turn = turn_beside_others();
     let mut watched = Watched::start().unwrap();
     let upstream = Upstream::open();
