@@ -2,8 +2,9 @@
 //!
 //!     cargo run --release --example one_a_second
 //!
-//! None of the three knows of the others; they meet in Redis. Who cannot be served within `--max-wait` is told so at
-//! once, and when to come back. What they have in common is `limit` below; what they do with it is `call`.
+//! The three processes do not know each other; they share the limit through Redis. A call that cannot be sent within
+//! `--max-wait` is refused at once, with the time at which it could be. `limit` below is the same in all processes;
+//! `call` uses it.
 
 mod common;
 
@@ -49,14 +50,14 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// The limit: the same in every process that calls this API.
+/// Builds the limit: the same in every process that calls this API.
 fn limit(redis: &str, max_wait: Duration) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(redis).prefix("one-a-second").build()?;
     let limit = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store)).max_wait(max_wait);
     Ok(limit.error_on_upstream_limit().build()?)
 }
 
-/// One of the three processes.
+/// Runs one of the three processes.
 async fn be(role: &'static str, args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(&args.places.redis, args.max_wait)?;
@@ -82,7 +83,7 @@ async fn be(role: &'static str, args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// One call, and what came of it.
+/// Makes one call, and prints its outcome.
 async fn call<S>(mut service: S, request: Request, number: u32) -> Result<(), BoxError>
 where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
@@ -103,7 +104,8 @@ where
     Ok(())
 }
 
-/// What a refused call knows: who said no and why, since when, how long and how often it waited, when to come back.
+/// Describes a refusal: which party refused the call and why, when it arrived, how long and how often it waited, and
+/// when to retry.
 fn tell(limited: &Limited) -> String {
     let report = limited.report();
     let since = clock(report.since());
@@ -118,7 +120,7 @@ fn tell(limited: &Limited) -> String {
     }
 }
 
-/// Starts the Redis, the service and the three processes, and tells what the service saw.
+/// Starts the Redis, the service and the three processes, and prints what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(1);
     args.places.start(|| Upstream::start(rule)).await?;
@@ -157,7 +159,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// What was asked for.
+/// The options of the command line.
 #[derive(Debug)]
 struct Args {
     places: Places,
@@ -176,7 +178,7 @@ impl Args {
         Ok(args)
     }
 
-    /// The same as words, for the children.
+    /// Returns the options as words for the children.
     fn words(&self) -> Vec<String> {
         let own = ["--max-wait".to_owned(), self.max_wait.as_secs_f64().to_string()];
         [self.places.words(), own.to_vec(), vec!["--calls".to_owned(), self.calls.to_string()]].concat()

@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example per_token
 //!
-//! The key of a request is its `Authorization` header. What reaches Redis is a hash of it, made with a secret that all
-//! processes of this program know: who reads the Redis can neither read a token nor test a guess. How many calls remain
-//! is asked with `peek`, which spends none.
+//! The key of a request is its `Authorization` header. Redis receives only a hash of it, made with a secret that all
+//! processes of this program know. So a reader of the Redis can neither read a token nor test a guess. `peek` returns
+//! how many calls remain, and uses none.
 
 mod common;
 
@@ -53,7 +53,7 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// The limit of each token: what identifies it to the service is what identifies it here.
+/// Builds the limit of each token: the header that identifies a token to the service is the key.
 fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     let store =
         RedisStore::builder(&args.places.redis).prefix("per-token").secret(args.secret.as_bytes()).build()?;
@@ -62,14 +62,15 @@ fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
     Ok(limit.max_wait(Duration::from_secs(1)).build()?)
 }
 
-/// The header of a token; its value is the key.
+/// Returns the header of a token; its value is the key.
 fn authorization(token: &str) -> Result<HeaderValue, BoxError> {
     let mut value = HeaderValue::from_str(&format!("Bearer {token}"))?;
     value.set_sensitive(true); // `Debug` of the request does not show it
     Ok(value)
 }
 
-/// Makes the calls of all tokens in turn. A token whose hour is used up is left out from then on; the others go on.
+/// Makes the calls of all tokens in turn. A token whose hourly limit is used up is left out from then on; the others
+/// continue.
 async fn call(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(args)?;
@@ -106,7 +107,7 @@ async fn call(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Tells what remains of each token, and spends nothing.
+/// Prints how many calls remain for each token, and uses none.
 async fn tell(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limiter = limit(args)?.limiter();
@@ -120,7 +121,7 @@ async fn tell(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Starts the Redis, the service, two processes that call, and before and after them one that only asks.
+/// Starts the Redis, the service and two processes that call. Before and after them, a third process only looks.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::new(args.per_hour, Duration::from_secs(3600));
     args.places.start(Upstream::open).await?; // a service that counts for each token; the check is below
@@ -159,7 +160,7 @@ async fn run(args: &Args, role: &str, names: &[&str]) -> Result<(), BoxError> {
     Ok(children.end().await?)
 }
 
-/// What was asked for.
+/// The options of the command line.
 struct Args {
     places: Places,
     per_hour: u32,
@@ -185,7 +186,7 @@ impl Args {
         Ok(args)
     }
 
-    /// The same as words, for the children, without what is secret.
+    /// Returns the options as words for the children, without the secrets.
     fn words(&self) -> Vec<String> {
         let own = ["--per-hour", &self.per_hour.to_string(), "--calls", &self.calls.to_string()];
         [self.places.words(), own.map(str::to_owned).to_vec()].concat()

@@ -1,10 +1,10 @@
-//! Two limits at once: 25 per 5 s and 300 per minute. What one refuses counts in neither.
+//! Two limits at once: 25 per 5 s and 300 per minute. A call that one limit refuses counts in neither.
 //!
 //!     cargo run --release --example two_windows
 //!     cargo run --release --example two_windows -- --limits "10/1s, 30/60s"
 //!
-//! Two processes try far more often than the limits allow, and never wait. A third only looks, with `peek`: the calls
-//! that the short window refused are not in the long one, and the other way round.
+//! Two processes try far more often than the limits allow, and never wait. A third only looks, with `peek`: calls that
+//! the short window refused do not count in the long one, and the other way round.
 
 mod common;
 
@@ -47,7 +47,7 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// All limits of the service in one quota: a call takes of all of them, or of none.
+/// Builds all limits of the service as one quota: a call takes from all of them, or from none.
 fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(redis).prefix("two-windows").build()?;
     let quota: Quota = limits.parse()?;
@@ -55,7 +55,7 @@ fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
     Ok(limit.build()?)
 }
 
-/// A process that tries every 25 ms, whatever it was told before.
+/// Runs a process that tries every 25 ms, whatever the last refusal said.
 async fn work(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(&args.places.redis, &args.limits)?;
@@ -87,7 +87,7 @@ async fn work(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Starts the Redis, the service and the two processes; looks on, and compares with what the service saw.
+/// Starts the Redis, the service and the two processes, prints the counts, and compares them with what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let quota: Quota = args.limits.parse().map_err(|error| Usage::new(format!("--limits: {error}")))?;
     let rules: Vec<Rule> =
@@ -146,7 +146,7 @@ fn count(said: &[String], what: &str) -> usize {
     said.iter().filter(|text| text.starts_with(what)).count()
 }
 
-/// What was asked for.
+/// The options of the command line.
 #[derive(Debug)]
 struct Args {
     places: Places,
@@ -165,7 +165,7 @@ impl Args {
         Ok(args)
     }
 
-    /// The same as words, for the children.
+    /// Returns the options as words for the children.
     fn words(&self) -> Vec<String> {
         let own =
             ["--limits", &self.limits, "--seconds", &self.time.as_secs_f64().to_string()].map(str::to_owned);

@@ -3,13 +3,13 @@
 //!     cargo run --release --example campaigns
 //!     cargo run --release --example campaigns -- --calls 100000 --rate 4000    # 2,000,000 calls
 //!
-//! The second takes nine minutes. Six processes on one machine wait for its processors, so the way to the service varies
-//! by more than the 10 ms that a layer allows for by default: here `--transit-slack` is 50 ms, which costs 5 % of the
-//! rate.
+//! The second command takes nine minutes. Six processes on one machine wait for its processors, so the transit time to
+//! the service varies by more than the default allowance of 10 ms. Here `--transit-slack` is 50 ms, which costs 5 % of
+//! the rate.
 //!
-//! A call that cannot be sent soon is refused, at once, and told when to come back; the worker puts it back into its
-//! queue for then (`work.rs`). At the end the log of the service tells whether each call was sent exactly once, and
-//! whether the limit was kept.
+//! A call that cannot be sent soon is refused at once, with a time to retry; the worker defers it until then
+//! (`work.rs`). At the end the log of the service shows whether each call was sent exactly once, and whether the limit
+//! was kept.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -60,7 +60,7 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Starts the Redis, the service and the workers, shows how far they are, and checks what the service saw.
+/// Starts the Redis, the service and the workers, shows their progress, and checks what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(args.rate);
     args.places.start(|| Upstream::start(rule)).await?;
@@ -92,7 +92,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     }
 }
 
-/// How far all are: drawn anew in a terminal; elsewhere a new line every two seconds.
+/// Shows the progress of all campaigns: redrawn in a terminal; elsewhere a new line every two seconds.
 struct Progress {
     bar: ProgressBar,
     next_line: Duration,
@@ -120,10 +120,10 @@ impl Progress {
     }
 }
 
-/// How often the progress is told where it cannot be drawn.
+/// How often the progress is printed if it cannot be redrawn.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
-/// What was asked for.
+/// The options of the command line.
 #[derive(Debug)]
 struct Args {
     places: Places,
@@ -134,7 +134,7 @@ struct Args {
     transit_slack: Duration,
     senders: u32,
     workers: u32,
-    /// Which worker this process is.
+    /// The number of the worker that this process is.
     number: u32,
 }
 
@@ -155,7 +155,7 @@ impl Args {
         Ok(args)
     }
 
-    /// The same as words, for the worker `number`.
+    /// Returns the options as words for the worker `number`.
     fn words(&self, number: u32) -> Vec<String> {
         let mut words = self.places.words();
         words.extend(["--role", "worker"].map(str::to_owned));
@@ -175,7 +175,7 @@ impl Args {
         words
     }
 
-    /// The campaigns of the worker `number`.
+    /// Returns the campaigns of the worker `number`.
     fn campaigns_of(&self, number: u32) -> Vec<u32> {
         (0..self.campaigns).filter(|campaign| campaign % self.workers == number).collect()
     }

@@ -1,4 +1,4 @@
-//! The queue of a worker: what is new, and what was put off.
+//! The queue of a worker: new calls and deferred calls.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -14,21 +14,21 @@ pub(crate) struct Call {
 /// What to do next.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Send this.
+    /// Send this call.
     Send(Call),
-    /// Nothing is due for so long.
+    /// No call is due for this long.
     Wait(Duration),
-    /// All is taken.
+    /// No call is left.
     Nothing,
 }
 
-/// All calls of some campaigns that were not taken yet. It holds the numbers of those that were put off, and of each
-/// campaign only how far it is: two million calls need no memory.
+/// All calls of some campaigns that were not taken yet. It stores the numbers of deferred calls, and of each campaign
+/// only its progress: two million calls need almost no memory.
 #[derive(Debug)]
 pub(crate) struct Queue {
     campaigns: Vec<u32>,
     calls: u32,
-    /// How many new ones were taken: one of each campaign in turn.
+    /// How many new calls were taken: one of each campaign in turn.
     taken: u64,
     put_off: BinaryHeap<Reverse<(SystemTime, Call)>>,
 }
@@ -38,7 +38,8 @@ impl Queue {
         Queue { campaigns, calls, taken: 0, put_off: BinaryHeap::new() }
     }
 
-    /// Takes what is due. While a call is put off, a new one would be told the same: it stays here.
+    /// Takes the next call that is due. While a call is deferred, a new one would be refused too, so it stays in the
+    /// queue.
     pub(crate) fn next(&mut self, now: SystemTime) -> Next {
         match self.put_off.peek() {
             None => self.new_one().map_or(Next::Nothing, Next::Send),
@@ -60,7 +61,7 @@ impl Queue {
         Some(Call { campaign, number })
     }
 
-    /// Puts a call back, to be taken again from `due` on.
+    /// Defers a call until `due`.
     pub(crate) fn put_off(&mut self, call: Call, due: SystemTime) {
         self.put_off.push(Reverse((due, call)));
     }

@@ -1,4 +1,4 @@
-//! What the workers tell while they work, and what the service saw.
+//! What the workers report while they work, and what the service saw.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,21 +8,21 @@ use upstream::{Log, Rule};
 
 use crate::{Args, common};
 
-/// How far a campaign is.
+/// The progress of a campaign.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     /// Calls that were answered.
     pub(crate) answered: u64,
-    /// How often a call was refused here and put off.
+    /// How often a call was refused here and deferred.
     pub(crate) put_off: u64,
-    /// How often the service refused a call, which was put off as well.
+    /// How often the service refused a call, which was then deferred.
     pub(crate) refused_there: u64,
-    /// How often the Redis could not be asked, and the call was put off.
+    /// How often the store did not respond, and the call was deferred.
     pub(crate) not_counted: u64,
 }
 
 impl Counts {
-    /// As a worker tells it.
+    /// Returns the line that a worker prints.
     pub(crate) fn line(&self, campaign: u32) -> String {
         let Counts { answered, put_off, refused_there, not_counted } = self;
         format!("campaign {campaign} counts {answered} {put_off} {refused_there} {not_counted}")
@@ -43,7 +43,7 @@ impl Counts {
     }
 }
 
-/// What the workers told last of each campaign.
+/// The latest report of each campaign.
 #[derive(Debug, Default)]
 pub(crate) struct Told(BTreeMap<u32, (Counts, String)>);
 
@@ -63,7 +63,7 @@ impl Told {
     }
 }
 
-/// One line for each campaign, and one for all.
+/// Returns one line for each campaign, and one for all.
 pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
     let arrived = log.map(|log| arrived(args, log));
     let seen = |campaign: u32| match &arrived {
@@ -89,7 +89,7 @@ pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
     common::table(["", "by", "answered", "accepted there", "put off", "refused there", "store away"], &rows)
 }
 
-/// Compares what the service saw with what was to be done.
+/// Compares what the service saw with the calls that were to be made.
 pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> {
     let took = log.first().zip(log.last()).map_or(Duration::ZERO, |(first, last)| last.at - first.at);
     println!(
@@ -122,7 +122,7 @@ pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> 
     }
 }
 
-/// How often each call of each campaign was accepted.
+/// Returns how often each call of each campaign was accepted.
 fn arrived(args: &Args, log: &Log) -> Vec<Vec<u16>> {
     let mut arrived = vec![vec![0u16; args.calls as usize]; args.campaigns as usize];
     for arrival in log.iter().filter(|arrival| arrival.accepted) {

@@ -1,4 +1,4 @@
-//! A worker process: sends the calls of its campaigns, and puts off those that are refused.
+//! A worker process: sends the calls of its campaigns, and defers refused calls.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,8 +48,8 @@ pub(crate) async fn work(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Sends one call after the other, until none is left. What is refused was not sent, so it may be sent again: at the
-/// moment that the refusal tells. What failed on the way may have arrived: that ends the worker.
+/// Sends one call after the other, until none is left. A refused call was not sent, so it is sent again at the time
+/// that the refusal states. A call that failed on the way may have arrived: that ends the worker.
 async fn send_on<S>(mut service: S, desk: Arc<Desk>, url: Url) -> Result<(), BoxError>
 where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
@@ -78,7 +78,7 @@ where
     }
 }
 
-/// A call says which it is, so that the log of the service can be searched for what is lost or came twice.
+/// Builds a call with its number, so that the log of the service shows lost and repeated calls.
 fn request(call: Call, url: &Url) -> Result<Request, BoxError> {
     let mut request = Request::new(reqwest::Method::POST, url.clone());
     request.headers_mut().insert(WHO_HEADER, format!("{}/{}", call.campaign, call.number).parse()?);
@@ -127,5 +127,5 @@ impl Desk {
     }
 }
 
-/// When a call comes back that nobody told when: the store is away.
+/// When to retry a call that failed because the store was unreachable.
 const NOBODY_KNOWS: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-//! Child processes: started, listened to, waited for.
+//! Child processes: starts them, reads their output, and waits for their end.
 
 use std::ffi::OsStr;
 use std::io::Error;
@@ -9,46 +9,46 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// What a child printed.
+/// A line that a child printed.
 #[derive(Clone, Debug)]
 pub(crate) struct Line {
-    /// Which child.
+    /// The name of the child.
     pub(crate) who: String,
-    /// The line.
+    /// The text of the line.
     pub(crate) text: String,
 }
 
-/// The child processes of one program. Dropping this kills those that still run.
+/// The child processes of one program. Dropping this kills those still running.
 #[derive(Debug)]
 pub(crate) struct Children {
     program: PathBuf,
     environment: Vec<(String, String)>,
     running: Vec<(String, Child)>,
-    /// How many may still print something.
+    /// How many children may still print.
     open: usize,
-    /// What they print; `None` from one that will print no more.
+    /// The lines of all children; `None` when a child has closed its output.
     lines: (UnboundedSender<Option<Line>>, UnboundedReceiver<Option<Line>>),
 }
 
 impl Children {
-    /// None yet of `program`.
+    /// Prepares children of `program`; starts none yet.
     pub(crate) fn of(program: PathBuf) -> Self {
         let lines = unbounded_channel();
         Children { program, environment: Vec::new(), running: Vec::new(), open: 0, lines }
     }
 
-    /// None yet of this program.
+    /// Prepares children of this program; starts none yet.
     pub(crate) fn of_this_program() -> Result<Self, Error> {
         Ok(Children::of(std::env::current_exe()?))
     }
 
-    /// Sets a variable of all that are started from now on: the way for what is secret, because everybody on the
+    /// Sets an environment variable for all children started from now on. Pass secrets this way: every user of the
     /// machine can read the command line of a process.
     pub(crate) fn environment(&mut self, name: &str, value: &str) {
         self.environment.push((name.to_owned(), value.to_owned()));
     }
 
-    /// Starts one more, called `who`.
+    /// Starts a child with the name `who`.
     pub(crate) fn start(
         &mut self,
         who: impl Into<String>,
@@ -77,7 +77,7 @@ impl Children {
         Ok(())
     }
 
-    /// The next line of any of them; `None` when none will print any more.
+    /// Waits for the next line of any child; `None` when all have closed their output.
     pub(crate) async fn line(&mut self) -> Option<Line> {
         while self.open > 0 {
             match self.lines.1.recv().await? {
@@ -88,18 +88,18 @@ impl Children {
         None
     }
 
-    /// Closes their input, by which those that wait for it know that it is time to end.
+    /// Closes the input of all children. Children that read their input then end.
     pub(crate) fn close(&mut self) {
         for (_, child) in &mut self.running {
             drop(child.stdin.take());
         }
     }
 
-    /// Closes their input and waits for all of them.
+    /// Closes the input of all children, and waits for their end.
     ///
     /// # Errors
     ///
-    /// When one of them failed.
+    /// If a child failed.
     pub(crate) async fn end(&mut self) -> Result<(), Error> {
         self.close();
         for (who, mut child) in self.running.drain(..) {

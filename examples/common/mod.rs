@@ -1,7 +1,7 @@
-//! What the examples with several processes share: options, the places they call, child processes, a table.
+//! Code that the examples with several processes share: options, servers, child processes, a table.
 //!
-//! Such an example is one program. Started without `--role` it starts a Redis, a service with a limit, and itself once
-//! more for each role; those are the processes that share the limit.
+//! Such an example is one program. Started without `--role`, it starts a Redis, a service with a limit, and itself once
+//! more for each role. These processes share the limit.
 #![allow(dead_code, unused_imports, reason = "each example uses its part")]
 
 mod children;
@@ -21,7 +21,7 @@ pub(crate) use options::{Options, Usage};
 pub(crate) use places::Places;
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
-/// Runs an example: `--help`, its work, and what went wrong. A bad option ends it with 2, a failure with 1.
+/// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a failure with 1.
 pub(crate) async fn main(
     name: &str,
     help: &str,
@@ -59,7 +59,7 @@ fn complain(name: &str, error: &BoxError) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// A client that makes one attempt for each call, so that the limiter sees all of them.
+/// Returns a client that makes one attempt for each call, so that the limiter sees all attempts.
 pub(crate) fn client() -> Result<reqwest::Client, BoxError> {
     let client = reqwest::Client::builder()
         .redirect(reqwest::redirect::Policy::none())
@@ -69,13 +69,13 @@ pub(crate) fn client() -> Result<reqwest::Client, BoxError> {
     Ok(client)
 }
 
-/// Writes into a request when it was sent. It stands behind the gate, so that a wait there does not count.
+/// Writes the send time into a request. It stands behind the gate, so that a wait there does not count.
 pub(crate) fn stamp(mut request: Request) -> Request {
     request.headers_mut().insert(SENT_HEADER, sent_now());
     request
 }
 
-/// The time of day, UTC.
+/// Formats the time of day in UTC.
 pub(crate) fn clock(at: SystemTime) -> String {
     let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let seconds = since_epoch.as_secs() % 86_400;
@@ -83,7 +83,7 @@ pub(crate) fn clock(at: SystemTime) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", since_epoch.subsec_millis())
 }
 
-/// `2.04 s`.
+/// Formats a span, such as `2.04 s`.
 pub(crate) fn span(span: Duration) -> String {
     format!("{:.2} s", span.as_secs_f64())
 }

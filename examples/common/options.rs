@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// What is wrong with the command line.
+/// An error in the command line.
 #[derive(Debug)]
 pub(crate) struct Usage(String);
 
@@ -22,12 +22,12 @@ impl fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// The options as they were given. Each is taken out once; what is left at the end is unknown.
+/// The options of the command line. Each option is taken out once; an option that is left at the end is unknown.
 #[derive(Debug)]
 pub(crate) struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Reads the arguments; `None` when help was asked for.
+    /// Reads the arguments. Returns `None` if help was requested.
     pub(crate) fn read(mut words: impl Iterator<Item = String>) -> Result<Option<Self>, Usage> {
         let mut options = Vec::new();
         while let Some(word) = words.next() {
@@ -47,7 +47,7 @@ impl Options {
         Ok(Some(Options(options)))
     }
 
-    /// The value of `name`: where it is given twice, the last.
+    /// Returns the value of `name`; if it is given twice, the last one.
     pub(crate) fn find(&mut self, name: &str) -> Option<String> {
         let mut found = None;
         self.0.retain_mut(|(given, value)| {
@@ -60,12 +60,12 @@ impl Options {
         found
     }
 
-    /// The text of `name`.
+    /// Returns the text of `name`.
     pub(crate) fn text(&mut self, name: &str, default: &str) -> String {
         self.find(name).unwrap_or_else(|| default.to_owned())
     }
 
-    /// The number of `name`.
+    /// Returns the number of `name`.
     pub(crate) fn number(
         &mut self,
         name: &str,
@@ -80,7 +80,7 @@ impl Options {
         }
     }
 
-    /// The seconds of `name`, such as `15` or `0.5`.
+    /// Returns the seconds of `name`, such as `15` or `0.5`.
     pub(crate) fn seconds(&mut self, name: &str, default: f64) -> Result<Duration, Usage> {
         let text = self.text(name, &default.to_string());
         let seconds = text.parse().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
@@ -89,7 +89,7 @@ impl Options {
             .ok_or_else(|| Usage(format!("{name} takes seconds, from 0 to 3600, not {text:?}")))
     }
 
-    /// The role of a child process; `None` for the program that the user starts.
+    /// Returns the role of a child process; `None` for the program that the user starts.
     pub(crate) fn role(&mut self, roles: &[&'static str]) -> Result<Option<&'static str>, Usage> {
         let Some(text) = self.find("--role") else { return Ok(None) };
         match roles.iter().find(|role| **role == text) {
@@ -98,7 +98,7 @@ impl Options {
         }
     }
 
-    /// All are taken: what is left is unknown.
+    /// Checks that all options are taken: an option that is left is unknown.
     pub(crate) fn finish(self) -> Result<(), Usage> {
         match self.0.first() {
             Some((name, _)) => Err(Usage(format!("there is no option {name:?}"))),

@@ -1,4 +1,4 @@
-//! Where to count and whom to call: servers of one's own, or those of the user.
+//! The Redis and the service that an example uses: started by the example, or given by the user.
 
 use redis_server::RedisServer;
 use tollgate::BoxError;
@@ -7,21 +7,21 @@ use upstream::Upstream;
 
 use super::options::{Options, Usage};
 
-/// The Redis and the service. Those that were started here are stopped when this is dropped.
+/// The Redis and the service. Servers that the example started are stopped when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Places {
     /// The URL of the Redis.
     pub(crate) redis: String,
     /// The URL of the service.
     pub(crate) api: String,
-    /// The Redis, where it is our own.
+    /// The Redis, if the example started it.
     pub(crate) server: Option<RedisServer>,
-    /// The service, where it is our own.
+    /// The service, if the example started it.
     pub(crate) upstream: Option<Upstream>,
 }
 
 impl Places {
-    /// `--redis` and `--api`, as given: starts nothing yet.
+    /// Reads `--redis` and `--api`; starts nothing yet.
     pub(crate) fn given(options: &mut Options) -> Result<Self, Usage> {
         let (redis, api) = (options.text("--redis", SPAWN), options.text("--api", SPAWN));
         if redis != SPAWN {
@@ -34,7 +34,7 @@ impl Places {
         Ok(Places { redis, api, server: None, upstream: None })
     }
 
-    /// Starts what was not given. A Redis that was given has to answer: without it there is nothing to show.
+    /// Starts the servers that were not given. A given Redis must respond: without it there is nothing to show.
     pub(crate) async fn start(&mut self, upstream: impl FnOnce() -> Upstream) -> Result<(), BoxError> {
         if self.redis == SPAWN {
             let server = RedisServer::start()?;
@@ -50,12 +50,12 @@ impl Places {
         Ok(())
     }
 
-    /// The words that tell a child process where to go.
+    /// Returns the words that pass the URLs to a child process.
     pub(crate) fn words(&self) -> Vec<String> {
         ["--redis", &self.redis, "--api", &self.api].map(str::to_owned).to_vec()
     }
 
-    /// A child process starts nothing: it shares what others started.
+    /// Checks that both URLs are given: a child process uses the servers of its parent and starts none.
     pub(crate) fn must_be_given(&self) -> Result<(), Usage> {
         if self.redis == SPAWN || self.api == SPAWN {
             return Err(Usage::new("a process with a --role needs --redis <url> and --api <url>"));

@@ -1,10 +1,10 @@
-//! What is told at the end.
+//! The table that is printed at the end, and the check of the limit.
 
 use std::time::Duration;
 
 use upstream::{Log, Rule};
 
-/// Lines up `rows` under `head`: the first column to the left, the others to the right.
+/// Aligns `rows` under `head`: the first column to the left, the others to the right.
 pub(crate) fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> String {
     let widths: [usize; N] = std::array::from_fn(|column| {
         let cells = rows.iter().map(|row| row[column].as_str()).chain([head[column]]);
@@ -22,13 +22,13 @@ pub(crate) fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> St
     line(head) + &rule + &rows.collect::<String>() + &rule
 }
 
-/// Which of `rules` was not kept, by the log of the service: at most the count in any window, not only in those that
-/// start on the second.
+/// Returns which of `rules` was exceeded, by the log of the service: the count is a maximum in any window, not only in
+/// windows that start on the second.
 ///
-/// `slack` is the `transit_slack` of the layer: what the way to the service varied beyond it, nobody can answer for.
+/// `slack` is the `transit_slack` of the layer. A transit time that varies by more than that can exceed the limit.
 pub(crate) fn not_kept(log: &Log, rules: &[Rule], slack: Duration) -> Option<String> {
     rules.iter().find_map(|rule| log.over(*rule, slack))
 }
 
-/// By how much the way to the service may vary: the default of `transit_slack`.
+/// How much the transit time to the service may vary: the default of `transit_slack`.
 pub(crate) const TRANSIT_SLACK: Duration = Duration::from_millis(10);

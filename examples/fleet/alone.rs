@@ -30,7 +30,7 @@ pub(crate) async fn compare(args: &Args) -> Result<String, BoxError> {
     progress.finish(upstream.tally());
     let without = Run::new("without tollgate", outcome, upstream.log());
 
-    // With it: one layer more.
+    // With tollgate: one layer more.
     let upstream = Upstream::start(rules(args.limit));
     let crew = Arc::new(Crew::new(args, 0, &upstream.url())?);
     let service = ServiceBuilder::new().layer(limit).map_request(crew.stamp()).service(client);

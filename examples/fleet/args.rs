@@ -26,14 +26,14 @@ Usage: cargo run --release --example fleet -- [options]
 What Redis spent is told by its own INFO: its idle time is in it, and what others ask of it.
 ";
 
-/// What was asked for.
+/// The options of the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct Args {
-    /// What the service allows.
+    /// The limit of the service.
     pub(crate) limit: Quota,
     /// `--burst`, checked when the layer is built.
     pub(crate) burst: Option<u32>,
-    /// How many tasks call, in each process.
+    /// How many tasks call in each process.
     pub(crate) tasks: u32,
     /// How long one run lasts.
     pub(crate) time: Duration,
@@ -41,23 +41,23 @@ pub(crate) struct Args {
     pub(crate) polite: bool,
     /// How many processes run.
     pub(crate) processes: u32,
-    /// Where they share their count.
+    /// Where the processes share their count.
     pub(crate) redis: Option<Where>,
-    /// The words that tell a process of the fleet the same as us.
+    /// The words that pass the same options to a child process.
     pub(crate) passed_on: Vec<String>,
 }
 
 /// Where the count is shared.
 #[derive(Clone, Debug)]
 pub(crate) enum Where {
-    /// In a Redis that we start.
+    /// In a Redis that this program starts.
     Spawn,
-    /// In the one at this URL.
+    /// In the Redis at this URL.
     At(String),
 }
 
 impl Args {
-    /// The quota that tollgate is to keep.
+    /// Returns the quota of the limiter.
     pub(crate) fn quota(&self) -> Quota {
         match self.burst {
             Some(burst) => self.limit.burst(burst),
@@ -65,12 +65,12 @@ impl Args {
         }
     }
 
-    /// Whether processes of their own call, or tasks of this one.
+    /// Returns whether child processes call, rather than tasks of this process.
     pub(crate) fn many(&self) -> bool {
         self.processes > 1 || self.redis.is_some()
     }
 
-    /// Reads the arguments; `None` when help was asked for.
+    /// Reads the arguments. Returns `None` if help was requested.
     pub(crate) fn parse(mut words: impl Iterator<Item = String>) -> Result<Option<Args>, String> {
         let mut args = Args {
             limit: Quota::per_second(50),
@@ -128,7 +128,7 @@ fn number(name: &str, text: &str, least: u32, most: u32) -> Result<u32, String> 
     }
 }
 
-/// The URL may hold a password: no complaint repeats it.
+/// Errors do not repeat the URL, because it may hold a password.
 fn place(text: &str) -> Result<Where, String> {
     match text {
         "spawn" => Ok(Where::Spawn),
@@ -137,5 +137,5 @@ fn place(text: &str) -> Result<Where, String> {
     }
 }
 
-/// How many tasks may call in all: each has a connection.
+/// The most tasks in all processes together: each task has a connection.
 const MOST_TASKS: u32 = 2000;

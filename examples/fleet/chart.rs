@@ -13,13 +13,13 @@ pub(crate) struct Scale {
     columns: usize,
     /// The most calls that a column may hold.
     limit: f64,
-    /// How many calls one row is.
+    /// How many calls one row stands for.
     unit: f64,
     colours: bool,
 }
 
 impl Scale {
-    /// A scale on which all of `logs` fit, each `time` long.
+    /// Builds a scale on which all of `logs` fit, each `time` long.
     pub(crate) fn new<'a>(rules: &[Rule], time: Duration, logs: impl Iterator<Item = &'a Log>) -> Scale {
         let step = HALF_A_SECOND
             * u32::try_from(time.div_duration_f64(HALF_A_SECOND * 30).ceil() as u64).unwrap_or(1);
@@ -34,7 +34,7 @@ impl Scale {
         Scale { step, columns, limit, unit, colours }
     }
 
-    /// What the glyphs mean.
+    /// Explains the glyphs.
     pub(crate) fn legend(&self) -> String {
         let [answered, refused, limit] =
             [("█", GREEN), ("▒", RED), ("┄", YELLOW)].map(|(glyph, colour)| self.paint(glyph, colour));
@@ -44,12 +44,12 @@ impl Scale {
         )
     }
 
-    /// The bars of `log`.
+    /// Draws the bars of `log`.
     pub(crate) fn chart(&self, log: &Log) -> String {
         let mut bars = log.per(self.step);
         bars.resize(self.columns, Tally::default());
         let highest = bars.iter().map(|bar| bar.all()).max().unwrap_or(0);
-        // 0, and no line, where the limit is lower than a row.
+        // 0 draws no line, if the limit is lower than a row.
         let limit_row = (self.limit / self.unit + 1e-9) as usize;
         let rows = ((highest as f64 / self.unit).ceil() as usize).max(limit_row);
         let width = 2 * self.columns;

@@ -1,4 +1,4 @@
-//! One process of many: it gets ready, waits for the word, calls, and tells what it saw.
+//! One process of many: it connects, waits for the start signal, calls, and reports what it saw.
 
 use std::io::{BufRead, Write, stdin, stdout};
 use std::process::ExitCode;
@@ -15,15 +15,15 @@ use crate::run::{self, Crew, Outcome};
 use crate::shared::Redis;
 use crate::wire::{GO, Line};
 
-/// The first argument of a process that is one of many. For us alone, so no help tells it.
+/// The first argument of a child process. It is internal, so the help does not mention it.
 pub(crate) const ROLE: &str = "child";
 
-/// What a child is told beside the options that its parent was given.
+/// What a child needs beside the options of its parent.
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) process: u32,
     pub(crate) upstream: String,
-    /// The URL and the prefix; without, it counts for itself.
+    /// The URL of the Redis and the prefix of its keys; without them, the child counts for itself.
     pub(crate) redis: Option<(String, String)>,
 }
 
@@ -32,13 +32,13 @@ impl Role {
         Role { process, upstream, redis: redis.map(|redis| (redis.url.clone(), redis.prefix.clone())) }
     }
 
-    /// As arguments, to be followed by the options.
+    /// Returns the arguments that precede the options.
     pub(crate) fn words(&self) -> [String; 5] {
         let (url, prefix) = self.redis.clone().unwrap_or_default();
         [ROLE.into(), self.process.to_string(), self.upstream.clone(), url, prefix]
     }
 
-    /// From the arguments behind [`ROLE`]; `None` if they are not the ones that `words` makes.
+    /// Parses the arguments after [`ROLE`]; `None` if `words` did not make them.
     pub(crate) fn read(words: &mut impl Iterator<Item = String>) -> Option<Role> {
         let (process, upstream) = (words.next()?.parse().ok()?, words.next()?);
         let redis = Some((words.next()?, words.next()?)).filter(|(url, _)| !url.is_empty());
@@ -46,7 +46,7 @@ impl Role {
     }
 }
 
-/// The life of a child.
+/// Runs a child until its end.
 pub(crate) async fn live(role: &Role, args: &Args) -> ExitCode {
     match call(role, args).await {
         Ok(outcome) => {
@@ -78,15 +78,15 @@ async fn call(role: &Role, args: &Args) -> Result<Outcome, BoxError> {
 
     let service = ServiceBuilder::new().layer(limit).map_request(crew.stamp()).service(client);
     let mut outcome = run::fleet(&crew, service, |waiting| say(&Line::Waiting(waiting))).await?;
-    // What is at hand is of use to those that go on. That it is lost is no reason to lose the report too.
+    // Returns unused permits to the processes that continue. If that fails, the report is still sent.
     if let Err(error) = limiter.shutdown().await {
         outcome.complaint.get_or_insert(error.to_string());
     }
     Ok(outcome)
 }
 
-/// Opens the connections, so that no call of the run has to: it takes longer than a call, and much longer where many
-/// processes do it on few cores.
+/// Opens the connections before the run. Opening a connection takes longer than a call, and much longer if many
+/// processes do so on few cores.
 async fn warm_up(client: &reqwest::Client, crew: &Crew, tasks: u32) -> Result<(), BoxError> {
     let mut calls = JoinSet::new();
     for _ in 0..tasks {
@@ -99,8 +99,8 @@ async fn warm_up(client: &reqwest::Client, crew: &Crew, tasks: u32) -> Result<()
     Ok(())
 }
 
-/// Answers when the parent gives the word. When the parent is gone our input ends, and so do we, wherever we are: a
-/// thread of its own waits for that.
+/// Returns a channel that receives the start signal of the parent. A thread reads the input: if the parent ends, the
+/// input ends, and the thread ends this process.
 fn listen() -> oneshot::Receiver<()> {
     let (give, word) = oneshot::channel();
     std::thread::spawn(move || {
@@ -122,10 +122,10 @@ fn tell(outcome: Outcome) {
     say(&Line::Done);
 }
 
-/// If nobody listens any more, the thread at our input ends us.
+/// If the parent has ended, the thread that reads the input ends this process.
 fn say(line: &Line) {
     let _ = writeln!(stdout().lock(), "{line}");
 }
 
-/// The task in whose name connections are opened.
+/// The name of the task that opens the connections.
 pub(crate) const WARM_UP: &str = "warm-up";

@@ -3,14 +3,16 @@
 //!     cargo run --release --example fleet
 //!     cargo run --release --example fleet -- --limit "25/5s, 300/60s" --tasks 100 --seconds 15
 //!
-//! A fleet of processes does: once each counts for itself, which is the usual mistake; once they share a count in Redis.
+//! A fleet of processes runs twice: first each process counts for itself, which is the usual mistake; then they share a
+//! count in Redis.
 //!
 //!     cargo run --release --example fleet -- --processes 4 --redis spawn
 //!     cargo run --release --example fleet -- --processes 4 --redis redis://localhost:6379/
 //!
 //! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from its own log. All runs
-//! are the same loop around the same `reqwest::Client` (`run.rs`). In one process (`alone.rs`) the second run has one
-//! layer more, and that is all; of many processes (`parent.rs`, `child.rs`) the layer of the second run has a store.
+//! are the same loop around the same `reqwest::Client` (`run.rs`). With one process (`alone.rs`), the second run has
+//! one more layer, and that is the only difference. With many processes (`parent.rs`, `child.rs`), the layer of the
+//! second run has a store.
 
 mod alone;
 mod args;
@@ -40,7 +42,7 @@ fn main() -> ExitCode {
         Err(error) => return failed(&error.to_string(), 1),
     };
     let code = runtime.block_on(begin());
-    // A name that is being looked up blocks a thread; nobody wants to wait for it any more.
+    // A name lookup blocks a thread; the program does not wait for it.
     runtime.shutdown_background();
     code
 }
@@ -91,7 +93,7 @@ fn failed(why: &str, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Answers when we are told to end. Then all that we started ends with us, as it is dropped.
+/// Waits until the program is asked to end. Everything that it started is then dropped, and so ends too.
 async fn ended() {
     #[cfg(unix)]
     if let Ok(mut terminate) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
@@ -104,12 +106,12 @@ async fn ended() {
     let _ = tokio::signal::ctrl_c().await;
 }
 
-/// What the service enforces is what tollgate is told: sliding windows, here.
+/// Returns the rules that the service enforces: the sliding windows of tollgate's quota.
 fn rules(limit: Quota) -> Vec<Rule> {
     limit.limits().iter().map(|limit| Rule::new(limit.count(), limit.window())).collect()
 }
 
-/// By how much the way to the service may vary, as `RateLimitLayer` assumes it.
+/// How much the transit time to the service may vary, as `RateLimitLayer` assumes it.
 const TRANSIT_SLACK: Duration = Duration::from_millis(10);
 
 /// What tollgate keeps free between two windows: the life of a permit, 10 ms, and the slack.

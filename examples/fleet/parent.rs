@@ -86,12 +86,12 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
     Ok(Run { spent, ..Run::new(name, outcome, log) })
 }
 
-/// A Redis that does not tell it, or not any more, leaves two cells empty.
+/// Returns what Redis spent. If Redis does not tell, two cells stay empty.
 async fn spent(redis: Option<&Redis>) -> Option<Spent> {
     redis?.spent().await.ok()
 }
 
-/// A process of the fleet. It is killed when it is dropped, and ends by itself when its input does.
+/// A process of the fleet. It is killed when it is dropped, and ends by itself when its input ends.
 struct Member {
     number: u32,
     child: Child,
@@ -124,7 +124,7 @@ impl Member {
         Ok(self.input.write_all(format!("{GO}\n").as_bytes()).await?)
     }
 
-    /// Reads until all is told; adds to `waiting` how many tasks wait.
+    /// Reads the report until its end, and adds the number of waiting tasks to `waiting`.
     async fn follow(&mut self, waiting: &AtomicUsize) -> Result<Outcome, BoxError> {
         let mut outcome = Outcome::default();
         let mut before = 0;
@@ -165,5 +165,5 @@ impl Member {
     }
 }
 
-/// How long a process may take beyond the time of the run.
+/// How long a process may take after the time of the run.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! The line that tells how a run goes: drawn anew in a terminal; elsewhere a new line every two seconds.
+//! The progress of a run, on one line: redrawn in a terminal; elsewhere a new line every two seconds.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 use upstream::Tally;
 
-/// The line of one run.
+/// The progress line of one run.
 pub(crate) struct Progress {
     name: &'static str,
     start: Instant,
@@ -17,7 +17,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Of a run that starts now and lasts for `time`.
+    /// Starts the line of a run that starts now and lasts for `time`.
     pub(crate) fn start(name: &'static str, time: Duration) -> Self {
         let style = ProgressStyle::with_template("{prefix:16} {wide_bar:.cyan/dim} {msg}")
             .expect("the template is well formed")
@@ -27,7 +27,7 @@ impl Progress {
         Progress { name, start: Instant::now(), bar, recent: VecDeque::new(), next_line: LINE_EVERY }
     }
 
-    /// What the service has seen by now, and how many tasks wait.
+    /// Shows what the service has seen by now, and how many tasks wait.
     pub(crate) fn tell(&mut self, seen: Tally, waiting: usize) {
         let elapsed = self.start.elapsed();
         self.recent.push_back((elapsed, seen.all()));
@@ -39,7 +39,7 @@ impl Progress {
         self.show(elapsed, format!("{} {waiting:4} waiting {rate:5.0}/s", counts(elapsed, seen)));
     }
 
-    /// The run is over.
+    /// Shows the final figures of the run.
     pub(crate) fn finish(&mut self, seen: Tally) {
         let elapsed = self.start.elapsed();
         self.next_line = elapsed;
@@ -64,8 +64,8 @@ fn counts(elapsed: Duration, seen: Tally) -> String {
     format!("{:4.1}s {:5} sent {accepted:5}x200 {refused:5}x429", elapsed.as_secs_f64(), seen.all())
 }
 
-/// How often the progress is told.
+/// How often the progress is drawn.
 pub(crate) const TICK: Duration = Duration::from_millis(100);
 
-/// How often it is told where it cannot be drawn.
+/// How often a line is printed if it cannot be redrawn.
 const LINE_EVERY: Duration = Duration::from_secs(2);

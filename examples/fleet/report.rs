@@ -1,4 +1,4 @@
-//! What came of it: the charts, the table, and what one sees there.
+//! The report: the charts, the table, and the sentences that explain it.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use crate::seen::Run;
 use crate::sentences;
 use crate::shared::Spent;
 
-/// The whole report on one process: without tollgate, with it.
+/// Returns the report on one process: without tollgate, and with it.
 pub(crate) fn one(args: &Args, rules: &[Rule], runs: &[Run; 2]) -> String {
     let [without, with] = runs;
     report(args, rules, runs, sentences::one(args, rules, without, with))
 }
 
-/// The whole report on many processes: each for itself and, if there was a Redis, shared in it.
+/// Returns the report on many processes: each for itself and, if there was a Redis, with a shared count.
 pub(crate) fn many(args: &Args, rules: &[Rule], runs: &[Run]) -> String {
     report(args, rules, runs, sentences::many(args, rules, runs))
 }
@@ -64,7 +64,7 @@ fn table<'a>(args: &Args, rules: &[Rule], runs: &'a [Run]) -> Table<'a> {
     table
 }
 
-/// A column for each run.
+/// A table with a column for each run.
 struct Table<'a> {
     runs: &'a [Run],
     rows: Vec<(String, Vec<String>)>,
@@ -75,7 +75,7 @@ impl Table<'_> {
         self.rows.push((name.to_owned(), self.runs.iter().map(of).collect()));
     }
 
-    /// A row that is there if one of the runs has something in it.
+    /// Adds a row if it has a value for at least one of the runs.
     fn row_if(&mut self, name: &str, of: impl Fn(&Run) -> Option<String>) {
         if self.runs.iter().any(|run| of(run).is_some()) {
             self.row(name, |run| or_dash(of(run)));
@@ -98,7 +98,7 @@ impl std::fmt::Display for Table<'_> {
     }
 }
 
-/// What Redis spent, per call that reached the service.
+/// Returns what Redis spent, per call that reached the service.
 fn per_call(run: &Run, of: impl Fn(&Spent) -> f64) -> Option<f64> {
     let calls = run.log.len();
     run.spent.as_ref().filter(|_| calls > 0).map(|spent| of(spent) / calls as f64)
@@ -128,5 +128,5 @@ fn or_dash(text: Option<String>) -> String {
     text.unwrap_or_else(|| "-".into())
 }
 
-/// How wide a column of numbers is.
+/// The width of a column of numbers.
 const COLUMN: usize = 18;

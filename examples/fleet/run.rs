@@ -1,4 +1,4 @@
-//! One run: tasks that call in a closed loop. It is the same in the one process and in each of many.
+//! One run: tasks that call in a closed loop, the same in one process and in each of many.
 
 #![allow(clippy::disallowed_methods, reason = "a user of tollgate has its own clock")]
 
@@ -18,21 +18,21 @@ use upstream::{SENT_HEADER, WHO_HEADER, sent_now};
 use crate::args::Args;
 use crate::progress::TICK;
 
-/// What the tasks saw; what the service saw is in its log.
+/// What the tasks saw; the log of the service has what the service saw.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
-    /// From when a task wanted an answer to when it had it, for each 200: waits, refusals and further tries included.
+    /// For each 200, how long the task waited for it: waits, refusals and retries included.
     pub(crate) took: Vec<Duration>,
-    /// How often tollgate said no: the slot was further away than `max_wait`.
+    /// How often tollgate refused a call, because the slot was further ahead than `max_wait`.
     pub(crate) held_back: u64,
-    /// How often it said no because the store could not be asked.
+    /// How often tollgate refused a call because the store did not respond.
     pub(crate) store_away: u64,
-    /// What the store said then, once.
+    /// One error of the store.
     pub(crate) complaint: Option<String>,
 }
 
 impl Outcome {
-    /// Adds that of others.
+    /// Adds the outcome of other tasks.
     pub(crate) fn add(&mut self, other: Outcome) {
         self.took.extend(other.took);
         self.held_back += other.held_back;
@@ -53,19 +53,19 @@ pub(crate) struct Crew {
     counts: Counts,
 }
 
-/// What the tasks of a crew do, added up.
+/// What the tasks of a crew do, in sum.
 #[derive(Debug, Default)]
 struct Counts {
     /// Calls that were begun, or would have been.
     begun: AtomicUsize,
-    /// Those of them that left the gate, and those it refused.
+    /// Calls of `begun` that left the gate, and calls that the gate refused.
     through: AtomicUsize,
-    /// How many tasks wait because they were refused.
+    /// How many tasks wait after a refusal.
     backing_off: AtomicUsize,
 }
 
 impl Crew {
-    /// The crew of the process `process`, which is to call the service at `url`.
+    /// Builds the crew of the process `process`, which calls the service at `url`.
     pub(crate) fn new(args: &Args, process: u32, url: &str) -> Result<Crew, BoxError> {
         Ok(Crew {
             url: url.parse()?,
@@ -78,12 +78,12 @@ impl Crew {
         })
     }
 
-    /// Makes no more than so many calls.
+    /// Makes at most `most_calls` calls.
     pub(crate) fn at_most(self, most_calls: usize) -> Crew {
         Crew { most_calls, ..self }
     }
 
-    /// Writes into a request when it was sent. It stands behind the gate, so that a wait there does not count.
+    /// Writes the send time into a request. It stands behind the gate, so that a wait there does not count.
     pub(crate) fn stamp(self: &Arc<Self>) -> impl Fn(Request) -> Request + Clone + use<> {
         let crew = Arc::clone(self);
         move |mut request| {
@@ -93,7 +93,7 @@ impl Crew {
         }
     }
 
-    /// A call of the task `task`.
+    /// Builds a call of the task `task`.
     pub(crate) fn request(&self, task: impl std::fmt::Display) -> Request {
         let mut request = Request::new(Method::GET, self.url.clone());
         let who = format!("{}.{task}", self.process);
@@ -101,9 +101,9 @@ impl Crew {
         request
     }
 
-    /// How many tasks wait: at the gate, and because they were refused.
+    /// Returns how many tasks wait, at the gate or after a refusal.
     fn waiting(&self) -> usize {
-        // In this order, so that what began is never less than what went on.
+        // The order of the loads keeps `begun` at or above `through`.
         let through = self.counts.through.load(Ordering::Acquire);
         let begun = self.counts.begun.load(Ordering::Acquire);
         begun.saturating_sub(through) + self.counts.backing_off.load(Ordering::Relaxed)
@@ -116,12 +116,13 @@ impl Crew {
     }
 }
 
-/// The client of a crew. The service is on this machine: no proxy leads there.
+/// Builds the client of a crew. It uses no proxy, as the service is on this machine.
 pub(crate) fn client() -> reqwest::Result<Client> {
     Client::builder().no_proxy().build()
 }
 
-/// Lets a crew call through `service` for its time; ten times a second, `watch` is told how many tasks wait.
+/// Runs the tasks of a crew through `service` for its time. Ten times a second it passes the number of waiting tasks to
+/// `watch`.
 pub(crate) async fn fleet<S>(
     crew: &Arc<Crew>,
     service: S,
@@ -150,7 +151,7 @@ where
     }
 }
 
-/// What all of them saw; an error as soon as one fails, and the others are dropped.
+/// Returns the sum of the outcomes. At the first error it returns that, and drops the other tasks.
 pub(crate) async fn gather(mut tasks: JoinSet<Result<Outcome, BoxError>>) -> Result<Outcome, BoxError> {
     let mut all = Outcome::default();
     while let Some(joined) = tasks.join_next().await {
@@ -171,8 +172,8 @@ impl<S> Caller<S>
 where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
 {
-    /// Gets one answer after the other. At `end` it drops the call it is in, wherever that is; at the gate its place
-    /// goes to the next.
+    /// Makes one call after the other. At `end` it drops the current call, wherever it is. If the call waits at the
+    /// gate, its place goes to the next one.
     async fn call_until(mut self, end: Instant) -> Result<Outcome, BoxError> {
         match timeout_at(end, self.call_on()).await {
             Ok(Err(error)) => Err(error),
@@ -206,7 +207,7 @@ where
         Ok(())
     }
 
-    /// How long to wait after the gate said no; any other error comes back.
+    /// Returns how long to wait after a refusal by the gate. Any other error is returned.
     fn held_back(&mut self, error: BoxError) -> Result<Duration, BoxError> {
         match Limited::find(error.as_ref()) {
             Some(Limited::Store { source, .. }) => {
@@ -222,7 +223,7 @@ where
         }
     }
 
-    /// How long a refused task waits before it tries again.
+    /// Returns how long a refused task waits before it tries again.
     fn patience(&self, refused: &Response) -> Duration {
         let asked = refused.headers().get(RETRY_AFTER).filter(|_| self.crew.polite).and_then(seconds);
         asked.unwrap_or(IMPATIENCE)
@@ -233,8 +234,8 @@ fn seconds(value: &HeaderValue) -> Option<Duration> {
     Some(Duration::from_secs(value.to_str().ok()?.parse().ok()?))
 }
 
-/// How long a refused task waits that does not read `Retry-After`; many clients do not.
+/// How long a refused task waits if it does not read `Retry-After`; many clients do not.
 const IMPATIENCE: Duration = Duration::from_millis(100);
 
-/// Without a gate nothing else bounds how many calls are made under a generous limit.
+/// The most calls of a run. Without a gate, only this bounds the calls under a generous limit.
 pub(crate) const MOST_CALLS: usize = 20_000;

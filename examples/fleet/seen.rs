@@ -1,4 +1,4 @@
-//! What was seen of a run, by the tasks and by the service.
+//! What the tasks and the service saw of a run.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,19 +9,19 @@ use crate::args::Args;
 use crate::run::Outcome;
 use crate::shared::Spent;
 
-/// A run that is over.
+/// A run that has ended.
 pub(crate) struct Run {
     pub(crate) name: &'static str,
     pub(crate) outcome: Outcome,
     pub(crate) log: Log,
-    /// What tollgate kept free between two windows, where that is a fixed time.
+    /// What tollgate kept free between two windows, if that is a fixed time.
     pub(crate) margin: Option<Duration>,
-    /// What Redis spent on it.
+    /// What Redis spent on the run.
     pub(crate) spent: Option<Spent>,
 }
 
 impl Run {
-    /// What the tasks saw, and what the service saw.
+    /// Combines what the tasks saw and what the service saw.
     pub(crate) fn new(name: &'static str, mut outcome: Outcome, log: Log) -> Run {
         outcome.took.sort_unstable();
         Run { name, outcome, log, margin: None, spent: None }
@@ -39,24 +39,24 @@ impl Run {
         self.refused() as f64 / self.log.len().max(1) as f64
     }
 
-    /// Which share of the tightest rule was used, if each were longer by `margin`.
+    /// Returns the fraction of the tightest rule that was used, with windows longer by `margin`.
     pub(crate) fn used(&self, rules: &[Rule], margin: Duration) -> Option<f64> {
         let longer = |rule: &Rule| Rule::new(rule.count, rule.window + margin);
         rules.iter().filter_map(|rule| self.log.used(longer(rule))).max_by(f64::total_cmp)
     }
 
-    /// What `percent` of the answers took at most.
+    /// Returns the time within which `percent` of the answers came.
     pub(crate) fn took(&self, percent: usize) -> Option<Duration> {
         let took = &self.outcome.took;
         took.get((took.len() * percent).div_ceil(100).checked_sub(1)?).copied()
     }
 
-    /// The fewest and the most answers that a task got.
+    /// Returns the fewest and the most answers of a task.
     pub(crate) fn answers_per_task(&self, args: &Args) -> (u64, u64) {
         self.answers(args.processes * args.tasks, |arrival| arrival.who.as_deref())
     }
 
-    /// The fewest and the most answers that a process got.
+    /// Returns the fewest and the most answers of a process.
     pub(crate) fn answers_per_process(&self, args: &Args) -> (u64, u64) {
         self.answers(args.processes, |arrival| who(arrival).map(|(process, _)| process))
     }
@@ -72,7 +72,7 @@ impl Run {
         (fewest.copied().unwrap_or(0), answers.values().max().copied().unwrap_or(0))
     }
 
-    /// The rule that most calls were above, and how many calls came in its window.
+    /// Returns the rule that was exceeded by the largest number of calls, and the number of calls in its window.
     pub(crate) fn furthest_over(&self, rules: &[Rule]) -> Option<(Rule, usize)> {
         let counts = rules.iter().map(|rule| (*rule, self.log.largest_count(rule.window)));
         counts
@@ -81,7 +81,7 @@ impl Run {
     }
 }
 
-/// The process and the task that made a call.
+/// Returns the process and the task that made a call.
 pub(crate) fn who(arrival: &Arrival) -> Option<(&str, &str)> {
     arrival.who.as_deref()?.split_once('.')
 }

@@ -1,4 +1,4 @@
-//! What one sees in the table. It follows the numbers, also when they are not what we would like.
+//! Sentences that explain the table. They follow the numbers, also if the numbers are not favourable.
 
 use upstream::Rule;
 
@@ -8,7 +8,7 @@ use crate::report::{percent, span};
 use crate::run::MOST_CALLS;
 use crate::seen::Run;
 
-/// Of one process.
+/// Returns the sentences on runs of one process.
 pub(crate) fn one(args: &Args, rules: &[Rule], without: &Run, with: &Run) -> Vec<String> {
     let mut said = Vec::new();
     let unbounded = "Without tollgate the tasks stayed within the limit by themselves: give them more to do.";
@@ -30,7 +30,7 @@ pub(crate) fn one(args: &Args, rules: &[Rule], without: &Run, with: &Run) -> Vec
     said
 }
 
-/// Of many: each for itself and, if there was a Redis, shared in it.
+/// Returns the sentences on runs of many processes: each for itself and, if there was a Redis, with a shared count.
 pub(crate) fn many(args: &Args, rules: &[Rule], runs: &[Run]) -> Vec<String> {
     let mut said = Vec::new();
     if let Some(own) = runs.first() {
@@ -55,7 +55,7 @@ pub(crate) fn many(args: &Args, rules: &[Rule], runs: &[Run]) -> Vec<String> {
     said
 }
 
-/// What was refused, where more came than the limit allows.
+/// Describes the refusals of a run that exceeded the limit.
 fn went_over(how: &str, rules: &[Rule], run: &Run) -> Option<String> {
     let (Rule { count, window, .. }, most) = run.furthest_over(rules)?;
     Some(format!(
@@ -64,7 +64,7 @@ fn went_over(how: &str, rules: &[Rule], run: &Run) -> Option<String> {
     ))
 }
 
-/// Whether the limit was kept; `kept` is said if it was.
+/// Describes whether the limit was kept; the sentence includes `kept` if it was.
 fn kept_or_not(how: &str, kept: &str, rules: &[Rule], run: &Run) -> String {
     let broken = rules.iter().find_map(|rule| run.log.over(*rule, TRANSIT_SLACK));
     match (run.refused(), broken) {

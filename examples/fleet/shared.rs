@@ -1,4 +1,4 @@
-//! The Redis in which the processes share their count: found or started, and what it says it spent.
+//! The Redis in which the processes share their count: given or started, and its own figures of what it spent.
 
 use std::time::Duration;
 
@@ -9,27 +9,27 @@ use tokio::time::timeout;
 
 use crate::args::Where;
 
-/// A Redis that answers.
+/// A Redis that responds.
 pub(crate) struct Redis {
     pub(crate) url: String,
-    /// What the names of all keys of this run begin with, so that it shares nothing with other runs.
+    /// The prefix of all keys of this run, so that it shares nothing with other runs.
     pub(crate) prefix: String,
     connection: MultiplexedConnection,
-    /// Killed when it is dropped.
+    /// The server, if the example started it; killed when it is dropped.
     _ours: Option<RedisServer>,
 }
 
-/// What Redis spent since it started.
+/// What Redis has spent since it started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spent {
-    /// Calls of a store: the scripts it ran.
+    /// Store calls: the scripts that Redis ran.
     pub(crate) calls: u64,
     /// Processor time.
     pub(crate) cpu: Duration,
 }
 
 impl Redis {
-    /// Starts one, or asks the one that is there whether it answers; tells within a second if not.
+    /// Starts a Redis, or checks within a second that the given one responds.
     pub(crate) async fn reach(place: &Where) -> Result<Redis, String> {
         let (url, ours) = match place {
             Where::At(url) => (url.clone(), None),
@@ -39,7 +39,7 @@ impl Redis {
             }
         };
         let client = Client::open(url.as_str()).map_err(|error| format!("--redis: {error}"))?;
-        // Its address is without user and password.
+        // The address without user and password.
         let away = |why: String| {
             let why = why.split_whitespace().collect::<Vec<_>>().join(" "); // some errors have many lines
             format!("no Redis at {}: {why}", client.get_connection_info().addr())
@@ -53,7 +53,7 @@ impl Redis {
         Ok(Redis { url, prefix, connection, _ours: ours })
     }
 
-    /// What it spent up to now, by its own books.
+    /// Returns what Redis has spent up to now, by its own figures.
     pub(crate) async fn spent(&self) -> Result<Spent, RedisError> {
         let mut connection = self.connection.clone();
         let mut info = redis::cmd("INFO");
@@ -63,7 +63,7 @@ impl Redis {
 }
 
 impl Spent {
-    /// What was spent from `before` until now.
+    /// Returns what was spent from `before` until now.
     pub(crate) fn since(self, before: Spent) -> Spent {
         Spent { calls: self.calls.saturating_sub(before.calls), cpu: self.cpu.saturating_sub(before.cpu) }
     }
@@ -75,7 +75,7 @@ async fn connect(client: &Client) -> Result<MultiplexedConnection, RedisError> {
     Ok(connection)
 }
 
-/// From lines such as `cmdstat_evalsha:calls=12,usec=345,...`.
+/// Parses lines such as `cmdstat_evalsha:calls=12,usec=345,...`.
 fn calls(books: &str) -> u64 {
     let scripts = ["cmdstat_evalsha", "cmdstat_eval"];
     let of = |line: &str| {
@@ -85,7 +85,7 @@ fn calls(books: &str) -> u64 {
     books.lines().filter_map(of).sum()
 }
 
-/// From lines such as `used_cpu_user:1.234567`, in seconds.
+/// Parses lines such as `used_cpu_user:1.234567`, in seconds.
 fn cpu(books: &str) -> Duration {
     let kinds = ["used_cpu_sys", "used_cpu_user"];
     let of = |line: &str| {
@@ -95,11 +95,11 @@ fn cpu(books: &str) -> Duration {
     books.lines().filter_map(of).sum()
 }
 
-/// The standard library's hasher has a seed of its own each time.
+/// Each hasher of the standard library has its own seed.
 fn random() -> u32 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0) as u32
 }
 
-/// How long a Redis may take to answer.
+/// How long a Redis may take to respond.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -1,30 +1,30 @@
-//! What a process of the fleet tells its parent, in lines.
+//! The lines that a child process prints for its parent.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What the parent says, in a line of its own: call now.
+/// The start signal of the parent, on a line of its own.
 pub(crate) const GO: &str = "go";
 
 /// One line of a child.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// It is connected to all it needs.
+    /// The child has opened its connections.
     Ready,
-    /// How many of its tasks wait.
+    /// How many tasks of the child wait.
     Waiting(usize),
-    /// What one answer took.
+    /// How long one answer took.
     Took(Duration),
-    /// How often tollgate said no.
+    /// How often tollgate refused a call.
     HeldBack(u64),
-    /// How often the store could not be asked.
+    /// How often the store did not respond.
     StoreAway(u64),
-    /// What the store said then.
+    /// The error of the store.
     Complaint(String),
-    /// It has told all.
+    /// The report is complete.
     Done,
-    /// It could not go on.
+    /// The child failed.
     Failed(String),
 }
 

@@ -1,4 +1,4 @@
-//! Scenarios x strategies x seeds, in virtual time, on all cores: how fair, how patient, how often refused.
+//! Runs scenarios x strategies x seeds, in virtual time, on all cores, and shows fairness, waits and refusals.
 //!
 //! ```text
 //! cargo run --release --features sim --example simulate
@@ -82,7 +82,7 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
         let complaint = format!("--chart takes a file that ends in .png or .svg, not {file:?}");
         return Err(Usage::new(complaint).into());
     }
-    // Whether they can be written is to be known before the runs, not after.
+    // Opens the output files before the runs, so that an error shows at once.
     for file in [&json, &page, &chart].into_iter().flatten() {
         let opened = OpenOptions::new().create(true).append(true).open(file);
         opened.map_err(|error| format!("{file}: {error}"))?;
@@ -130,7 +130,8 @@ fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
     Usage::new(format!("there is no {what} {name:?}; there are {}", names.join(", ")))
 }
 
-/// All of a file, or of the public set; with `names` those of it, or of both sets, or all of the second.
+/// Returns the scenarios of `file`, or the public set without a file. With `names`: these scenarios, of the file or of
+/// both built-in sets. The name `limited` selects the whole second set.
 fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String, Scenario)>, Usage> {
     let (mut all, second) = match file {
         Some(file) => (file.0, Vec::new()),

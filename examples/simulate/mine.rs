@@ -1,11 +1,11 @@
-//! A strategy of one's own: one trait impl, and a name for it.
+//! A custom strategy: one trait impl, and a name for it.
 
 use std::time::{Duration, Instant};
 
 use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::sim::Strategy;
 
-/// One interval for all: half as long again after a refusal, one hundredth shorter after each success.
+/// One interval for all requests: half as long again after a refusal, one hundredth shorter after each success.
 #[derive(Debug)]
 struct Mine {
     interval: Duration,

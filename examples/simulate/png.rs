@@ -1,4 +1,4 @@
-//! A chart as PNG, with a font of its own: a machine without fonts draws the same.
+//! Draws a chart as PNG with its own font, so that every machine draws the same.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -7,14 +7,14 @@ use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg::fontdb::Database;
 use resvg::usvg::{Options, Tree};
 
-/// So many points for each unit of the chart: it stays sharp on screens of today.
+/// Pixels for each unit of the chart, enough for high-resolution screens.
 const SCALE: f32 = 2.0;
 
 /// Draws `svg`.
 ///
 /// # Errors
 ///
-/// Where it is no SVG, or one without a size.
+/// If `svg` is no SVG, or has no size.
 pub(crate) fn png(svg: &str) -> Result<Vec<u8>, Box<dyn Error>> {
     let tree = tree(svg)?;
     let size = tree.size().to_int_size().scale_by(SCALE).ok_or("it is too large")?;
@@ -23,7 +23,7 @@ pub(crate) fn png(svg: &str) -> Result<Vec<u8>, Box<dyn Error>> {
     Ok(pixels.encode_png()?)
 }
 
-/// What `svg` says, with every text laid out.
+/// Parses `svg`, with every text laid out.
 pub(crate) fn tree(svg: &str) -> Result<Tree, Box<dyn Error>> {
     let mut fonts = Database::new();
     fonts.load_font_data(dejavu::sans_condensed::regular().to_vec());

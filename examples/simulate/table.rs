@@ -1,4 +1,4 @@
-//! What is told at the end.
+//! The table that is printed at the end.
 
 use tollgate::sim::Runs;
 
@@ -17,7 +17,8 @@ const HEAD: [&str; 12] = [
     "store calls",
 ];
 
-/// One row for each scenario and strategy: means and, where there are several seeds, deviations of the first columns.
+/// Returns one row for each scenario and strategy: means, and deviations of the first columns if there are several
+/// seeds.
 pub(crate) fn table(all: &[Runs]) -> String {
     let mut rows = vec![HEAD.map(str::to_owned)];
     for runs in all {

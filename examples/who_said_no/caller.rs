@@ -1,4 +1,4 @@
-//! The process that calls: its stack of layers, and what it makes of a no.
+//! The process that calls: its stack of layers, and how it handles a refusal.
 
 use std::error::Error as StdError;
 use std::future::Future;
@@ -18,7 +18,7 @@ use upstream::WHO_HEADER;
 
 use crate::common::{Places, client, stamp};
 
-/// What the service allows in a second.
+/// The limit of the service, in calls per second.
 pub(crate) const RATE: u32 = 10;
 
 /// Calls until the standard input ends.
@@ -31,7 +31,7 @@ pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
         .error_on_upstream_limit()
         .build()?;
 
-    // From the outside in: each attempt pays the toll, and none loses its time in our line.
+    // From the outside in: each attempt needs a permit, and the time in our queue does not count toward its timeout.
     let service = ServiceBuilder::new()
         .timeout(Duration::from_secs(10)) // in all
         .retry(Tries(1))
@@ -40,7 +40,7 @@ pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
         .timeout(Duration::from_secs(2)) // for each attempt
         .service(client()?);
 
-    // More at once than the limit allows; and a pause in which those that are tried again find a place.
+    // More calls at once than the limit allows, and then a pause in which retries find a permit.
     let mut tick = interval(Duration::from_millis(1300));
     let (mut input, mut nothing) = (tokio::io::stdin(), [0]);
     loop {
@@ -56,7 +56,7 @@ pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
     }
 }
 
-/// One call, and what came of it.
+/// Makes one call, and prints its outcome.
 async fn call_once<S>(service: S, request: Request)
 where
     S: Service<Request, Response = Response, Error = BoxError>,
@@ -67,7 +67,7 @@ where
     }
 }
 
-/// Tells who said no: through the timeout and the retry around, with one function.
+/// Returns which party refused the call. One function finds it through the timeout and retry layers.
 fn who_said_no(error: &(dyn StdError + 'static)) -> String {
     match Limited::find(error) {
         Some(limited @ Limited::Local { .. }) => format!("local: {limited}"),
@@ -79,8 +79,9 @@ fn who_said_no(error: &(dyn StdError + 'static)) -> String {
     }
 }
 
-/// How many more attempts a call may make. What the service refuses is tried again when it said, if that is soon.
-/// What we refuse is not: it waited in line as long as it may. Nor what the store could not count.
+/// How many more attempts a call may make. A call that the service refused is retried after the stated time, if that is
+/// soon. A call that the limiter refused is not: it has waited as long as it may. A call that failed for the store is
+/// not retried either.
 #[derive(Clone)]
 struct Tries(u32);
 

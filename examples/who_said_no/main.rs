@@ -1,9 +1,11 @@
-//! Who said no: this process, the service, or the store? And how tollgate stands between retry and timeouts.
+//! Which party refused a call: this process, the service, or the store? The example also shows where tollgate stands
+//! between retry and timeouts.
 //!
 //!     cargo run --release --example who_said_no
 //!
-//! A process calls on and on (`caller.rs`: the stack of layers, the retry policy, the telling apart). This one makes
-//! trouble for it: a neighbour calls the same service without asking anybody, then the Redis is killed, then it is back.
+//! A process calls in a loop (`caller.rs`: the stack of layers, the retry policy, the distinction of errors). The
+//! parent disturbs it: a neighbour calls the same service without a limiter, then Redis is killed, then Redis is
+//! restarted.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -45,7 +47,7 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Starts the Redis, the service and the caller, and makes trouble.
+/// Starts the Redis, the service and the caller, and disturbs the caller.
 async fn start_all(mut places: Places) -> Result<(), BoxError> {
     places.start(|| Upstream::start(Rule::per_second(caller::RATE))).await?;
     let mut children = Children::of_this_program()?;
@@ -81,7 +83,7 @@ async fn start_all(mut places: Places) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Hears what the caller prints.
+/// Reads what the caller prints.
 struct Listener {
     children: Children,
     start: Instant,
@@ -89,7 +91,7 @@ struct Listener {
 }
 
 impl Listener {
-    /// Repeats what the caller says, each outcome once, until a call ends as `outcome`.
+    /// Prints the output of the caller, each outcome once, until a call ends as `outcome`.
     async fn until(&mut self, outcome: &str) -> Result<(), BoxError> {
         let mut repeated = BTreeSet::new();
         let patience = Instant::now() + PATIENCE;
@@ -111,7 +113,7 @@ impl Listener {
     }
 }
 
-/// Calls as if it were alone in the world.
+/// Calls without a limiter.
 async fn neighbour(api: String) -> Result<(), reqwest::Error> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     loop {
@@ -120,5 +122,5 @@ async fn neighbour(api: String) -> Result<(), reqwest::Error> {
     }
 }
 
-/// How long to wait for what should come within a second or two.
+/// How long to wait for an outcome that should appear within two seconds.
 const PATIENCE: Duration = Duration::from_secs(30);
