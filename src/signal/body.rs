@@ -1,6 +1,6 @@
-//! What the body of a response says: throttle codes and phrases, and when to come back.
+//! Reads the body of a response: throttle codes, throttle phrases, and waits.
 //!
-//! Bodies are read as JSON, and otherwise looked through for the `<Code>` of S3's XML.
+//! Bodies are parsed as JSON. If that fails, they are searched for the `<Code>` of S3's XML.
 
 use http::StatusCode;
 
@@ -10,7 +10,7 @@ use super::parse::number::Number;
 use super::parse::time::Base;
 use super::refusal::{Said, is_code};
 
-/// How deep a container may lie in others for its members to count; the root lies at 0.
+/// The deepest container whose members count; the root has depth 0.
 const DEEPEST: usize = 8;
 
 /// The keys whose values may be throttle codes, without underscores.
@@ -57,12 +57,12 @@ struct Reader<'a, 'b> {
     status: u16,
     base: &'b Base,
     said: Said,
-    /// The containers around, from the root on.
+    /// The containers around the value, from the root on.
     around: [Around<'a>; DEEPEST + 2],
-    /// `error.code` is one of Meta's codes, and `error` has `fbtrace_id`.
+    /// Whether `error.code` is one of Meta's codes, and `error` has `fbtrace_id`.
     meta: bool,
     trace: bool,
-    /// In an envelope: `error` is a code, and `ok` is false.
+    /// Whether the body is an envelope: `error` is a code, and `ok` is false.
     error: bool,
     not_ok: bool,
 }
@@ -108,7 +108,7 @@ impl<'a, 'b> Reader<'a, 'b> {
         self.said.wait = self.said.wait.max(wait);
     }
 
-    /// The body of a response that is an error: codes wherever they are, phrases in its message.
+    /// Reads the body of an error response: codes anywhere in it, and phrases in its message.
     fn of_error(&mut self, depth: usize, key: Option<Str<'a>>, value: Value<'a>) {
         match (key, value, self.list(depth)) {
             (Some(key), _, _) if depth <= DEEPEST + 1 => {
@@ -131,7 +131,7 @@ impl<'a, 'b> Reader<'a, 'b> {
         }
     }
 
-    /// The body of a response that succeeded: codes only where errors are wrapped in a success.
+    /// Reads the body of a successful response: codes count only if the server wraps errors in a success.
     fn of_envelope(&mut self, depth: usize, key: Option<Str<'a>>, value: Value<'a>) {
         let is = |name: &str| key.is_some_and(|key| key.is(name));
         if depth == 0 || self.around[0].array {
@@ -160,13 +160,13 @@ impl<'a, 'b> Reader<'a, 'b> {
         self.around[container].key.is_some_and(|key| key.is(name))
     }
 
-    /// The key of the array that the value lies in.
+    /// The key of the array that contains the value.
     fn list(&self, depth: usize) -> Option<Str<'a>> {
         self.around.get(depth.checked_sub(1)?)?.key
     }
 }
 
-/// Whether the text is that, in letters of any case.
+/// Returns whether the texts are equal, ignoring case.
 fn is_in_any_case(text: Str<'_>, other: &str) -> bool {
     let lower = |letter: char| letter.to_ascii_lowercase();
     text.chars().map(lower).eq(other.chars().map(lower))
@@ -190,7 +190,7 @@ fn is_meta_code(number: &str) -> bool {
     matches!(code, Some(4 | 17 | 32 | 341 | 613 | 80_000..=80_014)) && !number.contains('.')
 }
 
-/// Whether the phrase, in letters of any case, is in the text.
+/// Returns whether the text contains the phrase, ignoring case.
 fn contains(text: Str<'_>, phrase: &str) -> bool {
     let mut rest = text.chars().map(|letter| letter.to_ascii_lowercase());
     loop {
@@ -204,7 +204,7 @@ fn contains(text: Str<'_>, phrase: &str) -> bool {
     }
 }
 
-/// The first `<Code>…</Code>`: letters, digits and dots.
+/// Returns the first `<Code>…</Code>`: letters, digits and dots.
 fn element(body: &[u8]) -> Option<&[u8]> {
     const START: &[u8] = b"<Code>";
     let mut rest = body;

@@ -1,4 +1,4 @@
-//! Puts the quotas of all headers of a response together, so that each bucket comes once.
+//! Combines the quotas of all headers of a response, so that each bucket appears once.
 
 use super::draft::{Draft, Drafts};
 use super::generic::family::{Family, Header, Role};
@@ -12,11 +12,11 @@ use super::vendor;
 /// The lines of the generic families.
 pub(super) type Entries<'a> = Bounded<Entry<'a>, { Lines::MOST }>;
 
-/// The headers that name the bucket of a quota without name, best first.
+/// The headers that name the bucket of a quota without a name, best first.
 pub(super) const NAMES: [&str; 4] =
     ["ratelimit-name", "x-ratelimit-name", "x-ratelimit-resource", "x-ratelimit-bucket"];
 
-/// Sorts the lines: those of the generic families, and which rows of the table have some.
+/// Sorts the lines into the generic families and the rows of the table.
 pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::Present {
     let mut present = vendor::Present::default();
     for line in lines.iter() {
@@ -65,9 +65,9 @@ pub(super) fn read(
     quotas.keep(Draft::finish);
 }
 
-/// The headers without name of the families that describe the same bucket, and policies without name.
+/// Combines the headers without a name of the families that describe the same bucket, and policies without a name.
 fn same_bucket(lines: &Lines<'_>, entries: &Entries<'_>, fields: &Fields, base: &Base, quotas: &mut Drafts) {
-    // A limit of the service says all of this in the newer form.
+    // A limit of the service states all of this in the newer form.
     if fields.service {
         return;
     }
@@ -102,25 +102,25 @@ fn same_bucket(lines: &Lines<'_>, entries: &Entries<'_>, fields: &Fields, base: 
     first.into_iter().for_each(|group| report(&group, lines, quotas));
 }
 
-/// Whether the line describes a quota, and not a wait.
+/// Returns whether the line describes a quota, and not a wait.
 fn is_of_quota(entry: &Entry<'_>) -> bool {
     entry.header.role != Role::RetryAfter
 }
 
-/// Whether the line has no name and is of the families that describe the same bucket.
+/// Returns whether the line has no name and belongs to the families that describe the same bucket.
 fn is_same_bucket(entry: &Entry<'_>) -> bool {
     let header = &entry.header;
     Family::SAME.contains(&header.family) && header.is_unnamed() && is_of_quota(entry)
 }
 
-/// Whether two groups cannot mean the same bucket.
+/// Returns whether two groups cannot describe the same bucket.
 fn is_other(first: &Group, other: &Group) -> bool {
     let limit = |group: &Group| group.quotas.first().and_then(|quota| quota.limit);
     let differ = matches!((limit(first), limit(other)), (Some(one), Some(two)) if one != two);
     differ || first.is_parallel() || other.is_parallel()
 }
 
-/// Reports quotas, which a header of its own may name.
+/// Reports quotas, which a separate header may name.
 fn report(group: &Group, lines: &Lines<'_>, quotas: &mut Drafts) {
     let name = || NAMES.iter().find_map(|name| lines.first(name)).and_then(Text::some);
     group.quotas.iter().for_each(|quota| quotas.push(Draft { name: quota.name.or_else(name), ..*quota }));

@@ -1,4 +1,4 @@
-//! A quota while it is put together: on the stack, and copied freely.
+//! A quota under construction: on the stack, and copied freely.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::generic::words;
 use super::observed::ObservedQuota;
 use super::parse::text::{Bounded, Text};
 
-/// What is known so far of a quota; counts and milliseconds.
+/// What is known so far of a quota, in counts and milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Draft {
     pub(super) name: Option<Text>,
@@ -18,17 +18,17 @@ pub(super) struct Draft {
     pub(super) reset: Option<u64>,
 }
 
-/// What is counted.
+/// The unit that a quota counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Unit {
-    /// Not stated: what the name says, else requests.
+    /// Not stated: the unit in the name, else requests.
     #[default]
     Open,
     Known(&'static str),
     Stated(Text),
 }
 
-/// The quotas of a response, while they are put together.
+/// The quotas of a response under construction.
 pub(super) type Drafts = Bounded<Draft, 32>;
 
 impl Draft {
@@ -36,13 +36,13 @@ impl Draft {
         Draft { name: Text::some(name), ..Draft::default() }
     }
 
-    /// Of 100 percent, so many are used.
+    /// The percentage that is used.
     pub(super) fn percent(self, used: u64) -> Draft {
         let remaining = Some(100u64.saturating_sub(used));
         Draft { unit: Unit::Known("percent"), limit: Some(100), used: Some(used), remaining, ..self }
     }
 
-    /// Fills what is missing from another that describes the same.
+    /// Fills the missing fields from another draft of the same quota.
     pub(super) fn fill(&mut self, other: &Draft) {
         self.name = self.name.or(other.name);
         self.limit = self.limit.or(other.limit);
@@ -52,7 +52,7 @@ impl Draft {
         self.reset = self.reset.or(other.reset);
     }
 
-    /// Derives what follows from the rest; tells whether it states anything.
+    /// Derives fields from the others. Returns whether the draft states anything.
     pub(super) fn finish(&mut self) -> bool {
         if let (Some(limit), None, Some(used)) = (self.limit, self.remaining, self.used) {
             self.remaining = Some(limit.saturating_sub(used));
@@ -68,7 +68,7 @@ impl Draft {
         states.is_some()
     }
 
-    /// How much memory it takes in a signal.
+    /// Returns how much memory the quota takes in a signal.
     pub(super) fn size(&self) -> usize {
         let unit = match &self.unit {
             Unit::Open => "",

@@ -15,7 +15,7 @@
 //! the headers that describe the same bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of
 //! values are in `parse`.
 //!
-//! A signal only says what the server said. Waiting is the limiter's and the throttle's.
+//! A signal only states what the server sent. The limiter and the throttle wait.
 
 #[cfg(feature = "body")]
 mod body;
@@ -62,21 +62,21 @@ use crate::clock;
     note = "for a response of your own, write `impl tollgate::AsResponseInfo for {Self}`"
 )]
 pub trait AsResponseInfo {
-    /// Its status.
+    /// The status of the response.
     fn status(&self) -> Option<StatusCode> {
         None
     }
 
-    /// Its headers.
+    /// The headers of the response.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
-    /// The host that sent it, if the client inside [follows redirects](crate::AsRequestInfo::follows_redirects). Default:
-    /// `None`, the host of the request.
+    /// The host that sent the response, if the client inside [follows
+    /// redirects](crate::AsRequestInfo::follows_redirects). Default: `None`, the host of the request.
     ///
-    /// If it is another host than that of the request, what it says holds nothing and is not learned: it is of another
-    /// host's limits. For `reqwest::Response` it is the host of its URL.
+    /// If it is not the host of the request, the signal starts no hold and is not learned, because it describes the
+    /// limits of another host. For `reqwest::Response` it is the host of its URL.
     fn host(&self) -> Option<&str> {
         None
     }
@@ -137,7 +137,7 @@ impl Signal {
     /// The most quotas that a signal holds. Further ones of a response are ignored.
     pub const MOST_QUOTAS: usize = 16;
 
-    /// Reads status and headers of a response that has just come.
+    /// Reads status and headers of a response that has just arrived.
     ///
     /// ```
     /// use std::time::Duration;
@@ -172,7 +172,7 @@ impl Signal {
             || response.headers().is_some_and(generic::lines::any)
     }
 
-    /// Reads status, headers and body of a response that has just come.
+    /// Reads status, headers and body of a response that has just arrived.
     ///
     /// Some servers say only in the body that a limit was hit, or when to retry. Pass the whole body: a part of one is not valid
     /// JSON. Headers about waiting take precedence over the body.
@@ -228,7 +228,7 @@ impl Signal {
         Signal { retry_after, ..self }
     }
 
-    /// Sets the name of the limiter; what is longer than 95 bytes is cut.
+    /// Sets the name of the limiter; it is cut after 95 bytes.
     pub fn with_scope(self, scope: &str) -> Self {
         Signal { scope: Some(parse::text::Text::of(&[scope]).as_str().into()), ..self }
     }
@@ -241,7 +241,7 @@ impl Signal {
         self
     }
 
-    /// Forgets all quotas, to state others instead.
+    /// Removes all quotas, to state others instead.
     pub fn without_quotas(mut self) -> Self {
         self.quotas.clear();
         self

@@ -26,14 +26,14 @@ pub struct ObservedQuota {
     reset_after: Small,
 }
 
-/// A number below `u64::MAX`, or none, in eight bytes: one more than it is.
+/// An optional number below `u64::MAX`, in eight bytes: it is stored plus one.
 type Small = Option<NonZeroU64>;
 
 impl ObservedQuota {
-    /// The unit where none is stated.
+    /// The unit if none is stated.
     pub(crate) const REQUESTS: &str = "requests";
 
-    /// A quota of which nothing is stated.
+    /// Creates a quota without any values.
     pub fn new() -> Self {
         ObservedQuota::default()
     }
@@ -43,8 +43,8 @@ impl ObservedQuota {
         self.name.as_deref()
     }
 
-    /// What is counted: `requests`, where nothing else is stated, or `tokens`, `complexity`, `bytes`, `credits`,
-    /// `weight`, `orders`, `percent`, or a word of the server's own.
+    /// The unit that is counted: `requests` if no unit is stated, or `tokens`, `complexity`, `bytes`, `credits`,
+    /// `weight`, `orders`, `percent`, or the server's own unit.
     pub fn unit(&self) -> &str {
         self.unit.as_deref().unwrap_or(Self::REQUESTS)
     }
@@ -54,37 +54,37 @@ impl ObservedQuota {
         out(self.limit)
     }
 
-    /// How much is left.
+    /// How many units are left.
     pub fn remaining(&self) -> Option<u64> {
         out(self.remaining)
     }
 
-    /// How much is spent.
+    /// How many units are used.
     pub fn used(&self) -> Option<u64> {
         out(self.used)
     }
 
-    /// The length of its window.
+    /// The length of the window.
     pub fn window(&self) -> Option<Duration> {
         out(self.window).map(Duration::from_millis)
     }
 
-    /// How long it takes, from the moment of the response, until there is something in the bucket again.
+    /// The time from the response until the bucket has units again.
     pub fn reset_after(&self) -> Option<Duration> {
         out(self.reset_after).map(Duration::from_millis)
     }
 
-    /// Whether it is of all calls, as far as its name says.
+    /// Whether the quota is for all calls, as far as its name states.
     pub(crate) fn is_of_all_calls(&self) -> bool {
         self.name().is_none_or(super::generic::words::is_plain)
     }
 
-    /// Sets the name; what is longer than 95 bytes is cut.
+    /// Sets the name; it is cut after 95 bytes.
     pub fn with_name(self, name: &str) -> Self {
         ObservedQuota { name: Some(super::parse::text::Text::of(&[name]).as_str().into()), ..self }
     }
 
-    /// Sets the unit; what is longer than 95 bytes is cut.
+    /// Sets the unit; it is cut after 95 bytes.
     pub fn with_unit(self, unit: &str) -> Self {
         let unit = super::parse::text::Text::of(&[unit]);
         ObservedQuota { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
@@ -95,12 +95,12 @@ impl ObservedQuota {
         ObservedQuota { limit: count(limit), ..self }
     }
 
-    /// Sets what is left.
+    /// Sets how many units are left.
     pub fn with_remaining(self, remaining: u64) -> Self {
         ObservedQuota { remaining: count(remaining), ..self }
     }
 
-    /// Sets what is spent.
+    /// Sets how many units are used.
     pub fn with_used(self, used: u64) -> Self {
         ObservedQuota { used: count(used), ..self }
     }
@@ -110,7 +110,7 @@ impl ObservedQuota {
         ObservedQuota { window: span(window), ..self }
     }
 
-    /// Sets when there is something in the bucket again, rounded up and cut in the same way.
+    /// Sets the time until the bucket has units again, rounded up and cut in the same way.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         ObservedQuota { reset_after: span(reset_after), ..self }
     }
@@ -142,7 +142,7 @@ fn out(small: Small) -> Option<u64> {
     Some(small?.get() - 1)
 }
 
-/// Whole milliseconds, rounded up, at most 366 days.
+/// Returns the whole milliseconds, rounded up, at most 366 days.
 pub(super) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).min(super::parse::time::LONGEST)
 }

@@ -1,6 +1,6 @@
 //! The page of headers in the guide, made from the tables in the code and the recorded responses.
 //!
-//! `TOLLGATE_WRITE_PAGES=1 cargo test --all-features --lib page` writes it anew.
+//! `TOLLGATE_WRITE_PAGES=1 cargo test --all-features --lib page` writes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -72,11 +72,11 @@ fn page() -> String {
     page
 }
 
-/// Those in the recorded responses that are no server in particular.
+/// Names in the recorded responses that are no server.
 const NOBODY: [&str; 10] =
     ["any", "app", "buggy server", "cdn", "gateway + app", "hostile", "ietf", "lenient", "proxy", "rfc"];
 
-/// The servers in the recorded responses, each with those of its headers that matter.
+/// Returns the servers of the recorded responses, each with its headers that matter.
 fn recorded() -> BTreeMap<String, BTreeSet<String>> {
     let file: serde_json::Value = serde_json::from_str(include_str!("vectors.json")).unwrap();
     let mut servers = BTreeMap::<_, BTreeSet<_>>::new();

@@ -1,4 +1,4 @@
-//! What holds for a whole response, beyond the recorded ones.
+//! Properties of whole responses, beyond the recorded ones.
 
 use std::time::{Duration, SystemTime};
 
@@ -23,7 +23,7 @@ fn of(status: u16, lines: &[(&'static str, &[u8])]) -> Signal {
     signal(status, &headers)
 }
 
-/// Found in other limiters, as what must hold here.
+/// Bugs of other limiters that must not occur here.
 #[test]
 fn odd_hints_never_panic_and_never_wait_for_ever() {
     let days = |days: u64| Some(Duration::from_secs(days * 86_400));

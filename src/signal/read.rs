@@ -1,4 +1,4 @@
-//! From status, headers and body to a signal: the order of the steps.
+//! Reads a signal from status, headers and body: the order of the steps.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,7 +19,7 @@ use super::{ObservedQuota, Signal, combine};
 /// The most memory that a signal takes, in bytes.
 const MEMORY: usize = 1000;
 
-/// Reads a response that came at `now`.
+/// Reads a response that arrived at `now`.
 #[inline(never)]
 pub(super) fn signal(
     status: Option<StatusCode>,
@@ -62,13 +62,13 @@ fn said(_: Option<&[u8]>, _: Option<StatusCode>, _: &Lines<'_>, _: &Base) -> Sai
     Said::default()
 }
 
-/// Whether the response comes from a cache: its quotas are old.
+/// Returns whether the response comes from a cache, so that its quotas are old.
 fn is_cached(headers: &HeaderMap) -> bool {
     let age = lines::first_of(headers, &AGE).and_then(Number::read);
     age.is_some_and(|age| !age.negative && age.times_up(1) > 0)
 }
 
-/// As many quotas as a signal may hold, in number and in memory, in a list that is exactly as long.
+/// Returns as many quotas as a signal may hold, in number and in memory, in a list without spare capacity.
 fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
     let mut room = MEMORY - scope.map_or(0, str::len);
     let fits = |quota: &&Draft| match room.checked_sub(quota.size()) {
@@ -84,7 +84,7 @@ fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
     kept
 }
 
-/// Whole milliseconds since 1970.
+/// Returns the whole milliseconds since 1970.
 fn millis(time: SystemTime) -> i64 {
     match time.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(since) => i64::try_from(since.as_millis()).unwrap_or(i64::MAX),

@@ -1,4 +1,5 @@
-//! Whether a response is a refusal, by its status and the evidence; and the codes that say so in words.
+//! Decides whether a response is a refusal, by its status and the evidence. Lists the codes and phrases that count as
+//! evidence.
 
 use http::StatusCode;
 
@@ -6,29 +7,29 @@ use super::draft::Drafts;
 use super::generic::lines::Lines;
 use super::parse::text::Text;
 
-/// What speaks for a refusal, besides the status.
+/// The evidence for a refusal, besides the status.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Evidence {
-    /// A header says when to come back.
+    /// A header states when to retry.
     pub(super) hint: bool,
-    /// A throttle code in a header or the body.
+    /// A header or the body has a throttle code.
     pub(super) code: bool,
-    /// A throttle phrase in the body.
+    /// The body has a throttle phrase.
     pub(super) phrase: bool,
 }
 
-/// What a body says.
+/// What a body states.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Said {
     pub(super) code: bool,
     pub(super) phrase: bool,
-    /// The root says `"global": true`.
+    /// Whether the root has `"global": true`.
     pub(super) global: bool,
-    /// The longest wait it asks for, in milliseconds.
+    /// The longest stated wait, in milliseconds.
     pub(super) wait: Option<u64>,
 }
 
-/// Headers whose presence speaks for a refusal.
+/// Headers whose presence is evidence for a refusal.
 pub(super) const FLAGS: [&str; 7] = [
     "x-envoy-ratelimited",
     "stripe-rate-limited-reason",
@@ -39,7 +40,7 @@ pub(super) const FLAGS: [&str; 7] = [
     "x-ratelimit-scope",
 ];
 
-/// Headers that say which limiter refused, best first, after `X-RateLimit-Global`.
+/// Headers that name the limiter that refused, best first, after `X-RateLimit-Global`.
 pub(super) const SCOPES: [&str; 6] = [
     "x-ratelimit-scope",
     "x-rate-limit-type",
@@ -49,15 +50,15 @@ pub(super) const SCOPES: [&str; 6] = [
     "x-ms-throttle-scope",
 ];
 
-/// The header in which AWS names its error.
+/// The header that contains the error code of AWS.
 pub(super) const ERROR_TYPE: &str = "x-amzn-errortype";
 
-/// Statuses that mean a refusal whatever else is said.
+/// Statuses that mean a refusal without further evidence.
 pub(super) fn is_always(status: StatusCode) -> bool {
     matches!(status.as_u16(), 429 | 420 | 430 | 509 | 529)
 }
 
-/// Whether the server refused the request because of a limit or too much load.
+/// Returns whether the server refused the request because of a limit or too much load.
 pub(super) fn is_limited(status: StatusCode, evidence: Evidence, quotas: &Drafts, lines: &Lines<'_>) -> bool {
     let Evidence { hint, code, phrase } = evidence;
     let flag = || FLAGS.iter().any(|flag| lines.has(flag));
@@ -74,7 +75,8 @@ pub(super) fn is_limited(status: StatusCode, evidence: Evidence, quotas: &Drafts
     }
 }
 
-/// How long the quotas of a refusal ask to wait: those that are spent, else those of which that is not known.
+/// Returns the longest time until a reset: of the quotas that are used up, or else of the quotas without a stated
+/// Remaining.
 pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
     let longest = |remaining| {
         quotas.iter().filter(|quota| quota.remaining == remaining).filter_map(|quota| quota.reset).max()
@@ -82,7 +84,7 @@ pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
     longest(Some(0)).or_else(|| longest(None))
 }
 
-/// Which limiter refused, as the headers name it.
+/// Returns the limiter that refused, as the headers name it.
 pub(super) fn scope(lines: &Lines<'_>) -> Option<Text> {
     let is_true = |value: &str| value.eq_ignore_ascii_case("true") || value == "1";
     match lines.first("x-ratelimit-global") {
@@ -91,7 +93,7 @@ pub(super) fn scope(lines: &Lines<'_>) -> Option<Text> {
     }
 }
 
-/// Whether a word is a throttle code: after its last `#`, as a whole or before its first `:`.
+/// Returns whether a word is a throttle code: after its last `#`, as a whole or before its first `:`.
 pub(super) fn is_code(characters: impl Iterator<Item = char>) -> bool {
     let mut code = Text::EMPTY;
     for character in characters {
@@ -105,7 +107,7 @@ pub(super) fn is_code(characters: impl Iterator<Item = char>) -> bool {
     is_one(code) || code.split(':').next().is_some_and(is_one)
 }
 
-/// Words that say: too much, too fast.
+/// Words for a rate limit or too much load.
 const CODES: [&str; 33] = [
     "Throttling",
     "ThrottlingException",

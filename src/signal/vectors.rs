@@ -1,4 +1,4 @@
-//! Recorded and documented responses of many servers, each with what it says: `vectors.json`.
+//! Recorded and documented responses of many servers, each with the expected signal: `vectors.json`.
 
 use std::time::{Duration, SystemTime};
 
@@ -34,7 +34,7 @@ fn quota(quota: &ObservedQuota) -> Value {
     })
 }
 
-/// The same list of quotas, in order and without some fields.
+/// Returns the same list of quotas, sorted and without some fields.
 fn sorted(quotas: &Value, without: &[&str]) -> Vec<String> {
     let strip = |quota: &Value| {
         let mut quota = quota.clone();

@@ -1,6 +1,6 @@
-//! The generic families of headers: what a name with `ratelimit` in it says, whoever sends it.
+//! The generic families of headers: reads the meaning of any name with `ratelimit` in it.
 
-/// Headers of one family describe the same server's limits in the same spelling.
+/// A family: its headers describe the limits of one server in one spelling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::signal) enum Family<'a> {
     /// `RateLimit-…`
@@ -11,7 +11,7 @@ pub(in crate::signal) enum Family<'a> {
     XSplit,
     /// `Rate-Limit-…`
     Split,
-    /// Anything else in front: that is its name.
+    /// Any other prefix, which is the name of the family.
     Vendor(&'a str),
     /// `…RateLimitBySize-…`: counts tokens.
     BySize,
@@ -20,18 +20,18 @@ pub(in crate::signal) enum Family<'a> {
 }
 
 impl Family<'_> {
-    /// Those whose quotas without name describe the same bucket, best first.
+    /// The families that describe the same bucket if a quota has no name, best first.
     pub(in crate::signal) const SAME: [Family<'static>; 4] =
         [Family::Plain, Family::X, Family::XSplit, Family::Split];
 }
 
-/// What the value of a header means.
+/// The meaning of a header's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::signal) enum Role {
     Limit,
     Remaining,
     Used,
-    /// The best of three that has a valid value counts.
+    /// One of three kinds of reset; the best kind with a valid value counts.
     Reset(usize),
     Window,
     WindowMillis,
@@ -39,7 +39,7 @@ pub(in crate::signal) enum Role {
     RetryAfter,
 }
 
-/// The words that tell the role, those of two first.
+/// The words of each role; roles of two words first.
 const ROLES: [(&str, Role); 25] = [
     ("reset-after", Role::Reset(0)),
     ("resets-in", Role::Reset(0)),
@@ -63,7 +63,7 @@ const ROLES: [(&str, Role); 25] = [
     ("period", Role::Window),
     ("window", Role::Window),
     ("utilization", Role::Utilization),
-    // What a word may end in, if none is one of those above.
+    // Suffixes that count if no word above matches.
     ("limit", Role::Limit),
     ("remaining", Role::Remaining),
     ("reset", Role::Reset(1)),
@@ -75,16 +75,16 @@ const WORDS: usize = 22;
 pub(in crate::signal) struct Header<'a> {
     pub(in crate::signal) family: Family<'a>,
     pub(in crate::signal) role: Role,
-    /// The name of the quota: what stands before and after the role.
+    /// The name of the quota: the parts before and after the role.
     pub(in crate::signal) name: [&'a str; 2],
-    /// Of the name: names with different ones differ.
+    /// The digest of the name, which tells different names apart.
     digest: u64,
-    /// `RateLimit-DailyLimit`, which gives the quota without name a name.
+    /// Whether the header is `RateLimit-DailyLimit`, which names the quota without a name.
     pub(in crate::signal) daily: bool,
 }
 
 impl<'a> Header<'a> {
-    /// Reads the name of a header, in lower case.
+    /// Reads the name of a header in lower case.
     pub(in crate::signal) fn read(name: &'a str) -> Option<Header<'a>> {
         let (family, role, pieces) = match name {
             "ratelimit-dailylimit" => (Family::Plain, Role::Limit, ["", ""]),
@@ -111,7 +111,7 @@ impl<'a> Header<'a> {
         self.name == ["", ""]
     }
 
-    /// The pieces of the name of the quota.
+    /// Returns the pieces of the name of the quota.
     pub(in crate::signal) fn pieces(&self) -> [&'a str; 5] {
         let size = if self.family == Family::BySize { "size" } else { "" };
         let dash = |before: &str, after: &str| if before.is_empty() || after.is_empty() { "" } else { "-" };
@@ -125,7 +125,7 @@ impl<'a> Header<'a> {
     }
 }
 
-/// The family of a name, and what follows.
+/// Returns the family of a name, and the rest of the name.
 fn family(name: &str) -> Option<(Family<'_>, &str)> {
     let mut start = 0;
     while let Some(rest) = name.get(start..) {
@@ -154,7 +154,7 @@ fn family(name: &str) -> Option<(Family<'_>, &str)> {
     None
 }
 
-/// What follows whole words at the start of the text, without the dash between.
+/// Returns the rest of the text after whole words at its start, without the dash between.
 fn word<'a>(text: &'a str, words: &str) -> Option<&'a str> {
     match text.strip_prefix(words)? {
         "" => Some(""),
@@ -162,7 +162,7 @@ fn word<'a>(text: &'a str, words: &str) -> Option<&'a str> {
     }
 }
 
-/// The one role in the words, and what stands before and after it.
+/// Returns the only role in the words, and the parts before and after it.
 fn role(rest: &str) -> Option<(Role, [&str; 2])> {
     let mut found = None;
     let mut at = 0;
@@ -185,7 +185,7 @@ fn role(rest: &str) -> Option<(Role, [&str; 2])> {
     })
 }
 
-/// The first word that ends in a role: `dailyremaining`.
+/// Returns the first word that ends in a role, such as `dailyremaining`.
 fn ending(rest: &str) -> Option<(Role, [&str; 2])> {
     let mut at = 0;
     for word in rest.split('-') {
@@ -201,7 +201,7 @@ fn ending(rest: &str) -> Option<(Role, [&str; 2])> {
     None
 }
 
-/// The words for each meaning, for the page of headers.
+/// Returns the words for each meaning, for the page of headers.
 #[cfg(test)]
 pub(in crate::signal) fn words() -> Vec<(&'static str, Vec<&'static str>)> {
     let meaning = |role| match role {

@@ -1,4 +1,4 @@
-//! One group of headers of a generic family, the same in family and name: one quota, or some that run in parallel.
+//! One group of headers with the same family and name: one quota, or several parallel ones.
 
 use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::family::{Family, Header, Role};
@@ -12,44 +12,44 @@ use crate::signal::standard::ratelimit::{Dictionary, Policies, Policy};
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Entry<'a> {
     pub(in crate::signal) header: Header<'a>,
-    /// Entries of the same group have the same number.
+    /// The number of the group; entries of one group have the same number.
     pub(in crate::signal) group: usize,
-    /// Its name, as a whole.
+    /// The whole name of the header.
     pub(in crate::signal) line: &'a str,
     pub(in crate::signal) value: &'a str,
 }
 
-/// How many limits run in parallel at most.
+/// The most parallel limits.
 const MANY: usize = 8;
 
-/// What the headers of a group make.
+/// The quotas that the headers of a group state.
 #[derive(Debug)]
 pub(in crate::signal) struct Group {
     pub(in crate::signal) quotas: Bounded<Draft, MANY>,
-    /// Those of its policies that describe none of its quotas.
+    /// The policies that describe none of the quotas.
     pub(in crate::signal) policies: Policies,
     pub(in crate::signal) unit: Unit,
 }
 
 impl Group {
-    /// Whether it is more than one quota.
+    /// Returns whether the group has more than one quota.
     pub(in crate::signal) fn is_parallel(&self) -> bool {
         self.quotas.len() > 1
     }
 
-    /// Reports the policies that describe none of its quotas as quotas of their own.
+    /// Reports the policies that describe none of the quotas as separate quotas.
     pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
         self.policies.iter().for_each(|policy| quotas.push(Draft { unit: self.unit, ..own(policy) }));
     }
 }
 
-/// A policy as a quota of its own.
+/// Returns a policy as a separate quota.
 pub(in crate::signal) fn own(policy: &Policy) -> Draft {
     let Policy { name, limit, window } = *policy;
     Draft { name, limit: Some(limit), window, ..Draft::default() }
 }
 
-/// The values of one role: the first of them, how many there are, and the most restrictive.
+/// The values of one role: the first values, their number, and the most restrictive value.
 #[derive(Debug)]
 struct Values<T> {
     list: Bounded<T, MANY>,
@@ -80,9 +80,9 @@ pub(in crate::signal) struct Stated {
     remaining: Values<Count>,
     used: Values<Count>,
     resets: [Values<u64>; 3],
-    /// Stated in a value: `w=60`.
+    /// Stated as part of a value: `w=60`.
     window: Option<u64>,
-    /// Stated in a header of its own.
+    /// Stated in a separate header.
     window_header: Option<u64>,
     utilization: Option<u64>,
     policies: Policies,
@@ -137,7 +137,7 @@ impl Stated {
         values
     }
 
-    /// What draft 07 says in one field.
+    /// Reads the single field of draft 07.
     pub(in crate::signal) fn of(dictionary: &Dictionary) -> Self {
         let mut values = Stated::none();
         dictionary.limit.into_iter().for_each(|limit| values.limit.push(limit, Count::min));
@@ -161,7 +161,7 @@ impl Stated {
         }
     }
 
-    /// `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window and limits in parallel without.
+    /// Reads `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and parallel limits without one.
     fn limits<'a>(&mut self, lines: impl Iterator<Item = &'a str>) {
         let mut first = true;
         for item in lines.flat_map(|line| split(line, ',')) {
@@ -188,7 +188,7 @@ impl Stated {
         }
     }
 
-    /// Puts the group together, with policies that other fields state for it.
+    /// Builds the quotas of the group, with policies that other fields state for it.
     pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Policy]) -> Group {
         let mut group = Group { quotas: Bounded::new(), policies: Policies::new(), unit: Unit::Open };
         group.unit = match crate::signal::generic::words::unit_of(name) {
@@ -239,7 +239,7 @@ impl Stated {
             if strava {
                 draft.window = Some([900_000, 86_400_000][place]);
             }
-            // Those who say -1 mean: no limit, or not known.
+            // Servers send -1 for "no limit" or "not known".
             if limit != Some(Count::Negative) {
                 group.quotas.push(draft);
             }
@@ -248,7 +248,7 @@ impl Stated {
     }
 }
 
-/// Takes out the policy that describes the quota, and fills in what that lacks.
+/// Takes out the policy that describes the quota, and fills in what the quota lacks.
 fn describe(draft: &mut Draft, policies: &mut Policies) {
     let found = match policies.len() {
         1 => Some(0),
@@ -265,12 +265,12 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
     *policies = others;
 }
 
-/// The head of an item, if there is one.
+/// Returns the head of an item, if there is one.
 fn head(item: &str) -> Option<&str> {
     split(item, ';').next().filter(|head| !head.is_empty())
 }
 
-/// The times in a line: the whole line, or the parts between its commas.
+/// Returns the times in a line: the whole line, or the parts between its commas.
 pub(in crate::signal) fn each_time(line: &str, read: impl Fn(&str) -> Option<u64>, each: impl FnMut(u64)) {
     match read(line) {
         Some(time) => [time].into_iter().for_each(each),

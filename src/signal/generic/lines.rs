@@ -1,32 +1,32 @@
-//! The few lines of a response that may tell of limits, found in one pass over the names of its headers.
+//! The few lines of a response that may concern limits, found in one pass over the names of its headers.
 
 use http::HeaderMap;
 
 use crate::signal::parse::text::Bounded;
 
-/// One line: the name in lower case, and its value without spaces around it, never empty.
+/// One line: the name in lower case, and its trimmed value, which is never empty.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Line<'a> {
     pub(in crate::signal) name: &'a str,
     pub(in crate::signal) value: &'a str,
 }
 
-/// The lines that may matter, at most [`Lines::MOST`]; lines of one name keep their order.
+/// The lines that may matter, at most [`Lines::MOST`]. Lines of one name keep their order.
 #[derive(Debug)]
 pub(in crate::signal) struct Lines<'a>(Bounded<Line<'a>, { Lines::MOST }>);
 
-/// What stands for a value that is not UTF-8: nothing that is looked for, but a line that is there.
+/// The replacement for a value that is not UTF-8: the line is present, but matches nothing.
 const UNREADABLE: &str = "\u{fffd}";
 
 impl<'a> Lines<'a> {
     pub(in crate::signal) const MOST: usize = 64;
 
-    /// No line at all.
+    /// Creates an empty list.
     pub(in crate::signal) fn none() -> Self {
         Lines(Bounded::new())
     }
 
-    /// Adds those of the headers that may matter.
+    /// Adds the headers that may matter.
     pub(in crate::signal) fn read(&mut self, headers: &'a HeaderMap) {
         for (name, value) in headers {
             if may_matter(name.as_str()) {
@@ -42,12 +42,12 @@ impl<'a> Lines<'a> {
         self.0.iter().copied()
     }
 
-    /// The values of the lines of that name.
+    /// Returns the values of the lines with this name.
     pub(in crate::signal) fn all(&self, name: &str) -> impl Iterator<Item = &'a str> + Clone {
         self.iter().filter(move |line| line.name == name).map(|line| line.value)
     }
 
-    /// The value of the first line of that name.
+    /// Returns the value of the first line with this name.
     pub(in crate::signal) fn first(&self, name: &str) -> Option<&'a str> {
         self.all(name).next()
     }
@@ -57,7 +57,7 @@ impl<'a> Lines<'a> {
     }
 }
 
-/// The first value of a header that may be any other than those above.
+/// Returns the first value of a header that need not be in the lists above.
 pub(in crate::signal) fn first_of<'a>(headers: &'a HeaderMap, name: &http::HeaderName) -> Option<&'a str> {
     headers.get_all(name).iter().map(value_of).find(|value| !value.is_empty())
 }
@@ -66,14 +66,14 @@ fn value_of(value: &http::HeaderValue) -> &str {
     std::str::from_utf8(value.as_bytes()).unwrap_or(UNREADABLE).trim_matches([' ', '\t'])
 }
 
-/// Whether some line may matter.
+/// Returns whether any line may matter.
 pub(in crate::signal) fn any(headers: &HeaderMap) -> bool {
     headers.keys().any(|name| may_matter(name.as_str()))
 }
 
-/// Whether a header of that name may matter: a cheap check that says no to nearly all others.
+/// Returns whether a header with this name may matter. This cheap check rejects nearly all other headers.
 ///
-/// Almost all of our names contain `limit`; the others start with a few beginnings.
+/// Almost all relevant names contain `limit`; the others have one of a few prefixes.
 #[inline]
 pub(in crate::signal) fn may_matter(name: &str) -> bool {
     let name = name.as_bytes();
@@ -93,7 +93,7 @@ pub(in crate::signal) fn may_matter(name: &str) -> bool {
 /// The length of `ratelimit`, the shortest name.
 const SHORTEST: usize = 9;
 
-/// How the names start, after `x-`, that do not contain `limit`.
+/// The prefixes, after `x-`, of the names that do not contain `limit`.
 const OTHERS: [&str; 15] = [
     "ad-account-usage",
     "amz-retry-after",
@@ -112,8 +112,8 @@ const OTHERS: [&str; 15] = [
     "trial-endpoint-call-",
 ];
 
-/// Whether the name contains `limit`: of any five letters in a row one is looked at, and the others if it is one of
-/// those.
+/// Returns whether the name contains `limit`. Of any five letters in a row it checks one, and the other four only if
+/// that one occurs in `limit`.
 fn has_limit(name: &[u8]) -> bool {
     let mut at = 4;
     while let Some(letter) = name.get(at) {
@@ -121,7 +121,7 @@ fn has_limit(name: &[u8]) -> bool {
             b't' => at - 4,
             b'm' => at - 2,
             b'l' => at,
-            // One of two places.
+            // The letter has two possible places.
             b'i' if name.get(at - 1) == Some(&b'l') => at - 1,
             b'i' => at - 3,
             _ => {
@@ -137,7 +137,7 @@ fn has_limit(name: &[u8]) -> bool {
     false
 }
 
-/// Splits where `mark` stands outside of double quotes, and trims the parts.
+/// Splits at each `mark` outside of double quotes, and trims the parts.
 pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clone {
     let mut quoted = false;
     text.split(move |character| {
@@ -147,7 +147,7 @@ pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &
     .map(trim)
 }
 
-/// The value of `key=value`, without quotes, in what follows the head of an item.
+/// Returns the value of `key=value`, without quotes, from the parameters of an item.
 pub(in crate::signal) fn parameter<'a>(item: &'a str, key: &str) -> Option<&'a str> {
     let of = |part: &'a str| {
         let (name, value) = part.split_once('=')?;

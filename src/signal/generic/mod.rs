@@ -1,4 +1,4 @@
-//! The `X-RateLimit-…` families: headers with `ratelimit` in their name, whoever sends them.
+//! The `X-RateLimit-…` families: headers of any server with `ratelimit` in their name.
 
 pub(super) mod family;
 pub(super) mod group;

@@ -1,11 +1,11 @@
-//! Words in the names of quotas: periods and what is counted.
+//! Words in the names of quotas: periods and units.
 
 use crate::signal::parse::number::digits;
 
 const SECOND: u64 = 1000;
 const DAY: u64 = 86_400 * SECOND;
 
-/// The words for a period; single letters count only after a number.
+/// The words for a period; a single letter counts only after a number.
 const PERIODS: [(&[&str], u64); 6] = [
     (&["s", "sec", "secs", "second", "seconds", "secondly"], SECOND),
     (&["m", "min", "mins", "minute", "minutes", "minutely"], 60 * SECOND),
@@ -15,7 +15,7 @@ const PERIODS: [(&[&str], u64); 6] = [
     (&["month", "months", "monthly"], 30 * DAY),
 ];
 
-/// The length of a period word, in milliseconds: `minute`, `5h`, `15min`.
+/// Returns the length of a period word, in milliseconds: `minute`, `5h`, `15min`.
 pub(in crate::signal) fn period(word: &str) -> Option<u64> {
     let (count, name) = digits(word);
     let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
@@ -28,18 +28,18 @@ pub(in crate::signal) fn period(word: &str) -> Option<u64> {
     Some(count.saturating_mul(*length).min(crate::signal::parse::time::LONGEST)).filter(|span| *span > 0)
 }
 
-/// The period with which a name ends: `requests-minute`, `per_hour`.
+/// Returns the period at the end of a name: `requests-minute`, `per_hour`.
 pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
     period(name.rsplit(['-', '_']).next()?)
 }
 
-/// What a name says is counted, if it does not mean requests.
+/// Returns the unit in a name, if it is not requests.
 pub(in crate::signal) fn unit_of(name: &str) -> Option<&'static str> {
     let has = |unit: &&str| name.split(['-', '_']).any(|word| word.eq_ignore_ascii_case(unit));
     ["tokens", "complexity", "bytes", "credits"].into_iter().find(has)
 }
 
-/// Whether a name says no more than what is counted and for how long: then it is of all calls.
+/// Returns whether a name states only a unit and a period: the quota is then for all calls.
 pub(in crate::signal) fn is_plain(name: &str) -> bool {
     const PLAIN: [&str; 12] = [
         "requests",

@@ -1,18 +1,18 @@
-//! Dates: the three forms of HTTP, ISO 8601, and what JavaScript writes. Whole milliseconds since 1970.
+//! Parses dates: the three formats of HTTP, ISO 8601, and the format of JavaScript, as whole milliseconds since 1970.
 //!
-//! `httpdate` reads the first three, but neither second 60, nor letters of the other case, nor `UTC`; a test holds
-//! this file to it.
+//! `httpdate` parses the first three, but neither second 60, nor letters of the other case, nor `UTC`. A test compares
+//! this file with it.
 
 use crate::signal::parse::number::{Number, digits};
 
 const DAY: i64 = 86_400_000;
 
-/// Reads any date; `now` decides the century of a year of two digits.
+/// Parses any date; `now` decides the century of a year of two digits.
 pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
     http(text, now).or_else(|| iso(text)).or_else(|| script(text))
 }
 
-/// An HTTP date (RFC 9110, section 5.6.7).
+/// Parses an HTTP date (RFC 9110, section 5.6.7).
 pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
     imf(text).or_else(|| rfc850(text, now)).or_else(|| asctime(text))
 }
@@ -124,7 +124,7 @@ fn offset(text: &str) -> Option<i64> {
     Some(sign * (hours * 60 + minutes) * 60_000)
 }
 
-/// Exactly so many digits.
+/// Parses exactly `count` digits.
 fn fixed(text: &str, length: usize) -> Option<i64> {
     match digits(text) {
         (all, "") if all.len() == length => all.parse().ok(),
@@ -136,7 +136,7 @@ fn is_utc(zone: &str) -> bool {
     ["GMT", "UTC", "+0000"].iter().any(|utc| zone.eq_ignore_ascii_case(utc))
 }
 
-/// Whether that is the name of a day, of so many letters.
+/// Returns whether the text is the name of a day, with this number of letters.
 fn is_day(name: &str, length: usize) -> bool {
     const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
     let same = |day: &str| day.get(..length).is_some_and(|day| name.eq_ignore_ascii_case(day));
@@ -149,7 +149,7 @@ fn month(name: &str) -> Option<i64> {
     (1..).zip(MONTHS).find(|(_, month)| name.eq_ignore_ascii_case(month)).map(|(number, _)| number)
 }
 
-/// The days from 1970 to a day of the Gregorian calendar, if there is such a day.
+/// Returns the days from 1970 to a day of the Gregorian calendar, if that day exists.
 fn days(year: i64, month: i64, day: i64) -> Option<i64> {
     let leap = (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
     let length = match month {
@@ -159,7 +159,7 @@ fn days(year: i64, month: i64, day: i64) -> Option<i64> {
         1..=12 => 31,
         _ => return None,
     };
-    // The year begins in March, so that the day that may be missing is its last.
+    // The year begins in March here, so that a leap day is its last day.
     let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let (century, year) = (year.div_euclid(400), year.rem_euclid(400));
     let in_year = (153 * month + 2) / 5 + day - 1;
@@ -168,7 +168,7 @@ fn days(year: i64, month: i64, day: i64) -> Option<i64> {
         .then_some(century * 146_097 + year * 365 + year / 4 - year / 100 + in_year - 719_468)
 }
 
-/// The year of a moment.
+/// Returns the year of a moment.
 fn year_of(now: i64) -> i64 {
     let guess = 1970 + now.div_euclid(DAY) * 400 / 146_097;
     let begins = |year| days(year, 1, 1).is_some_and(|day| day * DAY <= now);

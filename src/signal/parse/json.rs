@@ -1,19 +1,19 @@
-//! JSON, walked from its first byte to its last without memory for what it holds.
+//! Walks JSON from its first byte to its last, without allocating memory for its values.
 //!
-//! `serde_json` makes a piece of memory for each text with an escape, and turns numbers into binary ones. A test holds
-//! this walk to it.
+//! `serde_json` allocates memory for each text with an escape, and converts numbers to binary. A test compares this
+//! walk with it.
 
 use crate::signal::parse::number::digits;
 
-/// How deep containers may lie in each other, as in `serde_json`.
+/// The deepest nesting of containers, as in `serde_json`.
 const DEEPEST: usize = 127;
 
-/// Something that has a value, and where it stands.
+/// A value, and where it is.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Node<'a> {
-    /// How many containers it lies in.
+    /// How many containers are around it.
     pub(in crate::signal) depth: usize,
-    /// Its key, if it lies in an object.
+    /// Its key, if it is in an object.
     pub(in crate::signal) key: Option<Str<'a>>,
     pub(in crate::signal) value: Value<'a>,
 }
@@ -38,7 +38,7 @@ pub(in crate::signal) enum Value<'a> {
 pub(in crate::signal) struct Str<'a>(&'a str);
 
 impl<'a> Str<'a> {
-    /// What it means; half a surrogate pair means U+FFFD.
+    /// Decodes the text; half a surrogate pair becomes U+FFFD.
     pub(in crate::signal) fn chars(self) -> impl Iterator<Item = char> + Clone + 'a {
         let mut rest = self.0.chars();
         std::iter::from_fn(move || match rest.next()? {
@@ -85,7 +85,7 @@ fn hex(chars: &mut std::str::Chars<'_>) -> Option<u32> {
     (0..4).try_fold(0, |sum, _| Some(sum * 16 + chars.next()?.to_digit(16)?))
 }
 
-/// Visits all values of a text, if it is JSON from its beginning to its end; tells whether it is.
+/// Visits all values of a text, if the whole text is valid JSON. Returns whether it is.
 ///
 /// Nothing is visited if it is not.
 pub(in crate::signal) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) -> bool {
@@ -96,7 +96,7 @@ pub(in crate::signal) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) ->
 #[derive(Clone, Copy)]
 struct Walk<'a> {
     rest: &'a str,
-    /// One bit for each container around: whether it is an object.
+    /// One bit for each container around the value: whether it is an object.
     objects: u128,
     depth: usize,
 }
@@ -226,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes it again as `serde_json` would.
+    /// Writes the value as `serde_json` would.
     fn texts(text: &str) -> Option<Vec<String>> {
         let mut texts = Vec::new();
         visit(text, |node| {
@@ -276,7 +276,7 @@ mod tests {
                         let mut read = texts(&text);
                         prop_assert!(read.is_some(), "{text}");
                         let read = read.get_or_insert_default();
-                        // A key that comes twice counts once in serde_json, and keys are sorted there.
+                        // A repeated key counts once in serde_json, and keys are sorted there.
                         read.sort();
                         read.dedup();
                         prop_assert!(expected.iter().all(|text| read.binary_search(text).is_ok()), "{text}");

@@ -1,6 +1,6 @@
-//! Numbers in decimal, without binary floating point: `7.66` is exactly that.
+//! Decimal numbers without binary floating point: `7.66` is exact.
 
-/// The largest count: 2^53 - 1, above which JSON and JavaScript are not exact.
+/// The largest count: 2^53 - 1. Above it, JSON and JavaScript are not exact.
 pub(in crate::signal) const LARGEST: u64 = (1 << 53) - 1;
 
 /// `[+-]? (digits [. digits*] | . digits)`.
@@ -10,11 +10,11 @@ pub(in crate::signal) struct Number {
     pub(in crate::signal) whole: u128,
     /// The first 18 digits after the point, as a count of 10^-18.
     fraction: u64,
-    /// Some digit after those is not 0.
+    /// Whether a later digit is not 0.
     more: bool,
 }
 
-/// A number of the parts of something; `more` says that there is a little more than that.
+/// A whole number of parts; `more` means that the exact value is slightly larger.
 pub(in crate::signal) struct Parts {
     pub(in crate::signal) whole: u128,
     pub(in crate::signal) more: bool,
@@ -23,7 +23,7 @@ pub(in crate::signal) struct Parts {
 const FRACTION: u128 = 1_000_000_000_000_000_000;
 
 impl Number {
-    /// Reads the whole text, which may stand in quotes.
+    /// Parses the whole text, which may be in quotes.
     pub(in crate::signal) fn read(text: &str) -> Option<Number> {
         match Number::start(unquoted(text))? {
             (number, "") => Some(number),
@@ -31,7 +31,7 @@ impl Number {
         }
     }
 
-    /// Reads the number with which the text starts, and tells the rest.
+    /// Parses the number at the start of the text. Returns the rest, too.
     pub(in crate::signal) fn start(text: &str) -> Option<(Number, &str)> {
         let (negative, text) = match text.as_bytes().first()? {
             b'-' => (true, &text[1..]),
@@ -60,7 +60,7 @@ impl Number {
         Some((number, rest))
     }
 
-    /// How many parts that is, where one has `parts` of them. Only for numbers that are not negative.
+    /// Returns the number of parts, with `parts` parts to one. Only for numbers that are not negative.
     pub(in crate::signal) fn times(&self, parts: u128) -> Parts {
         let fraction = u128::from(self.fraction) * (parts % FRACTION);
         let whole = u128::from(self.fraction) * (parts / FRACTION) + fraction / FRACTION;
@@ -68,19 +68,19 @@ impl Number {
         Parts { whole: self.whole.saturating_mul(parts).saturating_add(whole), more }
     }
 
-    /// Rounded up to whole parts.
+    /// Returns the number of parts, rounded up.
     pub(in crate::signal) fn times_up(&self, parts: u128) -> u128 {
         let Parts { whole, more } = self.times(parts);
         whole.saturating_add(u128::from(more))
     }
 
-    /// `1 / number`, as that many parts of one, rounded up.
+    /// Returns `1 / number` in parts of one, rounded up.
     pub(in crate::signal) fn inverse_up(&self, parts: u128) -> Option<u128> {
         let divisor = self.whole.checked_mul(FRACTION)?.checked_add(u128::from(self.fraction))?;
         parts.checked_mul(FRACTION)?.checked_add(divisor.checked_sub(1)?)?.checked_div(divisor)
     }
 
-    /// A count, rounded down, of what is left or allowed.
+    /// Returns a count of what is left or allowed, rounded down.
     pub(in crate::signal) fn count(&self) -> Count {
         if self.negative {
             return Count::Negative;
@@ -89,7 +89,7 @@ impl Number {
     }
 }
 
-/// How much of something; a negative one means different things in different places.
+/// A count. The meaning of a negative count depends on the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::signal) enum Count {
     Negative,
@@ -109,7 +109,7 @@ impl Count {
     }
 }
 
-/// Digits and nothing else, as a count.
+/// Parses a count of digits only.
 pub(in crate::signal) fn plain(text: &str) -> Option<u64> {
     match digits(text) {
         ("", _) => None,
@@ -118,12 +118,12 @@ pub(in crate::signal) fn plain(text: &str) -> Option<u64> {
     }
 }
 
-/// The digits with which the text starts, and the rest.
+/// Returns the digits at the start of the text, and the rest.
 pub(in crate::signal) fn digits(text: &str) -> (&str, &str) {
     text.split_at(text.bytes().take_while(u8::is_ascii_digit).count())
 }
 
-/// The text without the one pair of quotes around it.
+/// Returns the text without one pair of quotes around it.
 pub(in crate::signal) fn unquoted(text: &str) -> &str {
     text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
 }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
-/// Text of at most [`Text::LONGEST`] bytes, which needs no heap; the rest of a longer one is cut off.
+/// Text of at most [`Text::LONGEST`] bytes, without heap memory; longer text is cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::signal) struct Text {
     length: u8,
@@ -16,26 +16,26 @@ impl Text {
 
     pub(in crate::signal) const EMPTY: Text = Text { length: 0, bytes: [0; Text::LONGEST] };
 
-    /// The pieces, one after another.
+    /// Joins the pieces.
     pub(in crate::signal) fn of(pieces: &[&str]) -> Text {
         let mut text = Text::EMPTY;
         pieces.iter().flat_map(|piece| piece.chars()).for_each(|character| text.push(character));
         text
     }
 
-    /// The text with its letters in lower case.
+    /// Returns the text in lower case.
     pub(in crate::signal) fn lower(text: &str) -> Text {
         let mut lower = Text::EMPTY;
         text.chars().for_each(|character| lower.push(character.to_ascii_lowercase()));
         lower
     }
 
-    /// Nothing, where the text is empty.
+    /// Returns `None` if the text is empty.
     pub(in crate::signal) fn some(text: &str) -> Option<Text> {
         (!text.is_empty()).then(|| Text::of(&[text]))
     }
 
-    /// Appends it, unless it is too long by now; then nothing that follows fits either.
+    /// Appends the piece. After the first piece that does not fit, later pieces are dropped, too.
     pub(in crate::signal) fn push(&mut self, character: char) {
         let start = usize::from(self.length);
         match self.bytes.get_mut(start..start + character.len_utf8()) {
@@ -58,7 +58,7 @@ impl fmt::Debug for Text {
     }
 }
 
-/// A list of at most `N`, on the stack; what comes after is left out.
+/// A list of at most `N` items, on the stack; further items are dropped.
 #[derive(Clone, Debug)]
 pub(in crate::signal) struct Bounded<T, const N: usize>(SmallVec<[T; N]>);
 
@@ -75,7 +75,7 @@ impl<T, const N: usize> Bounded<T, N> {
 }
 
 impl<T: PartialEq, const N: usize> Bounded<T, N> {
-    /// Keeps those for which `finish` says so, each once.
+    /// Keeps the items for which `finish` returns true, without duplicates.
     pub(in crate::signal) fn keep(&mut self, mut finish: impl FnMut(&mut T) -> bool) {
         let mut kept = 0;
         for place in 0..self.0.len() {

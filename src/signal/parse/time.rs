@@ -1,7 +1,8 @@
-//! Time values: one reader for all of them, whether a wait, a reset or a window.
+//! Parses time values: one reader for waits, resets and windows.
 //!
-//! A number (its size tells whether it is a span or a moment), a span with units, or a date. Moments become spans by
-//! the server's own clock, the header `Date`, if it is credible: that cancels what the two clocks differ by.
+//! A value is a number (its size decides whether it is a span or a moment), a span with units, or a date. Moments are
+//! converted to spans by the server's own clock, the header `Date`, if it is credible: that cancels the difference
+//! between the two clocks.
 
 use crate::signal::parse::date;
 use crate::signal::parse::number::{Number, Parts, unquoted};
@@ -9,11 +10,11 @@ use crate::signal::parse::number::{Number, Parts, unquoted};
 /// The longest span, 366 days; longer ones are cut to this.
 pub(in crate::signal) const LONGEST: u64 = 366 * 86_400_000;
 
-/// One millisecond, in the parts in which spans are added up: 10^-15 s.
+/// One millisecond, in the unit in which spans are added up: 10^-15 s.
 const MILLI: u128 = 1_000_000_000_000;
 const SECOND: u128 = 1000 * MILLI;
 
-/// When the response came, by both clocks, in milliseconds since 1970.
+/// When the response arrived, by both clocks, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct Base {
     pub(in crate::signal) now: i64,
@@ -21,7 +22,7 @@ pub(in crate::signal) struct Base {
 }
 
 impl Base {
-    /// The span until a moment, 0 for one that is over.
+    /// Returns the span until a moment; 0 if the moment is over.
     fn until(&self, moment: i64) -> u64 {
         let after = |base: i64| u64::try_from(moment.saturating_sub(base)).unwrap_or(0);
         match self.date.map(after) {
@@ -30,7 +31,7 @@ impl Base {
         }
     }
 
-    /// Reads a span in milliseconds, rounded up: the number is one of seconds, or a moment.
+    /// Parses a span in milliseconds, rounded up. A number is in seconds, or a moment.
     pub(in crate::signal) fn read(&self, text: &str) -> Option<u64> {
         let text = unquoted(text);
         if let Some(number) = Number::read(text) {
@@ -39,7 +40,7 @@ impl Base {
         span(text).or_else(|| Some(self.until(date::read(text, self.now)?)))
     }
 
-    /// The same, for a field whose numbers are milliseconds.
+    /// Parses the same for a field whose numbers are in milliseconds.
     pub(in crate::signal) fn read_millis(&self, text: &str) -> Option<u64> {
         match Number::read(text) {
             Some(number) => Some(of(number, MILLI)),
@@ -47,7 +48,7 @@ impl Base {
         }
     }
 
-    /// Seconds, or a moment.
+    /// Converts a number that is in seconds, or a moment.
     pub(in crate::signal) fn number(&self, number: Number) -> Option<u64> {
         let unit = match number.whole {
             _ if number.negative => return Some(0),
@@ -63,7 +64,7 @@ impl Base {
     }
 }
 
-/// A span of so many units; a negative one is over.
+/// Converts a number of units to a span; a negative number means 0.
 fn of(number: Number, unit: u128) -> u64 {
     if number.negative {
         return 0;
@@ -71,17 +72,17 @@ fn of(number: Number, unit: u128) -> u64 {
     cut(millis_up(number.times(unit)))
 }
 
-/// So many seconds, in milliseconds.
+/// Converts seconds to milliseconds.
 pub(in crate::signal) fn seconds(number: Number) -> u64 {
     of(number, SECOND)
 }
 
-/// So many minutes, in milliseconds.
+/// Converts minutes to milliseconds.
 pub(in crate::signal) fn minutes(number: Number) -> u64 {
     of(number, 60 * SECOND)
 }
 
-/// A window: a number of seconds, or a span with units. One of no length is none.
+/// Parses a window: a number of seconds, or a span with units. A window of length 0 is invalid.
 pub(in crate::signal) fn window(text: &str) -> Option<u64> {
     let text = unquoted(text);
     let span = match Number::read(text) {
@@ -91,12 +92,12 @@ pub(in crate::signal) fn window(text: &str) -> Option<u64> {
     (span > 0).then_some(span)
 }
 
-/// The same, of seconds only.
+/// Parses the same, in seconds only.
 pub(in crate::signal) fn window_seconds(text: &str) -> Option<u64> {
     Number::read(text).map(seconds).filter(|span| *span > 0)
 }
 
-/// The same, for a field whose numbers are milliseconds.
+/// Parses the same, for a field whose numbers are in milliseconds.
 pub(in crate::signal) fn window_millis(text: &str) -> Option<u64> {
     match Number::read(text) {
         Some(number) => Some(of(number, MILLI)).filter(|span| *span > 0),
@@ -104,7 +105,7 @@ pub(in crate::signal) fn window_millis(text: &str) -> Option<u64> {
     }
 }
 
-/// `6m0s`, `120ms`, `30 seconds`, `1d 2h`.
+/// Parses `6m0s`, `120ms`, `30 seconds`, `1d 2h`.
 pub(in crate::signal) fn span(text: &str) -> Option<u64> {
     let (negative, mut rest) = match text.as_bytes().first()? {
         b'-' => (true, &text[1..]),
@@ -126,7 +127,7 @@ pub(in crate::signal) fn span(text: &str) -> Option<u64> {
     }
 }
 
-/// How long a unit is.
+/// Returns the length of a unit.
 fn unit(name: &str) -> Option<u128> {
     const UNITS: [(&[&str], u128); 7] = [
         (&["ns", "nanosecond", "nanoseconds"], SECOND / 1_000_000_000),

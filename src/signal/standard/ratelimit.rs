@@ -7,7 +7,7 @@ use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
 use crate::signal::standard::structured::{self, Bare, Item};
 
-/// A limit that a policy states, without name in the older drafts.
+/// A limit that a policy states; older drafts have no name for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::signal) struct Policy {
     pub(in crate::signal) name: Option<Text>,
@@ -17,10 +17,10 @@ pub(in crate::signal) struct Policy {
 
 pub(in crate::signal) type Policies = Bounded<Policy, 8>;
 
-/// What both fields say.
+/// The content of both fields.
 #[derive(Debug)]
 pub(in crate::signal) struct Fields {
-    /// Whether there was a limit of the service; it makes older forms needless.
+    /// Whether there was a limit of the service; older forms are then ignored.
     pub(in crate::signal) service: bool,
     /// The policies without name, of older drafts.
     pub(in crate::signal) unnamed: Policies,
@@ -28,7 +28,7 @@ pub(in crate::signal) struct Fields {
     pub(in crate::signal) dictionary: Option<Dictionary>,
 }
 
-/// What stands instead of `RateLimit-Limit`, `-Remaining` and `-Reset`.
+/// The values that replace `RateLimit-Limit`, `-Remaining` and `-Reset`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::signal) struct Dictionary {
     pub(in crate::signal) limit: Option<Count>,
@@ -39,19 +39,19 @@ pub(in crate::signal) struct Dictionary {
 const POLICY: &str = "ratelimit-policy";
 const SERVICE: &str = "ratelimit";
 
-/// A named policy, and what was made of it.
+/// A named policy, and the quota made of it.
 struct Named {
     draft: Draft,
     key: Option<u64>,
     referred: bool,
 }
 
-/// Whether the name is that of one of the two fields.
+/// Returns whether the name is the name of one of the two fields.
 pub(in crate::signal) fn is_ours(name: &str) -> bool {
     name == POLICY || name == SERVICE
 }
 
-/// Reads both fields; the limits of the service, and the named policies to which none of them refers, are quotas.
+/// Reads both fields. The quotas are the limits of the service, and the named policies to which none of them refers.
 pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
     let mut fields = Fields { service: false, unnamed: Policies::new(), dictionary: None };
     if !lines.iter().any(|line| is_ours(line.name)) {
@@ -130,7 +130,7 @@ fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
     any.then_some(found)
 }
 
-/// A window of so many seconds.
+/// Returns a window of `seconds` seconds.
 fn seconds(number: Number) -> Option<u64> {
     Some(time::seconds(number)).filter(|span| *span > 0)
 }

@@ -1,4 +1,4 @@
-//! Explicit hints when to come back: `Retry-After` and its relatives.
+//! Explicit hints when to retry: `Retry-After` and its relatives.
 
 use crate::signal::combine::Entries;
 use crate::signal::generic::family::Role;
@@ -6,17 +6,17 @@ use crate::signal::generic::group::each_time;
 use crate::signal::generic::lines::Lines;
 use crate::signal::parse::time::Base;
 
-/// Headers in milliseconds, best of all.
+/// Headers in milliseconds, the best level.
 pub(in crate::signal) const MILLIS: [&str; 3] =
     ["retry-after-ms", "x-ms-retry-after-ms", "x-amz-retry-after"];
 
-/// The standard's own (RFC 9110, section 10.2.3).
+/// The standard header (RFC 9110, section 10.2.3), the second level.
 pub(in crate::signal) const STANDARD: &str = "retry-after";
 
-/// Next to those of the generic families.
+/// The third level, besides the headers of the generic families.
 pub(in crate::signal) const OTHER: &str = "x-retry-after";
 
-/// The wait that the headers ask for, in milliseconds: the longest of the best of three levels.
+/// Returns the stated wait in milliseconds: the longest value of the best of three levels.
 pub(in crate::signal) fn read<'a>(lines: &Lines<'a>, entries: &Entries<'a>, base: &Base) -> Option<u64> {
     let millis = lines.iter().filter(|line| MILLIS.contains(&line.name)).map(|line| line.value);
     let others =

@@ -1,7 +1,7 @@
 //! Structured fields (RFC 9651): Lists and Dictionaries, as far as `RateLimit` needs them.
 //!
-//! The crate `sfv` reads them all, but wants a field of several lines in one piece, and makes a piece of memory for
-//! each text with a backslash and each sequence of bytes. This reader needs neither; a test holds it to `sfv`.
+//! The crate `sfv` parses all structured fields, but needs a field of several lines joined, and allocates memory for
+//! each text with a backslash and each byte sequence. This reader does neither; a test compares it with `sfv`.
 
 use std::iter::Peekable;
 
@@ -18,10 +18,10 @@ pub(in crate::signal) enum Bare {
     Other,
 }
 
-/// A member that is an Item, with those parameters that we know.
+/// A member that is an Item, with the parameters that tollgate uses.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::signal) struct Item {
-    /// None: an Inner List.
+    /// `None` for an Inner List.
     pub(in crate::signal) bare: Option<Bare>,
     pub(in crate::signal) q: Option<Number>,
     pub(in crate::signal) r: Option<Number>,
@@ -29,11 +29,11 @@ pub(in crate::signal) struct Item {
     pub(in crate::signal) w: Option<Number>,
     pub(in crate::signal) qu: Option<Text>,
     pub(in crate::signal) name: Option<Text>,
-    /// A digest of its text.
+    /// A digest of the text.
     pub(in crate::signal) pk: Option<u64>,
 }
 
-/// Reads a List from the lines of a field; tells whether it is one.
+/// Parses a List from the lines of a field. Returns whether it is valid.
 pub(in crate::signal) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each: impl FnMut(&Item)) -> bool {
     let mut reader = Reader::new(lines);
     let member = |reader: &mut Reader<_>| {
@@ -43,7 +43,7 @@ pub(in crate::signal) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each
     reader.members(member).is_some()
 }
 
-/// Reads a Dictionary from the lines of a field; tells whether it is one.
+/// Parses a Dictionary from the lines of a field. Returns whether it is valid.
 pub(in crate::signal) fn dictionary<'a>(
     lines: impl Iterator<Item = &'a str>,
     mut each: impl FnMut(&str, Option<Bare>),
@@ -63,12 +63,12 @@ pub(in crate::signal) fn dictionary<'a>(
 
 struct Reader<I: Iterator<Item = u8>> {
     bytes: Peekable<I>,
-    /// Of all bytes since the start of the bare item.
+    /// The digest of all bytes since the start of the bare item.
     digest: u64,
 }
 
 impl<'a> Reader<std::iter::Empty<u8>> {
-    /// Over the lines, joined with commas.
+    /// Reads the lines as if they were joined with commas.
     fn new(lines: impl Iterator<Item = &'a str>) -> Reader<impl Iterator<Item = u8>> {
         let joined = lines
             .enumerate()
@@ -101,7 +101,7 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         while self.next_if(&wanted).is_some() {}
     }
 
-    /// Members with commas between them, to the end.
+    /// Parses members with commas between them, to the end.
     fn members(&mut self, mut member: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
         let is_space = |byte| byte == b' ' || byte == b'\t';
         self.skip(|byte| byte == b' ');
@@ -118,7 +118,7 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         Some(())
     }
 
-    /// An Item or an Inner List.
+    /// Parses an Item or an Inner List.
     fn member(&mut self) -> Option<Item> {
         if !self.take(b'(') {
             let bare = Some(self.bare()?);
@@ -194,7 +194,7 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         }
     }
 
-    /// An Integer of up to 15 digits, or a Decimal of up to 12 and 3; the latter says so.
+    /// Parses an Integer of up to 15 digits, or a Decimal of up to 12 and 3. Returns whether it is a Decimal.
     fn number(&mut self) -> Option<(Number, bool)> {
         let mut text = Text::EMPTY;
         if self.take(b'-') {
@@ -231,7 +231,7 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         }
     }
 
-    /// A Byte Sequence; its padding may be missing.
+    /// Parses a Byte Sequence; its padding may be missing.
     fn bytes(&mut self) -> Option<()> {
         self.next();
         let (mut digits, mut padding) = (0usize, 0usize);
@@ -251,7 +251,7 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         fits.then_some(())
     }
 
-    /// A Display String: what it says has to be UTF-8.
+    /// Parses a Display String; its content must be UTF-8.
     fn display_string(&mut self) -> Option<()> {
         self.next();
         self.take(b'"').then_some(())?;
@@ -289,7 +289,7 @@ mod tests {
 
     use super::*;
 
-    /// Pieces of structured fields, well formed and not.
+    /// Pieces of structured fields, valid and invalid.
     fn field() -> impl Strategy<Value = String> {
         let piece = prop_oneof![
             "[a-z*][a-z0-9_.*-]{0,3}",

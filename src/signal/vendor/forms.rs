@@ -1,4 +1,4 @@
-//! The formats that are neither fields of their own nor JSON.
+//! Formats that are neither separate fields nor JSON.
 
 use super::{Here, pair, set_limit, set_remaining};
 use crate::signal::draft::{Draft, Drafts, Unit};
@@ -82,7 +82,7 @@ pub(super) fn binance_uid(here: &Here<'_, '_>, quotas: &mut Drafts) {
     binance(here, "uid-weight", "weight", quotas);
 }
 
-/// `x-mbx-used-weight-1m: 70`; the same without a window is older and says less.
+/// `x-mbx-used-weight-1m: 70`; the older form has no window.
 fn binance(here: &Here<'_, '_>, name: &str, unit: &'static str, quotas: &mut Drafts) {
     let start = here.row.headers[0].len() - 1;
     let (mut plain, mut with_window) = (None, false);

@@ -1,4 +1,4 @@
-//! Meta's formats: JSON in a header, with percent of what is allowed.
+//! Meta's formats: JSON in a header, with percentages of the limit.
 
 use super::Here;
 use crate::signal::draft::{Draft, Drafts};
@@ -7,7 +7,7 @@ use crate::signal::parse::number::{LARGEST, Number};
 use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
-/// The shares that count for a use case, of which the largest is used.
+/// The percentages of a use case; the largest counts.
 const SHARES: [&str; 3] = ["call_count", "total_cputime", "total_time"];
 
 /// `{"call_count":28,"total_time":25,"total_cputime":25}`
@@ -78,7 +78,7 @@ pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
     case.into_iter().for_each(|case| case.report(quotas));
 }
 
-/// One use case of a business.
+/// Reads one use case of a business.
 struct Case<'a> {
     owner: Str<'a>,
     kind: Option<Str<'a>>,
@@ -117,7 +117,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// The numbers that are members of the object, in the first line.
+/// Returns the numbers that are members of the object, in the first line.
 fn each_member(here: &Here<'_, '_>, mut each: impl FnMut(Str<'_>, Number)) {
     let Some(text) = here.first() else { return };
     visit(text, |node| {
@@ -130,7 +130,7 @@ fn each_member(here: &Here<'_, '_>, mut each: impl FnMut(Str<'_>, Number)) {
     });
 }
 
-/// Rounded up.
+/// Rounds up.
 fn percent(number: Number) -> u64 {
     if number.negative { 0 } else { u64::try_from(number.times_up(1)).unwrap_or(LARGEST).min(LARGEST) }
 }

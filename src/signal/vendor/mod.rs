@@ -1,7 +1,6 @@
-//! Formats of one vendor each: one row of the table, for what the generic families do not cover.
+//! Formats of single vendors: a table with one row for each format that the generic families do not cover.
 //!
-//! To teach tollgate a new one: add a row, and a recorded response to its tests. The page of headers is made from the
-//! table.
+//! To add a format, add a row, and a recorded response to its tests. The page of headers is made from the table.
 
 use super::draft::{Draft, Drafts};
 use super::generic::lines::Lines;
@@ -11,12 +10,12 @@ use super::parse::time::Base;
 mod forms;
 mod json_forms;
 
-/// Who sends which headers, and what they mean.
+/// A row: the vendor, its headers, and how they are read.
 #[derive(Debug)]
 pub(super) struct Row {
     #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
     pub(super) sender: &'static str,
-    /// Names in lower case; one that ends in `*` stands for all that start so.
+    /// The names in lower case; a name that ends in `*` stands for all names with this prefix.
     pub(super) headers: &'static [&'static str],
     pub(super) form: Form,
 }
@@ -26,7 +25,7 @@ pub(super) struct Row {
 pub(super) enum Form {
     /// One quota: each header is one field of it.
     Fields { name: &'static str, window: u64, fields: &'static [Field] },
-    /// A format of its own, and how it looks.
+    /// A special format, and an example of it.
     Own(
         #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
         &'static str,
@@ -42,7 +41,7 @@ pub(super) enum Field {
     Reset,
 }
 
-/// What a format is read from.
+/// The input of a format.
 #[derive(Debug)]
 pub(super) struct Here<'h, 'a> {
     pub(super) row: &'static Row,
@@ -211,14 +210,14 @@ pub(super) const ROWS: &[Row] = &[
     },
 ];
 
-/// Which rows have lines: one bit for each.
+/// The rows that have lines: one bit for each.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Present(u64);
 
 const _: () = assert!(ROWS.len() <= 64, "a bit for each row");
 
 impl Present {
-    /// Marks the row of a header; tells whether there is one.
+    /// Marks the row of a header. Returns whether there is one.
     pub(super) fn mark(&mut self, name: &str) -> bool {
         let row = ROWS.iter().position(|row| row.headers.iter().any(|header| is(header, name)));
         self.0 |= row.map_or(0, |row| 1 << row);
@@ -226,7 +225,7 @@ impl Present {
     }
 }
 
-/// Reads the rows that are present.
+/// Reads the rows that have lines.
 pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mut Drafts) {
     for (place, row) in ROWS.iter().enumerate() {
         if present.0 & 1 << place == 0 {
@@ -240,20 +239,20 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
     }
 }
 
-/// Whether the name is that of the header, or starts as it does.
+/// Returns whether the name matches the header, or starts with its prefix.
 fn is(header: &str, name: &str) -> bool {
     header.strip_suffix('*').map_or(header == name, |start| name.starts_with(start))
 }
 
 impl<'a> Here<'_, 'a> {
-    /// The lines of this row: names and values.
+    /// Returns the lines of this row: names and values.
     fn all(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
         let headers = self.row.headers;
         let ours = move |name: &str| headers.iter().any(|header| is(header, name));
         self.lines.iter().filter(move |line| ours(line.name)).map(|line| (line.name, line.value))
     }
 
-    /// The value of the first line of this row.
+    /// Returns the value of the first line of this row.
     fn first(&self) -> Option<&'a str> {
         self.all().next().map(|(_, value)| value)
     }
@@ -274,14 +273,14 @@ impl<'a> Here<'_, 'a> {
     }
 }
 
-/// Sets the limit; a negative one means that there is none.
+/// Sets the limit; a negative limit means that there is none.
 fn set_limit(draft: &mut Draft, unlimited: &mut bool, value: &str) {
     let count = super::parse::number::Count::read(value);
     *unlimited |= count == Some(super::parse::number::Count::Negative);
     draft.limit = count.and_then(super::parse::number::Count::known);
 }
 
-/// Sets what is left, after the limit; less than nothing is nothing, if the limit is known.
+/// Sets Remaining, after the limit. A negative value counts as 0 if the limit is known.
 fn set_remaining(draft: &mut Draft, value: &str) {
     draft.remaining = match super::parse::number::Count::read(value) {
         Some(super::parse::number::Count::Negative) => draft.limit.map(|_| 0),
@@ -289,7 +288,7 @@ fn set_remaining(draft: &mut Draft, value: &str) {
     };
 }
 
-/// `n/m` or `n:m`, both digits.
+/// Parses `n/m` or `n:m`, both digits.
 fn pair(text: &str, mark: char) -> Option<(u64, u64)> {
     let (one, two) = text.split_once(mark)?;
     Some((plain(one.trim())?, plain(two.trim())?))
