@@ -1,7 +1,8 @@
 //! A bounded map from [`Key`] to state, in shards, so that keys seldom wait for one another.
 //!
-//! A key carries its hash, so a lookup hashes nothing. State of no more use is evicted by the CLOCK algorithm: each shard has a hand,
-//! and each new key moves it on by a few entries. So a call looks at a few entries, whatever the number of keys.
+//! A key carries its hash, so a lookup hashes nothing. Unused state is evicted by the CLOCK algorithm: each shard has a
+//! hand, and each new key moves the hand on by a few entries. So a call looks at a few entries, whatever the number of
+//! keys.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,15 +13,15 @@ use hashbrown::hash_table::Entry;
 use crate::key::Key;
 use crate::rng::dice;
 
-/// State that can be evicted at some time.
+/// State that can be evicted.
 pub(crate) trait Evict {
     /// The type of the state's clock.
     type Now: Copy + Ord;
 
-    /// Returns the moment from which it may be evicted if room is needed; `None` while it is in use.
+    /// Returns the moment from which the state may be evicted if room is needed; `None` while it is in use.
     fn idle_from(&self) -> Option<Self::Now>;
 
-    /// Returns the moment from which it is of no use: then it is evicted in any case.
+    /// Returns the moment from which the state is useless: then it is evicted in any case.
     fn worthless_from(&self) -> Option<Self::Now> {
         self.idle_from()
     }
@@ -30,7 +31,7 @@ pub(crate) struct KeyMap<T> {
     shards: Box<[Mutex<Shard<T>>]>,
     seed: u64,
     max: usize,
-    /// How many keys all shards hold, including keys that are about to be added.
+    /// The number of keys in all shards, including keys that are about to be added.
     len: AtomicUsize,
     /// The shard that is searched for room next.
     next: AtomicUsize,
@@ -38,29 +39,30 @@ pub(crate) struct KeyMap<T> {
 
 struct Shard<T> {
     table: HashTable<(Key, T)>,
-    /// The bucket that is looked at next.
+    /// The bucket that the hand looks at next.
     hand: usize,
 }
 
-/// The map is full: all keys are in use, or all that were looked at.
+/// The map is full: all keys that were looked at are in use.
 #[derive(Debug)]
 pub(crate) struct Full;
 
-/// The keys of a shard: nearly as many as a table of 1024 buckets holds before it grows. Growing moves them, which takes some tens of
-/// microseconds, the longest that one call works for others.
+/// The keys of a shard: nearly as many as a table of 1024 buckets holds before it grows. To grow, a table moves its
+/// keys, which takes some tens of microseconds. No call does more work for other keys than that.
 const KEYS_IN_A_SHARD: usize = 800;
 
 const FEWEST_SHARDS: usize = 64;
 const MOST_SHARDS: usize = 8192;
 
-/// The buckets that each new key looks at. With eight, a seventh of the entries are of no use and not found yet.
+/// The number of buckets that each new key looks at. With eight, a seventh of the entries are useless and not found
+/// yet.
 const LOOK: usize = 8;
 
 /// The buckets of one shard that are searched for room, and the keys in all shards.
 const LOOK_FOR_ROOM: usize = 32;
 const MOST_LOOKED_AT: usize = 64;
 
-/// A smaller table is not worth shrinking.
+/// Tables smaller than this are not shrunk.
 const SMALL: usize = 64;
 
 impl<T: Evict> KeyMap<T> {
@@ -79,7 +81,7 @@ impl<T: Evict> KeyMap<T> {
 
     #[inline]
     fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<T>> {
-        // The table takes its tags from the top bits and its buckets from the low ones; these lie between.
+        // The table takes its tags from the top bits and its buckets from the low ones; these bits are in between.
         let share = u64::from((hash >> 16) as u32) * self.shards.len() as u64;
         lock(&self.shards[(share >> 32) as usize])
     }
@@ -135,7 +137,7 @@ impl<T: Evict> KeyMap<T> {
             return Ok(());
         }
         let mut left = MOST_LOOKED_AT;
-        // If keys are few, that is all of them.
+        // If there are few keys, these are all of them.
         for _ in 0..FEWEST_SHARDS {
             let number = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
             let mut shard = lock(&self.shards[number]);
@@ -159,16 +161,16 @@ impl<T: Evict> KeyMap<T> {
 
 /// The result of a look at some buckets.
 struct Looked<Now> {
-    /// How many keys they held.
+    /// The number of keys in these buckets.
     keys: usize,
-    /// How many of them were evicted.
+    /// The number of evicted keys.
     gone: usize,
-    /// Of the others that are idle, the one that is of no use first, and its bucket.
+    /// The idle key that is useless first, and its bucket.
     least: Option<(Now, usize)>,
 }
 
 impl<T: Evict> Shard<T> {
-    /// Looks at the next `buckets`, and evicts keys of no use.
+    /// Looks at the next `buckets`, and evicts useless keys.
     fn look(&mut self, buckets: usize, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Looked<T::Now> {
         let mut looked = Looked { keys: 0, gone: 0, least: None };
         let all = self.table.num_buckets();
@@ -195,7 +197,7 @@ impl<T: Evict> Shard<T> {
         true
     }
 
-    /// Frees memory once a round, if most of it is empty.
+    /// Frees memory once a round, if most of it is unused.
     fn shrink(&mut self, seed: u64) {
         let all = self.table.num_buckets();
         if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
@@ -212,7 +214,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// State that is idle from one moment, or in use if there is none, and of no use from another.
+    /// State with the moments from which it is idle (`None`: in use) and useless.
     struct Until(Option<u32>, u32);
 
     impl Evict for Until {
@@ -286,7 +288,7 @@ mod tests {
         assert_eq!(len(&keyed), 20_000);
     }
 
-    /// Those that are idle and still of use stay while there is room; then the oldest go first, nearly.
+    /// Idle state stays while there is room; then the oldest state goes first, nearly.
     #[test]
     fn full_map_evicts_the_oldest_idle_state_first() {
         const MAX: u32 = 10_000;
@@ -315,7 +317,7 @@ mod tests {
                 let keyed = &keyed;
                 scope.spawn(move || {
                     for number in 0..20_000u32 {
-                        // Each key is new to two of them at about the same time.
+                        // Two threads add each key at about the same time.
                         let key = number * 2 + thread % 2;
                         let _ = enter(keyed, key, number, Until(Some(number + 100), number + 1000));
                     }
@@ -339,7 +341,7 @@ mod tests {
         assert!(room(&keyed) < 10_000, "room for {}", room(&keyed));
     }
 
-    /// However long it goes on: the room for those in the fullest shard is the most that any shard keeps.
+    /// However long this continues, the fullest shard bounds the memory of every shard.
     #[test]
     fn short_lived_keys_do_not_grow_the_map() {
         let keyed = KeyMap::new(100_000);

@@ -109,11 +109,11 @@ pub trait Pace: Debug + Send {
         false
     }
 
-    /// Takes note that the store is away, and that each of `processes` equal processes uses the limit without knowing of the
-    /// others. `processes` is at least 1. Default: nothing changes.
+    /// Takes note that the store is unreachable, and that each of `processes` equal processes uses the limit without
+    /// coordination. `processes` is at least 1. Default: nothing changes.
     ///
-    /// Change only what [`share`](Pace::share) passes: once the store is back, that is replaced with what was shared
-    /// before.
+    /// Change only what [`share`](Pace::share) passes: once the store is reachable again, that is replaced with what
+    /// was shared before.
     fn divide(&mut self, _processes: u32) {}
 
     /// Reports whether the throttle is careful: it sends one request alone, the probe, before the first answer, and it

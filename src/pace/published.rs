@@ -1,9 +1,9 @@
 //! The four strategies of Richard Schneeman, "A Fast Car Needs Good Brakes" (2020), as they were published.
 //!
-//! In all of them each request sleeps by itself. There is no queue and no probe, and the wait that a refusal asks for is
-//! ignored. In the last three the requests of a key share one number: how long to sleep before the first attempt. Each
-//! request writes it when it ends, and the last one wins. A random tenth is added to each sleep, so that requests that were
-//! refused together do not come back together.
+//! In all of them each request sleeps by itself. There is no queue and no probe, and the wait that a refusal asks for
+//! is ignored. In the last three the requests of a key share one number: how long to sleep before the first attempt.
+//! Each request writes it when it ends, and the last one wins. A random tenth is added to each sleep, so that requests
+//! that were refused together do not retry together.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! One limit of a quota, and what makes no sense as one.
+//! One limit of a quota, and its checks.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,36 +10,36 @@ use crate::config_error::ConfigError;
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Limit {
-    /// At most `count` in any interval of the length `window`, wherever it starts.
+    /// At most `count` units in any interval of the length `window`, wherever it starts.
     #[non_exhaustive]
     Sliding {
-        /// How many units.
+        /// The number of units.
         count: u32,
-        /// In an interval of this length.
+        /// The length of the interval.
         window: Duration,
     },
-    /// At most `capacity` back to back; `count` come back every `window`, evenly.
+    /// At most `capacity` units back to back; `count` units are refilled every `window`, evenly.
     #[non_exhaustive]
     Bucket {
-        /// How many units may go back to back.
+        /// The number of units that may be sent back to back.
         capacity: u32,
-        /// How many units come back
+        /// The number of units that are refilled every `window`.
         count: u32,
-        /// in this time.
+        /// The time in which `count` units are refilled.
         window: Duration,
     },
-    /// At most `count` in each window, the windows aligned to the Unix epoch.
+    /// At most `count` units in each window; the windows are aligned to the Unix epoch.
     #[non_exhaustive]
     Fixed {
-        /// How many units.
+        /// The number of units.
         count: u32,
-        /// In each window of this length.
+        /// The length of the window.
         window: Duration,
     },
-    /// At most `count` at the same time.
+    /// At most `count` calls at the same time.
     #[non_exhaustive]
     InFlight {
-        /// How many calls.
+        /// The number of calls.
         count: u32,
     },
 }
@@ -50,7 +50,7 @@ impl Limit {
         Limit::Sliding { count, window }
     }
 
-    /// Makes a limit of `capacity` units back to back, of which `count` come back every `window`.
+    /// Makes a limit of `capacity` units back to back, of which `count` are refilled every `window`.
     pub const fn bucket(capacity: u32, count: u32, window: Duration) -> Self {
         Limit::Bucket { capacity, count, window }
     }
@@ -65,7 +65,7 @@ impl Limit {
         Limit::InFlight { count }
     }
 
-    /// The most units one call can cost under this limit.
+    /// Returns the most units that one call can cost under this limit.
     pub fn largest_cost(&self) -> u32 {
         match *self {
             Limit::Sliding { count, .. } | Limit::Fixed { count, .. } => count,
@@ -74,7 +74,8 @@ impl Limit {
         }
     }
 
-    /// How many units the limit allows in its [`window`](Limit::window), in the long run; or calls at the same time.
+    /// Returns how many units the limit allows in its [`window`](Limit::window) in the long run, or how many calls at
+    /// the same time.
     pub fn count(&self) -> u32 {
         match *self {
             Limit::Sliding { count, .. }
@@ -84,7 +85,7 @@ impl Limit {
         }
     }
 
-    /// The length of its window; zero for calls in flight, which have none.
+    /// Returns the length of the window; zero for calls in flight, which have none.
     pub fn window(&self) -> Duration {
         match *self {
             Limit::Sliding { window, .. } | Limit::Fixed { window, .. } | Limit::Bucket { window, .. } => {
@@ -94,7 +95,7 @@ impl Limit {
         }
     }
 
-    /// `part` of `of` parts of it; less than one unit is one unit in a longer time.
+    /// Returns `part` of `of` parts of the limit. A result below one unit becomes one unit in a longer time.
     pub(super) fn part(self, part: u64, of: u64) -> Limit {
         let units = |count: u32| {
             let units = u128::from(count) * u128::from(part) / u128::from(of);
@@ -113,7 +114,7 @@ impl Limit {
                 Limit::Fixed { count: units(count), window }
             }
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
-                // Each of its units has as long as it would wait for its turn.
+                // Each unit gets the time until its turn in the whole limit.
                 let of_one = window.as_nanos() / u128::from(count.max(1));
                 let of_one = Duration::from_nanos(u64::try_from(of_one).unwrap_or(u64::MAX));
                 Limit::Sliding { count: 1, window: longer(of_one).max(window) }
@@ -167,20 +168,23 @@ impl Limit {
     }
 }
 
-/// A permit may live for a fiftieth of the time between two slots: where slots are far apart, losing one costs much.
+/// A permit may live for a fiftieth of the time between two slots: if slots are far apart, the loss of one costs much.
 const LIVES_BETWEEN_SLOTS: u32 = 50;
 
 const LONGEST_LIFE: Duration = Duration::from_millis(50);
 
-/// The shortest that a permit lives, if a spacing is fine: timers are about a millisecond late.
+/// The shortest life of a permit under a fine spacing: timers are about a millisecond late.
 const SHORTEST_LIFE: Duration = Duration::from_millis(2);
 
-/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty, where the margin
-/// is the life of a permit and the transit slack: finer than the margin it collapses. Permits live shorter then, until no
-/// more is lost than may be. If that is not enough, the smallest burst that loses nothing is named.
+/// Computes how long a permit may live under a fine spacing, or the smallest burst that loses nothing.
+///
+/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty. The margin is
+/// the life of a permit and the transit slack. If T is below the margin, the rate collapses. Permits then live shorter,
+/// until the loss is within the allowed one. If that is not enough, the error names the smallest burst that loses
+/// nothing.
 fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duration, ConfigError> {
     let Limit::Bucket { capacity, count, window } = limit else { return Ok(life) };
-    // All in nanoseconds times `count`: T is then `window`.
+    // All values are in nanoseconds times `count`, so T is `window`.
     let (capacity, count, period) = (u128::from(capacity), u128::from(count), window.as_nanos());
     let scaled = |margin: Duration| margin.as_nanos() * count;
     let most_spacing = period * 100 / u128::from(100 - slacks.rate_loss.min(99));
@@ -201,7 +205,7 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
     })
 }
 
-/// `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.
+/// Writes a limit such as `50/1s`, `10 at once, then 50/1s`, `50 per full 1s`.
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {

@@ -36,11 +36,11 @@ pub use limit::Limit;
 /// seconds. To spread the requests, add [`burst`](Quota::burst).
 #[derive(Clone, Copy)]
 pub struct Quota {
-    /// The first `len` are the limits of rate. The others are unused.
+    /// The first `len` are the rate limits. The others are unused.
     limits: [Limit; Quota::MOST_LIMITS],
     len: usize,
     in_flight: Option<u32>,
-    /// What a constructor saw and `check` reports.
+    /// The error that a constructor found and `check` reports.
     misuse: Option<Misuse>,
 }
 
@@ -215,17 +215,17 @@ impl Quota {
         self.limits().iter().map(Limit::largest_cost).min().unwrap_or(u32::MAX)
     }
 
-    /// The shortest window of its limits of rate.
+    /// Returns the shortest window of the rate limits.
     pub fn shortest_window(&self) -> Duration {
         self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
-    /// Whether one of its limits follows the wall clock.
+    /// Returns whether one of the limits follows the wall clock.
     pub(crate) fn has_fixed_window(&self) -> bool {
         self.limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }))
     }
 
-    /// For how long use counts: the longest window, or time that a bucket takes to fill.
+    /// Returns for how long use counts: the longest window, or the longest time in which a bucket fills.
     pub(crate) fn longest_memory(&self) -> Duration {
         let memory = |limit: &Limit| match *limit {
             Limit::Bucket { capacity, count, window } if count > 0 => {
@@ -236,9 +236,9 @@ impl Quota {
         self.limits().iter().map(memory).max().unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
-    /// What one of several has of its limits of rate, when all of them together have `of` and it has `part`.
+    /// Returns the fraction `part / of` of the rate limits, for one of several processes.
     ///
-    /// What would be less than one unit is one unit in a longer time.
+    /// A result below one unit becomes one unit in a longer time.
     pub(crate) fn part(&self, part: u64, of: u64) -> Quota {
         let mut quota = Quota { in_flight: None, ..*self };
         for limit in &mut quota.limits {
@@ -247,8 +247,8 @@ impl Quota {
         quota
     }
 
-    /// The limit that remembers use for longest, alone, and how many units of it may be used within
-    /// [its memory](Quota::longest_memory).
+    /// Returns the limit under which use counts for longest, alone, and how many of its units may be used within [its
+    /// memory](Quota::longest_memory).
     pub(crate) fn longest(&self) -> (Quota, u64) {
         let longest = self.limits().iter().copied().map(Quota::of).max_by_key(Quota::longest_memory);
         let longest = longest.unwrap_or(*self);
@@ -258,7 +258,7 @@ impl Quota {
                 let refilled = u64::try_from(full / window.as_nanos().max(1)).unwrap_or(u64::MAX);
                 refilled.saturating_add(u64::from(capacity))
             }
-            // Two of its windows may lie within the length of one.
+            // Two windows may lie within the length of one.
             Limit::Fixed { count, .. } => 2 * u64::from(count),
             limit => u64::from(limit.count()),
         };
@@ -285,23 +285,23 @@ impl Quota {
 /// How long a permit is usable after its slot, unless slots are far apart or very close.
 pub(crate) const LIFE: Duration = Duration::from_millis(10);
 
-/// What is kept free for the way to the upstream, and what may be lost to it.
+/// The transit slack, and the loss of rate that is allowed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slacks {
-    /// By how much the time that a request takes to the upstream may vary.
+    /// How much the transit time to the upstream may vary.
     pub(crate) transit: Duration,
-    /// How long before and after the boundary of a fixed window nothing is sent.
+    /// How long before and after the boundary of a fixed window no request is sent.
     pub(crate) boundary: Duration,
     /// The most of the rate, in per cent, that the life of permits and the transit slack may cost.
     pub(crate) rate_loss: u32,
 }
 
 impl Slacks {
-    /// The most that is lost without consent, in per cent.
+    /// The largest loss that is allowed by default, in per cent.
     pub(crate) const RATE_LOSS: u32 = 10;
 }
 
-/// A token bucket that still needs its refill; made by [`Quota::bucket`].
+/// A token bucket without its refill; made by [`Quota::bucket`].
 #[must_use = "say how it refills"]
 #[derive(Clone, Copy, Debug)]
 pub struct Bucket {
@@ -378,7 +378,7 @@ mod tests {
         ] {
             assert_eq!(quota.check(SLACKS), Ok(millis(life)), "{quota}");
         }
-        // A spacing that is fine against the margin: permits live as long as what is lost allows.
+        // The spacing is fine against the margin: the allowed loss decides how long permits live.
         let every = Quota::every(millis(150)).check(SLACKS).unwrap();
         assert!(every > millis(6) && every < millis(7), "{every:?}");
         let fine = Slacks { transit: millis(1), rate_loss: 15, ..SLACKS };

@@ -1,4 +1,4 @@
-//! Quotas as people write them in a configuration.
+//! Parses quotas in the text form of configurations.
 
 use std::str::FromStr;
 use std::time::Duration;

@@ -17,11 +17,11 @@ pub struct Brief {
     pub start_interval: Duration,
     /// The quota for gates that need one. Default: the hint, as a sliding window.
     pub quota: Option<Quota>,
-    /// By how much the transit time to the server may vary, if the scenario says so.
+    /// How much the transit time to the server may vary, if the scenario states it.
     pub transit_slack: Option<Duration>,
-    /// What becomes of a request when the store does not answer.
+    /// What happens to a request when the store does not respond.
     pub on_store_error: OnStoreError,
-    /// The fraction of the quota for a process that has no recent grants, if the scenario says so.
+    /// The fraction of the quota for a process that has no recent grants, if the scenario states it.
     pub fallback_share: Option<f64>,
 }
 

@@ -40,7 +40,7 @@
 //! - `fair-shared` is the same throttle, whose processes [share](crate::AdaptiveThrottleBuilder::store) one pace through the
 //!   store.
 //!
-//! The simulation has no sockets and no threads. Those have tests of their own.
+//! The simulation has no sockets and no threads, which are tested separately.
 
 mod brief;
 mod caller;

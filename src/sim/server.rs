@@ -160,7 +160,8 @@ impl ServerState {
 }
 
 impl Server {
-    /// Returns how many requests the server can accept in `duration` seconds: those at the start and those added later.
+    /// Returns how many requests the server can accept in `duration` seconds: the tokens at the start and the later
+    /// refill.
     pub(super) fn supply(&self, duration: f64) -> f64 {
         match self {
             Server::Bucket { refill, start, changes, .. } => {

@@ -98,7 +98,7 @@ impl SharedStore {
         span(self.model.trip.drawn(&mut dice))
     }
 
-    /// Returns until when the store is away, if it is away at `moment`.
+    /// Returns the end of the outage, if the store is unreachable at `moment`.
     fn away_until(&self, moment: Instant) -> Option<Instant> {
         let at = moment.saturating_duration_since(self.origin).as_secs_f64();
         self.model.away_until(at).map(|until| self.origin + span(until))

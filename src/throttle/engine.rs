@@ -193,7 +193,7 @@ impl Listener for Core {
                         keys.push(key);
                     }
                 });
-                // Starts or wakes the sync task of each key. If the store is away, those tasks find out.
+                // Starts or wakes the sync task of each key. If the store is unreachable, those tasks notice it.
                 for key in keys {
                     self.at(key, |_, _| ());
                 }

@@ -118,7 +118,7 @@ impl PeerView {
         }
     }
 
-    /// Adds the load of the other processes to the load of this one, unless the store is away.
+    /// Adds the load of the other processes to the load of this one, unless the store is unreachable.
     pub(super) fn with_others(&self, own: Load) -> Load {
         if self.sync.is_away() {
             return own;

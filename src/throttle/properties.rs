@@ -22,7 +22,7 @@ const MAX_HOLD: Duration = Duration::from_secs(60);
 enum Step {
     Join,
     Pass(u64),
-    /// Answers the `n`-th request in flight: whether it is refused, what is left, and how long to wait.
+    /// Passes the answer to the `n`-th request in flight: whether it is refused, what is left, and how long to wait.
     Answer(usize, bool, u64, Option<u64>),
     /// Ends the `n`-th request in flight without an answer.
     Lose(usize),

@@ -68,7 +68,7 @@ impl PacedQueue {
         self.view = Some(Box::new(PeerView::new(id, address, now)));
     }
 
-    /// Reports whether the queue goes on alone: the pace is not shared, or the store is away.
+    /// Reports whether the queue works alone: the pace is not shared, or the store is unreachable.
     pub(super) fn is_alone(&self) -> bool {
         self.view.as_ref().is_none_or(|view| view.sync.is_away())
     }
@@ -110,8 +110,8 @@ impl PacedQueue {
         }
     }
 
-    /// Records an event for the other processes, unless the store is away. `event` takes the number of releases that this
-    /// process knows of.
+    /// Records an event for the other processes, unless the store is unreachable. `event` takes the number of releases
+    /// that this process knows of.
     pub(super) fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
         if let Some(view) = &mut self.view {
             if !view.sync.is_away() {
@@ -283,10 +283,10 @@ impl PacedQueue {
     }
 }
 
-/// Answers and notifications of the store.
+/// Responses and notifications of the store.
 impl PacedQueue {
-    /// Ends the compare-and-set that was sent at `sent` with the store's answer. Returns whether the store went away or came
-    /// back.
+    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether the store became
+    /// unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
         answer: Result<Register, StoreError>,
@@ -385,7 +385,7 @@ impl PacedQueue {
         view.sync.rest(now, rest.min(all).mul_f64(self.dice.roll()));
     }
 
-    /// Takes the register that another process has written, unless it is out of date or the store is away.
+    /// Takes the register that another process has written, unless it is out of date or the store is unreachable.
     pub(super) fn register_changed(&mut self, register: Register, now: Instant) {
         let Some(view) = &mut self.view else { return };
         let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
@@ -442,7 +442,7 @@ impl PacedQueue {
 
     /// Applies the events that the adopted register lacks.
     ///
-    /// A hold that this process saw before another process released it does not come back.
+    /// A hold that this process saw before another process released it is not restored.
     fn replay(&mut self, events: &[Event]) {
         let load = self.load();
         let releases_read = self.pace_state.releases;

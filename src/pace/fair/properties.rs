@@ -1,4 +1,4 @@
-//! What holds for all answers, true or not, at any time.
+//! Properties that hold for all answers, true or not, at any time.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::signal::{ObservedQuota, Signal};
 
-/// What an answer says, after how long a silence, and how long it was on its way.
+/// An answer: what it states, the time since the answer before, and its transit time.
 #[derive(Clone, Debug)]
 struct Answer {
     after: Duration,
@@ -33,7 +33,7 @@ impl Answer {
     }
 }
 
-/// Small and huge numbers, each often.
+/// Numbers, both small and huge.
 fn count() -> impl Strategy<Value = u64> {
     prop_oneof![0_u64..20, 0_u64..5000, any::<u64>()]
 }
@@ -59,7 +59,7 @@ fn answer() -> impl Strategy<Value = Answer> {
     })
 }
 
-/// What another may have written in the place of a number.
+/// A number that a faulty process may have written.
 fn wild() -> impl Strategy<Value = f64> {
     prop_oneof![any::<f64>(), -10.0..10.0_f64, Just(0.0), Just(f64::MAX), Just(f64::NAN), -1e6..1e6_f64]
 }
@@ -72,7 +72,7 @@ fn pace() -> impl Strategy<Value = Fair> {
     })
 }
 
-/// Tells `pace` the answers one after another; `each` sees it before and after, and the pause.
+/// Passes the answers to `pace` one after another. `each` sees the pace before and after, and the pause.
 fn replay(
     mut pace: Fair,
     answers: &[Answer],
@@ -177,12 +177,12 @@ proptest! {
         answers in prop::collection::vec(answer(), 1..40),
     ) {
         replay(pace, &answers, |before, after, answer, _| {
-            // A first look tells what n others have, if they do.
+            // The first answer may show the `n` of the other clients.
             if before.last_answer.is_none() && !answer.refused {
                 prop_assert!(after.n <= FIRST_LOOK * GROWTH.exp());
                 return Ok(());
             }
-            // What was learned in silence becomes n when Remaining first speaks.
+            // If Remaining appears for the first time, `n` becomes what `m` has learned.
             let n = if before.level.is_none() { before.n.max(before.m) } else { before.n };
             let most = if answer.refused { (n * REFUSED).max(FIRST_GUESS) } else { n * GROWTH.exp() };
             // A better guess of the token time changes the unit, not the interval.
@@ -224,7 +224,7 @@ proptest! {
         let enough = pace.set_point() + (n / SHORTAGE + in_flight as f64).max(drain);
         pace.level = Some(enough + more);
         prop_assert_eq!(pace.pace(in_flight), 0.0);
-        // And below that, unless the drain is what matters, something is.
+        // Below that, a request is delayed, unless the drain matters more.
         pace.level = Some(pace.set_point() + n / SHORTAGE + in_flight as f64 - more);
         pace.scale.is_below = is_below;
         prop_assert!(pace.pace(in_flight) > 0.0);
@@ -267,7 +267,7 @@ proptest! {
             let now = sent + Duration::from_millis(100 + index as u64);
             let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
             let before = (pace.n, pace.m);
-            // Never the same twice running, or it would not be believed.
+            // The value changes each time, or it would be ignored as constant.
             let quota = ObservedQuota::new().with_remaining(2 * left + index as u64 % 2);
             let limited = refused.then_some(StatusCode::TOO_MANY_REQUESTS);
             let signal = Signal::default().with_quota(quota).with_refusal(limited);
@@ -315,7 +315,7 @@ proptest! {
             });
             lies.collect::<Vec<_>>()
         };
-        // More than comes in between any two answers.
+        // More than is refilled between any two answers.
         let lied = replay(pace.clone(), &said(|most, over| Some((most + over) << 32)), |_, _, _, _| Ok(()))?;
         let silent = replay(pace, &said(|_, _| None), |_, _, _, _| Ok(()))?;
         prop_assert_eq!((lied.n, lied.m, lied.drain, lied.level), (silent.n, silent.m, silent.drain, silent.level));

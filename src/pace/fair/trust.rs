@@ -101,7 +101,7 @@ impl Trust {
         notes.flag(&mut self.silent);
     }
 
-    /// Reports whether Remaining was missing or constant for so long that it is ignored.
+    /// Reports whether Remaining is ignored, because it was missing or constant in too many answers.
     pub(super) fn is_silent(&self) -> bool {
         self.silent
     }

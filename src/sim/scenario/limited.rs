@@ -14,7 +14,7 @@ use crate::quota::Quota;
 pub struct StoreModel {
     /// How long a call takes. The store does it half-way. A notification takes half as long. Default: one millisecond.
     pub trip: Latency,
-    /// When the store is away: begin and end. A call in that time fails after 0.25 s; half of these calls are done.
+    /// The outages of the store: begin and end. A call in that time fails after 0.25 s; half of these calls are done.
     pub away: Vec<(f64, f64)>,
     /// The period after which the `away` times repeat. Default: they do not repeat.
     pub away_every: Option<f64>,
@@ -43,7 +43,7 @@ impl StoreModel {
         Ok(())
     }
 
-    /// Returns until when the store is away, if it is away at `at`.
+    /// Returns the end of the outage, if the store is unreachable at `at`.
     pub(in crate::sim) fn away_until(&self, at: f64) -> Option<f64> {
         let into = self.away_every.map_or(at, |every| at.rem_euclid(every));
         let (_, to) = self.away.iter().find(|(from, to)| (*from..*to).contains(&into))?;

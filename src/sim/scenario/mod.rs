@@ -290,8 +290,8 @@ impl Scenarios {
         Scenarios::read(include_str!("scenarios.json")).expect("the tests read it")
     }
 
-    /// Returns the second set: known limits, counted in a store that is near, is away, or loses answers; and hours of all of
-    /// that at once.
+    /// Returns the second set: known limits, counted in a store that is near, is unreachable, or loses answers; and
+    /// hours with all of these faults.
     pub fn limited() -> Self {
         Scenarios::read(include_str!("limited.json")).expect("the tests read it")
     }
