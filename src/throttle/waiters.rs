@@ -1,7 +1,7 @@
 //! The waiters of one key: a paced queue in real time, with wakers and timers.
 //!
 //! Each waiter has a timer. Only the timer of the first waiter without a permit follows the queue's next slot; the
-//! other timers fire at the end of the longest wait. So a slot wakes one task, not all of them.
+//! timer of every other waiter fires when that waiter must give up. So a slot wakes one task, not all of them.
 //!
 //! Every change of the queue ends in [`Waiters::grant_due`], which grants what is due and sets that timer.
 
