@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scarcest_quota_counts() {
+    fn scarcest_quota_counts() {
         let quota = |limit, remaining| ObservedQuota::new().with_limit(limit).with_remaining(remaining);
         let signal = Signal::default().with_quota(quota(10, 9)).with_quota(quota(4500, 100));
         let signal = signal.with_quota(quota(7, 0).with_unit("tokens"));
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_no_wait_in_so_many_words() {
+    fn reset_is_no_explicit_wait() {
         let reset = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600")];
         assert_eq!(wait_said(&refusal(&reset)), None);
         let both = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600"), ("retry-after", "2")];

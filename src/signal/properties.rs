@@ -49,7 +49,7 @@ fn odd_hints_never_panic_and_never_wait_for_ever() {
 }
 
 #[test]
-fn a_reset_that_is_over_is_no_wait() {
+fn reset_in_the_past_is_no_wait() {
     let signal = of(429, &[("x-ratelimit-remaining", b"0"), ("x-ratelimit-reset", b"1700000000")]);
     assert_eq!(signal.retry_after(), Some(Duration::ZERO));
 }
@@ -71,7 +71,7 @@ fn system_clock_before_1970_is_accepted() {
 }
 
 #[test]
-fn a_signal_holds_a_bounded_number_of_quotas() {
+fn signal_holds_a_bounded_number_of_quotas() {
     let mut headers = HeaderMap::new();
     for number in 0..100 {
         let name = format!("x-ratelimit-remaining-{number}");

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_axis_ends_at_a_label_and_has_some() {
+    fn axis_ends_at_a_label() {
         for (to, end, count) in
             [(0.0, 1e-9, 1), (1.0, 1.0, 2), (13.2, 15.0, 3), (4500.0, 6000.0, 3), (8.0, 8.0, 4)]
         {

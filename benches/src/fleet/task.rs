@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn task_parses_back_from_its_words() {
         let task = Task {
             contender: Contender::Windows,
             url: "redis://127.0.0.1:7000/".into(),

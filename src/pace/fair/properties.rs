@@ -193,7 +193,7 @@ proptest! {
     }
 
     #[test]
-    fn a_refusal_pause_stays_between_its_bounds(
+    fn refusal_pause_stays_between_its_bounds(
         pace in pace(),
         answers in prop::collection::vec(answer(), 1..40),
     ) {
@@ -283,7 +283,7 @@ proptest! {
     }
 
     #[test]
-    fn a_refusal_brings_no_request_forward(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
+    fn refusals_bring_no_request_forward(pace in pace(), answers in prop::collection::vec(answer(), 1..40)) {
         let mut now = crate::clock::now();
         replay(pace, &answers, |before, after, answer, pause| {
             now = after.last_answer.unwrap();
@@ -323,7 +323,7 @@ proptest! {
     }
 
     #[test]
-    fn of_several_refusals_in_one_round_trip_one_counts(count in 1_usize..20, left in 0_u64..3) {
+    fn one_refusal_per_round_trip_counts(count in 1_usize..20, left in 0_u64..3) {
         let mut pace = Fair::new().limit(100, Duration::from_secs(100));
         let (sent, mut dice, mut call) = (crate::clock::now(), Dice::seeded(1), Call::default());
         pace.arrived(&mut call, &Traffic::at(sent), &mut dice);

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_word_may_be_a_period() {
+    fn last_word_may_be_a_period() {
         for (name, expected) in [
             ("requests-minute", Some(60 * SECOND)),
             ("unified-5h", Some(5 * 3600 * SECOND)),
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_name_names_no_kind_of_calls() {
+    fn plain_name_states_only_unit_and_period() {
         for (name, expected) in [
             ("requests", true),
             ("input-tokens", true),

@@ -107,21 +107,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_text_is_cut_where_a_character_ends() {
+    fn long_text_is_cut_after_a_whole_character() {
         assert_eq!(Text::of(&["a", "", "µ"]).as_str(), "aµ");
         assert_eq!(Text::of(&[&"x".repeat(500)]).as_str().len(), Text::LONGEST);
         assert_eq!(Text::of(&[&"µ".repeat(500)]).as_str(), "µ".repeat(47));
     }
 
     #[test]
-    fn a_full_list_takes_no_more() {
+    fn full_list_drops_further_items() {
         let mut list = Bounded::<u8, 2>::new();
         (0..9).for_each(|item| list.push(item));
         assert_eq!(list[..], [0, 1]);
     }
 
     #[test]
-    fn a_list_keeps_each_item_once() {
+    fn bounded_list_keeps_each_item_once() {
         let mut list = Bounded::<u8, 9>::new();
         [3, 1, 3, 2, 9, 1].into_iter().for_each(|item| list.push(item));
         list.keep(|item| *item < 9);

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_of_a_number_tells_what_it_is() {
+    fn number_size_tells_spans_from_moments() {
         for (text, expected) in [
             ("-5", Some(0)),
             ("0", Some(0)),

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_is_read() {
+    fn events_parse_back_from_their_lines() {
         let event = Event { outcome: Outcome::StoreFailed, text: "it is away".into(), ..granted(1, 2) };
         assert_eq!(event.to_string().parse::<Event>().unwrap(), event);
         assert_eq!(granted(1, 2).to_string().parse::<Event>().unwrap(), granted(1, 2));
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ideal_schedule_keeps_every_limit() {
+    fn ideal_schedule_keeps_every_limit() {
         let ms = Duration::from_millis;
         let quota = "2/1s, 3/5s".parse().unwrap();
         let moments: Vec<_> = ideal(&quota, ms(20)).take(5).collect();

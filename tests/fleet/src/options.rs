@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn options_parse_back_from_their_words() {
         let options = Options {
             quota: "25/5s, 60/12s".into(),
             arrivals: Arrivals::Every(Duration::from_millis(7)),

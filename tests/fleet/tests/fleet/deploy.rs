@@ -15,7 +15,7 @@ fn foreign(report: &Report) -> usize {
 }
 
 #[test]
-fn the_stricter_limit_holds_until_its_processes_are_gone() {
+fn stricter_limit_holds_until_its_processes_end() {
     let _turn = turn_beside_others();
     let site = Site::new();
     let mut strict = site.start(2, &Options { who: "strict".into(), ..version("20/1s", ms(4000)) });
@@ -50,7 +50,7 @@ fn the_stricter_limit_holds_until_its_processes_are_gone() {
 }
 
 #[test]
-fn a_stricter_limit_takes_hold_under_a_running_fleet() {
+fn stricter_limit_applies_to_a_running_fleet() {
     let _turn = turn_beside_others();
     let site = Site::new();
     let mut loose = site.start(2, &Options { who: "loose".into(), ..version("50/1s", ms(8500)) });

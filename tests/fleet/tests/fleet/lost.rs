@@ -116,7 +116,7 @@ impl InAdvance {
 
 /// Redis loads a snapshot, or a replica that lags behind takes over: the latest grants are missing.
 #[test]
-fn redis_comes_back_with_an_older_state() {
+fn redis_restarts_with_an_older_state() {
     let _turn = turn_beside_others();
     once_in_three(|| {
         let redis = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
@@ -172,19 +172,19 @@ fn redis_forgets_slots_that_lie_far_ahead() {
 }
 
 #[test]
-fn the_clock_of_redis_steps_forwards() {
+fn redis_clock_steps_forwards() {
     let _turn = turn_beside_others();
     after("+30 s", Site::with_stepping_clock(), |redis| redis.step_clock(30).unwrap());
 }
 
 #[test]
-fn the_clock_of_redis_steps_backwards() {
+fn redis_clock_steps_backwards() {
     let _turn = turn_beside_others();
     after("-30 s", Site::with_stepping_clock(), |redis| redis.step_clock(-30).unwrap());
 }
 
 #[test]
-fn the_clock_of_redis_is_corrected_by_little() {
+fn redis_clock_is_corrected_by_one_second() {
     let _turn = turn_beside_others();
     after("+1 s", Site::with_stepping_clock(), |redis| redis.step_clock(1).unwrap());
 }

@@ -123,7 +123,7 @@ fn random_redis_faults_never_exceed_the_limit() {
 
 /// Each process has its own counter.
 #[test]
-fn a_counter_in_each_process_is_found_out() {
+fn counter_in_each_process_exceeds_the_limit() {
     let _turn = turn_beside_others();
     let over = soak("a counter in each process", Some(MEMORY), ms(2000), true);
     println!("{}", over.expect("it is over"));
@@ -131,7 +131,7 @@ fn a_counter_in_each_process_is_found_out() {
 
 /// One counter in Redis for each second, as many programs write it.
 #[test]
-fn a_counter_for_each_second_is_found_out() {
+fn counter_for_each_second_exceeds_the_limit() {
     let _turn = turn_beside_others();
     let over = soak("a counter for each second", Some(&format!("{INCR} URL")), ms(4000), true);
     println!("{}", over.expect("it is over"));

@@ -108,7 +108,7 @@ async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: D
 }
 
 #[test]
-fn a_server_that_insists_on_20_ms_refuses_nothing() {
+fn server_with_20_ms_spacing_refuses_nothing() {
     const SPAN: Duration = Duration::from_secs(8);
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let look = || {
