@@ -1,7 +1,7 @@
 //! Which counter a request belongs to.
 //!
-//! A [`Key`] names whose limit it is: one count per key. It is small, copied, and keeps no text, so an API
-//! token used as a key is in no log, no error and no `Debug` output.
+//! A [`Key`] identifies a limit: one count per key. It is small, copied, and keeps no text, so an API token used as a
+//! key is in no log, no error and no `Debug` output.
 
 use std::fmt;
 use std::time::Instant;
@@ -11,9 +11,9 @@ use siphasher::sip128::SipHasher13;
 
 use crate::rng::secret_of_process;
 
-/// Names whose limit it is: requests with the same key share one count.
+/// Identifies a limit: requests with the same key share one count.
 ///
-/// Made from any bytes; only a 128-bit hash is kept, the same in every process.
+/// A key is made from any bytes. Only a 128-bit hash is kept, the same in every process.
 ///
 /// # What logs show of a key
 ///
@@ -44,7 +44,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// One key for everything: what a layer uses that was given no key function.
+    /// The single key of all requests: a layer without a key function uses it.
     ///
     /// All requests share one count then. [Holds](crate::RateLimitBuilder::max_hold) go by host: see
     /// [`host_hold`](Key::host_hold).
@@ -56,7 +56,7 @@ impl Key {
         Key { high: hash.h1, low: hash.h2 }
     }
 
-    /// Makes the key of this key and `part` together, as in host *and* token.
+    /// Makes the key of this key and `part` together, such as host *and* token.
     ///
     /// `a.and("b")` differs from `Key::new("ab")`, and the order counts.
     #[must_use]
@@ -65,9 +65,9 @@ impl Key {
         Key { high: hash.h1, low: hash.h2 }
     }
 
-    /// The key that [`by_host`] gives the requests to `host`, to look at with [`peek`](crate::Limiter::peek).
+    /// Returns the key that [`by_host`] gives the requests to `host`, to look at with [`peek`](crate::Limiter::peek).
     ///
-    /// Hosts compare without regard to case and to the dot that may end them.
+    /// The comparison of hosts ignores case and a final dot.
     pub fn host(host: &str) -> Self {
         let host = host.strip_suffix('.').unwrap_or(host);
         if any_byte(host, |byte| byte.is_ascii_uppercase()) {
@@ -76,8 +76,9 @@ impl Key {
         Key::new(host)
     }
 
-    /// The key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function holds after a refusal by `host`, for
-    /// [`peek`](crate::Limiter::peek), [`hold_for`](crate::Limiter::hold_for) and [`release`](crate::Limiter::release).
+    /// Returns the key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function holds after a refusal by
+    /// `host`, for [`peek`](crate::Limiter::peek), [`hold_for`](crate::Limiter::hold_for) and
+    /// [`release`](crate::Limiter::release).
     ///
     /// It holds the requests to that host and no others. A hold of [`Key::ALL`] holds the requests to all hosts.
     ///
@@ -107,25 +108,26 @@ impl Key {
         secret.and(self.bytes())
     }
 
-    /// All of it in 32 hex digits.
+    /// Returns the whole key in 32 hex digits.
     #[cfg(feature = "redis")]
     pub(crate) fn hex(self) -> String {
         format!("{:016x}{:016x}", self.high, self.low)
     }
 
-    /// All of it, the high half first.
+    /// Returns the whole key, the high half first.
     pub(crate) fn bytes(self) -> [u8; 16] {
         (u128::from(self.high) << 64 | u128::from(self.low)).to_be_bytes()
     }
 
-    /// The key whose [`bytes`](Key::bytes) these are.
+    /// Returns the key with these [`bytes`](Key::bytes).
     #[cfg(feature = "redis")]
     pub(crate) fn of_bytes(bytes: [u8; 16]) -> Self {
         let number = u128::from_be_bytes(bytes);
         Key { high: (number >> 64) as u64, low: number as u64 }
     }
 
-    /// Spreads over a table that an attacker who chooses names cannot aim at: `seed` is the process's own.
+    /// Returns the hash for a table. `seed` is the process's own, so an attacker who chooses names cannot aim at a
+    /// bucket.
     #[inline]
     pub(crate) fn spread(self, seed: u64) -> u64 {
         let product = u128::from(self.high ^ seed) * u128::from(self.low | 1);
@@ -153,7 +155,7 @@ impl Key {
     }
 }
 
-/// Eight hex digits of a digest, different in each process.
+/// Formats eight hex digits of a digest, different in each process.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [high, low] = secret_of_process();
@@ -180,7 +182,7 @@ impl fmt::Debug for Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost(pub u32);
 
-/// The moment by which a request must have left, put into a request's extensions.
+/// The moment by which a request must leave, put into a request's extensions.
 ///
 /// A request whose slot lies later is refused at once. The layer's `max_wait` holds besides.
 ///
@@ -217,27 +219,27 @@ pub struct Deadline(pub Instant);
     note = "for a request of your own, write `impl tollgate::AsRequestInfo for {Self}`"
 )]
 pub trait AsRequestInfo {
-    /// The host the request goes to.
+    /// The host of the request.
     fn host(&self) -> Option<&str> {
         None
     }
 
-    /// The path of its URL. Default: empty.
+    /// The path of the request's URL. Default: empty.
     fn path(&self) -> &str {
         ""
     }
 
-    /// Its method. Default: GET.
+    /// The method of the request. Default: GET.
     fn method(&self) -> &Method {
         &Method::GET
     }
 
-    /// Its headers.
+    /// The headers of the request.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
-    /// Its extensions, where [`Key`], [`Cost`] and [`Deadline`] may lie.
+    /// The extensions of the request, which may hold a [`Key`], a [`Cost`] and a [`Deadline`].
     fn extensions(&self) -> Option<&Extensions> {
         None
     }
@@ -252,7 +254,7 @@ pub trait AsRequestInfo {
 impl<B> AsRequestInfo for http::Request<B> {
     fn host(&self) -> Option<&str> {
         if let Some(authority) = self.uri().authority() {
-            // Most have neither port nor user: then `host()` need not take it apart.
+            // Most hosts have neither port nor user, so `host()` need not split them.
             let authority = authority.as_str();
             let is_host = !any_byte(authority, |byte| matches!(byte, b':' | b'@' | b'['));
             return if is_host { Some(authority) } else { self.uri().host() };
@@ -301,37 +303,37 @@ impl<'a> RequestInfo<'a> {
         RequestInfo { extensions: Some(extensions), ..self }
     }
 
-    /// The host the request goes to.
+    /// The host of the request.
     pub fn host(&self) -> Option<&'a str> {
         self.request.host()
     }
 
-    /// The path of its URL.
+    /// The path of the request's URL.
     pub fn path(&self) -> &'a str {
         self.request.path()
     }
 
-    /// Its method.
+    /// The method of the request.
     pub fn method(&self) -> &'a Method {
         self.request.method()
     }
 
-    /// The bytes of its header `name`: the first where there are several.
+    /// The bytes of the request's header `name`; the first value if there are several.
     pub fn header(&self, name: impl http::header::AsHeaderName) -> Option<&'a [u8]> {
         Some(self.request.headers()?.get(name)?.as_bytes())
     }
 
-    /// The key of its host, if a response may come from another.
+    /// The key of the request's host, if a response may come from another host.
     pub(crate) fn host_if_redirected(&self) -> Option<Key> {
         if self.request.follows_redirects() { self.host_key() } else { None }
     }
 
-    /// The key of its host.
+    /// The key of the request's host.
     pub(crate) fn host_key(&self) -> Option<Key> {
         self.host().map(Key::host)
     }
 
-    /// Its extension of type `T`.
+    /// The extension of type `T` of the request.
     pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
         self.extensions?.get::<T>()
     }
@@ -344,13 +346,13 @@ impl fmt::Debug for RequestInfo<'_> {
     }
 }
 
-/// A key function: one limit for each host. A request without a host is refused, by name, rather than counted
-/// under a key it does not share ([`Reason::NoKey`](crate::Reason::NoKey)).
+/// A key function: one limit for each host. A request without a host is refused
+/// ([`Reason::NoKey`](crate::Reason::NoKey)), rather than counted under another key.
 ///
-/// Hosts are compared without regard to case; the port does not count. If reqwest follows a redirect to another host, the
-/// request still counts for the host that it was sent to, and what the other host says about limits is ignored. A 429 holds
-/// the key of its host; without any key function too, a 429 holds only the requests to its host, but the count is one for all
-/// ([`Key::ALL`]).
+/// The comparison of hosts ignores case and the port. If reqwest follows a redirect to another host, the request still
+/// counts for the host that it was sent to, and what the other host states about limits is ignored. A 429 holds the key
+/// of its host. Without any key function, too, a 429 holds only the requests to its host, but there is one count for
+/// all hosts ([`Key::ALL`]).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -364,7 +366,8 @@ pub fn by_host(request: &RequestInfo<'_>) -> Option<Key> {
     request.host().map(Key::host)
 }
 
-/// A key function: one limit for each value of the header `name`. A request without that header is refused, by name.
+/// A key function: one limit for each value of the header `name`. A request without that header is refused
+/// ([`Reason::NoKey`](crate::Reason::NoKey)).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -379,7 +382,8 @@ pub fn by_header(name: HeaderName) -> impl Fn(&RequestInfo<'_>) -> Option<Key> +
     move |request| request.header(&name).map(Key::new)
 }
 
-/// Whether `text` has such a byte. Without a branch a byte, so that the compiler looks at many at a time.
+/// Returns whether `text` has such a byte. It has no branch for each byte, so that the compiler can check many at a
+/// time.
 #[inline]
 fn any_byte(text: &str, such: impl Fn(u8) -> bool) -> bool {
     text.bytes().fold(false, |found, byte| found | such(byte))

@@ -166,7 +166,7 @@ impl Worker {
         Ok(self.child.stdin.as_mut().ok_or("its input is a pipe")?)
     }
 
-    /// Ten grants at once, every `every` nanoseconds, for twenty seconds.
+    /// Adds the report of the child.
     fn report(&mut self, seen: &mut Seen) -> Result<(), Failure> {
         let mut text = String::new();
         self.output.read_to_string(&mut text)?;

@@ -25,9 +25,9 @@ impl Moments {
         events.iter().filter(|event| (self.away + grace..self.back).contains(&event.asked)).collect()
     }
 
-    /// Returns the calls of [`during`](Moments::during) that ended before Redis recovered, without those of the first
-    /// window and its margin: for that time a process may have permits at hand, or know without a store call that no
-    /// slot is free.
+    /// Returns the calls of [`during`](Moments::during) that ended before Redis recovered. Calls of the first window
+    /// and its margin are left out: for that time a process may have permits at hand, or know without a store call that
+    /// no slot is free.
     fn blind<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let from = self.away + 1_050_000_000;
         events.iter().filter(|event| event.asked > from && event.ended < self.back).collect()
@@ -182,13 +182,13 @@ fn go_on_with_shares(
     let told = |report: &fleet::Report| {
         report.warnings.iter().any(|warning| warning.contains("uses its fallback share"))
     };
-    assert!(reports.iter().all(told), "it is told that a process goes on alone");
+    assert!(reports.iter().all(told), "each process warns that it uses its fallback share");
     let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed)).count();
     let meanwhile = between(&log, away + ms(1500), back);
     let (most, after) = (log.largest_count_sent(ms(1000)), part(&log, away + ms(1500), Instant::now()));
     println!(
         "{what}, 4 processes with shares: {:?} calls in each second; {meanwhile} of {} from 1.5 s after it was lost until it \
-         was back, at most {most} in a second there, {} afterwards; {failed} calls were told of the store",
+         was back, at most {most} in a second there, {} afterwards; {failed} calls failed because of the store",
         per_second(&log),
         allowed(&quota, ms(3000)),
         after.largest_count_sent(ms(1000))
