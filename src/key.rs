@@ -219,32 +219,32 @@ pub struct Deadline(pub Instant);
     note = "for a request of your own, write `impl tollgate::AsRequestInfo for {Self}`"
 )]
 pub trait AsRequestInfo {
-    /// The host of the request.
+    /// Returns the host of the request.
     fn host(&self) -> Option<&str> {
         None
     }
 
-    /// The path of the request's URL. Default: empty.
+    /// Returns the path of the request's URL. Default: empty.
     fn path(&self) -> &str {
         ""
     }
 
-    /// The method of the request. Default: GET.
+    /// Returns the method of the request. Default: GET.
     fn method(&self) -> &Method {
         &Method::GET
     }
 
-    /// The headers of the request.
+    /// Returns the headers of the request.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
-    /// The extensions of the request, which may hold a [`Key`], a [`Cost`] and a [`Deadline`].
+    /// Returns the extensions of the request, which may hold a [`Key`], a [`Cost`] and a [`Deadline`].
     fn extensions(&self) -> Option<&Extensions> {
         None
     }
 
-    /// Whether the client inside may follow redirects by itself, so that a response may come from another
+    /// Returns whether the client inside may follow redirects by itself, so that a response may come from another
     /// [host](crate::AsResponseInfo::host). Default: no; for `reqwest::Request`: yes.
     fn follows_redirects(&self) -> bool {
         false
@@ -292,48 +292,48 @@ pub struct RequestInfo<'a> {
 }
 
 impl<'a> RequestInfo<'a> {
-    /// A view of `request`.
+    /// Makes a view of `request`.
     pub fn new(request: &'a dyn AsRequestInfo) -> Self {
         RequestInfo { request, extensions: request.extensions() }
     }
 
-    /// The same request, with extensions that travel beside it (reqwest-middleware's do).
+    /// Returns the same request, with extensions that travel beside it (reqwest-middleware's do).
     #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "layer/reqwest.rs is off"))]
     pub(crate) fn with_extensions(self, extensions: &'a Extensions) -> Self {
         RequestInfo { extensions: Some(extensions), ..self }
     }
 
-    /// The host of the request.
+    /// Returns the host of the request.
     pub fn host(&self) -> Option<&'a str> {
         self.request.host()
     }
 
-    /// The path of the request's URL.
+    /// Returns the path of the request's URL.
     pub fn path(&self) -> &'a str {
         self.request.path()
     }
 
-    /// The method of the request.
+    /// Returns the method of the request.
     pub fn method(&self) -> &'a Method {
         self.request.method()
     }
 
-    /// The bytes of the request's header `name`; the first value if there are several.
+    /// Returns the bytes of the request's header `name`; the first value if there are several.
     pub fn header(&self, name: impl http::header::AsHeaderName) -> Option<&'a [u8]> {
         Some(self.request.headers()?.get(name)?.as_bytes())
     }
 
-    /// The key of the request's host, if a response may come from another host.
+    /// Returns the key of the request's host, if a response may come from another host.
     pub(crate) fn host_if_redirected(&self) -> Option<Key> {
         if self.request.follows_redirects() { self.host_key() } else { None }
     }
 
-    /// The key of the request's host.
+    /// Returns the key of the request's host.
     pub(crate) fn host_key(&self) -> Option<Key> {
         self.host().map(Key::host)
     }
 
-    /// The extension of type `T` of the request.
+    /// Returns the extension of type `T` of the request.
     pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
         self.extensions?.get::<T>()
     }

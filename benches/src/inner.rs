@@ -45,7 +45,7 @@ pub(crate) fn last_request() -> Option<Request<()>> {
 /// Requests that are taken and put back.
 pub(crate) type Requests = Rc<RefCell<Vec<Option<Request<()>>>>>;
 
-/// One request to each of `hosts` hosts, by absolute URI. All contenders of a thread use the same requests.
+/// Returns one request to each of `hosts` hosts, by absolute URI. All contenders of a thread use the same requests.
 pub(crate) fn requests(hosts: usize) -> Requests {
     let request = |host| {
         let uri = format!("https://api-{host:06}.example.com/v1/items?page=1");

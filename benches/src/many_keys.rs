@@ -64,7 +64,7 @@ fn crowd(are: &str, quota: Quota, rest: Duration) {
     println!("| {are} | {laps} | {} |", laps.refused);
 }
 
-/// Makes one call of each of some keys.
+/// A lap: one call of each of some keys.
 #[derive(Default)]
 struct Laps {
     calls: usize,

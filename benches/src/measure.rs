@@ -16,11 +16,11 @@ use crate::inner::{last_request, requests};
 /// A contender.
 pub(crate) struct Contender {
     pub(crate) name: String,
-    /// Builds the batch function for the thread of that number, and warms it up.
+    /// The function that builds and warms up the batch for the thread of that number.
     make: Box<dyn Fn(usize) -> Batch + Sync>,
 }
 
-/// Makes the given number of calls.
+/// A function that makes the given number of calls.
 type Batch = Box<dyn FnMut(usize)>;
 
 /// How many calls are made before any time is measured.
@@ -35,7 +35,8 @@ fn warm_up_of_a_key(hosts: usize) -> usize {
 }
 
 impl Contender {
-    /// A service, called with requests to `hosts` hosts in turn. Each thread gets a service from `make`.
+    /// Builds a contender from a service, called with requests to `hosts` hosts in turn. Each thread gets a service
+    /// from `make`.
     pub(crate) fn service<S>(
         name: impl Into<String>,
         hosts: usize,
@@ -64,7 +65,7 @@ impl Contender {
         Contender { name: name.into(), make: Box::new(make) }
     }
 
-    /// A batch function that is no service.
+    /// Builds a contender from a function that is no service.
     pub(crate) fn raw<C: FnMut() + 'static>(
         name: impl Into<String>,
         make: impl Fn() -> C + Sync + 'static,

@@ -92,7 +92,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     }
 }
 
-/// Shows the progress of all campaigns: redrawn in a terminal; elsewhere a new line every two seconds.
+/// The progress of all campaigns: redrawn in a terminal; elsewhere a new line every two seconds.
 struct Progress {
     bar: ProgressBar,
     next_line: Duration,

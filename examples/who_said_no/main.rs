@@ -83,7 +83,7 @@ async fn start_all(mut places: Places) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Reads what the caller prints.
+/// A reader of what the caller prints.
 struct Listener {
     children: Children,
     start: Instant,

@@ -68,33 +68,33 @@ impl Quota {
         Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, in_flight: None, misuse: None }
     }
 
-    /// At most `count` in any interval of the length `window`: a sliding window, which is also safe for every fixed
-    /// window of that length and count.
+    /// Allows at most `count` in any interval of the length `window`: a sliding window, which is also safe for every
+    /// fixed window of that length and count.
     pub const fn new(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Sliding { count, window })
     }
 
-    /// At most `count` in any second.
+    /// Allows at most `count` in any second.
     pub const fn per_second(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(1))
     }
 
-    /// At most `count` in any minute.
+    /// Allows at most `count` in any minute.
     pub const fn per_minute(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(60))
     }
 
-    /// At most `count` in any hour.
+    /// Allows at most `count` in any hour.
     pub const fn per_hour(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(3600))
     }
 
-    /// At most `count` in any 24 hours.
+    /// Allows at most `count` in any 24 hours.
     pub const fn per_day(count: u32) -> Self {
         Quota::new(count, Duration::from_secs(86_400))
     }
 
-    /// At least `spacing` between two calls.
+    /// Requires at least `spacing` between two calls.
     ///
     /// The margin (validity of a permit and `transit_slack`, 20 to 60 ms by default) is lost with every request, so `spacing` should be
     /// long against it. If more than a tenth would be lost, permits are valid for less, down to 2 ms. If that is not enough, the
@@ -104,8 +104,8 @@ impl Quota {
         Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
     }
 
-    /// A token bucket that holds `capacity`, as servers that run GCRA have it; say next how it
-    /// [`refill`](Bucket::refill)s.
+    /// Makes a token bucket that holds `capacity`, as servers that run GCRA have it. Call [`refill`](Bucket::refill)
+    /// next.
     ///
     /// A full bucket grants a little less than `capacity` at once, because the upstream may see the first request late: it keeps at
     /// least one unit, and as many as are refilled within the margin of a permit (20 to 60 ms by default).
@@ -113,8 +113,7 @@ impl Quota {
         Bucket { capacity }
     }
 
-    /// At most `count` in each window, the windows aligned to the Unix epoch, as servers with a counter per window
-    /// have it.
+    /// Allows at most `count` in each window, aligned to the Unix epoch, as servers with a counter per window have it.
     ///
     /// No request is sent within `boundary_guard` of a boundary. If the windows of the upstream may be aligned in another way, use
     /// [`Quota::new`]: it is safe for every alignment.
@@ -122,7 +121,7 @@ impl Quota {
         Quota::of(Limit::Fixed { count, window })
     }
 
-    /// At most `count` calls at the same time, over all processes that share the store.
+    /// Allows at most `count` calls at the same time, over all processes that share the store.
     ///
     /// A call counts from its permit to the head of its response, or until its future or [`Permit`](crate::Permit) is
     /// dropped; to count until the end of the body, see

@@ -160,7 +160,7 @@ impl<'a, 'b> Reader<'a, 'b> {
         self.around[container].key.is_some_and(|key| key.is(name))
     }
 
-    /// The key of the array that contains the value.
+    /// Returns the key of the array that contains the value.
     fn list(&self, depth: usize) -> Option<Str<'a>> {
         self.around.get(depth.checked_sub(1)?)?.key
     }

@@ -36,7 +36,7 @@ impl Draft {
         Draft { name: Text::some(name), ..Draft::default() }
     }
 
-    /// The percentage that is used.
+    /// Sets the percentage that is used.
     pub(super) fn percent(self, used: u64) -> Draft {
         let remaining = Some(100u64.saturating_sub(used));
         Draft { unit: Unit::Known("percent"), limit: Some(100), used: Some(used), remaining, ..self }

@@ -62,17 +62,17 @@ use crate::clock;
     note = "for a response of your own, write `impl tollgate::AsResponseInfo for {Self}`"
 )]
 pub trait AsResponseInfo {
-    /// The status of the response.
+    /// Returns the status of the response.
     fn status(&self) -> Option<StatusCode> {
         None
     }
 
-    /// The headers of the response.
+    /// Returns the headers of the response.
     fn headers(&self) -> Option<&HeaderMap> {
         None
     }
 
-    /// The host that sent the response, if the client inside [follows
+    /// Returns the host that sent the response, if the client inside [follows
     /// redirects](crate::AsRequestInfo::follows_redirects). Default: `None`, the host of the request.
     ///
     /// If it is not the host of the request, the signal starts no hold and is not learned, because it describes the

@@ -38,43 +38,43 @@ impl ObservedQuota {
         ObservedQuota::default()
     }
 
-    /// The name of its bucket, at most 95 bytes.
+    /// Returns the name of the bucket, at most 95 bytes.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// The unit that is counted: `requests` if no unit is stated, or `tokens`, `complexity`, `bytes`, `credits`,
-    /// `weight`, `orders`, `percent`, or the server's own unit.
+    /// Returns the unit that is counted: `requests` if no unit is stated, or `tokens`, `complexity`, `bytes`,
+    /// `credits`, `weight`, `orders`, `percent`, or the server's own unit.
     pub fn unit(&self) -> &str {
         self.unit.as_deref().unwrap_or(Self::REQUESTS)
     }
 
-    /// The size of the bucket.
+    /// Returns the size of the bucket.
     pub fn limit(&self) -> Option<u64> {
         out(self.limit)
     }
 
-    /// How many units are left.
+    /// Returns how many units are left.
     pub fn remaining(&self) -> Option<u64> {
         out(self.remaining)
     }
 
-    /// How many units are used.
+    /// Returns how many units are used.
     pub fn used(&self) -> Option<u64> {
         out(self.used)
     }
 
-    /// The length of the window.
+    /// Returns the length of the window.
     pub fn window(&self) -> Option<Duration> {
         out(self.window).map(Duration::from_millis)
     }
 
-    /// The time from the response until the bucket has units again.
+    /// Returns the time from the response until the bucket has units again.
     pub fn reset_after(&self) -> Option<Duration> {
         out(self.reset_after).map(Duration::from_millis)
     }
 
-    /// Whether the quota is for all calls, as far as its name states.
+    /// Returns whether the quota is for all calls, as far as its name states.
     pub(crate) fn is_of_all_calls(&self) -> bool {
         self.name().is_none_or(super::generic::words::is_plain)
     }

@@ -28,7 +28,7 @@ pub(crate) trait Gate: Clone + Send + Sync + 'static {
     /// Returns when the call may be sent. An error is counted, and the caller tries again.
     fn pass(&self) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The same for another key. Only tollgate is run with more than one key.
+    /// Does the same for another key. Only tollgate is run with more than one key.
     fn keyed(&self, _number: u64) -> Self {
         self.clone()
     }

@@ -168,7 +168,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Ten grants at once, every `every` nanoseconds, for twenty seconds.
+    /// Returns ten grants at once, every `every` nanoseconds, for twenty seconds.
     fn bursts(every: u64) -> Vec<Grant> {
         (0..20 * SECOND / every)
             .flat_map(|burst| (0..10).map(move |_| Grant { at: burst * every, waited: 0, count: 1 }))

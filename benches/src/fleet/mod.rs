@@ -119,12 +119,12 @@ fn task(server: &RedisServer, contender: Contender, count: u32, callers: u64) ->
 }
 
 impl Span {
-    /// Six windows of tollgate at a limit per second.
+    /// Returns six windows of tollgate at a limit per second.
     fn short() -> Span {
         Span { warm_up: Duration::from_millis(2500), measured: Duration::from_millis(6120) }
     }
 
-    /// For callers that wait for seconds.
+    /// Returns the span for callers that wait for seconds.
     fn long() -> Span {
         Span { warm_up: Duration::from_secs(11), measured: Duration::from_secs(20) }
     }

@@ -130,7 +130,7 @@ impl Reading {
         })
     }
 
-    /// The calls that the server received.
+    /// Returns the calls that the server received.
     fn calls(&self, task: &Task) -> u64 {
         let counts = task.contender.calls();
         self.commands.iter().filter(|(name, _)| counts.contains(&name.as_str())).map(|(_, calls)| calls).sum()

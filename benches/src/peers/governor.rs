@@ -14,7 +14,7 @@ use super::checked::Checked;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for all calls.
+/// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = direct();
     Contender::service("governor, `check`", 1, move || {
@@ -23,7 +23,7 @@ pub(crate) fn constant() -> Contender {
     })
 }
 
-/// One limit for each host: keys are strings, as in its documentation.
+/// Builds a limiter with one limit for each host: keys are strings, as in its documentation.
 pub(crate) fn hosts(hosts: usize) -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<String>> = Arc::new(RateLimiter::keyed(plenty()));
     Contender::service("governor, `check_key(&String)`", hosts, move || {
@@ -35,7 +35,7 @@ pub(crate) fn hosts(hosts: usize) -> Contender {
     })
 }
 
-/// One limit for each host: keys are hashes of the host, which saves the allocation.
+/// Builds a limiter with one limit for each host: keys are hashes of the host, which saves the allocation.
 pub(crate) fn hashed_hosts(hosts: usize) -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
     let seed = RandomState::new();
@@ -48,7 +48,7 @@ pub(crate) fn hashed_hosts(hosts: usize) -> Contender {
     })
 }
 
-/// `check` alone.
+/// Builds a contender that calls `check` alone.
 pub(crate) fn raw() -> Contender {
     let limiter = direct();
     Contender::raw("governor `check`", move || {
@@ -57,7 +57,7 @@ pub(crate) fn raw() -> Contender {
     })
 }
 
-/// `check_key` alone.
+/// Builds a contender that calls `check_key` alone.
 pub(crate) fn raw_keyed() -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
     Contender::raw("governor `check_key(&u64)`, one key", move || {

@@ -14,7 +14,7 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for all calls.
+/// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = plenty();
     Contender::service("leaky-bucket, `acquire_owned`", 1, move || Paced {
@@ -23,7 +23,7 @@ pub(crate) fn constant() -> Contender {
     })
 }
 
-/// `try_acquire` alone.
+/// Builds a contender that calls `try_acquire` alone.
 pub(crate) fn raw() -> Contender {
     let limiter = plenty();
     Contender::raw("leaky-bucket `try_acquire`", move || {

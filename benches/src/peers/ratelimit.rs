@@ -12,7 +12,7 @@ use super::checked::Checked;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for all calls.
+/// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limiter = plenty();
     Contender::service("ratelimit, `try_wait`", 1, move || {
@@ -21,7 +21,7 @@ pub(crate) fn constant() -> Contender {
     })
 }
 
-/// `try_wait` alone.
+/// Builds a contender that calls `try_wait` alone.
 pub(crate) fn raw() -> Contender {
     let limiter = plenty();
     Contender::raw("ratelimit `try_wait`", move || {

@@ -11,13 +11,13 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for all calls.
+/// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limit = ThrottleLayer::new(Throttle::per_second(PLENTY));
     Contender::service("throttle-net, `ThrottleLayer`", 1, move || limit.layer(Inner))
 }
 
-/// `try_acquire` alone.
+/// Builds a contender that calls `try_acquire` alone.
 pub(crate) fn raw() -> Contender {
     let limiter = Arc::new(Throttle::per_second(PLENTY));
     Contender::raw("throttle-net `try_acquire`", move || {
@@ -26,7 +26,7 @@ pub(crate) fn raw() -> Contender {
     })
 }
 
-/// `try_acquire` of a key, alone.
+/// Builds a contender that calls `try_acquire` of a key, alone.
 pub(crate) fn raw_keyed() -> Contender {
     let limiter = Arc::new(PerKey::<u64>::per_second(PLENTY));
     Contender::raw("throttle-net `PerKey::try_acquire(&u64)`, one key", move || {

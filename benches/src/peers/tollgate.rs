@@ -21,17 +21,17 @@ pub(crate) struct Tollgate {
     pub(crate) store: Arc<Counted>,
 }
 
-/// One limit for all calls.
+/// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Tollgate {
     layer("tollgate", 1, |builder| builder)
 }
 
-/// One limit for each host.
+/// Builds a limiter with one limit for each host.
 pub(crate) fn hosts(hosts: usize) -> Tollgate {
     layer("tollgate, `by_host`", hosts, |builder| builder.key(by_host))
 }
 
-/// The gate alone.
+/// Builds the gate alone.
 pub(crate) fn raw() -> Tollgate {
     let (limit, store) = build(|builder| builder);
     let make = move || {

@@ -9,7 +9,7 @@ use super::PLENTY;
 use crate::inner::Inner;
 use crate::measure::Contender;
 
-/// One limit for all calls of this one service.
+/// Builds a limiter with one limit for all calls of this one service.
 pub(crate) fn constant() -> Contender {
     Contender::service("tower, `limit::RateLimit`", 1, || {
         RateLimit::new(Inner, Rate::new(PLENTY.into(), Duration::from_secs(1)))

@@ -78,7 +78,7 @@ pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
     case.into_iter().for_each(|case| case.report(quotas));
 }
 
-/// Reads one use case of a business.
+/// One use case of a business.
 struct Case<'a> {
     owner: Str<'a>,
     kind: Option<Str<'a>>,

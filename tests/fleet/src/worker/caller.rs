@@ -68,7 +68,7 @@ impl Caller {
     }
 }
 
-/// The client behind the gate. It notes in each request when the gate let it through.
+/// Builds the client behind the gate. It notes in each request when the gate let it through.
 fn stamped(
     layer: &RateLimitLayer,
     client: Client,

@@ -47,7 +47,7 @@ impl Subscriber for Ear {
     fn exit(&self, _: &Id) {}
 }
 
-/// Writes the fields of an event on one line.
+/// The fields of an event, on one line.
 struct Line(String);
 
 impl Visit for Line {

@@ -124,6 +124,6 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     assert!(counted >= 5_000, "they were at work: {counted}");
     let all: Vec<_> = reports.into_iter().chain(heirs).collect();
     assert_never_over(&fleet::log(&all), &quota);
-    // A stall of the machine loses slots. If the permits of the killed processes did not return, they would be missing here.
+    // A stall of the machine loses slots. If the permits of the killed processes did not return, `after` would be lower.
     assert!(after >= 14_000, "{after}: all of it is back");
 }

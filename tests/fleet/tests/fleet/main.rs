@@ -49,17 +49,18 @@ fn turn_of(units: u32) -> SemaphorePermit<'static> {
     Builder::new_current_thread().build().unwrap().block_on(MACHINE.acquire_many(units)).unwrap()
 }
 
-/// For tests that run alone, because they also measure the machine.
+/// Waits for the turn of tests that run alone because they also measure the machine.
 fn turn() -> SemaphorePermit<'static> {
     turn_of(ROOM)
 }
 
-/// For tests that run beside one or two others: they use much of the machine, and check limits, not speed.
+/// Waits for the turn of tests that run beside one or two others: they use much of the machine, and check limits, not
+/// speed.
 fn busy_turn() -> SemaphorePermit<'static> {
     turn_of(3)
 }
 
-/// For tests that run beside others, because they wait most of the time.
+/// Waits for the turn of tests that run beside others, because they wait most of the time.
 fn turn_beside_others() -> SemaphorePermit<'static> {
     turn_of(1)
 }

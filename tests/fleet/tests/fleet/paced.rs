@@ -61,7 +61,7 @@ impl Fellows {
         Fellows { pace, callers: processes * tasks, fleet, upstream }
     }
 
-    /// The result: the requests from the log of the upstream, the waits from the reports of the workers.
+    /// Returns the result: the requests from the log of the upstream, the waits from the reports of the workers.
     fn finish(self) -> Metrics {
         let reports = self.fleet.finish();
         assert!(reports.iter().all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0));

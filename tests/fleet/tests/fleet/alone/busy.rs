@@ -11,7 +11,7 @@ use super::*;
 /// The life of a permit, for one slot a second.
 const LIFE: Duration = ms(20);
 
-/// Runs three busy loops for each core until it is dropped.
+/// Three busy loops for each core, which run until this is dropped.
 struct Busy {
     stops: Arc<AtomicBool>,
     loops: Vec<thread::JoinHandle<()>>,
