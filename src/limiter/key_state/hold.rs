@@ -395,7 +395,8 @@ impl KeyState {
     pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
         let Some(hold) = self.hold.as_mut().filter(|hold| hold.until <= now) else { return false };
         hold.refusals.passed(sent);
-        let passed = hold.cut && hold.probe.is_some() && sent >= hold.until;
+        // The permit of a probe may be used although another one that came back was taken for it.
+        let passed = hold.cut && sent >= hold.until;
         if passed {
             (hold.cut, hold.probe) = (false, None);
         }

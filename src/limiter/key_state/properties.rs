@@ -624,6 +624,40 @@ async fn answers_that_come_too_late_go_back() {
     live(5, true, false, true, &steps).await;
 }
 
+/// A permit that comes back is taken for the probe's. The probe passes, and the others leave then, not 5 s later.
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_passes_ends_the_probation() {
+    let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };
+    let steps = [
+        enter(1, 60_000),
+        enter(1, 0),
+        enter(1, 0),
+        Step::Poll(0),
+        enter(1, 60_000),
+        enter(1, 60_000),
+        enter(1, 60_000),
+        Step::Release,
+        enter(1, 0),
+        Step::Leave(51),
+        Step::Effect(0),
+        Step::Effect(0),
+        Step::Effect(0),
+        Step::Hold(1, true),
+        Step::Passes(10),
+        enter(1, 0),
+        Step::Effect(0),
+        Step::Effect(0),
+        Step::Poll(23),
+        enter(1, 0),
+        Step::GiveBack(43),
+        enter(1, 60_000),
+        enter(1, 60_000),
+        Step::Leave(17),
+        enter(3, 60_000),
+    ];
+    live(8, true, false, false, &steps).await;
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
