@@ -87,18 +87,28 @@ mod middleware {
         }
     }
 
-    #[async_trait::async_trait]
-    impl Middleware for RateLimitLayer {
-        async fn handle(
-            &self,
-            request: Request,
-            extensions: &mut Extensions,
-            next: Next<'_>,
-        ) -> Result<Response> {
-            let (response, _) = run(self, request, extensions, next, None).await?;
-            Ok(response)
-        }
+    /// Implements [`Middleware`] for a layer. `$gate` is its gate, and `$clone` copies a request that may be sent again.
+    macro_rules! middleware {
+        ($layer:ty, |$this:ident| $gate:expr, $clone:expr) => {
+            #[async_trait::async_trait]
+            impl Middleware for $layer {
+                async fn handle(
+                    &self,
+                    request: Request,
+                    extensions: &mut Extensions,
+                    next: Next<'_>,
+                ) -> Result<Response> {
+                    let $this = self;
+                    let (response, _) = run($gate, request, extensions, next, $clone).await?;
+                    Ok(response)
+                }
+            }
+        };
     }
+
+    middleware!(RateLimitLayer, |layer| layer, None);
+    middleware!(AdaptiveThrottleLayer, |layer| layer, None);
+    middleware!(RetryingThrottleLayer, |retrying| &retrying.layer, Some(Request::try_clone));
 
     #[async_trait::async_trait]
     impl Middleware for InFlightUntilBodyEnd {
@@ -110,32 +120,6 @@ mod middleware {
         ) -> Result<Response> {
             let (response, in_flight) = run(&self.layer, request, extensions, next, None).await?;
             Ok(response.hold(in_flight))
-        }
-    }
-
-    #[async_trait::async_trait]
-    impl Middleware for AdaptiveThrottleLayer {
-        async fn handle(
-            &self,
-            request: Request,
-            extensions: &mut Extensions,
-            next: Next<'_>,
-        ) -> Result<Response> {
-            let (response, _) = run(self, request, extensions, next, None).await?;
-            Ok(response)
-        }
-    }
-
-    #[async_trait::async_trait]
-    impl Middleware for RetryingThrottleLayer {
-        async fn handle(
-            &self,
-            request: Request,
-            extensions: &mut Extensions,
-            next: Next<'_>,
-        ) -> Result<Response> {
-            let (response, _) = run(&self.layer, request, extensions, next, Some(Request::try_clone)).await?;
-            Ok(response)
         }
     }
 
