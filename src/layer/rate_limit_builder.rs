@@ -47,8 +47,8 @@ pub struct RateLimitBuilder {
 impl RateLimitBuilder {
     const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
     const DEFAULT_TRANSIT_SLACK: Duration = Duration::from_millis(10);
-    const DEFAULT_BOUNDARY_SLACK: Duration = Duration::from_millis(100);
-    const DEFAULT_IN_FLIGHT_LIFE: Duration = Duration::from_secs(10);
+    const DEFAULT_BOUNDARY_GUARD: Duration = Duration::from_millis(100);
+    const DEFAULT_IN_FLIGHT_TTL: Duration = Duration::from_secs(10);
     const LONGEST_SLACK: Duration = Duration::from_secs(60);
     const SHORTEST_LIFE: Duration = Duration::from_millis(300);
     const LONGEST_LIFE: Duration = Duration::from_secs(3600);
@@ -61,9 +61,9 @@ impl RateLimitBuilder {
             on_store_error: OnStoreError::default(),
             fallback_share: None,
             transit_slack: RateLimitBuilder::DEFAULT_TRANSIT_SLACK,
-            boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_SLACK,
+            boundary_guard: RateLimitBuilder::DEFAULT_BOUNDARY_GUARD,
             max_rate_loss: Slacks::RATE_LOSS,
-            in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_LIFE,
+            in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
             learn: HeaderTrust::default(),
             on_scope: None,
         }

@@ -21,7 +21,7 @@ pub(super) struct Common {
 }
 
 const DEFAULT_MAX_WAIT: Duration = Duration::from_secs(15);
-const DEFAULT_MAX_WAITING: usize = 10_000;
+const DEFAULT_MAX_QUEUE: usize = 10_000;
 const DAY: Duration = Duration::from_secs(86_400);
 
 impl Common {
@@ -31,7 +31,7 @@ impl Common {
             extractors: Extractors::default(),
             store: None,
             max_wait: DEFAULT_MAX_WAIT,
-            max_queue: DEFAULT_MAX_WAITING,
+            max_queue: DEFAULT_MAX_QUEUE,
             max_keys: MemoryStore::DEFAULT_MAX_KEYS,
             max_hold,
         }

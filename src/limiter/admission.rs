@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::queue::Number;
-use super::queue::next_number;
+use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::seat::Seat;
 use super::settings::Settings;

@@ -92,7 +92,7 @@ impl Core {
         self.at_line(key, now, |line, ctx, wakers| line.pass_on(ctx, wakers));
     }
 
-    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `errand`,
+    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `effect`,
     /// if there is one already.
     fn learn(
         &self,

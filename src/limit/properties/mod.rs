@@ -388,7 +388,7 @@ fn fixed_windows_lose_nothing_to_a_drift() {
 
 /// A caller that states a longer slack gets it, even if the key is in use with a shorter one.
 #[test]
-fn a_longer_boundary_slack_counts_at_once() {
+fn a_longer_boundary_guard_counts_at_once() {
     let terms = |guard: u64| {
         Terms::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
     };
