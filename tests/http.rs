@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use tollgate::{Limit, Quota, RateLimitLayer};
-use tower::{Service, ServiceBuilder, ServiceExt};
-use upstream::{Log, Rule, SENT_HEADER, Upstream};
+use tower::{ServiceBuilder, ServiceExt};
+use upstream::{Log, Rule, SENT_HEADER, Upstream, closed_loops};
 
 const SLACK: Duration = Duration::from_millis(10);
 
@@ -25,22 +25,13 @@ async fn run(quota: Quota, callers: usize, span: Duration) -> (Log, usize) {
         })
         .service(reqwest::Client::new());
     let url = reqwest::Url::parse(&upstream.url()).unwrap();
-    let end = tokio::time::Instant::now() + span;
-    let tasks: Vec<_> = (0..callers)
-        .map(|_| {
-            let (mut service, url) = (service.clone(), url.clone());
-            tokio::spawn(tokio::time::timeout_at(end, async move {
-                loop {
-                    let request = reqwest::Request::new(reqwest::Method::GET, url.clone());
-                    let response = service.ready().await.unwrap().call(request).await.unwrap();
-                    response.bytes().await.unwrap();
-                }
-            }))
-        })
-        .collect();
-    for task in tasks {
-        let _: Result<(), _> = task.await.unwrap();
-    }
+    let get = move || {
+        let (service, request) = (service.clone(), reqwest::Request::new(reqwest::Method::GET, url.clone()));
+        async move {
+            service.oneshot(request).await.unwrap().bytes().await.unwrap();
+        }
+    };
+    closed_loops(callers, span, get).await;
     let log = upstream.log();
     let refused = log.iter().filter(|arrival| !arrival.accepted).count();
     (log, refused)

@@ -16,6 +16,7 @@
 
 #![allow(clippy::disallowed_methods, reason = "tollgate asks its clock; its oracle must not")]
 
+mod load;
 mod log;
 mod rules;
 mod sent;
@@ -36,6 +37,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
+pub use load::closed_loops;
 pub use log::{Arrival, Log, Tally};
 pub use rules::{Bucket, Rule};
 pub use sent::{SENT_HEADER, sent_now};

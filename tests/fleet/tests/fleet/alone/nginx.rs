@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use redis_server::free_port;
-use tower::{Layer, Service, ServiceExt};
+use tower::{Layer, ServiceExt};
+use upstream::closed_loops;
 
 use super::*;
 
@@ -89,22 +90,13 @@ impl Drop for Nginx {
 /// Runs `callers` callers for `span`, each in a closed loop.
 async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: Duration) {
     let service = limit.layer(reqwest::Client::builder().no_proxy().build().unwrap());
-    let end = tokio::time::Instant::now() + span;
-    let callers: Vec<_> = (0..callers)
-        .map(|_| {
-            let (mut service, url) = (service.clone(), url.clone());
-            tokio::spawn(tokio::time::timeout_at(end, async move {
-                loop {
-                    let request = reqwest::Request::new(reqwest::Method::GET, url.clone());
-                    let response = service.ready().await.unwrap().call(request).await.unwrap();
-                    response.bytes().await.unwrap();
-                }
-            }))
-        })
-        .collect();
-    for caller in callers {
-        let _: Result<(), _> = caller.await.unwrap();
-    }
+    let get = move || {
+        let (service, request) = (service.clone(), reqwest::Request::new(reqwest::Method::GET, url.clone()));
+        async move {
+            service.oneshot(request).await.unwrap().bytes().await.unwrap();
+        }
+    };
+    closed_loops(callers, span, get).await;
 }
 
 #[test]
