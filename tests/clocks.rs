@@ -6,6 +6,8 @@
 #[path = "support/counted.rs"]
 #[allow(dead_code, reason = "it counts polls too")]
 mod counted;
+#[path = "support/patient.rs"]
+mod patient;
 
 use std::future::Future;
 use std::process::Command;
@@ -34,8 +36,7 @@ fn limiter(server: &RedisServer, quota: Quota, max_wait: Duration) -> Limiter {
 
 /// The same with a store that waits for its server: the test judges what the store answers, not how fast.
 fn patient_limiter(server: &RedisServer, quota: Quota) -> Limiter {
-    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap();
-    layer(quota, Duration::ZERO).store(Arc::new(store)).build().unwrap().limiter()
+    layer(quota, Duration::ZERO).store(patient::store(&server.url())).build().unwrap().limiter()
 }
 
 /// Sends a request with `permit`. Sends nothing if the permit has expired, because then the machine stalled. Returns
@@ -233,7 +234,7 @@ fn steps_of_the_wall_clock_exceed_no_limit() {
     const LIMIT: usize = 5;
     let test = "steps_of_the_wall_clock_exceed_no_limit";
     with_own_clock(test, true, async |url| {
-        let store = RedisStore::builder(&url).store_timeout(Duration::from_secs(5)).build().unwrap();
+        let store = patient::builder(&url).build().unwrap();
         let quota = Quota::new(LIMIT as u32, Duration::from_secs(1));
         let limiter = layer(quota, Duration::ZERO).store(Arc::new(store)).build().unwrap().limiter();
         let mut sent = Vec::new();

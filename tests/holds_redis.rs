@@ -2,6 +2,8 @@
 
 #![cfg(feature = "redis")]
 
+#[path = "support/patient.rs"]
+mod patient;
 mod support;
 
 use std::convert::Infallible;
@@ -15,7 +17,6 @@ use futures::future::join_all;
 use redis_server::RedisServer;
 use support::{Upstream, get, limited, ok};
 use tokio::time::{Instant, sleep};
-use tollgate::store::RedisStore;
 use tollgate::{Key, Limited, Limiter, Quota, RateLimit, RateLimitLayer, Reason, RequestInfo};
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -25,7 +26,7 @@ fn millis(span: u64) -> Duration {
 
 /// A process: a limiter with its own store.
 fn process(server: &RedisServer, quota: Quota, secret: Option<&str>) -> Limiter {
-    let store = RedisStore::builder(&server.url());
+    let store = patient::builder(&server.url());
     let store = match secret {
         Some(secret) => store.secret(secret),
         None => store,
@@ -162,8 +163,8 @@ async fn host_hold_is_shared_without_a_key_function() {
     let server = RedisServer::start().unwrap();
     let upstream = Upstream::answering([ok(), limited("60")]);
     let process = || {
-        let store = RedisStore::builder(&server.url()).build().unwrap();
-        let builder = RateLimitLayer::builder(Quota::per_second(500)).store(Arc::new(store));
+        let store = patient::store(&server.url());
+        let builder = RateLimitLayer::builder(Quota::per_second(500)).store(store);
         builder.max_wait(Duration::from_secs(10)).build().unwrap()
     };
     let (ours, theirs) = (process(), process());
@@ -229,7 +230,7 @@ async fn storm(
     every: Duration,
     retry_after: fn(u32) -> u64,
 ) -> Storm {
-    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap();
+    let store = patient::builder(&server.url()).build().unwrap();
     let builder = RateLimitLayer::builder(Quota::per_second(2000)).store(Arc::new(store));
     let by_path = |request: &RequestInfo<'_>| Some(Key::new(request.path()));
     // Requests that have not left when the first is refused may stay unsent.

@@ -5,6 +5,8 @@
 
 #[path = "support/in_flight.rs"]
 mod in_flight;
+#[path = "support/patient.rs"]
+mod patient;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -218,7 +220,7 @@ async fn waiters_poll_when_publish_is_forbidden() {
     let () = server.command(&app);
     let url = server.url().replace("redis://", "redis://app:secret@");
     let build = || {
-        let store = Arc::new(RedisStore::new(&url).unwrap());
+        let store = patient::store(&url);
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(millis(4000));
         builder.in_flight_ttl(Duration::from_secs(60)).build().unwrap().limiter()
     };
@@ -287,7 +289,7 @@ async fn connection_cut_silently_is_made_anew() {
     let server = RedisServer::start().unwrap();
     let proxy = Proxy::start(&server).await;
     let build = |url: &str| {
-        let store = Arc::new(RedisStore::new(url).unwrap());
+        let store = patient::store(url);
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
         builder.in_flight_ttl(Duration::from_secs(120)).build().unwrap().limiter()
     };
@@ -312,7 +314,7 @@ async fn shutdown_does_not_wait_for_what_others_say_meanwhile() {
     let client = redis::Client::open(server.url()).unwrap();
     let inner = client.get_multiplexed_async_connection().await.unwrap();
     let odd = Odd { takes: millis(20), inner, next: Arc::default() };
-    let store = RedisStore::with_connection(odd).store_timeout(millis(3000)).build().unwrap();
+    let store = RedisStore::with_connection(odd).store_timeout(patient::TIMEOUT).build().unwrap();
     let store = Arc::new(store);
     let build =
         || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();

@@ -4,6 +4,8 @@
 
 #[path = "support/in_flight.rs"]
 mod in_flight;
+#[path = "support/patient.rs"]
+mod patient;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -12,7 +14,6 @@ use std::time::Duration;
 use futures::future::join_all;
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::RedisStore;
 use tollgate::{Key, Quota, RateLimitLayer};
 
 use in_flight::{Upstream, builder, free, millis, process, scripts_run, until_free};
@@ -270,10 +271,7 @@ async fn hundred_processes_share_one_key_within_its_limit() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
     let server = RedisServer::start().unwrap();
-    // Ten thousand keys keep a busy machine longer than the default.
-    let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build();
-    let store = Arc::new(store.unwrap());
-    let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
+    let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(patient::store(&server.url()));
     let limiter = builder.in_flight_ttl(millis(10_000)).max_wait(millis(60_000)).build().unwrap().limiter();
     let key = |number: u32| Key::new(number.to_le_bytes());
     let mut held = Vec::new();

@@ -2,6 +2,9 @@
 
 #![cfg(all(feature = "redis", feature = "contract"))]
 
+#[path = "support/patient.rs"]
+mod patient;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +14,7 @@ use tollgate::store::{RedisStore, contract};
 use tollgate::{ConfigError, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
 fn store(server: &RedisServer) -> Arc<RedisStore> {
-    Arc::new(RedisStore::new(&server.url()).unwrap())
-}
-
-/// The test judges what is answered, not how soon.
-fn patient_store(server: &RedisServer) -> Arc<RedisStore> {
-    Arc::new(RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build().unwrap())
+    patient::store(&server.url())
 }
 
 fn limiter(store: &Arc<RedisStore>, quota: Quota, max_wait: Duration) -> Limiter {
@@ -40,14 +38,14 @@ async fn granted(limiter: &Limiter, key: Key, tries: usize) -> usize {
 #[tokio::test]
 async fn redis_keeps_the_contract() {
     let server = RedisServer::start().unwrap();
-    contract::check(patient_store(&server)).await;
+    contract::check(store(&server)).await;
 }
 
 /// With several threads. The one-command-at-a-time protocol of an older Redis is not involved.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_keeps_the_contract_under_threads() {
     let server = RedisServer::start().unwrap();
-    contract::check(patient_store(&server)).await;
+    contract::check(store(&server)).await;
 }
 
 #[tokio::test]
@@ -69,10 +67,10 @@ async fn prefixes_and_secrets_keep_limits_apart() {
         limiter(&Arc::new(builder.build().unwrap()), Quota::per_minute(5), Duration::ZERO)
     };
     let url = server.url();
-    let one = of(RedisStore::builder(&url));
-    let prefixed = of(RedisStore::builder(&url).prefix("other"));
-    let sealed = of(RedisStore::builder(&url).secret("s3cr3t"));
-    let sealed_too = of(RedisStore::builder(&url).secret("s3cr3t"));
+    let one = of(patient::builder(&url));
+    let prefixed = of(patient::builder(&url).prefix("other"));
+    let sealed = of(patient::builder(&url).secret("s3cr3t"));
+    let sealed_too = of(patient::builder(&url).secret("s3cr3t"));
     for limiter in [&one, &prefixed, &sealed] {
         assert_eq!(granted(limiter, Key::new("k"), 9).await, 5);
     }
@@ -109,14 +107,14 @@ async fn databases_keep_holds_apart() {
     let server = RedisServer::start().unwrap();
     let url = |database: u8| format!("{}{database}", server.url());
     let over = |store: RedisStore| limiter(&Arc::new(store), Quota::in_flight(100), Duration::ZERO);
-    let of = |database| over(RedisStore::new(&url(database)).unwrap());
+    let of = |database| over(patient::builder(&url(database)).build().unwrap());
     let own = |database| {
         let client = redis::Client::open(url(database)).unwrap();
         let connect = move || {
             let client = client.clone();
             async move { client.get_multiplexed_async_connection().await }
         };
-        over(RedisStore::with_factory(connect).build().unwrap())
+        over(RedisStore::with_factory(connect).store_timeout(patient::TIMEOUT).build().unwrap())
     };
     let ([production, staging], [own_production, own_staging]) = ([0, 1].map(of), [0, 1].map(own));
     // Until all are subscribed.
@@ -234,7 +232,7 @@ async fn hammer(server: &RedisServer, limiter: &Limiter, window: Duration, count
 async fn zero_max_wait_takes_each_slot_with_five_calls() {
     let server = RedisServer::start().unwrap();
     let window = millis(400);
-    let limiter = limiter(&patient_store(&server), Quota::new(1, window), Duration::ZERO);
+    let limiter = limiter(&store(&server), Quota::new(1, window), Duration::ZERO);
     for round in 0.. {
         let slots = hammer(&server, &limiter, window, 11).await;
         println!("{slots:?}");
@@ -273,7 +271,7 @@ async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
 async fn a_thousand_keys_need_no_more_connections_than_one() {
     let server = RedisServer::start().unwrap();
     // On a busy machine a waiter may miss its slot, and waits for the next.
-    let limiter = limiter(&patient_store(&server), Quota::per_minute(2), Duration::from_secs(5));
+    let limiter = limiter(&store(&server), Quota::per_minute(2), Duration::from_secs(5));
     let before: String = server.command(&["INFO", "clients"]);
     assert!(before.contains("connected_clients:1"), "only the connection of this command: {before}");
     let calls = (0..1000u32).map(|number| limiter.acquire(Key::new(number.to_le_bytes())));
@@ -290,7 +288,7 @@ async fn a_thousand_keys_need_no_more_connections_than_one() {
 async fn of_ten_thousand_keys_none_stays_for_ever() {
     const KEYS: u32 = 10_000;
     let server = RedisServer::start().unwrap();
-    let builder = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+    let builder = patient::builder(&server.url());
     let limiter = limiter(&Arc::new(builder.build().unwrap()), Quota::new(2, millis(500)), Duration::ZERO);
     // A script, so that no key expires between the reading of its name and of its time to live.
     let without_end = || -> (u32, u32, u32) {
@@ -366,7 +364,7 @@ async fn a_user_with_few_rights_is_enough() {
         "+subscribe",
     ]);
     let url = format!("redis://limits:s3cr3t@127.0.0.1:{}/", server.port());
-    let store = Arc::new(RedisStore::builder(&url).store_timeout(Duration::from_secs(5)).build().unwrap());
+    let store = patient::store(&url);
     let limiter = limiter(&store, Quota::new(5, millis(300)), Duration::from_secs(5));
     assert_eq!(granted(&limiter, Key::ALL, 12).await, 12);
     limiter.peek(Key::ALL).await.unwrap();
@@ -374,7 +372,7 @@ async fn a_user_with_few_rights_is_enough() {
 
     // Calls in flight: one process waits for another, and is notified.
     let quota = Quota::in_flight(1);
-    let other = Arc::new(RedisStore::new(&url).unwrap());
+    let other = patient::store(&url);
     let wait = Duration::from_secs(5);
     let (ours, theirs) = (self::limiter(&store, quota, wait), self::limiter(&other, quota, wait));
     let held = ours.acquire(Key::ALL).await.unwrap();
@@ -391,7 +389,7 @@ async fn a_user_with_few_rights_is_enough() {
 #[tokio::test]
 async fn peek_is_read_with_each_number_of_free_units() {
     let server = RedisServer::start().unwrap();
-    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let store = store(&server);
     let limiter = limiter(&store, Quota::per_hour(8).and(Quota::in_flight(8)), Duration::ZERO);
     let mut held = Vec::new();
     for used in 0..=8 {

@@ -3,6 +3,9 @@
 
 #![cfg(feature = "redis")]
 
+#[path = "support/patient.rs"]
+mod patient;
+
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::process::Command;
@@ -23,7 +26,7 @@ fn limiter_of(builder: RedisStoreBuilder, quota: Quota, max_wait: Duration) -> L
 }
 
 fn limiter(url: &str, quota: Quota) -> Limiter {
-    limiter_of(RedisStore::builder(url), quota, Duration::ZERO)
+    limiter_of(patient::builder(url), quota, Duration::ZERO)
 }
 
 /// How a call failed that must fail, and how long that took.
@@ -64,7 +67,7 @@ async fn refused_connection_is_an_error_at_once() {
 #[tokio::test]
 async fn program_can_check_at_start_whether_redis_answers() {
     let server = RedisServer::start().unwrap();
-    RedisStore::new(&server.url()).unwrap().connect().await.unwrap();
+    patient::store(&server.url()).connect().await.unwrap();
     let nowhere = RedisStore::new(&format!("redis://127.0.0.1:{}/", closed_port())).unwrap();
     let error = nowhere.connect().await.unwrap_err();
     assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
@@ -108,7 +111,7 @@ async fn killed_redis_recovers_without_process_restart() {
 #[tokio::test]
 async fn fail_open_lets_pass_what_it_cannot_count() {
     let server = RedisServer::start().unwrap();
-    let store = Arc::new(RedisStore::new(&server.url()).unwrap());
+    let store = patient::store(&server.url());
     let layer = RateLimitLayer::builder(Quota::per_minute(2)).store(store).max_wait(Duration::ZERO);
     let limiter = layer.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
     let pass = async || limiter.acquire(Key::ALL).await.is_ok();
@@ -168,7 +171,11 @@ async fn custom_connections_work_too() {
         }
     });
     for builder in [given, factory] {
-        let limiter = limiter_of(builder.prefix("own"), Quota::per_minute(4), Duration::ZERO);
+        let limiter = limiter_of(
+            builder.prefix("own").store_timeout(patient::TIMEOUT),
+            Quota::per_minute(4),
+            Duration::ZERO,
+        );
         assert!(limiter.acquire(Key::ALL).await.is_ok());
         assert!(limiter.acquire(Key::ALL).await.is_ok());
     }
@@ -182,7 +189,7 @@ async fn custom_connections_work_too() {
 async fn redis_without_state_grants_no_second_full_limit() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::new(6, Duration::from_secs(2));
-    let build = |max_wait| limiter_of(RedisStore::builder(&server.url()), quota, max_wait);
+    let build = |max_wait| limiter_of(patient::builder(&server.url()), quota, max_wait);
     let (patient, hasty) = (build(Duration::from_secs(10)), build(Duration::ZERO));
     let start = Instant::now();
     for _ in 0..3 {
@@ -318,7 +325,7 @@ fn permits_dropped_outside_a_runtime_are_given_back() {
     let runtime =
         || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let quota = Quota::new(5, Duration::from_secs(30));
-    let build = || limiter_of(RedisStore::builder(&server.url()), quota, Duration::from_secs(600));
+    let build = || limiter_of(patient::builder(&server.url()), quota, Duration::from_secs(600));
     let limiter = build();
     let (held, waiting) = (Key::new("held"), Key::new("waiting"));
 
@@ -366,8 +373,7 @@ impl Listener for Panics {
 #[tokio::test]
 async fn a_listener_that_panics_stops_no_store() {
     let server = RedisServer::start().unwrap();
-    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5)).build();
-    let store = Arc::new(store.unwrap());
+    let store = patient::store(&server.url());
     let panics: Arc<dyn Listener> = Arc::new(Panics);
     store.listen(Arc::downgrade(&panics));
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store.clone());
@@ -458,7 +464,7 @@ fn a_thread_that_cannot_be_started_is_started_later() {
 }
 
 async fn without_threads(url: &str) {
-    let store = RedisStore::new(url).unwrap();
+    let store = patient::store(url);
     let memory = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = memory.split_whitespace().next().unwrap().parse().unwrap();
     // Less memory remains than the stack of a thread takes.

@@ -2,6 +2,9 @@
 
 #![cfg(feature = "redis")]
 
+#[path = "support/patient.rs"]
+mod patient;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,7 +14,6 @@ use http::StatusCode;
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::pace::Fair;
-use tollgate::store::RedisStore;
 use tollgate::{AdaptiveThrottleLayer, Key, ObservedQuota, Signal, Throttle};
 
 fn millis(span: u64) -> Duration {
@@ -20,8 +22,7 @@ fn millis(span: u64) -> Duration {
 
 /// A process: a throttle with its own store. The limit is 20 a second.
 fn process(server: &RedisServer, secret: Option<&str>) -> Throttle {
-    // Many connect at once, on a machine that may be busy: a late answer does not mean that the store is unreachable.
-    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+    let store = patient::builder(&server.url());
     let store = match secret {
         Some(secret) => store.secret(secret),
         None => store,

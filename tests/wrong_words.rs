@@ -1,5 +1,8 @@
 //! Upstreams whose headers are incomplete or unexpected: few requests are refused while the limiter learns that.
 
+#[path = "support/patient.rs"]
+#[cfg(feature = "redis")]
+mod patient;
 mod support;
 
 use std::future::Future;
@@ -218,15 +221,13 @@ async fn remaining_units_count_at_once() {
 /// The same with processes that share a limit: a signal to one process reaches the others a trip later.
 #[cfg(feature = "redis")]
 mod shared {
-    use std::sync::Arc;
 
     use redis_server::RedisServer;
-    use tollgate::store::RedisStore;
 
     use super::*;
 
     fn process(server: &RedisServer, quota: Quota, max_wait: Duration) -> RateLimitLayer {
-        let store = Arc::new(RedisStore::builder(&server.url()).build().unwrap());
+        let store = super::patient::store(&server.url());
         RateLimitLayer::builder(quota).max_wait(max_wait).store(store).build().unwrap()
     }
 

@@ -1,13 +1,11 @@
 //! Shared by the tests of calls in flight over Redis: processes, and an upstream that counts its calls in flight.
 #![allow(dead_code, reason = "each file of tests uses its part")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::RedisStore;
 use tollgate::{Key, Limiter, Quota, RateLimitBuilder, RateLimitLayer};
 
 pub(crate) fn millis(span: u64) -> Duration {
@@ -15,9 +13,7 @@ pub(crate) fn millis(span: u64) -> Duration {
 }
 
 pub(crate) fn builder(server: &RedisServer, quota: Quota) -> RateLimitBuilder {
-    // Other load on this machine is no reason to fail.
-    let store = RedisStore::builder(&server.url()).store_timeout(millis(3000)).build().unwrap();
-    RateLimitLayer::builder(quota).store(Arc::new(store))
+    RateLimitLayer::builder(quota).store(crate::patient::store(&server.url()))
 }
 
 /// A process: a limiter with its own store.

@@ -19,7 +19,9 @@ use crate::{Limited, OnStoreError};
 async fn a_panic_in_the_thread_forgets_no_claims() {
     const LIFE: Duration = Duration::from_secs(1);
     let server = RedisServer::start().unwrap();
-    let store = || Arc::new(RedisStore::new(&server.url()).unwrap());
+    // The machine may stall for longer than the default timeout.
+    let patient = || RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
+    let store = || Arc::new(patient().build().unwrap());
     let limiter = |store: Arc<RedisStore>| {
         let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(Duration::ZERO);
         layer.in_flight_ttl(LIFE).build().unwrap().limiter()

@@ -113,7 +113,9 @@ struct Outsider {
 impl Outsider {
     fn new(redis: &RedisServer, quota: Quota) -> Outsider {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
-        let store = Arc::new(RedisStore::new(&redis.url()).unwrap());
+        // The machine may stall for longer than the default timeout.
+        let store = RedisStore::builder(&redis.url()).store_timeout(ms(5000)).build().unwrap();
+        let store = Arc::new(store);
         runtime.block_on(store.connect()).unwrap();
         let limiter = RateLimitLayer::builder(quota).store(store).build().unwrap().limiter();
         Outsider { runtime, limiter }
