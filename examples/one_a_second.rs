@@ -15,8 +15,9 @@ use std::time::Duration;
 use reqwest::{Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
+use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, Limited, Quota, RateLimitLayer};
+use tollgate::{Limited, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Rule, Upstream, WHO_HEADER};
 

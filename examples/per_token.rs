@@ -14,8 +14,9 @@ use std::time::Duration;
 
 use reqwest::Request;
 use reqwest::header::{AUTHORIZATION, HeaderValue};
+use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, Key, Limited, Quota, RateLimitLayer, by_header};
+use tollgate::{Key, Limited, Quota, RateLimitLayer, by_header};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Log, Rule, Upstream, WHO_HEADER};
 

@@ -14,8 +14,10 @@ use std::time::Duration;
 
 use reqwest::Request;
 use tokio::time::{Instant, MissedTickBehavior, interval};
+use tollgate::error::BoxError;
+use tollgate::limiter::KeyStatus;
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, Key, KeyStatus, Limited, Quota, RateLimitLayer};
+use tollgate::{Key, Limited, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Rule, Upstream, WHO_HEADER};
 

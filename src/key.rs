@@ -136,8 +136,8 @@ impl Key {
 
     /// Returns what errors and events call this key if that needs no digest: `all`, or the host of `request` if that is
     /// the key.
-    pub(crate) fn plain_label(self, request: Option<&RequestInfo<'_>>) -> Option<Box<str>> {
-        match request.and_then(RequestInfo::host) {
+    pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Box<str>> {
+        match request.and_then(RequestRef::host) {
             _ if self == Key::ALL => Some("all".into()),
             Some(host) if Key::host(host) == self => Some(host.into()),
             _ => None,
@@ -145,7 +145,7 @@ impl Key {
     }
 
     /// Returns what errors and events call this key if there is no store that has a label for it.
-    pub(crate) fn own_label(self, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    pub(crate) fn own_label(self, request: Option<&RequestRef<'_>>) -> Box<str> {
         self.plain_label(request).unwrap_or_else(|| self.to_string().into())
     }
 
@@ -206,7 +206,7 @@ pub struct Deadline(pub Instant);
 ///     customer: String,
 /// }
 ///
-/// impl tollgate::AsRequestInfo for Job {
+/// impl tollgate::key::RequestInfo for Job {
 ///     fn host(&self) -> Option<&str> {
 ///         Some(&self.customer)
 ///     }
@@ -216,9 +216,9 @@ pub struct Deadline(pub Instant);
     message = "tollgate cannot read `{Self}` as a request",
     label = "this request is unknown to tollgate",
     note = "for `reqwest::Request`, switch on tollgate's feature `reqwest`",
-    note = "for a request of your own, write `impl tollgate::AsRequestInfo for {Self}`"
+    note = "for a request of your own, write `impl tollgate::key::RequestInfo for {Self}`"
 )]
-pub trait AsRequestInfo {
+pub trait RequestInfo {
     /// Returns the host of the request.
     fn host(&self) -> Option<&str> {
         None
@@ -245,13 +245,13 @@ pub trait AsRequestInfo {
     }
 
     /// Returns whether the client inside may follow redirects by itself, so that a response may come from another
-    /// [host](crate::AsResponseInfo::host). Default: no; for `reqwest::Request`: yes.
+    /// [host](crate::signal::ResponseInfo::host). Default: no; for `reqwest::Request`: yes.
     fn follows_redirects(&self) -> bool {
         false
     }
 }
 
-impl<B> AsRequestInfo for http::Request<B> {
+impl<B> RequestInfo for http::Request<B> {
     fn host(&self) -> Option<&str> {
         if let Some(authority) = self.uri().authority() {
             // Most hosts have neither port nor user, so `host()` need not split them.
@@ -286,21 +286,21 @@ impl<B> AsRequestInfo for http::Request<B> {
 
 /// A request as key, cost and deadline functions see it.
 #[derive(Clone, Copy)]
-pub struct RequestInfo<'a> {
-    request: &'a dyn AsRequestInfo,
+pub struct RequestRef<'a> {
+    request: &'a dyn RequestInfo,
     extensions: Option<&'a Extensions>,
 }
 
-impl<'a> RequestInfo<'a> {
+impl<'a> RequestRef<'a> {
     /// Makes a view of `request`.
-    pub fn new(request: &'a dyn AsRequestInfo) -> Self {
-        RequestInfo { request, extensions: request.extensions() }
+    pub fn new(request: &'a dyn RequestInfo) -> Self {
+        RequestRef { request, extensions: request.extensions() }
     }
 
     /// Returns the same request, with extensions that travel beside it (reqwest-middleware's do).
     #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "layer/reqwest.rs is off"))]
     pub(crate) fn with_extensions(self, extensions: &'a Extensions) -> Self {
-        RequestInfo { extensions: Some(extensions), ..self }
+        RequestRef { extensions: Some(extensions), ..self }
     }
 
     /// Returns the host of the request.
@@ -339,7 +339,7 @@ impl<'a> RequestInfo<'a> {
     }
 }
 
-impl fmt::Debug for RequestInfo<'_> {
+impl fmt::Debug for RequestRef<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The path and the headers may hold secrets.
         f.debug_struct("RequestInfo").field("method", self.method()).field("host", &self.host()).finish()
@@ -362,7 +362,7 @@ impl fmt::Debug for RequestInfo<'_> {
 /// # Ok(())
 /// # }
 /// ```
-pub fn by_host(request: &RequestInfo<'_>) -> Option<Key> {
+pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
     request.host().map(Key::host)
 }
 
@@ -378,7 +378,7 @@ pub fn by_host(request: &RequestInfo<'_>) -> Option<Key> {
 /// # Ok(())
 /// # }
 /// ```
-pub fn by_header(name: HeaderName) -> impl Fn(&RequestInfo<'_>) -> Option<Key> + Send + Sync + 'static {
+pub fn by_header(name: HeaderName) -> impl Fn(&RequestRef<'_>) -> Option<Key> + Send + Sync + 'static {
     move |request| request.header(&name).map(Key::new)
 }
 
@@ -398,7 +398,7 @@ mod tests {
     }
 
     fn host_key(request: &http::Request<()>) -> Option<Key> {
-        by_host(&RequestInfo::new(request))
+        by_host(&RequestRef::new(request))
     }
 
     #[test]
@@ -440,7 +440,7 @@ mod tests {
     #[test]
     fn plain_label_is_the_host_only_for_host_keys() {
         let request = get("http://api.example.com/");
-        let info = RequestInfo::new(&request);
+        let info = RequestRef::new(&request);
         let secret = Key::new("Bearer s3cr3t");
         assert_eq!(by_host(&info).unwrap().plain_label(Some(&info)).as_deref(), Some("api.example.com"));
         assert_eq!(secret.plain_label(Some(&info)), None);

@@ -63,7 +63,7 @@
 //! around each other [do not keep the outer limit](#pitfalls).
 //!
 //! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and services of your own requests
-//! ([`AsRequestInfo`], [`AsResponseInfo`]).
+//! ([`RequestInfo`](key::RequestInfo), [`ResponseInfo`](signal::ResponseInfo)).
 //!
 //! # Features
 //!
@@ -150,18 +150,18 @@
 
 mod clock;
 mod config_error;
-mod error;
+pub mod error;
 mod events;
 pub mod guide;
-mod key;
+pub mod key;
 mod key_map;
 mod layer;
 mod limit;
-mod limiter;
+pub mod limiter;
 pub mod pace;
-mod quota;
+pub mod quota;
 mod rng;
-mod signal;
+pub mod signal;
 #[cfg(feature = "sim")]
 #[cfg_attr(docsrs, doc(cfg(feature = "sim")))]
 pub mod sim;
@@ -170,21 +170,31 @@ mod throttle;
 mod wakers;
 
 pub use config_error::ConfigError;
-pub use error::{BoxError, Error, Limited, Reason, Report};
-pub use key::{AsRequestInfo, Cost, Deadline, Key, RequestInfo, by_header, by_host};
-pub use layer::body::{InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody, Tracking, TrackingFuture};
+pub use error::{Error, Limited, Reason};
+pub use key::{Cost, Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
-pub use layer::retry::{AsError, RetryLimited};
-pub use layer::{
-    AdaptiveThrottle, AdaptiveThrottleBuilder, AdaptiveThrottleLayer, CloneRequest, RateLimit,
-    RateLimitBuilder, RateLimitLayer, ResponseFuture, RetryingThrottle, RetryingThrottleLayer,
-    ThrottledFuture,
-};
-pub use limiter::{Acquire, HeaderTrust, KeyStatus, Limiter, OnStoreError, Permit, StatedLimit};
-pub use quota::{Bucket, Limit, Quota};
-pub use signal::{AsResponseInfo, ObservedQuota, Signal};
+pub use layer::retry::RetryLimited;
+pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
+pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit};
+pub use quota::Quota;
+pub use signal::Signal;
 pub use throttle::{Throttle, ThrottlePermit};
+
+/// The services that the layers make, and their futures.
+pub mod service {
+    pub use crate::layer::{
+        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottle, RetryingThrottleLayer,
+        ThrottledFuture,
+    };
+}
+
+/// Calls that stay in flight until the body of their response ends.
+pub mod body {
+    pub use crate::layer::body::{
+        InFlight, InFlightBody, InFlightUntilBodyEnd, TrackBody, Tracking, TrackingFuture,
+    };
+}
 
 /// The programs in the README, compiled and run as tests.
 #[cfg(all(doctest, feature = "redis", feature = "reqwest-middleware"))]

@@ -11,7 +11,9 @@ use counted::{Counted, largest_count};
 use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
+use tollgate::store::{
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
+};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
 /// A memory store behind a network: each call takes `trip` there and back.
@@ -42,32 +44,32 @@ impl Remote {
 }
 
 impl Store for Remote {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let count = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_under_way.fetch_max(count, Ordering::Relaxed);
         // The store decides at the moment of sending: the worst case for the validity of its permits.
-        let answer = match self.store.lease(ask) {
+        let answer = match self.store.lease(request) {
             _ if self.away.load(Ordering::Relaxed) => {
                 Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))))
             }
-            Answer::Now(answer) => answer,
+            StoreReply::Ready(answer) => answer,
             _ => unreachable!("memory answers now"),
         };
         let (trip, under_way) = (self.trip, self.under_way.clone());
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             sleep(trip).await;
             under_way.fetch_sub(1, Ordering::Relaxed);
             answer
         }))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
     }
 }
 
@@ -77,9 +79,9 @@ struct Lossy(Arc<Remote>);
 impl Store for Lossy {
     tollgate::delegate_store!(self => *self.0; implements lease);
 
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        match self.0.lease(ask) {
-            Answer::Later(answer) => Answer::Later(Box::pin(async move {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        match self.0.lease(request) {
+            StoreReply::Pending(answer) => StoreReply::Pending(Box::pin(async move {
                 let mut lease = answer.await?;
                 lease.incarnation = 1;
                 Ok(lease)
@@ -319,17 +321,17 @@ fn runtime() -> tokio::runtime::Runtime {
 struct Stalling(MemoryStore);
 
 impl Store for Stalling {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         std::thread::sleep(millis(15));
-        self.0.lease(ask)
+        self.0.lease(request)
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.0.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.0.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.0.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.0.peek(key, spec)
     }
 }
 

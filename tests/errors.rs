@@ -8,10 +8,14 @@ use std::io;
 use std::sync::Arc;
 
 use http::{Request, Response};
-use tollgate::store::{MemoryStore, StoreError, Terms};
+use tollgate::error::{BoxError, LimitedInfo};
+use tollgate::limiter::{Acquire, KeyStatus};
+use tollgate::quota::Limit;
+use tollgate::service::{RateLimit, ResponseFuture};
+use tollgate::store::{LimitSpec, MemoryStore, StoreError};
 use tollgate::{
-    Acquire, BoxError, ConfigError, Cost, Deadline, Error, Key, KeyStatus, Limit, Limited, Limiter, Permit,
-    Quota, RateLimit, RateLimitBuilder, RateLimitLayer, Reason, Report, ResponseFuture, Signal,
+    ConfigError, Cost, Deadline, Error, Key, Limited, Limiter, Permit, Quota, RateLimitBuilder,
+    RateLimitLayer, Reason, Signal,
 };
 use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
@@ -194,9 +198,9 @@ fn public_types_are_send_sync_and_static() {
     shared::<Acquire>();
     shared::<Permit>();
     shared::<KeyStatus>();
-    shared::<(Error, Limited, Reason, Report, ConfigError, StoreError)>();
+    shared::<(Error, Limited, Reason, LimitedInfo, ConfigError, StoreError)>();
     shared::<(Key, Cost, Deadline, Quota, Limit, Signal)>();
-    shared::<(MemoryStore, Arc<Terms>)>();
+    shared::<(MemoryStore, Arc<LimitSpec>)>();
 
     let limiter = RateLimitLayer::new(Quota::per_second(1)).unwrap().limiter();
     let owned = limiter.clone();

@@ -15,8 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
+use tollgate::limiter::KeyStatus;
 use tollgate::store::RedisStore;
-use tollgate::{Key, KeyStatus, Quota, RateLimitLayer};
+use tollgate::{Key, Quota, RateLimitLayer};
 use upstream::{Log, Rule, Upstream, WHO_HEADER};
 
 use stage::{Spy, Stage, count, ends, everything_in, run};

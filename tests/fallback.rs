@@ -14,10 +14,11 @@ use std::time::Duration;
 use counted::largest_count;
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::store::{Answer, Ask, Charge, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
-use tollgate::{
-    ConfigError, Key, Limit, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer,
+use tollgate::quota::Limit;
+use tollgate::store::{
+    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
 };
+use tollgate::{ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -44,16 +45,16 @@ impl Shared {
         self.away.store(away, Ordering::Relaxed);
     }
 
-    fn answer<T: Send + 'static>(&self, answer: impl FnOnce() -> Answer<T>) -> Answer<T> {
+    fn answer<T: Send + 'static>(&self, answer: impl FnOnce() -> StoreReply<T>) -> StoreReply<T> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let away = self.away.load(Ordering::Relaxed);
         let answer = (!away || self.deaf.load(Ordering::Relaxed)).then(|| match answer() {
-            Answer::Now(answer) => answer,
+            StoreReply::Ready(answer) => answer,
             _ => unreachable!("memory answers now"),
         });
         let gone = || Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))));
         let answer = answer.filter(|_| !away).unwrap_or_else(gone);
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             sleep(ms(1)).await;
             answer
         }))
@@ -61,23 +62,23 @@ impl Shared {
 }
 
 impl Store for Shared {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        let charged: u64 = ask.charges.iter().map(|charge| charge.units).sum();
-        self.most_charges.fetch_max(ask.charges.len(), Ordering::Relaxed);
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let charged: u64 = request.charges.iter().map(|charge| charge.units).sum();
+        self.most_charges.fetch_max(request.charges.len(), Ordering::Relaxed);
         let lost = charged > 0 && self.lose_charges.load(Ordering::Relaxed);
         let answer = self.answer(|| {
             self.charged.fetch_add(charged as usize, Ordering::Relaxed);
-            self.store.lease(ask)
+            self.store.lease(request)
         });
-        if lost { Answer::Later(Box::pin(async { Err(StoreError::Lost) })) } else { answer }
+        if lost { StoreReply::Pending(Box::pin(async { Err(StoreError::Lost) })) } else { answer }
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.answer(|| self.store.peek(key, terms))
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.answer(|| self.store.peek(key, spec))
     }
 }
 
@@ -159,7 +160,7 @@ async fn what_was_granted_before_counts_in_the_share() {
     assert!(again > ms(0) && again < ms(5000), "{again:?}");
     let peek = limiter.peek(Key::ALL).await.unwrap();
     let share = peek.limits[0].limit.count();
-    assert!(peek.alone && (3..=4).contains(&share), "{peek:?}");
+    assert!(peek.degraded && (3..=4).contains(&share), "{peek:?}");
     assert_eq!((peek.limits[0].used, peek.free), (u64::from(share), 0), "{peek:?}");
     sleep(again + ms(100)).await;
     drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -221,7 +222,7 @@ async fn units_used_without_store_are_charged_without_requests() {
     store.set_away(false);
     sleep(ms(2100)).await;
     let peek = limiter.peek(Key::ALL).await.unwrap();
-    assert_eq!((peek.alone, peek.limits[0].used), (false, 10), "{peek:?}");
+    assert_eq!((peek.degraded, peek.limits[0].used), (false, 10), "{peek:?}");
     let other = self::limiter(quota, &store);
     let mut granted = 0;
     while timeout(ms(100), other.acquire(Key::ALL)).await.is_ok_and(|permit| permit.is_ok()) {

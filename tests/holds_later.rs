@@ -15,7 +15,8 @@ use http::Response;
 use proptest::prelude::*;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::store::{
-    Answer, Ask, Held, Lease, Left, Listener, MemoryStore, News, Store, StoreError, Terms, Unused, Usage,
+    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreEvent, StoreListener,
+    StoreReply, UnusedPermits, UpstreamRemaining, Usage,
 };
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
 
@@ -25,7 +26,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 /// What all processes share.
 struct Server {
     store: MemoryStore,
-    listeners: Mutex<Vec<(Duration, Weak<dyn Listener>)>>,
+    listeners: Mutex<Vec<(Duration, Weak<dyn StoreListener>)>>,
     /// Whether subscribers receive no notifications.
     mute: AtomicBool,
 }
@@ -36,8 +37,8 @@ impl Server {
         Arc::new(Server { store, listeners, mute: AtomicBool::new(false) })
     }
 
-    fn changed(&self, key: Key, held: Answer<Held>) -> Result<Held, StoreError> {
-        let Answer::Now(held) = held else { unreachable!("memory answers now") };
+    fn changed(&self, key: Key, held: StoreReply<HoldState>) -> Result<HoldState, StoreError> {
+        let StoreReply::Ready(held) = held else { unreachable!("memory answers now") };
         let held = held?;
         for (trip, listener) in &*self.listeners.lock().unwrap() {
             let (trip, listener) = (*trip, listener.clone());
@@ -45,7 +46,7 @@ impl Server {
                 tokio::spawn(async move {
                     sleep(trip).await;
                     if let Some(listener) = listener.upgrade() {
-                        listener.hear(key, 0, News::Held(held));
+                        listener.on_event(key, 0, StoreEvent::Hold(held));
                     }
                 });
             }
@@ -66,44 +67,50 @@ impl Wire {
         Arc::new(Wire { server: server.clone(), trips: trips.into(), calls: AtomicUsize::new(0) })
     }
 
-    fn later<T: Send + 'static>(&self, answer: Result<T, StoreError>) -> Answer<T> {
+    fn later<T: Send + 'static>(&self, answer: Result<T, StoreError>) -> StoreReply<T> {
         let trip = self.trips[self.calls.fetch_add(1, Ordering::Relaxed) % self.trips.len()];
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             sleep(trip).await;
             answer
         }))
     }
 }
 
-fn now<T>(answer: Answer<T>) -> Result<T, StoreError> {
+fn now<T>(answer: StoreReply<T>) -> Result<T, StoreError> {
     match answer {
-        Answer::Now(answer) => answer,
+        StoreReply::Ready(answer) => answer,
         _ => unreachable!("memory answers now"),
     }
 }
 
 impl Store for Wire {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        self.later(now(self.server.store.lease(ask)))
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.later(now(self.server.store.lease(request)))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.server.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.server.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.server.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.server.store.peek(key, spec)
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        self.later(self.server.changed(key, self.server.store.hold(key, terms, held, left)))
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        self.later(self.server.changed(key, self.server.store.hold(key, spec, held, left)))
     }
 
-    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        self.later(self.server.changed(key, self.server.store.release(key, terms)))
+    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        self.later(self.server.changed(key, self.server.store.release(key, spec)))
     }
 
-    fn listen(&self, listener: Weak<dyn Listener>) {
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
         self.server.listeners.lock().unwrap().push((self.trips[0], listener));
     }
 }

@@ -17,7 +17,8 @@ use futures::future::join_all;
 use redis_server::RedisServer;
 use support::{Upstream, get, limited, ok};
 use tokio::time::{Instant, sleep};
-use tollgate::{Key, Limited, Limiter, Quota, RateLimit, RateLimitLayer, Reason, RequestInfo};
+use tollgate::service::RateLimit;
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason, RequestRef};
 use tower::{Layer, ServiceExt, service_fn};
 
 fn millis(span: u64) -> Duration {
@@ -71,8 +72,8 @@ async fn processes_share_a_hold_with_or_without_secret() {
         processes[3].release(Key::ALL).await.unwrap();
         for limiter in &processes {
             let give_up = Instant::now() + Duration::from_secs(10);
-            while limiter.acquire(Key::ALL).await.is_err() {
-                assert!(Instant::now() < give_up, "the process never learned of the release");
+            while let Err(error) = limiter.acquire(Key::ALL).await {
+                assert!(Instant::now() < give_up, "the process never learned of the release: {error:?}");
                 sleep(millis(1)).await;
             }
             assert_eq!(limiter.peek(Key::ALL).await.unwrap().held, None);
@@ -232,7 +233,7 @@ async fn storm(
 ) -> Storm {
     let store = patient::builder(&server.url()).build().unwrap();
     let builder = RateLimitLayer::builder(Quota::per_second(2000)).store(Arc::new(store));
-    let by_path = |request: &RequestInfo<'_>| Some(Key::new(request.path()));
+    let by_path = |request: &RequestRef<'_>| Some(Key::new(request.path()));
     // Requests that have not left when the first is refused may stay unsent.
     let builder = builder.key(by_path).max_wait(millis(600)).max_hold(Duration::from_secs(3600));
     let service = builder.build().unwrap().layer(service_fn(refusing(every, retry_after)));

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use tollgate::{Limit, Quota, RateLimitLayer};
+use tollgate::quota::Limit;
+use tollgate::{Quota, RateLimitLayer};
 use tower::{ServiceBuilder, ServiceExt};
 use upstream::{Log, Rule, SENT_HEADER, Upstream, closed_loops};
 

@@ -14,8 +14,9 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full, StreamBody};
 use support::{Failing, Upstream, get, ms, waiting, who_said_no};
 use tokio::time::{Instant, sleep};
+use tollgate::quota::Limit;
 use tollgate::store::MemoryStore;
-use tollgate::{Key, Limit, Limited, OnStoreError, Quota, RateLimitLayer, Reason};
+use tollgate::{Key, Limited, OnStoreError, Quota, RateLimitLayer, Reason};
 use tower::{BoxError, ServiceBuilder, ServiceExt, service_fn};
 
 fn layer(quota: Quota) -> RateLimitLayer {

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use http::Response;
 use support::{Upstream, get, pass};
+use tollgate::quota::Limit;
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{HeaderTrust, Key, Limit, Quota, RateLimitLayer};
+use tollgate::{HeaderTrust, Key, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
 fn sliding(count: u32, seconds: u64) -> Limit {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::{Key, Limit, Limiter, Quota, RateLimitLayer};
+use tollgate::quota::Limit;
+use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
 /// One caller.
 #[derive(Clone, Debug)]

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use tokio::time::{advance, sleep};
-use tollgate::store::{Answer, Ask, Lease, Memory, MemoryStore, Store, Terms, Unused, Usage};
+use tollgate::store::{
+    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
+};
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
 
 /// A store that answers asynchronously and may lose its state, as a server does. It records what it receives.
@@ -15,32 +17,34 @@ struct Server {
     store: MemoryStore,
     calls: AtomicUsize,
     /// Some while a test records.
-    told: Mutex<Option<Vec<Memory>>>,
+    told: Mutex<Option<Vec<ClientSession>>>,
 }
 
 impl Store for Server {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         if let Some(told) = &mut *self.told.lock().unwrap() {
-            told.push(ask.memory);
+            told.push(request.session);
         }
-        let remember = ask.terms.quota().limits()[0].window() + Duration::from_secs(1);
-        let Answer::Now(mut answer) = self.store.lease(ask) else { unreachable!("memory answers now") };
+        let remember = request.spec.quota().limits()[0].window() + Duration::from_secs(1);
+        let StoreReply::Ready(mut answer) = self.store.lease(request) else {
+            unreachable!("memory answers now")
+        };
         if let Ok(lease) = &mut answer {
-            (lease.incarnation, lease.writes, lease.remember) = (7, 1, remember);
+            (lease.incarnation, lease.writes, lease.session_ttl) = (7, 1, remember);
         }
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             tokio::task::yield_now().await;
             answer
         }))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
     }
 }
 

@@ -17,7 +17,7 @@ use redis::aio::{ConnectionLike, ConnectionManager, MultiplexedConnection};
 use redis::{Cmd, RedisFuture, Value};
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{Listener, News, RedisStore, RedisStoreBuilder, Store, StoreError};
+use tollgate::store::{RedisStore, RedisStoreBuilder, Store, StoreError, StoreEvent, StoreListener};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 fn limiter_of(builder: RedisStoreBuilder, quota: Quota, max_wait: Duration) -> Limiter {
@@ -364,8 +364,8 @@ fn permits_dropped_outside_a_runtime_are_given_back() {
 
 struct Panics;
 
-impl Listener for Panics {
-    fn hear(self: Arc<Self>, _key: Key, _holder: u64, _news: News) {
+impl StoreListener for Panics {
+    fn on_event(self: Arc<Self>, _key: Key, _holder: u64, _news: StoreEvent) {
         panic!("a listener that panics");
     }
 }
@@ -374,7 +374,7 @@ impl Listener for Panics {
 async fn a_listener_that_panics_stops_no_store() {
     let server = RedisServer::start().unwrap();
     let store = patient::store(&server.url());
-    let panics: Arc<dyn Listener> = Arc::new(Panics);
+    let panics: Arc<dyn StoreListener> = Arc::new(Panics);
     store.listen(Arc::downgrade(&panics));
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store.clone());
     let limiter = layer.max_wait(Duration::ZERO).build().unwrap().limiter();

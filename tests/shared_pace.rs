@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
 use tollgate::pace::{Fair, Unpaced};
+use tollgate::signal::ResponseInfo;
 use tollgate::store::{
-    Answer, Ask, Change, Lease, Listener, MemoryStore, Register, Store, StoreError, Terms, Unused, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreListener,
+    StoreReply, UnusedPermits, Usage,
 };
-use tollgate::{AdaptiveThrottleLayer, AsResponseInfo, ConfigError, Key, Signal};
+use tollgate::{AdaptiveThrottleLayer, ConfigError, Key, Signal};
 
 use support::{ms, now, pass, soon};
 
@@ -37,22 +39,22 @@ impl Remote {
 struct Client(Arc<Remote>);
 
 impl Store for Client {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        self.0.store.lease(ask)
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.0.store.lease(request)
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.0.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.0.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.0.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.0.store.peek(key, spec)
     }
 
-    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let remote = self.0.clone();
         remote.calls.fetch_add(1, Ordering::Relaxed);
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             if remote.mute.load(Ordering::Relaxed) {
                 return std::future::pending().await;
             }
@@ -60,13 +62,13 @@ impl Store for Client {
             if remote.away.load(Ordering::Relaxed) {
                 return Err(StoreError::Lost);
             }
-            let Answer::Now(answer) = remote.store.compare_and_set(change) else { unreachable!() };
+            let StoreReply::Ready(answer) = remote.store.compare_and_set(change) else { unreachable!() };
             pass(remote.trip / 2).await;
             answer
         }))
     }
 
-    fn listen(&self, listener: Weak<dyn Listener>) {
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
         self.0.store.listen(listener);
     }
 }
@@ -116,7 +118,7 @@ struct Response {
     headers: HeaderMap,
 }
 
-impl AsResponseInfo for Response {
+impl ResponseInfo for Response {
     fn status(&self) -> Option<StatusCode> {
         Some(self.status)
     }
@@ -235,7 +237,7 @@ async fn refusal_of_one_process_holds_all() {
     let remote = Remote::new(ms(1));
     let (one, other) = (layer(&remote), layer(&remote));
     // Both know that the bucket holds plenty, and send without asking.
-    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     for layer in [&one, &other, &one, &other] {
         layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
         pass(ms(150)).await;
@@ -346,7 +348,7 @@ async fn impatient_request_goes_when_its_turn_is_due() {
         .max_wait(Duration::ZERO)
         .build()
         .unwrap();
-    let empty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(0));
+    let empty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
     layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
     let refused = layer.throttle().acquire(Key::ALL).await.unwrap_err();
     assert!(refused.report().retry_after().is_some_and(|wait| wait > ms(500)), "{refused}");
@@ -359,7 +361,7 @@ async fn silent_store_counts_as_unreachable() {
     let remote = Remote::new(ms(1));
     remote.mute.store(true, Ordering::Relaxed);
     let (layer, start) = (layer(&remote), now());
-    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     for _ in 0..10 {
         layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
     }
@@ -374,7 +376,7 @@ fn stalled_runtime_delays_no_request_in_another_runtime() {
     };
     let (first, second) = (runtime(), runtime());
     let layer = layer(&Remote::new(ms(1)));
-    let plenty = Signal::default().with_quota(tollgate::ObservedQuota::new().with_remaining(4000));
+    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     let call = |after: Duration| {
         let (throttle, plenty) = (layer.throttle(), plenty.clone());
         async move {

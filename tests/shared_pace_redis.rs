@@ -14,7 +14,8 @@ use http::StatusCode;
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::pace::Fair;
-use tollgate::{AdaptiveThrottleLayer, Key, ObservedQuota, Signal, Throttle};
+use tollgate::signal::ObservedQuota;
+use tollgate::{AdaptiveThrottleLayer, Key, Signal, Throttle};
 
 fn millis(span: u64) -> Duration {
     Duration::from_millis(span)

@@ -5,11 +5,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tollgate::Key;
+use tollgate::quota::Limit;
 use tollgate::store::{
-    Answer, Ask, Claim, Held, Lease, LimitUsage, Listener, MemoryStore, Need, Refusal, Segment, Store, Terms,
-    Unused, Usage, contract,
+    Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore, Refusal, Store,
+    StoreListener, StoreReply, UnusedPermits, Usage, contract,
 };
-use tollgate::{Key, Limit};
 
 #[tokio::test(start_paused = true)]
 async fn the_memory_store_keeps_the_contract() {
@@ -26,26 +27,26 @@ async fn the_memory_store_keeps_the_contract_in_real_time() {
 struct Later(Arc<MemoryStore>);
 
 impl Store for Later {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        later(self.0.lease(ask))
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        later(self.0.lease(request))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.0.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.0.give_back(key, spec, unused);
     }
 
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         self.0.claim(claim, listener);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        later(self.0.peek(key, terms))
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        later(self.0.peek(key, spec))
     }
 }
 
-fn later<T: Send + 'static>(answer: Answer<T>) -> Answer<T> {
-    let Answer::Now(answer) = answer else { return answer };
-    Answer::Later(Box::pin(async move {
+fn later<T: Send + 'static>(answer: StoreReply<T>) -> StoreReply<T> {
+    let StoreReply::Ready(answer) = answer else { return answer };
+    StoreReply::Pending(Box::pin(async move {
         tokio::time::sleep(Duration::from_micros(1)).await;
         answer
     }))
@@ -60,21 +61,21 @@ async fn a_store_that_answers_later_keeps_the_contract() {
 #[test]
 fn stores_outside_the_crate_can_build_every_answer() {
     let (now, second) = (Duration::ZERO, Duration::from_secs(1));
-    let mut segment = Segment::new(2, 3, now, second);
-    (segment.slot, segment.stamp) = (7, 8);
+    let mut grant = Grant::new(2, 3, now, second);
+    (grant.slot, grant.stamp) = (7, 8);
     let mut lease = Lease::default();
-    lease.segments.push(segment);
+    lease.grants.push(grant);
     lease.refused = Some(Refusal::new(Some(second), Some(Limit::bucket(5, 2, second))));
-    lease.held = Held::new(second, 1);
-    assert_eq!((lease.segments[0].count, lease.held.cut), (3, false));
+    lease.hold = HoldState::new(second, 1);
+    assert_eq!((lease.grants[0].count, lease.hold.cut), (3, false));
 
     let mut usage = Usage::default();
     for limit in [Limit::sliding(9, second), Limit::fixed(9, second), Limit::in_flight(9)] {
         usage.limits.push(LimitUsage::new(limit, 4, 5));
     }
     assert_eq!(usage.limits.iter().map(|usage| usage.limit.count()).sum::<u32>(), 27);
-    assert_eq!(Need::new(1, 2), Need::new(1, 2));
-    assert_eq!(Unused::new(7, 8, 6, 1).units, 6);
+    assert_eq!(Demand::new(1, 2), Demand::new(1, 2));
+    assert_eq!(UnusedPermits::new(7, 8, 6, 1).units, 6);
 }
 
 /// The suite detects faults: stores that break a law fail it.
@@ -104,52 +105,52 @@ mod broken {
     }
 
     impl Store for Broken {
-        fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-            let twice = [ask.returns, ask.returns].concat();
-            let mut ask = ask;
+        fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+            let twice = [request.returns, request.returns].concat();
+            let mut request = request;
             match self.fault {
                 Fault::ForgetsKeys => {
-                    ask.key = Key::new(self.calls.fetch_add(1, Ordering::Relaxed).to_le_bytes())
+                    request.key = Key::new(self.calls.fetch_add(1, Ordering::Relaxed).to_le_bytes())
                 }
-                Fault::IgnoresReturns => ask.returns = &[],
-                Fault::ReturnsTwice => ask.returns = &twice,
-                Fault::RefusesAll => ask.needs = &[],
-                Fault::IgnoresLatest => ask.latest = Duration::from_secs(9999),
+                Fault::IgnoresReturns => request.returns = &[],
+                Fault::ReturnsTwice => request.returns = &twice,
+                Fault::RefusesAll => request.demands = &[],
+                Fault::IgnoresLatest => request.latest = Duration::from_secs(9999),
                 _ => {}
             }
-            let prefetch = ask.prefetch;
-            let Answer::Now(Ok(mut lease)) = self.store.lease(ask) else {
+            let prefetch = request.prefetch;
+            let StoreReply::Ready(Ok(mut lease)) = self.store.lease(request) else {
                 unreachable!("memory answers now")
             };
             match self.fault {
-                Fault::GrantsTwice => lease.segments.iter_mut().for_each(|segment| segment.count *= 2),
+                Fault::GrantsTwice => lease.grants.iter_mut().for_each(|grant| grant.count *= 2),
                 Fault::Hoards => {
-                    if let Some(segment) = &mut lease.prefetched {
-                        segment.count = prefetch;
+                    if let Some(grant) = &mut lease.prefetched {
+                        grant.count = prefetch;
                     }
                 }
                 _ => {}
             }
-            Answer::Now(Ok(lease))
+            StoreReply::Ready(Ok(lease))
         }
 
-        fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-            self.store.give_back(key, terms, unused);
+        fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+            self.store.give_back(key, spec, unused);
         }
 
-        fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+        fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
             let mut claim = claim;
             match self.fault {
-                Fault::SeatsOneTooMany => claim.most += 1,
+                Fault::SeatsOneTooMany => claim.limit += 1,
                 Fault::TakesInWhatIsLate => claim.number += self.calls.fetch_add(1, Ordering::Relaxed) as u64,
-                Fault::PassesSeatsOver => claim.sits += claim.wants,
+                Fault::PassesSeatsOver => claim.in_use += claim.wanted,
                 _ => {}
             }
             self.store.claim(claim, listener);
         }
 
-        fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-            self.store.peek(key, terms)
+        fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+            self.store.peek(key, spec)
         }
     }
 

@@ -8,9 +8,10 @@ use std::task::{Context, Poll};
 
 use http::header::AUTHORIZATION;
 use http::{Extensions, HeaderMap, HeaderValue, Method, Request, StatusCode};
+use tollgate::key::RequestInfo;
+use tollgate::signal::ResponseInfo;
 use tollgate::{
-    AsRequestInfo, AsResponseInfo, Cost, Deadline, Error, Key, Limited, Quota, RateLimitBuilder,
-    RateLimitLayer, Reason, by_header, by_host,
+    Cost, Deadline, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason, by_header, by_host,
 };
 use tower::{BoxError, Layer, Service, ServiceExt};
 
@@ -254,7 +255,7 @@ struct Job {
 
 struct Done(StatusCode, HeaderMap);
 
-impl AsRequestInfo for Job {
+impl RequestInfo for Job {
     fn host(&self) -> Option<&str> {
         self.customer
     }
@@ -276,7 +277,7 @@ impl AsRequestInfo for Job {
     }
 }
 
-impl AsResponseInfo for Done {
+impl ResponseInfo for Done {
     fn status(&self) -> Option<StatusCode> {
         Some(self.0)
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use futures::future::join_all;
 use redis_server::RedisServer;
 use tollgate::store::{
-    Answer, Ask, Charge, Lease, Need, RedisStore, Store, StoreError, Terms, Unused, Usage,
+    Charge, Demand, Lease, LeaseRequest, LimitSpec, RedisStore, Store, StoreError, StoreReply, UnusedPermits,
+    Usage,
 };
 use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
@@ -107,33 +108,35 @@ struct Large {
 }
 
 impl Store for Large {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        let longest = ask.terms.quota().limits()[0].window();
+    fn lease(&self, ask: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let longest = ask.spec.quota().limits()[0].window();
         // One charge in each part of the window, the oldest first, of more units than a permit.
         let age =
             |part: usize| longest * u32::try_from(Charge::MOST - part).unwrap_or(1) / Charge::MOST as u32;
         let charges: Vec<Charge> = (0..Charge::MOST).map(|part| Charge::new(age(part), 1000)).collect();
         let permits;
         let mut ask = ask;
-        (ask.needs, ask.prefetch) = (&[], 0);
+        (ask.demands, ask.prefetch) = (&[], 0);
         match self.instead {
             Instead::Charges => ask.charges = &charges,
             Instead::Permits(count) => {
-                permits = [Need::new(1, count)];
-                (ask.needs, ask.latest) = (&permits, 1000 * longest);
+                permits = [Demand::new(1, count)];
+                (ask.demands, ask.latest) = (&permits, 1000 * longest);
             }
         }
-        let Answer::Later(answer) = self.store.lease(ask) else { return Answer::Now(Err(StoreError::Lost)) };
-        Answer::Later(Box::pin(async move {
+        let StoreReply::Pending(answer) = self.store.lease(ask) else {
+            return StoreReply::Ready(Err(StoreError::Lost));
+        };
+        StoreReply::Pending(Box::pin(async move {
             answer.await?;
             Err(StoreError::Lost)
         }))
     }
 
-    fn give_back(&self, _: Key, _: &Arc<Terms>, _: &[Unused]) {}
+    fn give_back(&self, _: Key, _: &Arc<LimitSpec>, _: &[UnusedPermits]) {}
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
     }
 }
 

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::Instant;
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use upstream::{Rule, Upstream};
 
 use common::{Children, Line, Options, Places, Usage};
@@ -78,7 +78,7 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let mut told = Told::default();
     let mut progress = Progress::new(calls);
     while let Some(Line { who, text }) = children.line().await {
-        told.hear(who, &text);
+        told.on_event(who, &text);
         progress.show(start.elapsed(), told.answered(), told.put_off());
     }
     progress.bar.abandon();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use upstream::{Log, Rule};
 
 use crate::{Args, common};
@@ -48,7 +48,7 @@ impl Counts {
 pub(crate) struct Told(BTreeMap<u32, (Counts, String)>);
 
 impl Told {
-    pub(crate) fn hear(&mut self, who: String, line: &str) {
+    pub(crate) fn on_event(&mut self, who: String, line: &str) {
         if let Some((campaign, counts)) = Counts::read(line) {
             self.0.insert(campaign, (counts, who));
         }

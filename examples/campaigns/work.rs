@@ -7,8 +7,9 @@ use std::time::{Duration, SystemTime};
 use reqwest::{Request, Response, Url};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep};
+use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, Limited, Quota, RateLimitLayer};
+use tollgate::{Limited, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::WHO_HEADER;
 

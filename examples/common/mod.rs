@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use reqwest::Request;
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use upstream::{SENT_HEADER, sent_now};
 
 pub(crate) use children::{Children, Line};

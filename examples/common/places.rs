@@ -1,7 +1,7 @@
 //! The Redis and the service that an example uses: started by the example, or given by the user.
 
 use redis_server::RedisServer;
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
 use upstream::Upstream;
 

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use tollgate::{BoxError, RateLimitLayer};
+use tollgate::RateLimitLayer;
+use tollgate::error::BoxError;
 use tower::ServiceBuilder;
 use upstream::Upstream;
 

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tollgate::RateLimitLayer;
+use tollgate::error::BoxError;
 use tollgate::store::RedisStore;
-use tollgate::{BoxError, RateLimitLayer};
 use tower::ServiceBuilder;
 
 use crate::args::Args;

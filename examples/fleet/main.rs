@@ -30,7 +30,8 @@ mod wire;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tollgate::{BoxError, Quota};
+use tollgate::Quota;
+use tollgate::error::BoxError;
 use upstream::Rule;
 
 use args::Args;

@@ -10,7 +10,7 @@ use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::{interval, timeout};
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use upstream::{Arrival, Log, Tally, Upstream};
 
 use crate::args::Args;

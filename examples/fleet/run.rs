@@ -11,7 +11,8 @@ use reqwest::header::{HeaderValue, RETRY_AFTER};
 use reqwest::{Client, Method, Request, Response, StatusCode, Url};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
-use tollgate::{BoxError, Limited};
+use tollgate::Limited;
+use tollgate::error::BoxError;
 use tower::{Service, ServiceExt};
 use upstream::{SENT_HEADER, WHO_HEADER, sent_now};
 

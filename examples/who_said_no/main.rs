@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::BoxError;
+use tollgate::error::BoxError;
 use upstream::{Rule, Upstream, WHO_HEADER};
 
 use common::{Children, Line, Places};

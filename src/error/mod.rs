@@ -1,6 +1,8 @@
 //! The errors of a call: [`Error`], with [`Limited`] in it if a limit or the store stopped the request, and
 //! [`StoreError`]. Settings are checked when a layer is built, by [`ConfigError`](crate::ConfigError).
 
+#[cfg(feature = "retry")]
+mod as_error;
 mod report;
 mod store;
 
@@ -8,8 +10,11 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::time::Duration;
 
+#[cfg(feature = "retry")]
+#[cfg_attr(docsrs, doc(cfg(feature = "retry")))]
+pub use as_error::AsError;
 pub(crate) use report::Facts;
-pub use report::Report;
+pub use report::LimitedInfo;
 pub use store::StoreError;
 
 /// An error of any type.
@@ -88,7 +93,7 @@ pub enum Limited {
         /// Why.
         reason: Reason,
         /// The key, how long the request waited, and when to retry.
-        report: Report,
+        report: LimitedInfo,
     },
     /// The upstream refused the request because of a limit. It was sent.
     ///
@@ -99,7 +104,7 @@ pub enum Limited {
         /// The status of the response.
         status: http::StatusCode,
         /// The key, how long the request waited, and when to retry.
-        report: Report,
+        report: LimitedInfo,
     },
     /// The store failed, so the request could not be counted. It was not sent.
     #[non_exhaustive]
@@ -107,7 +112,7 @@ pub enum Limited {
         /// The error of the store.
         source: StoreError,
         /// The key, and how long the request waited.
-        report: Report,
+        report: LimitedInfo,
     },
 }
 
@@ -139,7 +144,7 @@ impl Limited {
     }
 
     /// Returns the key, how long the request waited, and when to retry.
-    pub fn report(&self) -> &Report {
+    pub fn report(&self) -> &LimitedInfo {
         match self {
             Limited::Local { report, .. }
             | Limited::Upstream { report, .. }
@@ -155,7 +160,7 @@ impl Limited {
         }
     }
 
-    /// Returns how long to wait before the next attempt, if that is known. See [`Report::retry_after`].
+    /// Returns how long to wait before the next attempt, if that is known. See [`LimitedInfo::retry_after`].
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }
@@ -280,7 +285,7 @@ mod tests {
     fn limited() -> Limited {
         Limited::Local {
             reason: Reason::Deadline,
-            report: Report::new(Facts {
+            report: LimitedInfo::new(Facts {
                 key: "api.example.com".into(),
                 limit: Some(Limit::Sliding { count: 50, window: Duration::from_secs(1) }),
                 retry_after: Some(Duration::from_millis(320)),

@@ -7,9 +7,9 @@ use crate::quota::Limit;
 
 /// The details of a limited request: its key, how long it waited, and when to retry.
 #[derive(Clone)]
-pub struct Report(Box<Facts>);
+pub struct LimitedInfo(Box<Facts>);
 
-/// The fields of a [`Report`], boxed so that errors stay small.
+/// The fields of a [`LimitedInfo`], boxed so that errors stay small.
 #[derive(Clone)]
 pub(crate) struct Facts {
     pub(crate) key: Box<str>,
@@ -20,9 +20,9 @@ pub(crate) struct Facts {
     pub(crate) turns: u32,
 }
 
-impl Report {
+impl LimitedInfo {
     pub(crate) fn new(facts: Facts) -> Self {
-        Report(Box::new(facts))
+        LimitedInfo(Box::new(facts))
     }
 
     /// Returns the label of the key: the host for `by_host`, `all` without a key function, else eight hex digits: see
@@ -43,7 +43,7 @@ impl Report {
         self.0.retry_after
     }
 
-    /// Returns [`retry_after`](Report::retry_after) as a moment of the wall clock.
+    /// Returns [`retry_after`](LimitedInfo::retry_after) as a moment of the wall clock.
     pub fn retry_at(&self) -> Option<SystemTime> {
         self.0.at.checked_add(self.0.retry_after?)
     }
@@ -64,7 +64,7 @@ impl Report {
     }
 }
 
-impl fmt::Debug for Report {
+impl fmt::Debug for LimitedInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Facts { key, limit, retry_after, at, waited, turns } = &*self.0;
         f.debug_struct("Report")

@@ -12,10 +12,10 @@ use tower_service::Service;
 
 use super::service::{Gated, GatedFuture};
 use crate::error::{BoxError, Error};
-use crate::key::AsRequestInfo;
+use crate::key::RequestInfo;
 use crate::layer::RateLimitLayer;
 use crate::limiter::Seat;
-use crate::signal::AsResponseInfo;
+use crate::signal::ResponseInfo;
 
 impl RateLimitLayer {
     /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body of their response ends or is
@@ -75,12 +75,12 @@ pub struct Tracking<S>(Gated<RateLimitLayer, S>);
 
 impl<S, R> Service<R> for Tracking<S>
 where
-    R: AsRequestInfo,
+    R: RequestInfo,
     S: Service<R> + Clone,
-    S::Response: AsResponseInfo + TrackBody,
+    S::Response: ResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {
-    type Response = <S::Response as TrackBody>::Held;
+    type Response = <S::Response as TrackBody>::Tracked;
     type Error = Error;
     type Future = TrackingFuture<S, R>;
 
@@ -107,13 +107,13 @@ pin_project! {
 impl<S, R> Future for TrackingFuture<S, R>
 where
     S: Service<R> + Clone,
-    S::Response: AsResponseInfo + TrackBody,
+    S::Response: ResponseInfo + TrackBody,
     S::Error: Into<BoxError>,
 {
-    type Output = Result<<S::Response as TrackBody>::Held, Error>;
+    type Output = Result<<S::Response as TrackBody>::Tracked, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.project().inner.poll_with(cx, S::Response::hold)
+        self.project().inner.poll_with(cx, S::Response::track)
     }
 }
 
@@ -147,16 +147,16 @@ impl InFlight {
 /// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
 pub trait TrackBody {
     /// The response with the call in its body.
-    type Held;
+    type Tracked;
 
     /// Keeps `call` in flight until the body of this response ends or is dropped.
-    fn hold(self, call: InFlight) -> Self::Held;
+    fn track(self, call: InFlight) -> Self::Tracked;
 }
 
 impl<B: Body> TrackBody for http::Response<B> {
-    type Held = http::Response<InFlightBody<B>>;
+    type Tracked = http::Response<InFlightBody<B>>;
 
-    fn hold(self, call: InFlight) -> Self::Held {
+    fn track(self, call: InFlight) -> Self::Tracked {
         self.map(|body| InFlightBody::new(body, call))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use super::response_policy::ResponsePolicy;
-use crate::key::{Cost, Deadline, Key, RequestInfo};
+use crate::key::{Cost, Deadline, Key, RequestRef};
 use crate::limiter::Entry;
 
 /// What a layer reads from a request, and its policy for responses.
@@ -20,14 +20,14 @@ pub(super) struct Extractors {
 }
 
 /// A closure that reads one value from a request.
-type Extractor<T> = Box<dyn Fn(&RequestInfo<'_>) -> T + Send + Sync>;
+type Extractor<T> = Box<dyn Fn(&RequestRef<'_>) -> T + Send + Sync>;
 
 impl Extractors {
     /// Reads key, cost, deadline and host of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions.
     #[inline]
-    pub(super) fn entry(&self, request: &RequestInfo<'_>) -> Option<Entry> {
+    pub(super) fn entry(&self, request: &RequestRef<'_>) -> Option<Entry> {
         let key = match (request.extension::<Key>(), &self.key) {
             (Some(key), _) => *key,
             (None, Some(key_of)) => key_of(request)?,
@@ -49,7 +49,7 @@ impl Extractors {
 
     /// Returns the key of the request's host.
     #[inline]
-    fn host_key(&self, request: &RequestInfo<'_>) -> Option<Key> {
+    fn host_key(&self, request: &RequestRef<'_>) -> Option<Key> {
         let host = request.host()?;
         match self.first_host.get() {
             Some((first, key)) if **first == *host => Some(*key),

@@ -16,15 +16,15 @@ use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::key::{AsRequestInfo, RequestInfo};
+use crate::key::{RequestInfo, RequestRef};
 use crate::limiter::{Entry, Limiter, Permit, Seat, Sent, Started, Waiter};
 use crate::quota::Quota;
-use crate::signal::{AsResponseInfo, Signal};
+use crate::signal::{ResponseInfo, Signal};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
 /// The layer is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client` (feature `reqwest`) and over
-/// services of your own requests ([`AsRequestInfo`]). It is also a `reqwest_middleware::Middleware` (feature
+/// services of your own requests ([`RequestInfo`]). It is also a `reqwest_middleware::Middleware` (feature
 /// `reqwest-middleware`). For calls that are not HTTP, use its [`limiter`](RateLimitLayer::limiter).
 ///
 /// ```
@@ -109,7 +109,7 @@ impl Gate for RateLimitLayer {
     type Call = Sent;
 
     #[inline]
-    fn enter(&self, request: &RequestInfo<'_>) -> Admission<Sent, Box<Waiter>> {
+    fn enter(&self, request: &RequestRef<'_>) -> Admission<Sent, Box<Waiter>> {
         let Some(entry) = self.extractors.entry(request) else {
             return Admission::No(self.limiter.no_key());
         };
@@ -155,7 +155,7 @@ impl Gate for RateLimitLayer {
     #[inline]
     fn leave<T>(
         call: Sent,
-        response: &impl AsResponseInfo,
+        response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         _repeat: Option<T>,
     ) -> Departure<Box<Waiter>, T> {
@@ -169,7 +169,7 @@ impl Gate for RateLimitLayer {
 /// Ends `call` with a response that may say something of limits.
 // Not inlined, so that the common path of `leave` stays small.
 #[inline(never)]
-fn read<T>(call: Sent, response: &impl AsResponseInfo, policy: &ResponsePolicy) -> Departure<Box<Waiter>, T> {
+fn read<T>(call: Sent, response: &impl ResponseInfo, policy: &ResponsePolicy) -> Departure<Box<Waiter>, T> {
     let signal = policy.signal(call.key(), call.host(), response);
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
@@ -201,7 +201,7 @@ gated_service! {
     /// goes to the next request. Once the inner service was called, the permit counts as spent.
     RateLimit {
         gate: RateLimitLayer,
-        request: AsRequestInfo,
+        request: RequestInfo,
         clone: None,
         future: ResponseFuture,
     }

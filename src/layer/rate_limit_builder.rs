@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::rate_limit::RateLimitLayer;
 use super::settings::{Common, at_most, common_setters};
 use crate::config_error::ConfigError;
-use crate::key::{Key, RequestInfo};
-use crate::limit::Terms;
+use crate::key::{Key, RequestRef};
+use crate::limit::LimitSpec;
 use crate::limiter::{HeaderTrust, Limiter, OnScope, OnStoreError, Settings};
 use crate::quota::{Quota, Slacks};
 #[cfg(doc)]
@@ -127,7 +127,7 @@ impl RateLimitBuilder {
     /// Sets how the cost of a request is found: how many units of the limit it takes. Default: 1.
     ///
     /// A [`Cost`](crate::Cost) in the extensions of the request takes precedence over the function.
-    pub fn cost(mut self, cost: impl Fn(&RequestInfo<'_>) -> u32 + Send + Sync + 'static) -> Self {
+    pub fn cost(mut self, cost: impl Fn(&RequestRef<'_>) -> u32 + Send + Sync + 'static) -> Self {
         self.common.extractors.cost = Some(Box::new(cost));
         self
     }
@@ -290,9 +290,9 @@ impl RateLimitBuilder {
         if self.on_store_error == OnStoreError::FallbackShare {
             store = Arc::new(FallbackStore::new(store, share, max_keys));
         }
-        let terms = Terms::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
+        let spec = LimitSpec::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
         let limiter = Limiter::new(Settings {
-            terms: Arc::new(terms),
+            spec: Arc::new(spec),
             store,
             max_wait,
             max_queue,

@@ -4,10 +4,10 @@ use http::{HeaderMap, Method, StatusCode};
 use reqwest::ResponseBuilderExt;
 
 use super::body::{InFlight, InFlightBody, TrackBody};
-use crate::key::AsRequestInfo;
-use crate::signal::AsResponseInfo;
+use crate::key::RequestInfo;
+use crate::signal::ResponseInfo;
 
-impl AsRequestInfo for reqwest::Request {
+impl RequestInfo for reqwest::Request {
     fn host(&self) -> Option<&str> {
         self.url().host_str()
     }
@@ -32,7 +32,7 @@ impl AsRequestInfo for reqwest::Request {
 /// The host that reqwest makes up for a response that was made from an `http::Response` without a URL.
 const NO_HOST: &str = "no.url.provided.local";
 
-impl AsResponseInfo for reqwest::Response {
+impl ResponseInfo for reqwest::Response {
     fn status(&self) -> Option<StatusCode> {
         Some(reqwest::Response::status(self))
     }
@@ -47,9 +47,9 @@ impl AsResponseInfo for reqwest::Response {
 }
 
 impl TrackBody for reqwest::Response {
-    type Held = reqwest::Response;
+    type Tracked = reqwest::Response;
 
-    fn hold(self, call: InFlight) -> reqwest::Response {
+    fn track(self, call: InFlight) -> reqwest::Response {
         // The conversion to `http::Response` loses the URL, so the new response gets it anew.
         let url = self.url().clone();
         let (parts, body) = http::Response::from(self).into_parts();
@@ -73,7 +73,7 @@ mod middleware {
     use reqwest_middleware::{Error as MiddlewareError, Middleware, Next, Result};
 
     use crate::error::Error;
-    use crate::key::RequestInfo;
+    use crate::key::RequestRef;
     use crate::layer::body::{InFlight, InFlightUntilBodyEnd, TrackBody};
     use crate::layer::seam::{Admission, Departure, Gate};
     use crate::layer::service::CloneFn;
@@ -119,7 +119,7 @@ mod middleware {
             next: Next<'_>,
         ) -> Result<Response> {
             let (response, in_flight) = run(&self.layer, request, extensions, next, None).await?;
-            Ok(response.hold(in_flight))
+            Ok(response.track(in_flight))
         }
     }
 
@@ -134,7 +134,7 @@ mod middleware {
         clone: Option<CloneFn<Request>>,
     ) -> Result<(Response, InFlight)> {
         let policy = gate.policy();
-        let admission = gate.enter(&RequestInfo::new(&request).with_extensions(extensions));
+        let admission = gate.enter(&RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {
             Admission::Go(call) => call,
             Admission::Wait(wait) => wait_for_permit::<G>(wait).await?,

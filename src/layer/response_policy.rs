@@ -5,7 +5,7 @@ use std::sync::Arc;
 use http::HeaderMap;
 
 use crate::key::Key;
-use crate::signal::{AsResponseInfo, Signal};
+use crate::signal::{ResponseInfo, Signal};
 
 /// A closure that changes the signal that was read from a response; see
 /// [`RateLimitBuilder::dialect`](crate::RateLimitBuilder::dialect).
@@ -44,7 +44,7 @@ impl ResponsePolicy {
     /// Reads the signal in the `response` to a request for `key`.
     ///
     /// If `host` is given and another host has responded, after a redirect, the signal is empty.
-    pub(super) fn signal(&self, key: Key, host: Option<Key>, response: &impl AsResponseInfo) -> Signal {
+    pub(super) fn signal(&self, key: Key, host: Option<Key>, response: &impl ResponseInfo) -> Signal {
         if let (Some(requested), Some(responding)) = (host, response.host())
             && Key::host(responding) != requested
         {

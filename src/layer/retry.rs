@@ -1,12 +1,11 @@
 //! Retries of requests that the upstream refused, within a budget.
 
-use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::error::{BoxError, Error, Limited};
+use crate::error::Limited;
 use crate::signal::Signal;
 
 /// Retries requests that the upstream refused (with a 429, or a 503 with `Retry-After`), within a budget.
@@ -150,48 +149,25 @@ impl Budget {
     }
 }
 
-/// An error in which [`RetryLimited`] looks for a [`Limited`]: the error of a layer, or a boxed one.
-pub trait AsError {
-    /// Returns the value as an error.
-    fn as_error(&self) -> &(dyn StdError + 'static);
-}
-
-impl AsError for Error {
-    fn as_error(&self) -> &(dyn StdError + 'static) {
-        self
-    }
-}
-
-impl AsError for BoxError {
-    fn as_error(&self) -> &(dyn StdError + 'static) {
-        &**self
-    }
-}
-
-impl AsError for Infallible {
-    fn as_error(&self) -> &(dyn StdError + 'static) {
-        self
-    }
-}
-
 #[cfg(feature = "retry")]
 mod of_tower {
     use std::future::{Ready, ready};
 
     use tower::retry::Policy;
 
-    use super::{AsError, RetryLimited, Signal};
-    use crate::signal::AsResponseInfo;
+    use super::{RetryLimited, Signal};
+    use crate::error::AsError;
+    use crate::signal::ResponseInfo;
 
     impl RetryLimited {
-        fn retry_now<S: AsResponseInfo, E: AsError>(&mut self, result: &Result<S, E>) -> Option<Ready<()>> {
+        fn retry_now<S: ResponseInfo, E: AsError>(&mut self, result: &Result<S, E>) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
             (self.attempts > 0 && self.tries_again(outcome)).then(|| ready(()))
         }
     }
 
-    impl<B: Clone, S: AsResponseInfo, E: AsError> Policy<http::Request<B>, S, E> for RetryLimited {
+    impl<B: Clone, S: ResponseInfo, E: AsError> Policy<http::Request<B>, S, E> for RetryLimited {
         type Future = Ready<()>;
 
         fn retry(&mut self, _: &mut http::Request<B>, result: &mut Result<S, E>) -> Option<Ready<()>> {
@@ -204,7 +180,7 @@ mod of_tower {
     }
 
     #[cfg(feature = "reqwest")]
-    impl<S: AsResponseInfo, E: AsError> Policy<reqwest::Request, S, E> for RetryLimited {
+    impl<S: ResponseInfo, E: AsError> Policy<reqwest::Request, S, E> for RetryLimited {
         type Future = Ready<()>;
 
         fn retry(&mut self, _: &mut reqwest::Request, result: &mut Result<S, E>) -> Option<Ready<()>> {

@@ -6,7 +6,7 @@ use super::service::gated_service;
 use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
 #[cfg(doc)]
 use crate::error::Limited;
-use crate::key::AsRequestInfo;
+use crate::key::RequestInfo;
 
 /// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the queue, until `max_wait` after its
 /// arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
@@ -59,7 +59,7 @@ gated_service! {
     /// requests again.
     RetryingThrottle {
         gate: AdaptiveThrottleLayer,
-        request: AsRequestInfo & CloneRequest,
+        request: RequestInfo & CloneRequest,
         clone: Some(R::clone_request),
         future: ThrottledFuture,
     }

@@ -22,8 +22,8 @@ use std::task::{Context, Poll};
 use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
-use crate::key::RequestInfo;
-use crate::signal::AsResponseInfo;
+use crate::key::RequestRef;
+use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
 pub(super) trait Gate: Send + Sync {
@@ -39,7 +39,7 @@ pub(super) trait Gate: Send + Sync {
     /// Admits `request`, makes it wait, or refuses it.
     ///
     /// The edge sends an admitted request at once.
-    fn enter(&self, request: &RequestInfo<'_>) -> Admission<Self::Call, Self::Wait>;
+    fn enter(&self, request: &RequestRef<'_>) -> Admission<Self::Call, Self::Wait>;
 
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;
@@ -63,7 +63,7 @@ pub(super) trait Gate: Send + Sync {
     /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is not retried.
     fn leave<T>(
         call: Self::Call,
-        response: &impl AsResponseInfo,
+        response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<Self::Wait, T>;

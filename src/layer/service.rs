@@ -14,8 +14,8 @@ use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate, GiveBackOnDrop};
 use crate::error::{BoxError, Error, Limited};
-use crate::key::{AsRequestInfo, RequestInfo};
-use crate::signal::AsResponseInfo;
+use crate::key::{RequestInfo, RequestRef};
+use crate::signal::ResponseInfo;
 
 /// A Tower service behind a gate.
 #[derive(Clone, Debug)]
@@ -33,10 +33,10 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     #[inline(never)]
     pub(super) fn call<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
     where
-        R: AsRequestInfo,
+        R: RequestInfo,
         S: Service<R>,
     {
-        match self.gate.enter(&RequestInfo::new(&request)) {
+        match self.gate.enter(&RequestRef::new(&request)) {
             Admission::Go(call) => {
                 let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
                 let state = State::Calling { response: self.inner.call(request), call: Some(call), repeat };
@@ -164,7 +164,7 @@ impl<G, S, R> GatedFuture<G, S, R>
 where
     G: Gate,
     S: Service<R> + Clone,
-    S::Response: AsResponseInfo,
+    S::Response: ResponseInfo,
     S::Error: Into<BoxError>,
 {
     /// Polls for the response, and returns what `finish` makes of it. The call is in flight until the [`InFlight`] is
@@ -263,8 +263,8 @@ macro_rules! gated_service {
         where
             R: $($bound +)+,
             S: tower_service::Service<R> + Clone,
-            S::Response: $crate::AsResponseInfo,
-            S::Error: Into<$crate::BoxError>,
+            S::Response: $crate::signal::ResponseInfo,
+            S::Error: Into<$crate::error::BoxError>,
         {
             type Response = S::Response;
             type Error = $crate::Error;
@@ -302,8 +302,8 @@ macro_rules! gated_future {
         impl<S, R> std::future::Future for $name<S, R>
         where
             S: tower_service::Service<R> + Clone,
-            S::Response: $crate::AsResponseInfo,
-            S::Error: Into<$crate::BoxError>,
+            S::Response: $crate::signal::ResponseInfo,
+            S::Error: Into<$crate::error::BoxError>,
         {
             type Output = Result<S::Response, $crate::Error>;
 

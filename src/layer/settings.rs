@@ -95,7 +95,7 @@ macro_rules! common_setters {
         $(#[$key])*
         pub fn key<F, K>(mut self, key: F) -> Self
         where
-            F: Fn(&$crate::RequestInfo<'_>) -> K + Send + Sync + 'static,
+            F: Fn(&$crate::RequestRef<'_>) -> K + Send + Sync + 'static,
             K: Into<Option<$crate::Key>>,
         {
             self.common.extractors.key = Some(Box::new(move |request| key(request).into()));
@@ -108,7 +108,7 @@ macro_rules! common_setters {
         /// request takes precedence over the function. [`max_wait`](Self::max_wait) applies besides.
         pub fn deadline<F>(mut self, deadline: F) -> Self
         where
-            F: Fn(&$crate::RequestInfo<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
+            F: Fn(&$crate::RequestRef<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
         {
             self.common.extractors.deadline = Some(Box::new(deadline));
             self

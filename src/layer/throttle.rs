@@ -15,10 +15,10 @@ use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::error::Limited;
-use crate::key::{AsRequestInfo, Key, RequestInfo};
+use crate::key::{Key, RequestInfo, RequestRef};
 #[cfg(doc)]
 use crate::pace::Fair;
-use crate::signal::AsResponseInfo;
+use crate::signal::ResponseInfo;
 use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
 /// Finds the pace that a server allows if its limit is unknown or changes. It is fair to other clients without communicating
@@ -114,7 +114,7 @@ impl Gate for AdaptiveThrottleLayer {
     type Permit = ThrottleCall;
     type Call = ThrottleCall;
 
-    fn enter(&self, request: &RequestInfo<'_>) -> Admission<ThrottleCall, ThrottleWait> {
+    fn enter(&self, request: &RequestRef<'_>) -> Admission<ThrottleCall, ThrottleWait> {
         let Some(entry) = self.extractors.entry(request) else {
             return Admission::No(self.throttle.no_key());
         };
@@ -156,7 +156,7 @@ impl Gate for AdaptiveThrottleLayer {
 
     fn leave<T>(
         call: ThrottleCall,
-        response: &impl AsResponseInfo,
+        response: &impl ResponseInfo,
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<ThrottleWait, T> {
@@ -197,7 +197,7 @@ gated_service! {
     /// sent counts as one without a response.
     AdaptiveThrottle {
         gate: AdaptiveThrottleLayer,
-        request: AsRequestInfo,
+        request: RequestInfo,
         clone: None,
         future: ThrottledFuture,
     }

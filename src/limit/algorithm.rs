@@ -7,7 +7,7 @@
 use super::bucket::Bucket;
 use super::fixed::Fixed;
 use super::window::Window;
-use super::{Micros, Unused, micros_up};
+use super::{Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
 /// When a permit may be used: for `life` after its slot, and not within `guard` of the boundary of a fixed window.
@@ -93,7 +93,7 @@ impl Algorithm {
         }
     }
 
-    pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
+    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         match self {
             Algorithm::Window(window) => window.subtract(now, unused.stamp, unused.units),
             Algorithm::Bucket(bucket) => bucket.subtract(unused),

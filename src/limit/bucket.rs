@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Micros, Unused};
+use super::{Micros, UnusedPermits};
 
 /// Allows at most `capacity` units back to back; `count` units are refilled every `window`.
 ///
@@ -143,7 +143,7 @@ impl Bucket {
     ///
     /// The last booking ahead is taken back whole, because no permit was granted after it. Any other booking is taken
     /// back as far as no later permit was granted after it.
-    pub(super) fn subtract(&mut self, unused: Unused) {
+    pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let units = u128::from(unused.units) * self.window;
         if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {
             self.full_at -= units;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use super::Micros;
 
 /// Allows at most `limit` units in each window, and none within a guard of a boundary, because the upstream may count them
-/// on either side. The guard is the caller's ([`Terms::boundary_guard`](super::Terms::boundary_guard)).
+/// on either side. The guard is the caller's ([`LimitSpec::boundary_guard`](super::LimitSpec::boundary_guard)).
 ///
 /// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow. `phase` is how far the
 /// boundaries are ahead of the multiples of the window in the ledger's time. When a step moves it, the units of a window

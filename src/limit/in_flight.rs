@@ -37,15 +37,15 @@ struct Holder {
     /// The number of its last claim.
     number: u64,
     /// The limit that it states.
-    most: u32,
+    limit: u32,
     /// Seats that it uses, or was given.
     taken: u32,
     /// Seats that it was ever given and could use.
-    given: u64,
+    granted: u64,
     /// Whether it knows that other holders wait.
     told: bool,
     /// Whether it was given seats since the last message to it.
-    news: bool,
+    notify: bool,
     until: Micros,
 }
 
@@ -65,14 +65,14 @@ pub(crate) struct Claimed {
     pub(crate) id: u64,
     /// Larger than that of its claims before.
     pub(crate) number: u64,
-    pub(crate) most: u32,
+    pub(crate) limit: u32,
     /// Seats that it uses.
-    pub(crate) sits: u32,
+    pub(crate) in_use: u32,
     /// How many more it wants.
-    pub(crate) wants: u32,
+    pub(crate) wanted: u32,
     /// How many seats it knows that it was ever given.
-    pub(crate) heard: u64,
-    pub(crate) life: Micros,
+    pub(crate) granted_seen: u64,
+    pub(crate) ttl: Micros,
 }
 
 /// The answer to a holder.
@@ -82,19 +82,19 @@ pub(crate) struct Told {
     /// The last of its claims that was taken in.
     pub(crate) number: u64,
     /// Seats that it was ever given.
-    pub(crate) given: u64,
+    pub(crate) granted: u64,
     /// Whether other holders wait. Then a seat that becomes free goes back.
     pub(crate) others_wait: bool,
     pub(crate) version: u64,
 }
 
 impl Seats {
-    /// Takes in a claim. Calls `tell` with the answer to its holder, and with news for the others.
+    /// Takes in a claim. Calls `tell` with the answer to its holder, and with events for the others.
     pub(crate) fn claim(&mut self, now: Micros, claim: Claimed, mut tell: impl FnMut(Told)) {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
         let index = index.unwrap_or_else(|| {
-            self.holders.push(Holder { id: claim.id, given: claim.heard, ..Holder::default() });
+            self.holders.push(Holder { id: claim.id, granted: claim.granted_seen, ..Holder::default() });
             self.holders.len() - 1
         });
         self.version += 1;
@@ -105,10 +105,10 @@ impl Seats {
         let Seats { holders, queue, version } = self;
         for holder in &mut *holders {
             let others_wait = queue.iter().any(|batch| batch.holder != holder.id);
-            if holder.id == claim.id || holder.news || (others_wait && !holder.told && holder.taken > 0) {
-                (holder.told, holder.news) = (others_wait, false);
-                let Holder { id, number, given, .. } = *holder;
-                tell(Told { id, number, given, others_wait, version: *version });
+            if holder.id == claim.id || holder.notify || (others_wait && !holder.told && holder.taken > 0) {
+                (holder.told, holder.notify) = (others_wait, false);
+                let Holder { id, number, granted: given, .. } = *holder;
+                tell(Told { id, number, granted: given, others_wait, version: *version });
             }
         }
         holders.retain(|holder| holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id));
@@ -124,7 +124,7 @@ impl Seats {
     /// Returns how many seats are taken, and how many are free under a limit of `most`.
     pub(crate) fn usage(&self, most: u32) -> (u32, u32) {
         let taken = self.holders.iter().fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
-        let most = self.holders.iter().map(|holder| holder.most).min().unwrap_or(most).min(most);
+        let most = self.holders.iter().map(|holder| holder.limit).min().unwrap_or(most).min(most);
         (taken, most.saturating_sub(taken))
     }
 
@@ -142,13 +142,13 @@ impl Seats {
         let holder = &mut self.holders[index];
         // Seats that were given after the holder sent this claim go to the waiters that the claim names, up to their
         // number. The messages about the other seats are older than the claim, so the holder ignores them.
-        let unheard = holder.given.saturating_sub(claim.heard).min(u64::from(holder.taken)) as u32;
-        let kept = unheard.min(claim.wants);
-        (holder.number, holder.given) = (claim.number, claim.heard + u64::from(kept));
-        holder.most = claim.most;
-        holder.taken = claim.sits.saturating_add(kept);
-        holder.until = now.saturating_add(claim.life);
-        self.line_up(claim.id, claim.wants - kept);
+        let unheard = holder.granted.saturating_sub(claim.granted_seen).min(u64::from(holder.taken)) as u32;
+        let kept = unheard.min(claim.wanted);
+        (holder.number, holder.granted) = (claim.number, claim.granted_seen + u64::from(kept));
+        holder.limit = claim.limit;
+        holder.taken = claim.in_use.saturating_add(kept);
+        holder.until = now.saturating_add(claim.ttl);
+        self.line_up(claim.id, claim.wanted - kept);
     }
 
     /// Sets the number of waiters of `holder`. New waiters are last in the queue. If waiters leave, they are the last waiters of the
@@ -191,8 +191,8 @@ impl Seats {
             }
             if let Some(holder) = self.holders.iter_mut().find(|holder| holder.id == id) {
                 holder.taken += count;
-                holder.given += u64::from(count);
-                holder.news = true;
+                holder.granted += u64::from(count);
+                holder.notify = true;
             }
         }
     }

@@ -5,7 +5,7 @@
 
 use super::algorithm::{Algorithm, Open};
 use super::external::{ExternalUsage, Ours, Size, Word};
-use super::{Left, Micros, Unused, micros_up};
+use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
 /// One limit of a key, and when it was last asserted.
@@ -73,7 +73,7 @@ impl LimitState {
     }
 
     /// A permit came back unused.
-    pub(super) fn subtract(&mut self, now: Micros, unused: Unused) {
+    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         self.rule.subtract(now, unused);
         if let Some(strangers) = &mut self.strangers {
             strangers.returned(now, unused.stamp, unused.units);
@@ -87,7 +87,7 @@ impl LimitState {
 
     /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted until `sent` may have
     /// reached the upstream. Returns whether that allows less than before.
-    pub(super) fn see(&mut self, left: &Left, now: Micros, sent: Micros, born: Micros) -> bool {
+    pub(super) fn see(&mut self, left: &UpstreamRemaining, now: Micros, sent: Micros, born: Micros) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {
             self.forget_others();

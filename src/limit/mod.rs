@@ -28,6 +28,7 @@ mod bucket;
 mod external;
 mod fixed;
 mod in_flight;
+mod limit_spec;
 mod limit_state;
 #[cfg(test)]
 pub(crate) mod logical_clock;
@@ -36,7 +37,6 @@ mod properties;
 #[cfg(test)]
 pub(crate) mod recovery;
 mod returned;
-mod terms;
 mod window;
 
 use std::cmp::Ordering;
@@ -47,9 +47,9 @@ use smallvec::SmallVec;
 use crate::quota::Limit;
 use algorithm::{Algorithm, Open};
 pub(crate) use in_flight::{Claimed, Seats, Told};
+pub use limit_spec::LimitSpec;
 use limit_state::LimitState;
 use returned::ReturnedSlots;
-pub use terms::Terms;
 
 /// A moment of the store's time, in microseconds since the Unix epoch; or a span of it.
 pub(crate) type Micros = u64;
@@ -77,7 +77,7 @@ pub(crate) fn micros_down(span: Duration) -> Micros {
 
 /// Permits of one slot: each unit usable once, from `slot` to its deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Grant {
+pub(crate) struct Booking {
     /// The first moment.
     pub(crate) slot: Micros,
     /// How long after the slot the deadline is.
@@ -141,11 +141,11 @@ impl Hold {
 }
 
 impl Ledger {
-    pub(crate) fn new(terms: &Terms, now: Micros) -> Self {
+    pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
         let (accounts, pool, hold) = (SmallVec::new(), ReturnedSlots::default(), Hold::default());
         let mut ledger =
             Ledger { accounts, pool, transit_slack: 0, boundary_guard: 0, now, ahead: 0, born: now, hold };
-        ledger.advance(terms, now);
+        ledger.advance(spec, now);
         ledger
     }
 
@@ -157,16 +157,16 @@ impl Ledger {
         }
     }
 
-    /// Brings the ledger to `now` and under `terms`; every call starts with this. Returns the ledger's time.
-    pub(crate) fn advance(&mut self, terms: &Terms, now: Micros) -> Micros {
+    /// Brings the ledger to `now` and under `spec`; every call starts with this. Returns the ledger's time.
+    pub(crate) fn advance(&mut self, spec: &LimitSpec, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
-        self.transit_slack = micros_up(terms.transit_slack());
-        self.boundary_guard = micros_up(terms.boundary_guard());
+        self.transit_slack = micros_up(spec.transit_slack());
+        self.boundary_guard = micros_up(spec.boundary_guard());
         for account in &mut self.accounts {
             account.advance(now);
         }
-        for limit in terms.quota().limits() {
+        for limit in spec.quota().limits() {
             match self.accounts.iter_mut().find(|account| account.limit == *limit) {
                 // Half a window may go unrecorded, so that a refusal need not change the state.
                 Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
@@ -179,20 +179,20 @@ impl Ledger {
                 }
             }
         }
-        if self.accounts.len() > terms.quota().limits().len() {
+        if self.accounts.len() > spec.quota().limits().len() {
             self.accounts.retain(|account| account.holds_until() >= now);
         }
-        while self.accounts.len() > MOST_LIMITS && self.forget_foreign(terms) {}
+        while self.accounts.len() > MOST_LIMITS && self.forget_foreign(spec) {}
         self.drain();
         now
     }
 
-    /// Forgets the limit that would be forgotten next, of the limits that `terms` do not have. Returns whether there was one.
+    /// Forgets the limit that would be forgotten next, of the limits that `spec` do not have. Returns whether there was one.
     ///
     /// The next caller that asserts it adds it again, with the use that the other limits remember. So if an upstream states
     /// another limit to each process of a large fleet, no process loses a call.
-    fn forget_foreign(&mut self, terms: &Terms) -> bool {
-        let ours = terms.quota().limits();
+    fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
+        let ours = spec.quota().limits();
         let accounts = self.accounts.iter().enumerate();
         let foreign = accounts.filter(|(_, account)| !ours.contains(&account.limit));
         let first = foreign.min_by_key(|(_, account)| account.holds_until()).map(|(index, _)| index);
@@ -254,7 +254,7 @@ impl Ledger {
 
     /// Takes in what the upstream states is left of a limit. If less is allowed than before, the slots in the pool leave the
     /// logs, because they were granted under the earlier state.
-    pub(crate) fn see(&mut self, left: &Left) {
+    pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
         let (now, born) = (self.now, self.born);
         let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
             return;
@@ -282,7 +282,7 @@ impl Ledger {
         cost: u32,
         mut count: u32,
         life: Micros,
-        mut granted: impl FnMut(Grant),
+        mut granted: impl FnMut(Booking),
     ) -> Result<(), TooLate> {
         let largest = self.accounts.iter().map(|account| account.limit.largest_cost()).min();
         if cost == 0 || largest.is_none_or(|largest| cost > largest) {
@@ -309,13 +309,13 @@ impl Ledger {
                 account.rule.insert(self.now, slot, stamp, cost * u64::from(fits));
             }
             count -= fits;
-            granted(Grant { slot, life, stamp, count: fits });
+            granted(Booking { slot, life, stamp, count: fits });
         }
         Ok(())
     }
 
     /// Takes up to `most` units of what is free now, at most a quarter of it, so that a scarce limit is never hoarded.
-    pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Grant> {
+    pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Booking> {
         let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
         if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
             return None;
@@ -324,7 +324,7 @@ impl Ledger {
         for account in &mut self.accounts {
             account.rule.insert(self.now, self.now, stamp, u64::from(count));
         }
-        Some(Grant { slot: self.now, life, stamp, count })
+        Some(Booking { slot: self.now, life, stamp, count })
     }
 
     /// Counts units that were used without a permit, at `charge.age` ago at the latest, in every limit, whether or not
@@ -340,7 +340,7 @@ impl Ledger {
 
     /// Takes back a permit that was not used. If its slot still lies ahead, the slot goes to the next caller; if it has
     /// passed, it leaves the logs.
-    pub(crate) fn take_back(&mut self, unused: Unused) {
+    pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
         }
@@ -353,7 +353,7 @@ impl Ledger {
         }
     }
 
-    fn subtract(&mut self, unused: Unused) {
+    fn subtract(&mut self, unused: UnusedPermits) {
         for account in &mut self.accounts {
             account.subtract(self.now, unused);
         }
@@ -418,13 +418,13 @@ impl Ledger {
     }
 }
 
-/// What an upstream states is left of a limit, for [`Ask::left`](crate::store::Ask::left).
+/// What an upstream states is left of a limit, for [`LeaseRequest::remaining`](crate::store::LeaseRequest::remaining).
 ///
 /// Units that are gone and were not granted by the store were used by other clients. The store reserves them. If less is left
 /// than the store knew, it reserves the difference.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Left {
+pub struct UpstreamRemaining {
     /// The limit.
     pub limit: Limit,
     /// The units that are left.
@@ -439,7 +439,7 @@ pub struct Left {
     /// Units that the upstream has refused since its last response, because nothing was left.
     pub refused: u32,
     /// How long the units that follow from it are reserved for other clients, unless a later response confirms them.
-    /// [`Left::new`]: 60 s.
+    /// [`UpstreamRemaining::new`]: 60 s.
     pub valid_for: Duration,
     /// Whether earlier responses were about another limit. If so, the units reserved because of them are forgotten.
     pub forget: bool,
@@ -448,11 +448,11 @@ pub struct Left {
     pub urgent: bool,
 }
 
-impl Left {
+impl UpstreamRemaining {
     /// Makes a statement of this moment that `units` of `limit` are left. It states no reset.
     pub fn new(limit: Limit, units: u64) -> Self {
         let (ago, valid_for) = (Duration::ZERO, Duration::from_secs(60));
-        Left {
+        UpstreamRemaining {
             limit,
             units,
             reset_in: None,
@@ -466,7 +466,7 @@ impl Left {
     }
 }
 
-/// Units that were used without a permit, for [`Ask::charges`](crate::store::Ask::charges): they count in every limit of the key
+/// Units that were used without a permit, for [`LeaseRequest::charges`](crate::store::LeaseRequest::charges): they count in every limit of the key
 /// as if a permit for them had been used then, even beyond the limit.
 ///
 /// With [`FallbackShare`](crate::OnStoreError::FallbackShare), a process charges the store after an outage with the units that
@@ -496,7 +496,7 @@ impl Charge {
 /// A permit that was surely not used, as it was granted: what a caller gives back.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unused {
+pub struct UnusedPermits {
     /// Its slot, in the store's time.
     pub slot: u64,
     /// Its stamp, in the store's time.
@@ -507,9 +507,9 @@ pub struct Unused {
     pub incarnation: u64,
 }
 
-impl Unused {
+impl UnusedPermits {
     /// Makes `units` of a permit that was granted from `slot` with `stamp`, both in the store's time, in a life of the state.
     pub const fn new(slot: u64, stamp: u64, units: u64, incarnation: u64) -> Self {
-        Unused { slot, stamp, units, incarnation }
+        UnusedPermits { slot, stamp, units, incarnation }
     }
 }

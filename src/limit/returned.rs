@@ -7,12 +7,12 @@
 
 use std::ops::RangeInclusive;
 
-use super::{Grant, Micros, Unused};
+use super::{Booking, Micros, UnusedPermits};
 
 #[derive(Debug, Default)]
 pub(super) struct ReturnedSlots {
     /// Sorted by slot.
-    slots: Vec<Unused>,
+    slots: Vec<UnusedPermits>,
 }
 
 /// The most slots that are kept apart.
@@ -20,10 +20,10 @@ const MOST: usize = 32;
 
 impl ReturnedSlots {
     /// Takes a slot in. If there is no room, returns the last slot, which is then left out.
-    pub(super) fn put(&mut self, unused: Unused) -> Option<Unused> {
+    pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
         let index =
             self.slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
-        let same = |other: &&mut Unused| (other.slot, other.stamp) == (unused.slot, unused.stamp);
+        let same = |other: &&mut UnusedPermits| (other.slot, other.stamp) == (unused.slot, unused.stamp);
         if let Some(other) = self.slots.get_mut(index).filter(same) {
             other.units += unused.units;
         } else {
@@ -34,8 +34,9 @@ impl ReturnedSlots {
 
     fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
         // A process whose round trips grew asks for longer lives than it gave back. Half the life is better than a lost slot.
-        let long_enough = |unused: &Unused| unused.slot + life / 2 + transit_slack <= unused.stamp;
-        let fits = |unused: &Unused| unused.slot >= from && unused.units >= units && long_enough(unused);
+        let long_enough = |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
+        let fits =
+            |unused: &UnusedPermits| unused.slot >= from && unused.units >= units && long_enough(unused);
         self.slots.iter().position(fits)
     }
 
@@ -58,7 +59,7 @@ impl ReturnedSlots {
         count: u32,
         life: Micros,
         transit_slack: Micros,
-    ) -> Option<Grant> {
+    ) -> Option<Booking> {
         let index = self.position(*span.start(), cost, life, transit_slack)?;
         let unused = &mut self.slots[index];
         if unused.slot > *span.end() {
@@ -66,7 +67,7 @@ impl ReturnedSlots {
         }
         let taken = u32::try_from(unused.units / cost).unwrap_or(u32::MAX).min(count);
         unused.units -= u64::from(taken) * cost;
-        let grant = Grant {
+        let grant = Booking {
             slot: unused.slot,
             life: unused.stamp - transit_slack - unused.slot,
             stamp: unused.stamp,
@@ -79,13 +80,13 @@ impl ReturnedSlots {
     }
 
     /// Takes out a slot that has passed.
-    pub(super) fn pop_before(&mut self, now: Micros) -> Option<Unused> {
+    pub(super) fn pop_before(&mut self, now: Micros) -> Option<UnusedPermits> {
         let passed = self.slots.first()?.slot < now;
         passed.then(|| self.slots.remove(0))
     }
 
     /// Takes out the last slot.
-    pub(super) fn pop_last(&mut self) -> Option<Unused> {
+    pub(super) fn pop_last(&mut self) -> Option<UnusedPermits> {
         self.slots.pop()
     }
 

@@ -178,7 +178,7 @@ impl Core {
         bound: WaitBound,
         now: Instant,
     ) -> Admission {
-        if self.settings.terms.quota().limits().is_empty() {
+        if self.settings.spec.quota().limits().is_empty() {
             return self.admit_without_rates(entry.key, seat, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
@@ -251,7 +251,7 @@ impl Core {
         if self.held(key, now).is_some() {
             return Admission::Refused(Reason::Held, Refusal { limit: None, ..refusal });
         }
-        let refusal = match self.settings.terms.quota().limits() {
+        let refusal = match self.settings.spec.quota().limits() {
             [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
             _ => refusal,
         };

@@ -58,7 +58,7 @@ impl Core {
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
     ) -> Result<R, Full> {
         let mut wakers = Wakers::default();
-        let new = || KeyState::new(self.settings.terms.life(), now);
+        let new = || KeyState::new(self.settings.spec.life(), now);
         let forgotten = |key, mut line: KeyState| {
             let learned = self.learned(&mut line, now);
             line.forgotten(&self.ctx(key, now, learned.as_ref()));
@@ -97,8 +97,8 @@ impl Core {
     /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
         if !self.at_line(key, clock::now(), |line, ctx, wakers| line.give_back(ctx, slot, wakers)) {
-            let Settings { store, terms, .. } = &self.settings;
-            store.give_back(key, terms, &[slot.unused()]);
+            let Settings { store, spec, .. } = &self.settings;
+            store.give_back(key, spec, &[slot.unused()]);
         }
     }
 
@@ -198,7 +198,7 @@ impl PendingCall {
         if let Ok(Lease { foreign: Some(limit), .. }) = &answer
             && !self.core.warned.swap(true, Ordering::Relaxed)
         {
-            let quota = self.core.settings.terms.quota();
+            let quota = self.core.settings.spec.quota();
             events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
@@ -212,8 +212,8 @@ impl PendingCall {
         }
         // The state of the key is gone: this process cannot use what was granted.
         if let Some(Ok(lease)) = answer {
-            let Settings { store, terms, .. } = &self.core.settings;
-            store.give_back(self.key, terms, &lease.unused());
+            let Settings { store, spec, .. } = &self.core.settings;
+            store.give_back(self.key, spec, &lease.unused());
         }
     }
 }

@@ -16,9 +16,9 @@ use super::key_state::{KeyContext, KeyState};
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
-use crate::key::{Key, RequestInfo};
+use crate::key::{Key, RequestRef};
 use crate::key_map::KeyMap;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::store;
 
 /// The shared state of a limiter.
@@ -90,13 +90,13 @@ impl Core {
         &'a self,
         key: Key,
         now: Instant,
-        learned: Option<&'a Arc<Terms>>,
+        learned: Option<&'a Arc<LimitSpec>>,
     ) -> KeyContext<'a> {
-        let Settings { terms, store, max_queue, on_store_error, max_hold, .. } = &self.settings;
+        let Settings { spec, store, max_queue, on_store_error, max_hold, .. } = &self.settings;
         KeyContext {
             key,
             store,
-            terms: learned.unwrap_or(terms),
+            spec: learned.unwrap_or(spec),
             now,
             max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
@@ -105,19 +105,19 @@ impl Core {
     }
 
     /// Returns the limits that the key of `line` has learned, if any.
-    pub(super) fn learned(&self, line: &mut KeyState, now: Instant) -> Option<Arc<Terms>> {
-        let Settings { terms, learn, .. } = &self.settings;
-        line.learned_terms(*learn, terms, now)
+    pub(super) fn learned(&self, line: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
+        let Settings { spec, learn, .. } = &self.settings;
+        line.learned_terms(*learn, spec, now)
     }
 
     /// Returns the limits of `key`: the learned limits, or the configured ones.
-    pub(super) fn terms(&self, key: Key) -> Arc<Terms> {
+    pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
         let learned = self.lines.find(key, |line| self.learned(line, clock::now())).flatten();
-        learned.unwrap_or_else(|| self.settings.terms.clone())
+        learned.unwrap_or_else(|| self.settings.spec.clone())
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
-    pub(super) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
         store::label(&*self.settings.store, key, request)
     }
 
@@ -133,11 +133,11 @@ impl Core {
 
     /// Gives all prefetched permits back to the store, and waits until the store has them.
     pub(super) async fn shutdown(&self) -> Result<(), StoreError> {
-        let Settings { store, terms, .. } = &self.settings;
+        let Settings { store, spec, .. } = &self.settings;
         let now = clock::now();
         self.lines.for_each(|key, line| {
             if let Some(unused) = line.clear() {
-                store.give_back(key, self.learned(line, now).as_ref().unwrap_or(terms), &[unused]);
+                store.give_back(key, self.learned(line, now).as_ref().unwrap_or(spec), &[unused]);
             }
         });
         store.flush().arrives().await
@@ -146,9 +146,9 @@ impl Core {
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Settings { terms, max_wait, max_queue, max_keys, .. } = &self.settings;
+        let Settings { spec, max_wait, max_queue, max_keys, .. } = &self.settings;
         f.debug_struct("Limiter")
-            .field("quota", terms.quota())
+            .field("quota", spec.quota())
             .field("max_wait", max_wait)
             .field("max_queue", max_queue)
             .field("max_keys", max_keys)

@@ -16,7 +16,7 @@ use super::queue::Number;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::store::Held;
+use crate::store::HoldState;
 use crate::wakers::Wakers;
 
 /// The longest hold: 366 days. Longer ones are cut to this.
@@ -27,7 +27,7 @@ impl Core {
     pub(super) async fn hold_for(self: &Arc<Self>, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
         let releases = self.lines.find(key, |line| line.releases()).unwrap_or(0);
-        let held = Held { left: span.min(LONGEST_HOLD), releases, cut: false };
+        let held = HoldState { remaining: span.min(LONGEST_HOLD), releases, cut: false };
         self.set_hold(key, held, now);
         let held = self.settings.store.hold(key, &self.terms(key), held, None).arrives().await?;
         // Another process may have released the key before, and this process did not know.
@@ -43,7 +43,7 @@ impl Core {
     }
 
     /// Takes in a hold of `key` that this process has seen itself.
-    pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: Held, now: Instant) {
+    pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
         let _ = self.at_new_line(key, now, |line, ctx, wakers| line.hold(ctx, held, true, wakers));
     }
@@ -53,13 +53,13 @@ impl Core {
     /// A key without state has nothing to hold back, and its first request learns of the hold from the store.
     /// State is made only if the requests of the key do not ask the store: if no rate is limited, or if holds
     /// go by host.
-    pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: Held) {
+    pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
         let hear = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
             line.hold(ctx, held, false, wakers)
         };
-        let requests_ask = !self.settings.terms.quota().limits().is_empty() && !self.hosts.are_any();
-        if requests_ask || held.left.is_zero() {
+        let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
+        if requests_ask || held.remaining.is_zero() {
             self.at_line(key, now, hear);
         } else {
             let _ = self.at_new_line(key, now, hear);

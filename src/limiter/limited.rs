@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::error::{Facts, Limited, Reason, Report, StoreError};
+use crate::error::{Facts, Limited, LimitedInfo, Reason, StoreError};
 use crate::events;
 use crate::store::Refusal;
 
@@ -38,8 +38,8 @@ impl Request {
         reported(Limited::Store { source, report: self.report(Refusal::NEVER, now) })
     }
 
-    fn report(self, refusal: Refusal, now: Instant) -> Report {
-        Report::new(Facts {
+    fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
+        LimitedInfo::new(Facts {
             key: self.label,
             limit: refusal.limit,
             retry_after: refusal.wait.map(|wait| wait.max(SHORTEST_WAIT)),

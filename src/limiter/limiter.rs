@@ -15,7 +15,7 @@ use super::start::Started;
 use super::status::KeyStatus;
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
-use crate::key::{Key, RequestInfo};
+use crate::key::{Key, RequestRef};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -231,7 +231,7 @@ impl Limiter {
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
-    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
         self.0.label(key, request)
     }
 

@@ -1,26 +1,26 @@
 //! Rate limiting with a quota: a request enters with its key, and a [`Permit`] comes out, at once or after a wait.
-//!
-//! All state of a key in this process is behind one lock that is never held across an `await`. A waiting future
-//! holds a number in the key's queue and can be dropped at any time. The limiter does not count: the store
-//! does.
-//!
-//! The imports point one way: a file imports only files that stand above it in this table.
-//!
-//! | file | what it has |
-//! |---|---|
-//! | `reservation`, `limited`, `hosts` | values: booked slots, errors, hosts |
-//! | `session`, `prefetched`, `queue`, `key_state` | the state of one key: permits at hand, waiters, bookings, holds |
-//! | `settings` | what a limiter is built from |
-//! | `in_flight` | the calls in flight of all keys |
-//! | `engine` | `Core`: the state of all keys |
-//! | `effects` | access to the state of a key, and the effects that it returns |
-//! | `holds`, `seat` | holds of keys, in-flight slots |
-//! | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
-//! | `admission` | the way of a request to its permit |
-//! | `permit` | the right to send one request |
-//! | `waiter` | a request that waits |
-//! | `start`, `acquire` | the entrance: fast path, slow path, and the public future |
-//! | `limiter` | [`Limiter`], the public face |
+
+// All state of a key in this process is behind one lock that is never held across an `await`. A waiting future
+// holds a number in the key's queue and can be dropped at any time. The limiter does not count: the store
+// does.
+//
+// The imports point one way: a file imports only files that stand above it in this table.
+//
+// | file | what it has |
+// |---|---|
+// | `reservation`, `limited`, `hosts` | values: booked slots, errors, hosts |
+// | `session`, `prefetched`, `queue`, `key_state` | the state of one key: permits at hand, waiters, bookings, holds |
+// | `settings` | what a limiter is built from |
+// | `in_flight` | the calls in flight of all keys |
+// | `engine` | `Core`: the state of all keys |
+// | `effects` | access to the state of a key, and the effects that it returns |
+// | `holds`, `seat` | holds of keys, in-flight slots |
+// | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
+// | `admission` | the way of a request to its permit |
+// | `permit` | the right to send one request |
+// | `waiter` | a request that waits |
+// | `start`, `acquire` | the entrance: fast path, slow path, and the public future |
+// | `limiter` | [`Limiter`], the public face |
 
 mod acquire;
 mod admission;

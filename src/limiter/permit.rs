@@ -15,7 +15,7 @@ use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::seat::Seat;
 use crate::clock;
-use crate::error::{Facts, Limited, Report, StoreError};
+use crate::error::{Facts, Limited, LimitedInfo, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
@@ -219,7 +219,7 @@ impl Sent {
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);
         let at = clock::wall(clock::now());
-        let report = Report::new(Facts { key: label, limit: None, retry_after, at, waited, turns });
+        let report = LimitedInfo::new(Facts { key: label, limit: None, retry_after, at, waited, turns });
         Limited::Upstream { status, report }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::reservation::Reservation;
 use crate::clock;
-use crate::limit::{Terms, Unused};
+use crate::limit::{LimitSpec, UnusedPermits};
 
 /// Units of one slot that is due.
 pub(super) struct Prefetched {
@@ -104,17 +104,17 @@ impl Prefetched {
     }
 
     /// Takes out what is left, to give it back.
-    pub(super) fn clear(&mut self) -> Option<Unused> {
+    pub(super) fn clear(&mut self) -> Option<UnusedPermits> {
         let &mut Prefetched { units, slot, stamp, incarnation, .. } = self;
-        let left = Unused { slot, stamp, units: u64::from(units), incarnation };
+        let left = UnusedPermits { slot, stamp, units: u64::from(units), incarnation };
         self.units = 0;
         self.fetched = 0;
         (left.units > 0).then_some(left)
     }
 
     /// Returns how many units to fetch with the next call, for permits that are valid for `life`.
-    pub(super) fn order(&mut self, terms: &Terms, life: Duration, now: Instant) -> u32 {
-        let most = most_ahead(terms);
+    pub(super) fn order(&mut self, spec: &LimitSpec, life: Duration, now: Instant) -> u32 {
+        let most = most_ahead(spec);
         if self.units > self.fetched / 2 {
             self.next /= 2;
         } else if now < self.soon {
@@ -127,7 +127,7 @@ impl Prefetched {
 }
 
 /// Returns the most units to fetch: a fiftieth of the smallest limit.
-fn most_ahead(terms: &Terms) -> u32 {
-    let limits = terms.quota().limits().iter();
+fn most_ahead(spec: &LimitSpec) -> u32 {
+    let limits = spec.quota().limits().iter();
     limits.map(|limit| limit.count().min(limit.largest_cost()) / 50).min().unwrap_or(0)
 }

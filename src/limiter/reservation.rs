@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::error::{Reason, StoreError};
-use crate::limit::Unused;
+use crate::limit::UnusedPermits;
 use crate::store::Refusal;
 
 /// Permits of one slot, as this process may use them.
@@ -28,9 +28,9 @@ pub(crate) struct Reservation {
 
 impl Reservation {
     /// Returns what the store gets back if none of the permits was used.
-    pub(super) fn unused(&self) -> Unused {
+    pub(super) fn unused(&self) -> UnusedPermits {
         let &Reservation { cost, count, slot, stamp, incarnation, .. } = self;
-        Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
+        UnusedPermits { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
     }
 }
 

@@ -9,7 +9,7 @@ use super::settings::Settings;
 use crate::clock;
 use crate::events;
 use crate::key::Key;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
 use crate::wakers::Wakers;
 
@@ -103,19 +103,19 @@ impl Core {
         wakers: &mut Wakers,
         effect: Option<Effect>,
     ) -> Option<Effect> {
-        let Settings { terms, learn, .. } = &self.settings;
+        let Settings { spec, learn, .. } = &self.settings;
         let by_host = call.hold != call.key;
         // Each of several hosts under one key has quotas of its own.
         if *learn == HeaderTrust::Ignore || (by_host && self.hosts.are_several()) {
             return effect;
         }
         let limited = signal.refusal().is_some();
-        line.learn(*learn, terms, signal, ctx);
+        line.learn(*learn, spec, signal, ctx);
         // What is left is left of the limits that count from now on.
         let learned = self.learned(line, ctx.now);
         let refused = if limited { call.cost } else { 0 };
         let is_less =
-            line.upstream_said(learned.as_ref().unwrap_or(terms), signal, refused, call.sent, ctx.now);
+            line.upstream_said(learned.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
         if effect.is_none() && is_less && (!limited || by_host) {
             return line.tighten(ctx, wakers);
@@ -140,17 +140,17 @@ impl Core {
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
         let held = self.with_new_line(key, now, |line, ctx, _| {
             let held = line.refused_upstream(retry_after, *max_hold, call.sent, now);
-            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(ctx.terms, *max_hold, now));
+            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(ctx.spec, *max_hold, now));
             (held.map(|(held, tells)| (held, tells, left)), None)
         });
         let Ok(Some((held, tells, left))) = held else { return };
-        events::held(&self.label(key, None), held.left);
+        events::held(&self.label(key, None), held.remaining);
         if tells {
             // Another key may have other limits: the store keeps those it knows.
-            let terms = if key == call.key { self.terms(key) } else { Arc::new(Terms::none()) };
+            let spec = if key == call.key { self.terms(key) } else { Arc::new(LimitSpec::none()) };
             // The store comes before the waiters, which ask it anew and are to find what is left. The answer is of no
             // interest: the next call brings what holds.
-            drop(store.hold(key, &terms, held, left));
+            drop(store.hold(key, &spec, held, left));
         }
         self.set_hold(key, held, now);
     }

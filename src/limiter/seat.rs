@@ -15,7 +15,7 @@ use crate::error::{Limited, StoreError};
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
-use crate::store::{Claim, Listener, News, Refusal};
+use crate::store::{Claim, Refusal, StoreEvent, StoreListener};
 use crate::wakers::Wakers;
 
 /// A call in flight. Dropping it ends the call.
@@ -118,11 +118,11 @@ impl Core {
     }
 
     /// Takes in what the store states about the claims of `holder` for `key`.
-    pub(super) fn in_flight_heard(self: &Arc<Self>, key: Key, holder: u64, news: News) {
+    pub(super) fn in_flight_heard(self: &Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
         let now = clock::now();
         self.at_flight(key, |flight, wakers| {
             if flight.holder() == holder {
-                flight.hear(news, now, wakers);
+                flight.on_event(event, now, wakers);
             }
         });
     }
@@ -156,7 +156,7 @@ impl Core {
 
     fn send(self: &Arc<Self>, claim: Option<Claim>) {
         if let Some(claim) = claim {
-            let listener: Arc<dyn Listener> = self.clone();
+            let listener: Arc<dyn StoreListener> = self.clone();
             self.settings.store.claim(claim, &listener);
         }
     }

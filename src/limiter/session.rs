@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::limit::micros_down;
-use crate::store::{Lease, Memory, Segment, Unused};
+use crate::store::{ClientSession, Grant, Lease, UnusedPermits};
 
 /// The session of one key with a store.
 pub(super) struct StoreSession {
@@ -73,7 +73,7 @@ impl StoreSession {
         self.doubted = false;
         self.trip = now.saturating_duration_since(sent).max(self.trip - self.trip / 16);
         self.wall_ahead = clock::wall_ahead();
-        self.until = clock::after(sent, lease.remember);
+        self.until = clock::after(sent, lease.session_ttl);
         self.count_from(lease, lease.now, window, now);
     }
 
@@ -91,7 +91,7 @@ impl StoreSession {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = theirs;
         }
-        for &Segment { cost, count, wait, life, .. } in lease.segments.iter().chain(&lease.prefetched) {
+        for &Grant { cost, count, wait, validity: life, .. } in lease.grants.iter().chain(&lease.prefetched) {
             let until = clock::after(now, wait.saturating_add(life));
             self.granted.units = self.granted.units.saturating_add(u64::from(cost) * u64::from(count));
             self.granted.until = self.granted.until.max(Some(until));
@@ -119,7 +119,7 @@ impl StoreSession {
     }
 
     /// Subtracts permits that were granted lately and are given back.
-    pub(super) fn forget(&mut self, unused: &[Unused]) {
+    pub(super) fn forget(&mut self, unused: &[UnusedPermits]) {
         let (incarnation, from) = (self.incarnation, self.granted.from);
         let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
@@ -127,12 +127,12 @@ impl StoreSession {
 
     /// Returns what the next call sends to the store. After a sleep of the machine it sends nothing, since the monotonic clock does
     /// not show how long the machine slept.
-    pub(super) fn tell(&self, now: Instant) -> Memory {
+    pub(super) fn tell(&self, now: Instant) -> ClientSession {
         let since = now.saturating_duration_since(self.heard);
         if now >= self.until || self.incarnation == 0 || clock::has_slept(self.wall_ahead, since) {
-            return Memory::default();
+            return ClientSession::default();
         }
-        Memory {
+        ClientSession {
             incarnation: self.incarnation,
             writes: self.writes,
             seen: self.seen,

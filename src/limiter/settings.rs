@@ -7,7 +7,7 @@ use super::key_state::HeaderTrust;
 #[cfg(doc)]
 use crate::error::Limited;
 use crate::key::Key;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::store::Store;
 
 /// Returns the key to hold after a refusal of a key's call that names a scope. `None` to hold none.
@@ -16,7 +16,7 @@ pub(crate) type OnScope = Box<dyn Fn(Key, &str) -> Option<Key> + Send + Sync>;
 /// What a limiter is built from. The builder has checked it.
 pub(crate) struct Settings {
     /// The limits of each key.
-    pub(crate) terms: Arc<Terms>,
+    pub(crate) spec: Arc<LimitSpec>,
     /// Where permits are counted.
     pub(crate) store: Arc<dyn Store>,
     /// The longest wait of a request.

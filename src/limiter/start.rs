@@ -81,7 +81,7 @@ impl Core {
         let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
         let refuse =
             |label, reason, refusal| Started::Limited(Request::new(label, now).refuse(reason, refusal, now));
-        let largest = settings.terms.quota().largest_cost();
+        let largest = settings.spec.quota().largest_cost();
         if entry.cost > largest {
             let reason = Reason::CostAboveLimit { cost: entry.cost, largest };
             return refuse(label(), reason, Refusal::NEVER);

@@ -31,14 +31,14 @@ pub struct KeyStatus {
     pub learned: Vec<StatedLimit>,
     /// Whether the store is unreachable. Then `limits` are the share with which this process goes on: see
     /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
-    pub alone: bool,
+    pub degraded: bool,
 }
 
 impl Core {
     /// Reads the state of `key`, and consumes nothing.
     pub(super) async fn status(&self, key: Key) -> Result<KeyStatus, StoreError> {
         let answer = self.settings.store.peek(key, &self.terms(key));
-        let Usage { limits, free: free_in_store, next_slot, held, alone } = answer.arrives().await?;
+        let Usage { limits, free: free_in_store, next_slot, hold, degraded } = answer.arrives().await?;
         let now = clock::now();
         let local = self.lines.find(key, |line| Local {
             queued: line.waiting(),
@@ -47,7 +47,7 @@ impl Core {
             learned: line.learned(),
         });
         let Local { queued, prefetched, held: held_here, learned } = local.unwrap_or_default();
-        let held = held_here.max(Some(held.left).filter(|left| !left.is_zero()));
+        let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
         let in_flight = limits.iter().filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
         let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
         let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
@@ -59,7 +59,7 @@ impl Core {
             limits,
             held,
             learned,
-            alone,
+            degraded,
         })
     }
 }

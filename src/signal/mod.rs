@@ -53,15 +53,15 @@ use crate::clock;
 /// ```
 /// struct Done;
 ///
-/// impl tollgate::AsResponseInfo for Done {}
+/// impl tollgate::signal::ResponseInfo for Done {}
 /// ```
 #[diagnostic::on_unimplemented(
     message = "tollgate cannot read `{Self}` as a response",
     label = "this response is unknown to tollgate",
     note = "for `reqwest::Response`, switch on tollgate's feature `reqwest`",
-    note = "for a response of your own, write `impl tollgate::AsResponseInfo for {Self}`"
+    note = "for a response of your own, write `impl tollgate::signal::ResponseInfo for {Self}`"
 )]
-pub trait AsResponseInfo {
+pub trait ResponseInfo {
     /// Returns the status of the response.
     fn status(&self) -> Option<StatusCode> {
         None
@@ -73,7 +73,7 @@ pub trait AsResponseInfo {
     }
 
     /// Returns the host that sent the response, if the client inside [follows
-    /// redirects](crate::AsRequestInfo::follows_redirects). Default: `None`, the host of the request.
+    /// redirects](crate::key::RequestInfo::follows_redirects). Default: `None`, the host of the request.
     ///
     /// If it is not the host of the request, the signal starts no hold and is not learned, because it describes the
     /// limits of another host. For `reqwest::Response` it is the host of its URL.
@@ -82,7 +82,7 @@ pub trait AsResponseInfo {
     }
 }
 
-impl<B> AsResponseInfo for http::Response<B> {
+impl<B> ResponseInfo for http::Response<B> {
     fn status(&self) -> Option<StatusCode> {
         Some(http::Response::status(self))
     }
@@ -104,9 +104,10 @@ impl<B> AsResponseInfo for http::Response<B> {
 /// ```
 /// use std::time::Duration;
 /// use http::{HeaderMap, StatusCode};
-/// use tollgate::{ObservedQuota, Signal};
+/// use tollgate::signal::ObservedQuota;
+/// use tollgate::Signal;
 ///
-/// /// `X-Pause: 3` means: come back in three seconds, whatever the status. `X-Left` is what is left.
+/// /// `X-Pause: 3` means: come back in three seconds, whatever the status. `X-UpstreamRemaining` is what is left.
 /// fn our_dialect(headers: &HeaderMap, mut signal: Signal) -> Signal {
 ///     let number = |name| headers.get(name)?.to_str().ok()?.parse::<u64>().ok();
 ///     if let Some(seconds) = number("x-pause") {
@@ -155,7 +156,7 @@ impl Signal {
     /// assert_eq!(signal.quotas()[0].limit(), Some(60));
     /// # Ok::<(), http::Error>(())
     /// ```
-    pub fn read(response: &impl AsResponseInfo) -> Self {
+    pub fn read(response: &impl ResponseInfo) -> Self {
         let status = response.status();
         match response.headers().filter(|headers| generic::lines::any(headers)) {
             Some(headers) => read::signal(status, Some(headers), None, clock::wall(clock::now())),
@@ -167,7 +168,7 @@ impl Signal {
 
     /// Returns whether a response may say anything about limits. Most do not, and are not read.
     #[inline]
-    pub(crate) fn is_any_in(response: &impl AsResponseInfo) -> bool {
+    pub(crate) fn is_any_in(response: &impl ResponseInfo) -> bool {
         response.status().is_some_and(refusal::is_always)
             || response.headers().is_some_and(generic::lines::any)
     }
@@ -186,7 +187,7 @@ impl Signal {
     /// ```
     #[cfg(feature = "body")]
     #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
-    pub fn read_with_body(response: &impl AsResponseInfo, body: &[u8]) -> Self {
+    pub fn read_with_body(response: &impl ResponseInfo, body: &[u8]) -> Self {
         read::signal(response.status(), response.headers(), Some(body), clock::wall(clock::now()))
     }
 

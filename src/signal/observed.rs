@@ -10,7 +10,7 @@ use std::time::Duration;
 ///
 /// ```
 /// use std::time::Duration;
-/// use tollgate::ObservedQuota;
+/// use tollgate::signal::ObservedQuota;
 ///
 /// let quota = ObservedQuota::new().with_name("minute").with_limit(100).with_window(Duration::from_secs(60));
 /// assert_eq!((quota.name(), quota.limit(), quota.remaining()), (Some("minute"), Some(100), None));

@@ -11,11 +11,11 @@ use super::numbers::span;
 use super::scenario::StoreModel;
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{Left, Terms, Unused};
+use crate::limit::{LimitSpec, UnusedPermits, UpstreamRemaining};
 use crate::rng::{Dice, dice};
 use crate::store::{
-    Answer, Ask, Asked, Change, Claim, Held, Lease, Listener, MemoryStore, News, Register, Store, StoreError,
-    Tell, Usage,
+    Claim, HoldState, Lease, LeaseRequest, MemoryStore, OwnedLeaseRequest, Recipients, Register,
+    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
 };
 
 /// The store, its model, and its listeners.
@@ -27,7 +27,7 @@ pub(super) struct SharedStore {
     dice: Mutex<Dice>,
     calls: AtomicU64,
     /// The listeners and their addresses.
-    listeners: Mutex<Vec<(u64, Arc<dyn Listener>)>>,
+    listeners: Mutex<Vec<(u64, Arc<dyn StoreListener>)>>,
 }
 
 /// What becomes of one call of the store.
@@ -80,16 +80,16 @@ impl SharedStore {
     }
 
     /// Notifies the listeners that `tell` selects.
-    fn tell(&self, tell: Tell, key: Key, news: &News) {
+    fn tell(&self, tell: Recipients, key: Key, event: &StoreEvent) {
         let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = |address: u64| match tell {
-            Tell::Nobody => false,
-            Tell::One(one) => one == address,
-            Tell::All => true,
+            Recipients::None => false,
+            Recipients::One(one) => one == address,
+            Recipients::All => true,
         };
         let chosen: Vec<_> = listeners.iter().filter(|(address, _)| is_told(*address)).cloned().collect();
         drop(listeners);
-        chosen.into_iter().for_each(|(_, listener)| listener.hear(key, 0, news.clone()));
+        chosen.into_iter().for_each(|(_, listener)| listener.on_event(key, 0, event.clone()));
     }
 
     /// Draws how long a call takes to the store and back.
@@ -115,10 +115,10 @@ impl StoreLink {
     /// Does `act` at the store, even if the answer is dropped.
     fn go<T: Send + 'static>(
         &self,
-        act: impl FnOnce(&MemoryStore) -> Answer<T> + Send + 'static,
-    ) -> Answer<T> {
+        act: impl FnOnce(&MemoryStore) -> StoreReply<T> + Send + 'static,
+    ) -> StoreReply<T> {
         // Without a runtime the run is over.
-        let Ok(runtime) = Handle::try_current() else { return Answer::Now(Err(StoreError::Lost)) };
+        let Ok(runtime) = Handle::try_current() else { return StoreReply::Ready(Err(StoreError::Lost)) };
         let (trip, store) = (self.store.trip(), self.store.clone());
         let call = runtime.spawn(async move {
             let mut answer = Err(away());
@@ -129,26 +129,26 @@ impl StoreLink {
             clock::sleep_until(trip.back).await;
             if trip.is_answered { answer } else { Err(away()) }
         });
-        Answer::Later(Box::pin(async move { call.await.unwrap_or(Err(StoreError::Lost)) }))
+        StoreReply::Pending(Box::pin(async move { call.await.unwrap_or(Err(StoreError::Lost)) }))
     }
 }
 
 impl Store for StoreLink {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        let asked = Asked::new(&ask);
-        self.go(move |memory| memory.lease(asked.ask(&asked.needs)))
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let asked = OwnedLeaseRequest::new(&request);
+        self.go(move |memory| memory.lease(asked.request(&asked.demands)))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        let (terms, unused) = (terms.clone(), unused.to_vec());
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        let (spec, unused) = (spec.clone(), unused.to_vec());
         drop(self.go(move |memory| {
-            memory.give_back(key, &terms, &unused);
-            Answer::Now(Ok(()))
+            memory.give_back(key, &spec, &unused);
+            StoreReply::Ready(Ok(()))
         }));
     }
 
     /// Repeats the claim until the store has acknowledged it, as a store does whose claims expire.
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let Ok(runtime) = Handle::try_current() else { return };
         let (store, listener) = (self.store.clone(), listener.clone());
         drop(runtime.spawn(async move {
@@ -164,42 +164,48 @@ impl Store for StoreLink {
                     return;
                 }
                 clock::sleep_until(trip.back).await;
-                listener.clone().hear(claim.key, claim.holder, News::Failed(away()));
+                listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(away()));
             }
         }));
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        let terms = terms.clone();
-        self.go(move |memory| memory.hold(key, &terms, held, left))
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.hold(key, &spec, held, left))
     }
 
-    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        let terms = terms.clone();
-        self.go(move |memory| memory.release(key, &terms))
+    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.release(key, &spec))
     }
 
-    fn listen(&self, listener: Weak<dyn Listener>) {
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
         let listener = DelayedListener::new(&self.store, move || listener.upgrade());
         self.store.memory.listen(Arc::downgrade(&listener));
         // The memory store keeps only a weak reference.
         self.store.listeners.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, listener));
     }
 
-    fn compare_and_set(&self, mut change: Change) -> Answer<Register> {
+    fn compare_and_set(&self, mut change: RegisterRequest) -> StoreReply<Register> {
         // The memory store would notify every listener.
-        let tell = std::mem::replace(&mut change.tell, Tell::Nobody);
+        let tell = std::mem::replace(&mut change.notify, Recipients::None);
         let store = self.store.clone();
         self.go(move |memory| {
             let (key, value) = (change.key, change.value.clone());
-            let Answer::Now(answer) = memory.compare_and_set(change) else {
+            let StoreReply::Ready(answer) = memory.compare_and_set(change) else {
                 unreachable!("memory answers at once")
             };
             if let (Ok(Register { kind, changed: true, version, .. }), Some(value)) = (&answer, value) {
                 let told = Register { kind: *kind, version: *version, value, ..Register::default() };
-                store.tell(tell, key, &News::Register(told));
+                store.tell(tell, key, &StoreEvent::Register(told));
             }
-            Answer::Now(answer)
+            StoreReply::Ready(answer)
         })
     }
 
@@ -207,12 +213,12 @@ impl Store for StoreLink {
         self.address
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let terms = terms.clone();
-        self.go(move |memory| memory.peek(key, &terms))
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        let spec = spec.clone();
+        self.go(move |memory| memory.peek(key, &spec))
     }
 
-    fn flush(&self) -> Answer<()> {
+    fn flush(&self) -> StoreReply<()> {
         self.go(Store::flush)
     }
 }
@@ -223,27 +229,31 @@ struct DelayedListener<F> {
     listener: F,
 }
 
-impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> DelayedListener<F> {
+impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> DelayedListener<F> {
     #[expect(clippy::new_ret_no_self, reason = "callers need it as a trait object")]
-    fn new(store: &Arc<SharedStore>, listener: F) -> Arc<dyn Listener> {
+    fn new(store: &Arc<SharedStore>, listener: F) -> Arc<dyn StoreListener> {
         Arc::new(DelayedListener { store: store.clone(), listener })
     }
 }
 
-impl<F: Fn() -> Option<Arc<dyn Listener>> + Send + Sync + 'static> Listener for DelayedListener<F> {
-    fn hear(self: Arc<Self>, key: Key, holder: u64, news: News) {
+impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> StoreListener for DelayedListener<F> {
+    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
         let Ok(runtime) = Handle::try_current() else { return };
         let delay = self.store.drawn_trip() / 2;
         drop(runtime.spawn(async move {
             let at = clock::now() + delay;
             let missed = self.store.away_until(at);
             clock::sleep_until(missed.map_or(at, |until| until + delay)).await;
-            let news = match news {
-                News::Held(_) | News::Less { .. } | News::Register(_) if missed.is_some() => News::Missed,
-                news => news,
+            let event = match event {
+                StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_)
+                    if missed.is_some() =>
+                {
+                    StoreEvent::EventsMissed
+                }
+                event => event,
             };
             if let Some(listener) = (self.listener)() {
-                listener.hear(key, holder, news);
+                listener.on_event(key, holder, event);
             }
         }));
     }

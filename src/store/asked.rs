@@ -6,55 +6,55 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::lease::STANDALONE;
-use super::{Ask, Held, Memory, Need};
+use super::{ClientSession, Demand, HoldState, LeaseRequest};
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{Charge, Left, Terms, Unused};
+use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 
-/// An [`Ask`] that outlives its call.
-pub(crate) struct Asked {
+/// An [`LeaseRequest`] that outlives its call.
+pub(crate) struct OwnedLeaseRequest {
     pub(crate) key: Key,
-    pub(crate) terms: Arc<Terms>,
-    pub(crate) needs: SmallVec<[Need; 2]>,
+    pub(crate) spec: Arc<LimitSpec>,
+    pub(crate) demands: SmallVec<[Demand; 2]>,
     pub(crate) prefetch: u32,
     pub(crate) latest: Duration,
     pub(crate) life: Duration,
     pub(crate) prefetch_life: Duration,
     /// What the store granted.
-    pub(crate) returns: SmallVec<[Unused; 4]>,
+    pub(crate) returns: SmallVec<[UnusedPermits; 4]>,
     pub(crate) charges: Vec<Charge>,
-    pub(crate) memory: Memory,
-    pub(crate) held: Held,
-    pub(crate) left: Option<Left>,
+    pub(crate) memory: ClientSession,
+    pub(crate) held: HoldState,
+    pub(crate) left: Option<UpstreamRemaining>,
     pub(crate) at: Instant,
 }
 
-impl Asked {
-    pub(crate) fn new(ask: &Ask<'_>) -> Self {
-        let of_store = ask.returns.iter().filter(|unused| unused.incarnation != STANDALONE);
-        Asked {
-            key: ask.key,
-            terms: ask.terms.clone(),
-            needs: ask.needs.into(),
-            prefetch: ask.prefetch,
-            latest: ask.latest,
-            life: ask.life,
-            prefetch_life: ask.prefetch_life,
+impl OwnedLeaseRequest {
+    pub(crate) fn new(request: &LeaseRequest<'_>) -> Self {
+        let of_store = request.returns.iter().filter(|unused| unused.incarnation != STANDALONE);
+        OwnedLeaseRequest {
+            key: request.key,
+            spec: request.spec.clone(),
+            demands: request.demands.into(),
+            prefetch: request.prefetch,
+            latest: request.latest,
+            life: request.validity,
+            prefetch_life: request.prefetch_validity,
             returns: of_store.copied().collect(),
-            charges: ask.charges.to_vec(),
-            memory: ask.memory,
-            held: ask.held,
-            left: ask.left,
+            charges: request.charges.to_vec(),
+            memory: request.session,
+            held: request.hold,
+            left: request.remaining,
             at: clock::now(),
         }
     }
 
     /// Makes a call that asks for no permits.
-    pub(crate) fn without_needs(key: Key, terms: &Arc<Terms>, memory: Memory) -> Self {
-        Asked {
+    pub(crate) fn without_needs(key: Key, spec: &Arc<LimitSpec>, memory: ClientSession) -> Self {
+        OwnedLeaseRequest {
             key,
-            terms: terms.clone(),
-            needs: SmallVec::new(),
+            spec: spec.clone(),
+            demands: SmallVec::new(),
             prefetch: 0,
             latest: Duration::ZERO,
             life: Duration::ZERO,
@@ -62,26 +62,26 @@ impl Asked {
             returns: SmallVec::new(),
             charges: Vec::new(),
             memory,
-            held: Held::default(),
+            held: HoldState::default(),
             left: None,
             at: clock::now(),
         }
     }
 
-    pub(crate) fn ask<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
-        Ask {
+    pub(crate) fn request<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
+        LeaseRequest {
             key: self.key,
-            terms: &self.terms,
-            needs,
+            spec: &self.spec,
+            demands: demands,
             prefetch: self.prefetch,
             latest: self.latest,
-            life: self.life,
-            prefetch_life: self.prefetch_life,
+            validity: self.life,
+            prefetch_validity: self.prefetch_life,
             returns: &self.returns,
             charges: &self.charges,
-            memory: self.memory,
-            held: self.held,
-            left: self.left,
+            session: self.memory,
+            hold: self.held,
+            remaining: self.left,
         }
     }
 }

@@ -8,7 +8,7 @@
 ///
 /// ```
 /// use std::sync::atomic::{AtomicU64, Ordering};
-/// use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store};
+/// use tollgate::store::{StoreReply, LeaseRequest, Lease, MemoryStore, Store};
 ///
 /// /// Counts the calls that book.
 /// struct Counted {
@@ -19,9 +19,9 @@
 /// impl Store for Counted {
 ///     tollgate::delegate_store!(self => self.store; implements lease);
 ///
-///     fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+///     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
 ///         self.calls.fetch_add(1, Ordering::Relaxed);
-///         self.store.lease(ask)
+///         self.store.lease(request)
 ///     }
 /// }
 /// ```
@@ -29,25 +29,25 @@
 macro_rules! delegate_store {
     ($this:ident => $inner:expr; implements $($own:ident),+ $(,)?) => {
         $crate::delegate_store!(@unless lease [$($own)+] {
-            fn lease(&$this, ask: $crate::store::Ask<'_>) -> $crate::store::Answer<$crate::store::Lease> {
-                $crate::store::Store::lease(&$inner, ask)
+            fn lease(&$this, request: $crate::store::LeaseRequest<'_>) -> $crate::store::StoreReply<$crate::store::Lease> {
+                $crate::store::Store::lease(&$inner, request)
             }
         });
         $crate::delegate_store!(@unless give_back [$($own)+] {
             fn give_back(
                 &$this,
                 key: $crate::Key,
-                terms: &::std::sync::Arc<$crate::store::Terms>,
-                unused: &[$crate::store::Unused],
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                unused: &[$crate::store::UnusedPermits],
             ) {
-                $crate::store::Store::give_back(&$inner, key, terms, unused);
+                $crate::store::Store::give_back(&$inner, key, spec, unused);
             }
         });
         $crate::delegate_store!(@unless claim [$($own)+] {
             fn claim(
                 &$this,
                 claim: $crate::store::Claim,
-                listener: &::std::sync::Arc<dyn $crate::store::Listener>,
+                listener: &::std::sync::Arc<dyn $crate::store::StoreListener>,
             ) {
                 $crate::store::Store::claim(&$inner, claim, listener);
             }
@@ -56,32 +56,32 @@ macro_rules! delegate_store {
             fn hold(
                 &$this,
                 key: $crate::Key,
-                terms: &::std::sync::Arc<$crate::store::Terms>,
-                held: $crate::store::Held,
-                left: ::std::option::Option<$crate::store::Left>,
-            ) -> $crate::store::Answer<$crate::store::Held> {
-                $crate::store::Store::hold(&$inner, key, terms, held, left)
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+                held: $crate::store::HoldState,
+                left: ::std::option::Option<$crate::store::UpstreamRemaining>,
+            ) -> $crate::store::StoreReply<$crate::store::HoldState> {
+                $crate::store::Store::hold(&$inner, key, spec, held, left)
             }
         });
         $crate::delegate_store!(@unless release [$($own)+] {
             fn release(
                 &$this,
                 key: $crate::Key,
-                terms: &::std::sync::Arc<$crate::store::Terms>,
-            ) -> $crate::store::Answer<$crate::store::Held> {
-                $crate::store::Store::release(&$inner, key, terms)
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+            ) -> $crate::store::StoreReply<$crate::store::HoldState> {
+                $crate::store::Store::release(&$inner, key, spec)
             }
         });
         $crate::delegate_store!(@unless listen [$($own)+] {
-            fn listen(&$this, listener: ::std::sync::Weak<dyn $crate::store::Listener>) {
+            fn listen(&$this, listener: ::std::sync::Weak<dyn $crate::store::StoreListener>) {
                 $crate::store::Store::listen(&$inner, listener);
             }
         });
         $crate::delegate_store!(@unless compare_and_set [$($own)+] {
             fn compare_and_set(
                 &$this,
-                change: $crate::store::Change,
-            ) -> $crate::store::Answer<$crate::store::Register> {
+                change: $crate::store::RegisterRequest,
+            ) -> $crate::store::StoreReply<$crate::store::Register> {
                 $crate::store::Store::compare_and_set(&$inner, change)
             }
         });
@@ -94,9 +94,9 @@ macro_rules! delegate_store {
             fn peek(
                 &$this,
                 key: $crate::Key,
-                terms: &::std::sync::Arc<$crate::store::Terms>,
-            ) -> $crate::store::Answer<$crate::store::Usage> {
-                $crate::store::Store::peek(&$inner, key, terms)
+                spec: &::std::sync::Arc<$crate::store::LimitSpec>,
+            ) -> $crate::store::StoreReply<$crate::store::Usage> {
+                $crate::store::Store::peek(&$inner, key, spec)
             }
         });
         $crate::delegate_store!(@unless label [$($own)+] {
@@ -110,7 +110,7 @@ macro_rules! delegate_store {
             }
         });
         $crate::delegate_store!(@unless flush [$($own)+] {
-            fn flush(&$this) -> $crate::store::Answer<()> {
+            fn flush(&$this) -> $crate::store::StoreReply<()> {
                 $crate::store::Store::flush(&$inner)
             }
         });

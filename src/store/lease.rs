@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::hold::Held;
+use super::hold::HoldState;
 use crate::key::Key;
-use crate::limit::{Charge, Left, Terms, Unused};
+use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 use crate::quota::Limit;
 
 /// The incarnation of permits that a process grants itself, of its fallback share.
@@ -16,47 +16,47 @@ pub(super) const STANDALONE: u64 = u64::MAX;
 /// A request to a store for permits of one key.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Ask<'a> {
+pub struct LeaseRequest<'a> {
     /// The key.
     pub key: Key,
     /// The limits of the key.
-    pub terms: &'a Arc<Terms>,
+    pub spec: &'a Arc<LimitSpec>,
     /// The permits that waiters need, in their order.
-    pub needs: &'a [Need],
+    pub demands: &'a [Demand],
     /// How many units more to grant in advance, if they are free now. The store grants at most a quarter of what is free.
     pub prefetch: u32,
     /// The latest slot that a waiter can use, from now.
     pub latest: Duration,
     /// How long after its slot a permit must be valid; half of that is enough for a slot that was returned.
-    pub life: Duration,
+    pub validity: Duration,
     /// The same, for permits in advance.
-    pub prefetch_life: Duration,
+    pub prefetch_validity: Duration,
     /// Permits that were not used.
-    pub returns: &'a [Unused],
+    pub returns: &'a [UnusedPermits],
     /// Units that were used without a permit, oldest first. At most [`Charge::MOST`] in a call.
     pub charges: &'a [Charge],
     /// What the process knows from earlier answers.
-    pub memory: Memory,
+    pub session: ClientSession,
     /// The hold that the process knows of, and the store may not.
-    pub held: Held,
+    pub hold: HoldState,
     /// What is left of a limit, as the upstream stated last.
-    pub left: Option<Left>,
+    pub remaining: Option<UpstreamRemaining>,
 }
 
 /// Permits of one cost that waiters need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Need {
+pub struct Demand {
     /// The units of each permit; at least 1.
     pub cost: u32,
     /// How many permits.
     pub count: u32,
 }
 
-impl Need {
+impl Demand {
     /// Makes a need of `count` permits of `cost` units each.
     pub const fn new(cost: u32, count: u32) -> Self {
-        Need { cost, count }
+        Demand { cost, count }
     }
 }
 
@@ -65,7 +65,7 @@ impl Need {
 /// A store that loses nothing answers with incarnation 0; then all fields are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Memory {
+pub struct ClientSession {
     /// The incarnation of the state: a random number that is drawn when the state is made; 0 for none.
     pub incarnation: u64,
     /// [`Lease::writes`] of the last answer.
@@ -85,33 +85,33 @@ pub struct Memory {
 #[non_exhaustive]
 pub struct Lease {
     /// Permits for the needs, in their order.
-    pub segments: Segments,
+    pub grants: Grants,
     /// Permits in advance: a segment of cost 1.
-    pub prefetched: Option<Segment>,
+    pub prefetched: Option<Grant>,
     /// Set if not all needs were granted.
     pub refused: Option<Refusal>,
     /// Set if the store decided nothing of the needs: it lost its state, and learns for this long what it granted before. Ask
     /// again then.
-    pub learning: Option<Duration>,
+    pub recovering: Option<Duration>,
     /// The incarnation of the state; 0 for a store that loses nothing.
     pub incarnation: u64,
-    /// How often the state was written, for [`Memory::writes`].
+    /// How often the state was written, for [`ClientSession::writes`].
     pub writes: u64,
-    /// The store's time, for [`Memory::seen`]. Waits count from it.
+    /// The store's time, for [`ClientSession::seen`]. Waits count from it.
     pub now: u64,
-    /// How long a [`Memory`] of this answer is of use.
-    pub remember: Duration,
+    /// How long a [`ClientSession`] of this answer is of use.
+    pub session_ttl: Duration,
     /// The hold of the key.
-    pub held: Held,
+    pub hold: HoldState,
     /// A limit in force that these terms do not have: another process states it for the same key.
     pub foreign: Option<Limit>,
     /// Whether clients that do not share this store use the limit too, as the upstream's headers show. Then the store needs each
-    /// [`Ask::left`].
-    pub shared: bool,
+    /// [`LeaseRequest::remaining`].
+    pub external_usage: bool,
     /// How many more units could leave now; 0 if a need was refused.
     pub free: u64,
     /// Set if this process granted the lease itself, of its fallback share.
-    pub(crate) own: Option<Standalone>,
+    pub(crate) standalone: Option<Standalone>,
 }
 
 /// The process granted a lease itself, of its fallback share.
@@ -126,14 +126,14 @@ pub(crate) struct Standalone {
 impl Lease {
     /// Returns whether the lease states anything about the key besides its segments.
     pub(crate) fn is_word_of_store(&self) -> bool {
-        self.own.is_none_or(|own| own.answered)
+        self.standalone.is_none_or(|own| own.answered)
     }
 
     /// Returns all that the lease grants, as permits that were not used.
-    pub(crate) fn unused(&self) -> SmallVec<[Unused; 4]> {
+    pub(crate) fn unused(&self) -> SmallVec<[UnusedPermits; 4]> {
         let incarnation = self.granted_in();
-        let segments = self.segments.iter().chain(&self.prefetched);
-        let unused = segments.map(|&Segment { cost, count, slot, stamp, .. }| Unused {
+        let grants = self.grants.iter().chain(&self.prefetched);
+        let unused = grants.map(|&Grant { cost, count, slot, stamp, .. }| UnusedPermits {
             slot,
             stamp,
             units: u64::from(cost) * u64::from(count),
@@ -144,31 +144,31 @@ impl Lease {
 
     /// Returns the incarnation that granted the segments.
     pub(crate) fn granted_in(&self) -> u64 {
-        if self.own.is_some() { STANDALONE } else { self.incarnation }
+        if self.standalone.is_some() { STANDALONE } else { self.incarnation }
     }
 }
 
 /// The segments of a lease, in order. Two fit without allocation.
 #[derive(Clone, Debug, Default)]
-pub struct Segments(SmallVec<[Segment; 2]>);
+pub struct Grants(SmallVec<[Grant; 2]>);
 
-impl Segments {
+impl Grants {
     /// Adds a segment at the end.
-    pub fn push(&mut self, segment: Segment) {
-        self.0.push(segment);
+    pub fn push(&mut self, grant: Grant) {
+        self.0.push(grant);
     }
 }
 
-impl std::ops::Deref for Segments {
-    type Target = [Segment];
+impl std::ops::Deref for Grants {
+    type Target = [Grant];
 
-    fn deref(&self) -> &[Segment] {
+    fn deref(&self) -> &[Grant] {
         &self.0
     }
 }
 
-impl std::ops::DerefMut for Segments {
-    fn deref_mut(&mut self) -> &mut [Segment] {
+impl std::ops::DerefMut for Grants {
+    fn deref_mut(&mut self) -> &mut [Grant] {
         &mut self.0
     }
 }
@@ -176,7 +176,7 @@ impl std::ops::DerefMut for Segments {
 /// Permits of the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Segment {
+pub struct Grant {
     /// The units of each permit.
     pub cost: u32,
     /// How many permits.
@@ -184,24 +184,24 @@ pub struct Segment {
     /// How long after the answer arrives their slot is.
     pub wait: Duration,
     /// How long after their slot they are valid, counted from when the call was sent.
-    pub life: Duration,
-    /// The slot in the store's time, for [`Unused`].
+    pub validity: Duration,
+    /// The slot in the store's time, for [`UnusedPermits`].
     pub slot: u64,
-    /// The stamp in the store's time, for [`Unused`].
+    /// The stamp in the store's time, for [`UnusedPermits`].
     pub stamp: u64,
 }
 
-impl Segment {
+impl Grant {
     /// Makes a segment of `count` permits of `cost` units each, whose slot comes after `wait`, and that are valid for `life` from
     /// then.
     ///
-    /// Its slot and stamp are 0. A store that takes permits back sets both, and receives them in [`Unused`].
+    /// Its slot and stamp are 0. A store that takes permits back sets both, and receives them in [`UnusedPermits`].
     pub const fn new(cost: u32, count: u32, wait: Duration, life: Duration) -> Self {
-        Segment { cost, count, wait, life, slot: 0, stamp: 0 }
+        Grant { cost, count, wait, validity: life, slot: 0, stamp: 0 }
     }
 }
 
-/// There is no slot up to [`Ask::latest`]. Nothing was booked for this need and the needs after it.
+/// There is no slot up to [`LeaseRequest::latest`]. Nothing was booked for this need and the needs after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Refusal {

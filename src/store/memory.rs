@@ -3,17 +3,17 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::in_flight::Listeners;
+use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
-    Answer, Ask, Change, Charge, Claim, Held, Lease, Left, LimitUsage, Listener, News, Refusal, Register,
-    Segment, Store, StoreError, Tell, Usage,
+    Charge, Claim, Grant, HoldState, Lease, LeaseRequest, LimitUsage, Recipients, Refusal, Register,
+    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{
-    Claimed, Grant, Hold, Ledger, Micros, Seats, Terms, Told, Unused, micros_down, micros_up,
+    Booking, Claimed, Hold, Ledger, LimitSpec, Micros, Seats, Told, UnusedPermits, micros_down, micros_up,
 };
 
 /// Counts permits in this process.
@@ -38,7 +38,7 @@ pub struct MemoryStore {
     counts: KeyMap<Counts>,
     flights: KeyMap<Flight>,
     registers: Registers,
-    listeners: Listeners,
+    listeners: StoreListeners,
     max_keys: usize,
 }
 
@@ -46,7 +46,7 @@ pub struct MemoryStore {
 #[derive(Default)]
 struct Flight {
     seats: Seats,
-    listeners: Vec<(u64, Arc<dyn Listener>)>,
+    listeners: Vec<(u64, Arc<dyn StoreListener>)>,
 }
 
 impl MemoryStore {
@@ -59,18 +59,18 @@ impl MemoryStore {
     pub fn new(max_keys: usize) -> Self {
         let (counts, flights) = (KeyMap::new(max_keys), KeyMap::new(max_keys));
         let registers = Registers::new(max_keys);
-        MemoryStore { counts, flights, registers, listeners: Listeners::default(), max_keys }
+        MemoryStore { counts, flights, registers, listeners: StoreListeners::default(), max_keys }
     }
 
     fn with<R>(
         &self,
         key: Key,
-        terms: &Terms,
+        spec: &LimitSpec,
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> Result<R, StoreError> {
-        let make = || Counts { fresh_from: 0, ledger: Box::new(Ledger::new(terms, now)) };
-        let count = |counts: &mut Counts| counts.with(terms, now, with);
+        let make = || Counts { fresh_from: 0, ledger: Box::new(Ledger::new(spec, now)) };
+        let count = |counts: &mut Counts| counts.with(spec, now, with);
         let counted = self.counts.enter(key, now, make, |_, _| (), count);
         counted.map_err(|Full| StoreError::Full { max_keys: self.max_keys })
     }
@@ -79,17 +79,17 @@ impl MemoryStore {
     fn set_hold(
         &self,
         key: Key,
-        terms: &Terms,
+        spec: &LimitSpec,
         change: impl FnOnce(&mut Ledger, Micros) -> Hold,
-    ) -> Answer<Held> {
+    ) -> StoreReply<HoldState> {
         let now = clock::micros(clock::now());
         let set = |ledger: &mut Ledger, now| held(change(ledger, now), now);
-        let held = match self.with(key, terms, now, set) {
+        let held = match self.with(key, spec, now, set) {
             Ok(held) => held,
-            Err(full) => return Answer::Now(Err(full)),
+            Err(full) => return StoreReply::Ready(Err(full)),
         };
-        self.listeners.tell(key, &News::Held(held));
-        Answer::Now(Ok(held))
+        self.listeners.tell(key, &StoreEvent::Hold(held));
+        StoreReply::Ready(Ok(held))
     }
 }
 
@@ -112,11 +112,11 @@ struct Counts {
 }
 
 impl Counts {
-    fn with<R>(&mut self, terms: &Terms, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
-        if terms.quota().has_fixed_window() {
+    fn with<R>(&mut self, spec: &LimitSpec, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
+        if spec.quota().has_fixed_window() {
             self.ledger.align(clock::wall_ahead_lately(clock::now()));
         }
-        let now = self.ledger.advance(terms, now);
+        let now = self.ledger.advance(spec, now);
         let done = with(&mut self.ledger, now);
         self.fresh_from = self.ledger.fresh_from();
         done
@@ -140,38 +140,48 @@ impl Evict for Flight {
 }
 
 impl Flight {
-    fn claim(&mut self, claim: &Claim, listener: &Arc<dyn Listener>) -> Vec<(u64, Arc<dyn Listener>, News)> {
-        let &Claim { holder: id, number, most, sits, wants, heard, .. } = claim;
+    fn claim(
+        &mut self,
+        claim: &Claim,
+        listener: &Arc<dyn StoreListener>,
+    ) -> Vec<(u64, Arc<dyn StoreListener>, StoreEvent)> {
+        let &Claim { holder: id, number, limit, in_use, wanted, granted_seen, .. } = claim;
         if !self.listeners.iter().any(|(holder, _)| *holder == id) {
             self.listeners.push((id, listener.clone()));
         }
         // Within one process, no holder can fall silent without having left.
-        let claimed = Claimed { id, number, most, sits, wants, heard, life: Micros::MAX };
-        let (Flight { seats, listeners }, mut news) = (self, Vec::new());
-        seats.claim(0, claimed, |Told { id, number, given, others_wait, version }| {
+        let claimed = Claimed { id, number, limit, in_use, wanted, granted_seen, ttl: Micros::MAX };
+        let (Flight { seats, listeners }, mut event) = (self, Vec::new());
+        seats.claim(0, claimed, |Told { id, number, granted, others_wait, version }| {
             if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
-                news.push((id, listener.clone(), News::seats(number, given, others_wait, version)));
+                event.push((
+                    id,
+                    listener.clone(),
+                    StoreEvent::in_flight(number, granted, others_wait, version),
+                ));
             }
         });
         listeners.retain(|(holder, _)| seats.knows(*holder));
-        news
+        event
     }
 }
 
 impl Store for MemoryStore {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let now = clock::micros(clock::now());
-        Answer::Now(self.with(ask.key, ask.terms, now, |ledger, now| book(ledger, now, &ask)))
+        StoreReply::Ready(
+            self.with(request.key, request.spec, now, |ledger, now| book(ledger, now, &request)),
+        )
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
         self.counts.find(key, |counts| {
-            counts.with(terms, now, |ledger, _| unused.iter().for_each(|&unused| ledger.take_back(unused)));
+            counts.with(spec, now, |ledger, _| unused.iter().for_each(|&unused| ledger.take_back(unused)));
         });
     }
 
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let (key, now) = (claim.key, clock::micros(clock::now()));
         match self.flights.enter(
             key,
@@ -180,87 +190,93 @@ impl Store for MemoryStore {
             |_, _| (),
             |flight| flight.claim(&claim, listener),
         ) {
-            Ok(news) => {
-                news.into_iter().for_each(|(holder, listener, news)| listener.hear(key, holder, news))
+            Ok(event) => {
+                event.into_iter().for_each(|(holder, listener, event)| listener.on_event(key, holder, event))
             }
             Err(Full) => {
                 let full = StoreError::Full { max_keys: self.max_keys };
-                listener.clone().hear(key, claim.holder, News::Failed(full));
+                listener.clone().on_event(key, claim.holder, StoreEvent::Failed(full));
             }
         }
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        self.set_hold(key, terms, |ledger, now| {
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        self.set_hold(key, spec, |ledger, now| {
             let held = ledger.hold_anew(hold(held, now));
             left.iter().for_each(|left| ledger.see(left));
             held
         })
     }
 
-    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        self.set_hold(key, terms, |ledger, _| ledger.release())
+    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        self.set_hold(key, spec, |ledger, _| ledger.release())
     }
 
-    fn listen(&self, listener: Weak<dyn Listener>) {
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
         self.listeners.add(listener);
     }
 
-    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let now = clock::micros(clock::now());
         let full = |Full| StoreError::Full { max_keys: self.max_keys };
         let answer = self.registers.compare_and_set(&change, now).map_err(full);
         if let (Ok(Register { changed: true, version, .. }), Some(value)) = (&answer, change.value)
-            && change.tell != Tell::Nobody
+            && change.notify != Recipients::None
         {
             // They are all here.
             let register = Register { kind: change.kind, version: *version, value, ..Register::default() };
-            self.listeners.tell(change.key, &News::Register(register));
+            self.listeners.tell(change.key, &StoreEvent::Register(register));
         }
-        Answer::Now(answer)
+        StoreReply::Ready(answer)
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let now = clock::micros(clock::now());
-        let known = self.counts.find(key, |counts| counts.with(terms, now, usage));
-        let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(terms, now), now));
-        let Some(most) = terms.quota().most_in_flight() else { return Answer::Now(Ok(rates)) };
+        let known = self.counts.find(key, |counts| counts.with(spec, now, usage));
+        let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(spec, now), now));
+        let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Ready(Ok(rates)) };
         let taken = self.flights.find(key, |flight| flight.seats.usage(most));
         let (taken, free) = taken.unwrap_or((0, most));
-        Answer::Now(Ok(rates.in_flight(most, taken, free)))
+        StoreReply::Ready(Ok(rates.in_flight(most, taken, free)))
     }
 }
 
-pub(super) fn book(ledger: &mut Ledger, now: Micros, ask: &Ask<'_>) -> Lease {
-    let held = held(ledger.hold(hold(ask.held, now)), now);
-    ask.returns.iter().for_each(|&unused| ledger.take_back(unused));
-    ask.charges.iter().take(Charge::MOST).for_each(|&charge| ledger.charge(charge));
+pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>) -> Lease {
+    let held = held(ledger.hold(hold(request.hold, now)), now);
+    request.returns.iter().for_each(|&unused| ledger.take_back(unused));
+    request.charges.iter().take(Charge::MOST).for_each(|&charge| ledger.charge(charge));
     // What is left is compared with what the log has: after the returns and the charges.
-    ask.left.iter().for_each(|left| ledger.see(left));
-    let latest = now.saturating_add(micros_down(ask.latest));
-    let life = micros_up(ask.life);
-    let mut lease = Lease { now, held, ..Lease::default() };
-    for need in ask.needs {
-        let segments = &mut lease.segments;
-        let granted = |grant: Grant| segments.push(segment(grant, need.cost, now));
-        if let Err(late) = ledger.book(latest, need.cost, need.count, life, granted) {
+    request.remaining.iter().for_each(|left| ledger.see(left));
+    let latest = now.saturating_add(micros_down(request.latest));
+    let life = micros_up(request.validity);
+    let mut lease = Lease { now, hold: held, ..Lease::default() };
+    for demand in request.demands {
+        let grants = &mut lease.grants;
+        let granted = |grant: Booking| grants.push(segment(grant, demand.cost, now));
+        if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
             lease.refused = Some(Refusal { wait, limit: late.limit });
             break;
         }
     }
-    lease.shared = ledger.is_shared();
-    if lease.refused.is_none() && ask.prefetch > 0 {
-        let grant = ledger.prefetch(ask.prefetch, micros_up(ask.prefetch_life));
+    lease.external_usage = ledger.is_shared();
+    if lease.refused.is_none() && request.prefetch > 0 {
+        let grant = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
         lease.prefetched = grant.map(|grant| segment(grant, 1, now));
     }
     lease.free = if lease.refused.is_none() { ledger.free() } else { 0 };
     lease
 }
 
-fn segment(grant: Grant, cost: u32, now: Micros) -> Segment {
-    let Grant { slot, life, stamp, count } = grant;
-    Segment { cost, count, wait: span(now, slot), life: Duration::from_micros(life), slot, stamp }
+fn segment(grant: Booking, cost: u32, now: Micros) -> Grant {
+    let Booking { slot, life, stamp, count } = grant;
+    Grant { cost, count, wait: span(now, slot), validity: Duration::from_micros(life), slot, stamp }
 }
 
 fn span(now: Micros, slot: Micros) -> Duration {
@@ -274,16 +290,16 @@ pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
         .collect();
     let next_slot = span(now, ledger.next_slot(0));
     let held = held(ledger.hold(Hold::default()), now);
-    Usage { limits, free: ledger.free(), next_slot, held, alone: false }
+    Usage { limits, free: ledger.free(), next_slot, hold: held, degraded: false }
 }
 
-pub(super) fn hold(held: Held, now: Micros) -> Hold {
-    let Held { left, releases, cut } = held;
+pub(super) fn hold(held: HoldState, now: Micros) -> Hold {
+    let HoldState { remaining: left, releases, cut } = held;
     let until = if left.is_zero() { 0 } else { now.saturating_add(micros_up(left)) };
     Hold { until, cut, releases }
 }
 
-fn held(hold: Hold, now: Micros) -> Held {
+fn held(hold: Hold, now: Micros) -> HoldState {
     let left = span(now, hold.until);
-    Held { left, releases: hold.releases, cut: !left.is_zero() && hold.cut }
+    HoldState { remaining: left, releases: hold.releases, cut: !left.is_zero() && hold.cut }
 }

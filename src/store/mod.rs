@@ -1,7 +1,7 @@
 //! Where permits are counted: the [`Store`] trait and the contract that every store keeps.
 //!
 //! A store keeps one state per [`Key`] and decides in one atomic step. It answers at once
-//! ([`Answer::Now`], as [`MemoryStore`] does) or when a server has answered ([`Answer::Later`]).
+//! ([`StoreReply::Ready`], as [`MemoryStore`] does) or when a server has answered ([`StoreReply::Pending`]).
 //!
 //! # The contract
 //!
@@ -20,9 +20,9 @@
 //!     or not at all, unless it is released; and every listener is notified.
 //! 11. **Never over in flight.** Slots in use, over all holders with a live claim, never exceed the smallest limit that any of them
 //!     states. Waiters are served in the order in which they came.
-//! 12. **External usage.** Units that other clients use of a limit, as the upstream states ([`Ask::left`]), are not granted until
+//! 12. **External usage.** Units that other clients use of a limit, as the upstream states ([`LeaseRequest::remaining`]), are not granted until
 //!     its window ends.
-//! 13. **Charges.** Charged units ([`Ask::charges`]) count from when they were used, whether or not there is room.
+//! 13. **Charges.** Charged units ([`LeaseRequest::charges`]) count from when they were used, whether or not there is room.
 //! 14. **Registers.** A register changes in one step, and only if it has not changed since it was read; versions never repeat.
 //!
 //! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
@@ -51,18 +51,18 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub use crate::error::StoreError;
-use crate::key::{Key, RequestInfo};
-pub use crate::limit::{Charge, Left, Terms, Unused};
-pub(crate) use asked::Asked;
+use crate::key::{Key, RequestRef};
+pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
+pub(crate) use asked::OwnedLeaseRequest;
 pub(crate) use fallback::{FallbackStore, Share};
-pub use hold::Held;
-pub use in_flight::{Claim, Listener, News};
-pub use lease::{Ask, Lease, Memory, Need, Refusal, Segment, Segments};
+pub use hold::HoldState;
+pub use in_flight::{Claim, StoreEvent, StoreListener};
+pub use lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
 pub use memory::MemoryStore;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
-pub use register::{Change, Register, Tell};
+pub use register::{Recipients, Register, RegisterRequest};
 pub use usage::{LimitUsage, Usage};
 
 /// Returns for how long after an answer earlier permits may be used. After that the store has to confirm them first. A store that
@@ -80,11 +80,11 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if nothing could be booked. An unknown outcome counts as spent: the caller does not repeat it.
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease>;
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease>;
 
     /// Takes back permits of `key` early that were not used. Does not block and cannot fail: a permit that is lost on the way
     /// expires.
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]);
 
     /// States how many calls of a key a limiter has in flight, and how many more it wants. Does not block: the store notifies
     /// `listener` of the answer and of later changes, from any thread.
@@ -92,9 +92,9 @@ pub trait Store: Send + Sync + 'static {
     /// A store whose claims expire repeats the last one every third of its life, until it claims nothing.
     ///
     /// The default is for a store without calls in flight: it fails with [`StoreError::Unsupported`].
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let unsupported = StoreError::Unsupported("limits of calls in flight");
-        listener.clone().hear(claim.key, claim.holder, News::Failed(unsupported));
+        listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
     }
 
     /// Puts `key` on hold and notifies every listener; the same response stated what is `left` of a limit. Returns the hold in
@@ -103,8 +103,14 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if other processes may not know of the hold; by default always, for a store without holds.
-    fn hold(&self, _key: Key, _terms: &Arc<Terms>, _held: Held, _left: Option<Left>) -> Answer<Held> {
-        Answer::Now(Err(StoreError::Unsupported("holds")))
+    fn hold(
+        &self,
+        _key: Key,
+        _terms: &Arc<LimitSpec>,
+        _held: HoldState,
+        _left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        StoreReply::Ready(Err(StoreError::Unsupported("holds")))
     }
 
     /// Ends the hold of `key` and notifies every listener. Takes effect whether or not the answer is awaited.
@@ -112,27 +118,27 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if other processes may not know of the release; by default always.
-    fn release(&self, _key: Key, _terms: &Arc<Terms>) -> Answer<Held> {
-        Answer::Now(Err(StoreError::Unsupported("holds")))
+    fn release(&self, _key: Key, _terms: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        StoreReply::Ready(Err(StoreError::Unsupported("holds")))
     }
 
     /// Notifies `listener` of holds and registers from now on, for as long as it lives. The default does nothing: then processes
     /// learn of them from the store's answers only.
-    fn listen(&self, _listener: Weak<dyn Listener>) {}
+    fn listen(&self, _listener: Weak<dyn StoreListener>) {}
 
     /// Changes a register of a key, if no other process has changed it since it was read, and notifies listeners by
-    /// [`News::Register`]; or reads it.
+    /// [`StoreEvent::Register`]; or reads it.
     ///
     /// The processes of a fleet share what an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) learns by registers.
     ///
     /// # Errors
     ///
     /// [`StoreError`] if the register may or may not have been changed; by default always, for a store without registers.
-    fn compare_and_set(&self, _change: Change) -> Answer<Register> {
-        Answer::Now(Err(StoreError::Unsupported("registers")))
+    fn compare_and_set(&self, _change: RegisterRequest) -> StoreReply<Register> {
+        StoreReply::Ready(Err(StoreError::Unsupported("registers")))
     }
 
-    /// Returns the address at which other processes notify the [listeners](Store::listen) of this one, for [`Tell::One`]. At most
+    /// Returns the address at which other processes notify the [listeners](Store::listen) of this one, for [`Recipients::One`]. At most
     /// 2^53. By default 0: listeners cannot be notified alone.
     fn address(&self) -> u64 {
         0
@@ -143,7 +149,7 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if the state could not be read.
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage>;
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage>;
 
     /// Returns what errors and events call `key`, unless it is [`Key::ALL`] or a host. By default eight hex digits, different
     /// in each process.
@@ -167,8 +173,8 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if they may not have arrived.
-    fn flush(&self) -> Answer<()> {
-        Answer::Now(Ok(()))
+    fn flush(&self) -> StoreReply<()> {
+        StoreReply::Ready(Ok(()))
     }
 }
 
@@ -191,28 +197,28 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
 }
 
 /// Returns what errors and events call `key`, which came with `request`.
-pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
     key.plain_label(request).unwrap_or_else(|| store.label(key))
 }
 
 /// A task for [`Background::spawn`]. It may be dropped at any `.await`: then its call ends as [`StoreError::Lost`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// The answer of a store: at once, or when a server has answered.
+/// The reply of a store: at once, or when a server has replied.
 #[non_exhaustive]
-pub enum Answer<T> {
+pub enum StoreReply<T> {
     /// At once.
-    Now(Result<T, StoreError>),
+    Ready(Result<T, StoreError>),
     /// The output of this future. Dropping it leaves the outcome unknown.
-    Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
+    Pending(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
 }
 
-impl<T> Answer<T> {
-    /// Returns the answer when it has arrived.
+impl<T> StoreReply<T> {
+    /// Waits for the reply.
     pub(crate) async fn arrives(self) -> Result<T, StoreError> {
         match self {
-            Answer::Now(answer) => answer,
-            Answer::Later(answer) => answer.await,
+            StoreReply::Ready(answer) => answer,
+            StoreReply::Pending(answer) => answer.await,
         }
     }
 }

@@ -10,27 +10,27 @@ use crate::limit::{Micros, micros_up};
 /// A change of a register, for [`Store::compare_and_set`](super::Store::compare_and_set).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Change {
+pub struct RegisterRequest {
     /// The key that the register belongs to.
     pub key: Key,
     /// Which of the registers of that key.
     pub kind: u64,
     /// The version that the caller saw last; 0 if there was no register.
-    pub seen: u64,
+    pub version: u64,
     /// The new value, which is set only if the register has not changed since `seen`. `None` only reads the register.
     pub value: Option<Vec<u8>>,
     /// How long the register is kept unless it is changed again.
-    pub life: Duration,
+    pub ttl: Duration,
     /// Which listeners are notified of the change.
-    pub tell: Tell,
+    pub notify: Recipients,
 }
 
 /// The listeners that are notified of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Tell {
+pub enum Recipients {
     /// No listener.
-    Nobody,
+    None,
     /// The listeners of the store with this [address](super::Store::address).
     One(u64),
     /// All listeners.
@@ -43,7 +43,7 @@ pub enum Tell {
 pub struct Register {
     /// Which of the registers of its key.
     pub kind: u64,
-    /// Whether the change was made. If not, the register had changed since [`Change::seen`].
+    /// Whether the change was made. If not, the register had changed since [`RegisterRequest::version`].
     pub changed: bool,
     /// The version, which differs after each change; 0 if there is no register. A version never repeats with another value.
     pub version: u64,
@@ -71,7 +71,7 @@ impl Registers {
         Registers { kept: KeyMap::new(max_keys), versions: AtomicU64::new(0) }
     }
 
-    pub(super) fn compare_and_set(&self, change: &Change, now: Micros) -> Result<Register, Full> {
+    pub(super) fn compare_and_set(&self, change: &RegisterRequest, now: Micros) -> Result<Register, Full> {
         let kind = change.kind;
         let key = change.key.and(kind.to_le_bytes());
         let Some(value) = &change.value else {
@@ -85,12 +85,12 @@ impl Registers {
             make,
             |_, _| (),
             |kept| {
-                if kept.version_at(now) != change.seen {
+                if kept.version_at(now) != change.version {
                     return kept.read(kind, now);
                 }
                 kept.version = 1 + self.versions.fetch_add(1, Ordering::Relaxed);
                 kept.value.clone_from(value);
-                (kept.changed, kept.until) = (now, now.saturating_add(micros_up(change.life)));
+                (kept.changed, kept.until) = (now, now.saturating_add(micros_up(change.ttl)));
                 Register {
                     kind,
                     changed: true,

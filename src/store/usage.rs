@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::hold::Held;
+use super::hold::HoldState;
 use crate::quota::Limit;
 
 /// The state of a key.
@@ -16,10 +16,10 @@ pub struct Usage {
     /// How long until one unit could leave.
     pub next_slot: Duration,
     /// The hold of the key.
-    pub held: Held,
+    pub hold: HoldState,
     /// Whether the store cannot be reached, and these limits are the fallback share of this process: see
     /// [`FallbackShare`](crate::OnStoreError::FallbackShare).
-    pub alone: bool,
+    pub degraded: bool,
 }
 
 impl Usage {

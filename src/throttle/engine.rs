@@ -13,13 +13,13 @@ use super::paced_queue::PacedQueue;
 use super::waiters::{TooLate, Waiters};
 use crate::clock;
 use crate::config_error::ConfigError;
-use crate::error::{Facts, Limited, Reason, Report};
+use crate::error::{Facts, Limited, LimitedInfo, Reason};
 use crate::events;
-use crate::key::{Key, RequestInfo};
+use crate::key::{Key, RequestRef};
 use crate::key_map::{Full, KeyMap};
 use crate::pace::Pace;
 use crate::rng::{Dice, dice};
-use crate::store::{self, Listener, News, Store};
+use crate::store::{self, Store, StoreEvent, StoreListener};
 use crate::wakers::Wakers;
 
 /// The settings of a throttle.
@@ -85,7 +85,7 @@ impl Core {
         };
         let core = Arc::new(Core { settings, keys, shared });
         if let Some(SharedPace { store, .. }) = &core.shared {
-            let listener: Weak<dyn Listener> = Arc::downgrade(&core) as _;
+            let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
             store.listen(listener);
         }
         Ok(core)
@@ -97,7 +97,7 @@ impl Core {
     }
 
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
-    pub(super) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    pub(super) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
         match &self.settings.store {
             Some(store) => store::label(&**store, key, request),
             None => key.own_label(request),
@@ -178,15 +178,15 @@ impl Core {
     }
 }
 
-impl Listener for Core {
-    fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
+impl StoreListener for Core {
+    fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
         let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else { return };
         let now = clock::now();
-        match news {
-            News::Register(register) if register.kind == kind => {
+        match event {
+            StoreEvent::Register(register) if register.kind == kind => {
                 self.at(key, |waiters, wakers| waiters.register_changed(register, now, wakers));
             }
-            News::Missed | News::Reconnected | News::Deaf => {
+            StoreEvent::EventsMissed | StoreEvent::Reconnected | StoreEvent::Disconnected => {
                 let mut keys = Vec::new();
                 self.keys.for_each(|key, waiters| {
                     if waiters.queue.events_missed(now) {
@@ -214,10 +214,10 @@ pub(super) struct Since {
 
 impl Since {
     /// Builds the report on a request for `key`.
-    pub(super) fn report(&self, key: Box<str>, retry_after: Option<Duration>) -> Report {
+    pub(super) fn report(&self, key: Box<str>, retry_after: Option<Duration>) -> LimitedInfo {
         let waited = self.now.saturating_duration_since(self.start);
         let at = clock::wall(self.now);
-        Report::new(Facts { key, limit: None, retry_after, at, waited, turns: self.turns })
+        LimitedInfo::new(Facts { key, limit: None, retry_after, at, waited, turns: self.turns })
     }
 
     /// Builds the error of a request that the throttle refuses, and emits its event.

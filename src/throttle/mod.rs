@@ -49,7 +49,7 @@ use crate::clock;
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
-use crate::key::{Key, RequestInfo};
+use crate::key::{Key, RequestRef};
 use crate::key_map::Full;
 use crate::wakers::Wakers;
 
@@ -225,7 +225,7 @@ impl Throttle {
     }
 
     /// Returns the name of `key` in errors and events. `request` is the request that has the key.
-    pub(crate) fn label(&self, key: Key, request: Option<&RequestInfo<'_>>) -> Box<str> {
+    pub(crate) fn label(&self, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
         self.core.label(key, request)
     }
 

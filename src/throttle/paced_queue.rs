@@ -171,7 +171,7 @@ impl PacedQueue {
     /// Holds the key until `until`. A hold can only be extended.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
         self.pace_state.hold_until(until);
-        self.record(now, |releases| Event::Held { until, releases });
+        self.record(now, |releases| Event::Hold { until, releases });
     }
 
     /// Ends the hold of the key.

@@ -11,7 +11,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::pace::{Dice, Notes, Pace, Traffic};
 use crate::signal::Signal;
-use crate::store::{Register, Tell};
+use crate::store::{Recipients, Register};
 
 const INTERVAL: Duration = Duration::from_millis(1000);
 const REQUEST: Duration = Duration::from_millis(100);
@@ -86,7 +86,7 @@ struct World {
     network: Network,
     processes: Vec<Process>,
     register: Option<(u64, Vec<u8>, Instant)>,
-    news: Vec<(Instant, usize, Register)>,
+    events: Vec<(Instant, usize, Register)>,
     /// When each request left, and when it had arrived.
     left: Vec<(Instant, Instant)>,
     exchanges: usize,
@@ -107,7 +107,7 @@ impl World {
             network,
             processes: processes.collect(),
             register: None,
-            news: Vec::new(),
+            events: Vec::new(),
             left: Vec::new(),
             exchanges: 0,
         }
@@ -177,9 +177,9 @@ impl World {
             self.register = Some((version + 1, value.clone(), now));
             register = Register { version: version + 1, changed: true, ..Register::default() };
             let told: Vec<usize> = match call.exchange.tell {
-                Tell::Nobody => Vec::new(),
-                Tell::One(id) => vec![id as usize - 1],
-                Tell::All => (0..5).collect(),
+                Recipients::None => Vec::new(),
+                Recipients::One(id) => vec![id as usize - 1],
+                Recipients::All => (0..5).collect(),
             };
             call.answer = Some(register);
             for to in told {
@@ -187,7 +187,7 @@ impl World {
                     let register =
                         Register { version: version + 1, value: value.clone(), ..Register::default() };
                     let at = now + self.trip();
-                    self.news.push((at, to, register));
+                    self.events.push((at, to, register));
                 }
             }
         } else {
@@ -207,7 +207,7 @@ impl World {
             );
             [queue.look_at(), exchange, done, answer, flying.first().map(|(at, _)| *at)]
         });
-        own.flatten().chain(self.news.iter().map(|(at, ..)| *at)).min()
+        own.flatten().chain(self.events.iter().map(|(at, ..)| *at)).min()
     }
 
     fn run(&mut self, until: Instant) {
@@ -239,7 +239,7 @@ impl World {
                 }
                 self.look_after(index);
             }
-            let heard: Vec<_> = self.news.extract_if(.., |(at, ..)| *at <= now).collect();
+            let heard: Vec<_> = self.events.extract_if(.., |(at, ..)| *at <= now).collect();
             for (_, to, register) in heard {
                 if !self.processes[to].is_dead {
                     self.processes[to].queue.register_changed(register, now);

@@ -58,7 +58,7 @@ pub(super) enum Event {
         /// How many releases this process knew of; `None` if it had not read the register.
         releases: Option<u32>,
     },
-    Held {
+    Hold {
         until: Instant,
         /// How many releases this process knew of; `None` if it had not read the register.
         releases: Option<u32>,
@@ -70,7 +70,7 @@ impl Event {
     /// Reports whether the event may begin or end a hold.
     pub(super) fn holds(&self) -> bool {
         match self {
-            Event::Held { .. } | Event::Released => true,
+            Event::Hold { .. } | Event::Released => true,
             Event::Answered { signal, .. } => signal.refusal().is_some(),
             Event::Sent(_) => false,
         }

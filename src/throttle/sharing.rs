@@ -43,7 +43,7 @@ use super::sync_state::{CasRequest, Outage, PendingCas, StoreChange, SyncState};
 use crate::clock;
 use crate::error::StoreError;
 use crate::pace::{Call, Notes, Reply};
-use crate::store::{Register, Tell};
+use crate::store::{Recipients, Register};
 
 /// How long a process gathers events before it writes them, if no request waits: one round trip for each process, within
 /// these bounds.
@@ -219,7 +219,7 @@ impl PacedQueue {
         let mut cas = PendingCas { sent: now, events, grants, me, first, peers, writes };
         let request = match seen {
             Some(seen) => self.write(seen, &mut cas, slot, now)?,
-            None => CasRequest { seen: 0, value: None, tell: Tell::Nobody },
+            None => CasRequest { seen: 0, value: None, tell: Recipients::None },
         };
         self.view.as_mut()?.sync.begin(cas);
         Some(request)
@@ -267,9 +267,9 @@ impl PacedQueue {
         let me = cas.me;
         let next = cas.peers.settle(&me, slot, now);
         let tell = match next {
-            _ if view.events.iter().any(Event::holds) => Tell::All,
-            Some(next) if next.id != me.id => Tell::One(next.address),
-            _ => Tell::Nobody,
+            _ if view.events.iter().any(Event::holds) => Recipients::All,
+            Some(next) if next.id != me.id => Recipients::One(next.address),
+            _ => Recipients::None,
         };
         let mut written_at = Some(clock::after(now, view.round_trip / 2));
         let origin = *view.origin.get_or_insert(now);
@@ -350,7 +350,7 @@ impl PacedQueue {
         }
         if let Some(until) = held_until {
             self.pace_state.hold_until(until);
-            view.push(Event::Held { until, releases });
+            view.push(Event::Hold { until, releases });
         }
     }
 
@@ -464,7 +464,7 @@ impl PacedQueue {
                         self.pace_state.held_until = held_until;
                     }
                 }
-                Event::Held { until, releases } => {
+                Event::Hold { until, releases } => {
                     if released_here || !is_released(*releases) {
                         self.pace_state.hold_until(*until);
                     }

@@ -8,7 +8,7 @@ use super::peers::{Peer, Peers};
 use crate::clock;
 use crate::error::StoreError;
 use crate::rng::Backoff;
-use crate::store::Tell;
+use crate::store::Recipients;
 
 /// The pause after the first failed attempt to reach the store, and the longest.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
@@ -63,7 +63,7 @@ pub(super) struct CasRequest {
     pub(super) seen: u64,
     pub(super) value: Option<Vec<u8>>,
     /// The processes to notify.
-    pub(super) tell: Tell,
+    pub(super) tell: Recipients,
 }
 
 /// How the store's reachability has changed.

@@ -17,7 +17,7 @@ use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::store::{Answer, Change, Register};
+use crate::store::{Register, RegisterRequest, StoreReply};
 use crate::wakers::Wakers;
 
 /// How long the store keeps a register after its last change.
@@ -50,16 +50,16 @@ impl SyncTask {
         }
     }
 
-    fn send(&self, request: CasRequest) -> Answer<Register> {
+    fn send(&self, request: CasRequest) -> StoreReply<Register> {
         let CasRequest { seen, value, tell } = request;
         let kind = self.shared.kind;
-        self.shared.store.compare_and_set(Change {
+        self.shared.store.compare_and_set(RegisterRequest {
             key: self.key,
             kind,
-            seen,
+            version: seen,
             value,
-            life: REGISTER_TTL,
-            tell,
+            ttl: REGISTER_TTL,
+            notify: tell,
         })
     }
 
@@ -91,8 +91,8 @@ impl Future for SyncTask {
             let next = self.core.find(self.key, |waiters| waiters.next_sync(self.number, now, cx));
             match next {
                 Some(NextSync::Send(request)) => match self.send(request) {
-                    Answer::Now(answer) => self.cas_answered(answer, now),
-                    Answer::Later(reply) => self.cas = Some((reply, now)),
+                    StoreReply::Ready(answer) => self.cas_answered(answer, now),
+                    StoreReply::Pending(reply) => self.cas = Some((reply, now)),
                 },
                 Some(NextSync::SleepUntil(at)) => {
                     let timer = self.timer.get_or_insert_with(|| Timer::at(at));

@@ -8,7 +8,8 @@ mod store;
 
 use std::time::Duration;
 
-use tollgate::{Key, KeyStatus, Limited, RateLimitLayer};
+use tollgate::limiter::KeyStatus;
+use tollgate::{Key, Limited, RateLimitLayer};
 
 pub(crate) use clock::{far_future, long_ago, now, pass, settle, soon};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};

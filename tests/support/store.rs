@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tollgate::Key;
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store, StoreError, Terms, Unused, Usage};
+use tollgate::store::{
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
+};
 
 use super::clock;
 
@@ -21,20 +23,24 @@ impl Failing {
         Failing { error: StoreError::Away(Arc::new(refused)), later }
     }
 
-    fn answer<T: Send + 'static>(&self) -> Answer<T> {
+    fn answer<T: Send + 'static>(&self) -> StoreReply<T> {
         let error = self.error.clone();
-        if self.later { Answer::Later(Box::pin(async { Err(error) })) } else { Answer::Now(Err(error)) }
+        if self.later {
+            StoreReply::Pending(Box::pin(async { Err(error) }))
+        } else {
+            StoreReply::Ready(Err(error))
+        }
     }
 }
 
 impl Store for Failing {
-    fn lease(&self, _: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, _: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.answer()
     }
 
-    fn give_back(&self, _: Key, _: &Arc<Terms>, _: &[Unused]) {}
+    fn give_back(&self, _: Key, _: &Arc<LimitSpec>, _: &[UnusedPermits]) {}
 
-    fn peek(&self, _: Key, _: &Arc<Terms>) -> Answer<Usage> {
+    fn peek(&self, _: Key, _: &Arc<LimitSpec>) -> StoreReply<Usage> {
         self.answer()
     }
 }
@@ -52,20 +58,22 @@ impl Distant {
 }
 
 impl Store for Distant {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        let Answer::Now(lease) = self.store.lease(ask) else { unreachable!("memory answers at once") };
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let StoreReply::Ready(lease) = self.store.lease(request) else {
+            unreachable!("memory answers at once")
+        };
         let trip = self.trip;
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             clock::pass(trip).await;
             lease
         }))
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        self.store.give_back(key, terms, unused);
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
     }
 }

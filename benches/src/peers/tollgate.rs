@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Waker};
 
-use tollgate::store::{Answer, Ask, Lease, MemoryStore, Store};
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{Key, Quota, RateLimitBuilder, RateLimitLayer, by_host};
 use tower::Layer;
 
@@ -73,7 +73,7 @@ impl Counted {
 impl Store for Counted {
     tollgate::delegate_store!(self => self.store; implements lease);
 
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, ask: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         self.store.lease(ask)
     }

@@ -63,8 +63,8 @@ proptest! {
             let ago = Duration::from_micros(world.now - at);
             // A second may be the rounding.
             let Some(reset_in) = reset_in.checked_sub(ago + Duration::from_secs(1)) else { continue };
-            world.ledger.advance(&world.terms, world.now);
-            let left = Left { reset_in: Some(reset_in), steady, ago, ..Left::new(limit, units) };
+            world.ledger.advance(&world.spec, world.now);
+            let left = UpstreamRemaining { reset_in: Some(reset_in), steady, ago, ..UpstreamRemaining::new(limit, units) };
             world.ledger.see(&left);
             let reserved: u64 = world.ledger.usage().map(|(_, _, _, reserved)| reserved).sum();
             prop_assert_eq!(reserved, 0, "{:?}: {} left", counting, units);
@@ -79,17 +79,17 @@ fn external_usage_is_reserved_for_this_and_next_window() {
     let quota = Quota::new(60, Duration::from_micros(window));
     let mut world = World::new(quota);
     let reserved = |world: &mut World| {
-        world.ledger.advance(&world.terms, world.now);
+        world.ledger.advance(&world.spec, world.now);
         world.ledger.usage().map(|(_, _, _, reserved)| reserved).sum::<u64>()
     };
     let see = |world: &mut World, units: u64, reset_in: Micros, refused: u32| {
         let limit = quota.limits()[0];
         let reset_in = Duration::from_micros(reset_in);
-        world.ledger.see(&Left {
+        world.ledger.see(&UpstreamRemaining {
             reset_in: Some(reset_in),
             steady: true,
             refused,
-            ..Left::new(limit, units)
+            ..UpstreamRemaining::new(limit, units)
         });
     };
     assert_eq!(world.book(1, 60, 0, 10_000).0[0].count, 60);
@@ -109,7 +109,7 @@ fn external_usage_is_reserved_for_this_and_next_window() {
     assert_eq!(reserved(&mut world), 5);
     see(&mut world, 60, 9_900_000, 0);
     world.now += 20_000_000;
-    world.ledger.advance(&world.terms, world.now);
+    world.ledger.advance(&world.spec, world.now);
     assert_eq!(reserved(&mut world), 0, "they are gone");
 }
 
@@ -122,7 +122,12 @@ fn usage_before_the_log_counts_until_the_window_ends() {
     let _ = world.book(1, 1, 0, 10_000);
     let reset_in = Duration::from_secs(1200);
     let valid_for = Duration::from_secs(3600);
-    world.ledger.see(&Left { reset_in: Some(reset_in), steady: true, valid_for, ..Left::new(limit, 10) });
+    world.ledger.see(&UpstreamRemaining {
+        reset_in: Some(reset_in),
+        steady: true,
+        valid_for,
+        ..UpstreamRemaining::new(limit, 10)
+    });
     let granted = |world: &mut World, count| {
         world.book(1, count, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>()
     };

@@ -15,8 +15,8 @@ const SLACK: Micros = 10_000;
 const GUARD: Micros = 20_000;
 const START: Micros = 1_700_000_000_000_000;
 
-fn terms(quota: Quota) -> Terms {
-    Terms::new(quota, Duration::from_micros(SLACK), Duration::from_micros(GUARD))
+fn terms(quota: Quota) -> LimitSpec {
+    LimitSpec::new(quota, Duration::from_micros(SLACK), Duration::from_micros(GUARD))
 }
 
 fn millis(span: u64) -> Duration {
@@ -159,18 +159,18 @@ fn quota() -> impl Strategy<Value = Quota> {
 /// A ledger, and the requests that arrive at the upstream under its grants.
 struct World {
     ledger: Ledger,
-    terms: Terms,
+    spec: LimitSpec,
     now: Micros,
     arrivals: Vec<Arrival>,
-    unused: Vec<Unused>,
+    unused: Vec<UnusedPermits>,
 }
 
 impl World {
     fn new(quota: Quota) -> Self {
-        let terms = terms(quota);
+        let spec = terms(quota);
         World {
-            ledger: Ledger::new(&terms, START),
-            terms,
+            ledger: Ledger::new(&spec, START),
+            spec,
             now: START,
             arrivals: Vec::new(),
             unused: Vec::new(),
@@ -183,24 +183,24 @@ impl World {
         count: u32,
         patience: Micros,
         life: Micros,
-    ) -> (Vec<Grant>, Result<(), TooLate>) {
-        let now = self.ledger.advance(&self.terms, self.now);
+    ) -> (Vec<Booking>, Result<(), TooLate>) {
+        let now = self.ledger.advance(&self.spec, self.now);
         let mut grants = Vec::new();
         let booked = self.ledger.book(now + patience, cost, count, life, |grant| grants.push(grant));
         (grants, booked)
     }
 
     /// Uses a grant except for `unused` of its permits: at a share of its life, after a share of the slack.
-    fn use_up(&mut self, grant: Grant, cost: u32, used_at: u8, jitter: u8, unused: u32) {
+    fn use_up(&mut self, grant: Booking, cost: u32, used_at: u8, jitter: u8, unused: u32) {
         let unused = unused.min(grant.count);
         let at = grant.slot + (grant.life - 1) * u64::from(used_at) / 255;
-        let fixed = self.terms.quota().limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }));
+        let fixed = self.spec.quota().limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }));
         let way = if fixed { 0 } else { SLACK * u64::from(jitter) / 255 };
         for _ in unused..grant.count {
             self.arrivals.push((at + way, u64::from(cost)));
         }
         let units = u64::from(unused) * u64::from(cost);
-        self.unused.push(Unused { slot: grant.slot, stamp: grant.stamp, units, incarnation: 0 });
+        self.unused.push(UnusedPermits { slot: grant.slot, stamp: grant.stamp, units, incarnation: 0 });
     }
 
     fn apply(&mut self, op: &Op) {
@@ -213,24 +213,29 @@ impl World {
                 }
             }
             Op::Prefetch { most, life, used_at, unused } => {
-                self.ledger.advance(&self.terms, self.now);
+                self.ledger.advance(&self.spec, self.now);
                 if let Some(grant) = self.ledger.prefetch(most, life) {
                     assert_eq!(grant.slot, self.now, "only permits that are free now are prefetched");
                     self.use_up(grant, 1, used_at, 0, unused);
                 }
             }
             Op::See { which, units, reset_in, steady, refused } => {
-                self.ledger.advance(&self.terms, self.now);
-                let limits = self.terms.quota().limits();
+                self.ledger.advance(&self.spec, self.now);
+                let limits = self.spec.quota().limits();
                 let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
-                self.ledger.see(&Left { reset_in, steady, refused, ..Left::new(limit, units) });
+                self.ledger.see(&UpstreamRemaining {
+                    reset_in,
+                    steady,
+                    refused,
+                    ..UpstreamRemaining::new(limit, units)
+                });
             }
             Op::Charge { age, units } => {
-                self.ledger.advance(&self.terms, self.now);
+                self.ledger.advance(&self.spec, self.now);
                 self.ledger.charge(Charge::new(Duration::from_micros(age), units));
             }
             Op::GiveBack(count) => {
-                self.ledger.advance(&self.terms, self.now);
+                self.ledger.advance(&self.spec, self.now);
                 for _ in 0..count {
                     if let Some(unused) = self.unused.pop() {
                         self.ledger.take_back(unused);
@@ -295,11 +300,11 @@ proptest! {
     fn a_cancelled_slot_goes_to_the_next_who_asks(quota in quota(), cancelled in 1u32..20, seed in any::<u64>()) {
         let mut world = World::new(quota);
         let (grants, _) = world.book(1, 200, 60_000_000, 10_000);
-        let mut ahead: Vec<Unused> = grants
+        let mut ahead: Vec<UnusedPermits> = grants
             .iter()
             .filter(|grant| grant.slot > world.now)
             .flat_map(|grant| {
-                std::iter::repeat_n(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 }, grant.count as usize)
+                std::iter::repeat_n(UnusedPermits { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 }, grant.count as usize)
             })
             .collect();
         prop_assume!(ahead.len() >= cancelled as usize);
@@ -389,16 +394,16 @@ fn fixed_windows_lose_nothing_to_a_drift() {
 /// A caller that states a longer slack gets it, even if the key is in use with a shorter one.
 #[test]
 fn a_longer_boundary_guard_counts_at_once() {
-    let terms = |guard: u64| {
-        Terms::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
+    let spec = |guard: u64| {
+        LimitSpec::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
     };
     let minute = 60_000_000;
     let start = START / minute * minute;
-    let mut ledger = Ledger::new(&terms(100), start + minute / 2);
+    let mut ledger = Ledger::new(&spec(100), start + minute / 2);
     ledger.book(start + minute / 2, 1, 1, 10_000, |_| ()).unwrap();
     // A new release knows that the clocks differ by two seconds.
     let now = start + minute - 1_500_000;
-    ledger.advance(&terms(2000), now);
+    ledger.advance(&spec(2000), now);
     let late = ledger.book(now, 1, 1, 10_000, |grant| panic!("1.5 s before the boundary: {grant:?}"));
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
 }
@@ -417,7 +422,12 @@ fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Op
         }
         // Waiters book ahead; each request leaves at its slot.
         if cancel.is_some_and(|every| number % every == 0) && grant.slot > world.now {
-            world.ledger.take_back(Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 });
+            world.ledger.take_back(UnusedPermits {
+                slot: grant.slot,
+                stamp: grant.stamp,
+                units: 1,
+                incarnation: 0,
+            });
             continue;
         }
         world.now = world.now.max(grant.slot.saturating_sub(1_000_000));
@@ -464,13 +474,13 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
     ] {
         let mut world = World::new(quota);
         let length = quota.limits()[0].count() * 15; // what 15 s of waiting may be
-        let line: Vec<Unused> = world
+        let line: Vec<UnusedPermits> = world
             .book(1, length, Micros::MAX / 4, 10_000)
             .0
             .iter()
             .filter(|grant| grant.slot > START)
             .flat_map(|grant| {
-                let one = Unused { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 };
+                let one = UnusedPermits { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 };
                 std::iter::repeat_n(one, grant.count as usize)
             })
             .collect();
@@ -633,8 +643,8 @@ fn costs_above_the_limit_are_refused_at_once() {
 fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
     let (loose, strict) = (terms(Quota::per_second(10)), terms(Quota::per_second(4)));
     let mut ledger = Ledger::new(&loose, START);
-    let mut book = |terms: &Terms, at: Micros, count: u32| {
-        let now = ledger.advance(terms, START + at);
+    let mut book = |spec: &LimitSpec, at: Micros, count: u32| {
+        let now = ledger.advance(spec, START + at);
         let mut granted = 0;
         let _ = ledger.book(now, 1, count, 10_000, |grant| granted += grant.count);
         granted

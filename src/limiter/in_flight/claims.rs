@@ -100,11 +100,11 @@ impl Claims {
             key,
             holder: self.holder,
             number: self.number,
-            most: limit,
-            sits: counts.in_use,
-            wants: counts.queued,
-            heard: self.granted,
-            life: ttl,
+            limit: limit,
+            in_use: counts.in_use,
+            wanted: counts.queued,
+            granted_seen: self.granted,
+            ttl: ttl,
         }
     }
 

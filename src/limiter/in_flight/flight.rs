@@ -11,7 +11,7 @@ use crate::key_map::Evict;
 use crate::limiter::queue::Number;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
-use crate::store::{Claim, News, Refusal};
+use crate::store::{Claim, Refusal, StoreEvent};
 use crate::wakers::Wakers;
 
 /// The calls in flight of one key.
@@ -196,23 +196,23 @@ impl Flight {
     }
 
     /// Takes in an event of the store.
-    pub(in crate::limiter) fn hear(&mut self, news: News, now: Instant, wakers: &mut Wakers) {
-        match news {
-            News::Seats { number, given, others_wait, version } => {
+    pub(in crate::limiter) fn on_event(&mut self, event: StoreEvent, now: Instant, wakers: &mut Wakers) {
+        match event {
+            StoreEvent::InFlight { number, granted: given, others_wait, version } => {
                 if let Some(more) = self.claims.answered(number, given, others_wait, version) {
                     self.free = self.free.saturating_add(more);
                     self.seat(now, wakers);
                     self.refuse_impatient(number, wakers);
                 }
             }
-            News::Failed(error) => {
+            StoreEvent::Failed(error) => {
                 self.claims.failed();
                 self.settle(|_| true, &Settled::Failed(error), wakers);
             }
-            News::Good(until) => self.validity.until = Some(until),
-            News::Lost => self.validity.lose_all(wakers),
-            News::Held(_) | News::Less { .. } | News::Register(_) => {}
-            News::Missed | News::Reconnected | News::Deaf => {}
+            StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
+            StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
+            StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_) => {}
+            StoreEvent::EventsMissed | StoreEvent::Reconnected | StoreEvent::Disconnected => {}
         }
         self.used_at = now;
     }
@@ -269,16 +269,16 @@ mod tests {
     }
 
     fn claim(flight: &mut Flight) -> Option<(u32, u32)> {
-        flight.claim(Key::ALL, 8, LIFE).map(|claim| (claim.sits, claim.wants))
+        flight.claim(Key::ALL, 8, LIFE).map(|claim| (claim.in_use, claim.wanted))
     }
 
-    fn hear(flight: &mut Flight, news: News) {
-        flight.hear(news, clock::now(), &mut Wakers::default());
+    fn on_event(flight: &mut Flight, event: StoreEvent) {
+        flight.on_event(event, clock::now(), &mut Wakers::default());
     }
 
     fn answer(flight: &mut Flight, given: u64) {
         let number = flight.claims.number;
-        hear(flight, News::seats(number, given, false, 1));
+        on_event(flight, StoreEvent::in_flight(number, given, false, 1));
     }
 
     fn come(flight: &mut Flight, impatient: bool) -> Number {
@@ -306,7 +306,7 @@ mod tests {
         answer(&mut flight, 1);
         let first = granted(&mut flight, first, clock::now());
         assert!(!is_lost(&mut flight, first));
-        hear(&mut flight, News::Lost);
+        on_event(&mut flight, StoreEvent::ClaimExpired);
         answer(&mut flight, 2);
         let second = granted(&mut flight, second, clock::now());
         assert!(is_lost(&mut flight, first));
@@ -323,7 +323,7 @@ mod tests {
         let second = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((1, 1)));
         answer(&mut flight, 1);
-        hear(&mut flight, News::Lost);
+        on_event(&mut flight, StoreEvent::ClaimExpired);
         flight.end(first, clock::now(), &mut Wakers::default());
         assert!(flight.collect(second, clock::now()).is_none());
         assert_eq!(claim(&mut flight), Some((0, 1)));
@@ -334,8 +334,8 @@ mod tests {
         let mut flight = flight();
         let (first, second) = (come(&mut flight, false), come(&mut flight, false));
         assert_eq!(claim(&mut flight), Some((0, 2)));
-        hear(&mut flight, News::seats(1, 1, true, 2));
-        hear(&mut flight, News::seats(1, 0, false, 1));
+        on_event(&mut flight, StoreEvent::in_flight(1, 1, true, 2));
+        on_event(&mut flight, StoreEvent::in_flight(1, 0, false, 1));
         let first = granted(&mut flight, first, clock::now());
         flight.end(first, clock::now(), &mut Wakers::default());
         assert!(flight.collect(second, clock::now()).is_none(), "other processes wait");
@@ -390,9 +390,9 @@ mod tests {
         let mut flight = flight();
         let number = come(&mut flight, false);
         assert_eq!(claim(&mut flight), Some((0, 1)));
-        hear(&mut flight, News::Failed(StoreError::Lost));
+        on_event(&mut flight, StoreEvent::Failed(StoreError::Lost));
         assert_eq!(claim(&mut flight), Some((0, 0)));
-        hear(&mut flight, News::Failed(StoreError::Lost));
+        on_event(&mut flight, StoreEvent::Failed(StoreError::Lost));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
         assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Failed(_))));
         assert!(flight.idle_from().is_some());
@@ -404,7 +404,7 @@ mod tests {
         let (mut flight, start) = (flight(), clock::now());
         let numbers: Vec<_> = (0..3).map(|_| come(&mut flight, false)).collect();
         assert_eq!(claim(&mut flight), Some((0, 3)));
-        hear(&mut flight, News::Good(start + LIFE));
+        on_event(&mut flight, StoreEvent::ClaimValidUntil(start + LIFE));
         answer(&mut flight, 2);
         let first = granted(&mut flight, numbers[0], start);
         let late = start + LIFE;
@@ -412,7 +412,7 @@ mod tests {
         flight.end(first, late, &mut Wakers::default());
         assert!(flight.collect(numbers[2], late).is_none(), "the first seat is not passed on");
         assert_eq!(claim(&mut flight), Some((0, 2)));
-        hear(&mut flight, News::Good(late + LIFE));
+        on_event(&mut flight, StoreEvent::ClaimValidUntil(late + LIFE));
         answer(&mut flight, 3);
         assert!(flight.collect(numbers[1], late).is_some(), "it comes first");
         assert!(flight.collect(numbers[2], late).is_none());

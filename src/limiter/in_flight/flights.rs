@@ -27,7 +27,7 @@ pub(in crate::limiter) struct Acted<R> {
 impl Flights {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
-        let limit = settings.terms.quota().most_in_flight()?;
+        let limit = settings.spec.quota().most_in_flight()?;
         Some(Flights { keyed: KeyMap::new(settings.max_keys), limit, ttl: settings.in_flight_ttl })
     }
 

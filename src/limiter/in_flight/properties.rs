@@ -16,7 +16,7 @@ use crate::limit::{Claimed, Micros, Seats, Told};
 use crate::limiter::queue::Number;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
-use crate::store::{Claim, News};
+use crate::store::{Claim, StoreEvent};
 use crate::wakers::Wakers;
 
 const LIFE: Micros = 10_000_000;
@@ -32,7 +32,7 @@ enum Step {
     Arrives(usize, bool),
     ClaimLost(usize),
     Heard(usize),
-    NewsLost(usize),
+    EventLost(usize),
     /// The store client repeats the last claim.
     Repeat(usize),
     Dies(usize),
@@ -49,7 +49,7 @@ fn step(processes: usize) -> impl Strategy<Value = Step> {
         8 => (0usize..9, prop::bool::weighted(0.1)).prop_map(|(which, again)| Step::Arrives(which, again)),
         1 => (0usize..9).prop_map(Step::ClaimLost),
         8 => process.clone().prop_map(Step::Heard),
-        1 => process.clone().prop_map(Step::NewsLost),
+        1 => process.clone().prop_map(Step::EventLost),
         1 => process.clone().prop_map(Step::Repeat),
         1 => process.prop_map(Step::Dies),
         1 => (0..LIFE / 4).prop_map(Step::Passes),
@@ -61,7 +61,7 @@ struct Process {
     waiting: Vec<Number>,
     sitting: Vec<Number>,
     last: Option<Claim>,
-    news: VecDeque<Told>,
+    events: VecDeque<Told>,
     /// When its last claim arrived.
     claimed_at: Micros,
     /// How often the last claim was repeated.
@@ -82,7 +82,7 @@ fn process() -> Process {
         waiting: Vec::new(),
         sitting: Vec::new(),
         last: None,
-        news: VecDeque::new(),
+        events: VecDeque::new(),
         claimed_at: 0,
         again: 0,
     }
@@ -115,8 +115,8 @@ impl World {
     }
 
     fn arrive(&mut self, claim: Claim) {
-        let Claim { holder: id, number, most, sits, wants, heard, .. } = claim;
-        let claimed = Claimed { id, number, most, sits, wants, heard, life: LIFE };
+        let Claim { holder: id, number, limit, in_use, wanted, granted_seen, .. } = claim;
+        let claimed = Claimed { id, number, limit, in_use, wanted, granted_seen, ttl: LIFE };
         if let Some(process) = self.processes.iter_mut().find(|process| process.flight.holder() == id) {
             process.claimed_at = self.now;
         }
@@ -127,16 +127,16 @@ impl World {
         let processes = &mut self.processes;
         self.seats.claim(self.now, claimed, |told| {
             if let Some(process) = processes.iter_mut().find(|process| process.flight.holder() == told.id) {
-                process.news.push_back(told);
+                process.events.push_back(told);
             }
         });
     }
 
-    fn hear(&mut self, index: usize) {
-        if let Some(told) = self.processes[index].news.pop_front() {
-            let Told { number, given, others_wait, version, .. } = told;
-            let news = News::seats(number >> 20, given, others_wait, version);
-            self.act(index, |flight, wakers| flight.hear(news, World::instant(), wakers));
+    fn on_event(&mut self, index: usize) {
+        if let Some(told) = self.processes[index].events.pop_front() {
+            let Told { number, granted: given, others_wait, version, .. } = told;
+            let event = StoreEvent::in_flight(number >> 20, given, others_wait, version);
+            self.act(index, |flight, wakers| flight.on_event(event, World::instant(), wakers));
         }
     }
 
@@ -187,8 +187,8 @@ impl World {
                     self.claims.remove(which % self.claims.len());
                 }
             }
-            Step::Heard(index) => self.hear(index),
-            Step::NewsLost(index) => _ = self.processes[index].news.pop_front(),
+            Step::Heard(index) => self.on_event(index),
+            Step::EventLost(index) => _ = self.processes[index].events.pop_front(),
             Step::Repeat(index) => self.repeat(index),
             Step::Dies(index) => {
                 // Its claims are still on their way.
@@ -223,8 +223,8 @@ impl World {
                 self.arrive(claim);
             }
             for index in 0..self.processes.len() {
-                while !self.processes[index].news.is_empty() {
-                    self.hear(index);
+                while !self.processes[index].events.is_empty() {
+                    self.on_event(index);
                 }
             }
         }

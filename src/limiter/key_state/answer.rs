@@ -6,12 +6,12 @@ use super::refused::Refused;
 use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::limiter::queue::Answered;
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::limiter::session::StoreSession;
 use crate::quota::LIFE;
-use crate::store::{Lease, Refusal, Segment, trust};
+use crate::store::{Grant, Lease, Refusal, trust};
 use crate::wakers::Wakers;
 
 /// The longest validity of a permit, for windows that are not longer than twenty times that.
@@ -49,23 +49,27 @@ impl KeyState {
         wakers: &mut Wakers,
     ) {
         let bounds = self.remember(ctx, lease, sent, now);
-        if lease.is_word_of_store() {
-            self.hold_answered(lease.held, sent, bounds);
-        }
+        let precedes_release = lease.is_word_of_store() && !self.hold_answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
-        if let Some(wait) = lease.learning {
+        if let Some(wait) = lease.recovering {
             return queue.pause(wait, now, wakers);
         }
-        let slots = lease.segments.iter().map(|segment| slot(lease, segment, bounds));
+        let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-        let Answered { died, refused } = queue.answered(slots, Some(&end), least, now, wakers);
+        let end = (!precedes_release).then_some(&end);
+        let Answered { died, refused } = queue.answered(slots, end, least, now, wakers);
+        if precedes_release {
+            // The store decided while the key was on hold: all waiters are asked for again.
+            queue.give_up_slots();
+            return;
+        }
         // A request that passes uncounted while the store cannot be reached has to ask.
-        if self.later && lease.own.is_none() && !ctx.fails_open {
+        if self.later && lease.standalone.is_none() && !ctx.fails_open {
             let before = self.refused.as_deref().copied();
             self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
         }
-        self.adapt_life(ctx.terms, bounds, died);
+        self.adapt_life(ctx.spec, bounds, died);
     }
 
     /// The store failed.
@@ -94,14 +98,14 @@ impl KeyState {
         let lease = answer?;
         // A permit's validity counts from when the call was sent: of one that took longer, what was due at once has expired.
         let took = ctx.now.saturating_duration_since(sent);
-        let longest = self.longest_life(ctx.terms);
-        let expired = |segment: &Segment| segment.wait.saturating_add(segment.life) <= took;
+        let longest = self.longest_life(ctx.spec);
+        let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
         let is_too_slow = took >= self.life
             && self.life >= longest
-            && lease.own.is_none()
-            && lease.segments.iter().any(expired);
+            && lease.standalone.is_none()
+            && lease.grants.iter().any(expired);
         if is_too_slow {
-            ctx.store.give_back(ctx.key, ctx.terms, &lease.unused());
+            ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             return Err(StoreError::TooSlow { took, longest });
         }
         Ok(lease)
@@ -115,29 +119,29 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
-        let is_alone = lease.own.is_some();
+        let is_alone = lease.standalone.is_some();
         if self.alone != is_alone {
             // What the other granted is counted there. Waiters keep their places.
             self.alone = is_alone;
             self.forget_permits();
         }
         let bounds = if lease.is_word_of_store() {
-            self.shared = lease.shared;
+            self.shared = lease.external_usage;
             self.free = if is_alone { 0 } else { lease.free };
             self.remember_session(ctx, lease, sent, now)
         } else {
             if let Some(session) = &mut self.session {
-                session.count(lease, ctx.terms.quota().longest_memory(), now);
+                session.count(lease, ctx.spec.quota().longest_memory(), now);
             }
             None
         };
-        let bounds = match (lease.own, bounds) {
+        let bounds = match (lease.standalone, bounds) {
             (Some(own), _) => (own.at, own.at),
             (None, Some(bounds)) => bounds,
             (None, None) => (sent, now),
         };
-        if let Some(segment) = &lease.prefetched {
-            self.prefetched.fill(&slot(lease, segment, (bounds.0, bounds.0)));
+        if let Some(grant) = &lease.prefetched {
+            self.prefetched.fill(&slot(lease, grant, (bounds.0, bounds.0)));
         }
         bounds
     }
@@ -155,7 +159,7 @@ impl KeyState {
         }
         let session = self.session.get_or_insert_with(|| Box::new(StoreSession::new(lease, sent, now)));
         let has_lost_state = session.incarnation() != lease.incarnation;
-        session.update(lease, ctx.terms.quota().longest_memory(), sent, now);
+        session.update(lease, ctx.spec.quota().longest_memory(), sent, now);
         let bounds = session.bounds();
         if has_lost_state {
             self.forget_permits();
@@ -175,7 +179,7 @@ impl KeyState {
     /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
     pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let is_trusted =
-            |session: &StoreSession| session.is_trusted(trust(ctx.terms.quota().longest_memory()), now);
+            |session: &StoreSession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
@@ -186,7 +190,7 @@ impl KeyState {
         if self.is_trusted(ctx, slot) {
             return false;
         }
-        let lead = trust(ctx.terms.quota().longest_memory()) / 4;
+        let lead = trust(ctx.spec.quota().longest_memory()) / 4;
         let at = slot.checked_sub(lead).unwrap_or(now);
         let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
             return false;
@@ -202,44 +206,44 @@ impl KeyState {
     /// Returns for how long a slot ahead must be usable. After a slow trip little is left of a permit's validity: a waiter that
     /// wakes a little late would lose its slot, and the next permits are valid for longer.
     fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
-        if self.life < self.longest_life(ctx.terms) { ctx.terms.life() / 2 } else { Duration::ZERO }
+        if self.life < self.longest_life(ctx.spec) { ctx.spec.life() / 2 } else { Duration::ZERO }
     }
 
     /// Sets the validity of the next permits by how well the store's clock is known, and by whether permits `died` on their way.
-    fn adapt_life(&mut self, terms: &Terms, bounds: (Instant, Instant), died: bool) {
+    fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
-        let least = if self.later { terms.life().max(trips) } else { terms.life() };
+        let least = if self.later { spec.life().max(trips) } else { spec.life() };
         let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
-        self.life = least.max(lately).min(self.longest_life(terms));
+        self.life = least.max(lately).min(self.longest_life(spec));
     }
 
     /// Returns the longest validity of a permit, used if earlier permits expired before they were used.
-    pub(super) fn longest_life(&self, terms: &Terms) -> Duration {
-        if !self.later && terms.life() < LIFE {
+    pub(super) fn longest_life(&self, spec: &LimitSpec) -> Duration {
+        if !self.later && spec.life() < LIFE {
             // It is as short as the rate that may be lost allows.
-            return terms.life();
+            return spec.life();
         }
-        LONGEST_LIFE.max(terms.quota().shortest_window() / 20).max(terms.life())
+        LONGEST_LIFE.max(spec.quota().shortest_window() / 20).max(spec.life())
     }
 
     /// Returns the validity of permits that are fetched in advance: a two-hundredth of the window at most.
     pub(super) fn prefetch_life(&self, ctx: &KeyContext<'_>) -> Duration {
-        self.life.max(ctx.terms.quota().shortest_window() / 200)
+        self.life.max(ctx.spec.quota().shortest_window() / 200)
     }
 }
 
 /// Returns when this process may use a segment of a lease, whose time lies between two moments: never before its slot, and never
 /// after its deadline. The microsecond is for the store's time, which is cut to whole ones.
-pub(super) fn slot(lease: &Lease, segment: &Segment, (earliest, latest): (Instant, Instant)) -> Reservation {
-    let lasts = segment.wait.saturating_add(segment.life).saturating_sub(Duration::from_micros(1));
+pub(super) fn slot(lease: &Lease, grant: &Grant, (earliest, latest): (Instant, Instant)) -> Reservation {
+    let lasts = grant.wait.saturating_add(grant.validity).saturating_sub(Duration::from_micros(1));
     Reservation {
-        at: clock::after(latest, segment.wait),
+        at: clock::after(latest, grant.wait),
         until: clock::after(earliest, lasts),
-        cost: segment.cost,
-        count: segment.count,
-        slot: segment.slot,
-        stamp: segment.stamp,
+        cost: grant.cost,
+        count: grant.count,
+        slot: grant.slot,
+        stamp: grant.stamp,
         incarnation: lease.granted_in(),
     }
 }

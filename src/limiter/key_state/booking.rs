@@ -12,10 +12,10 @@ use super::hold::Passage;
 use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limit::Unused;
+use crate::limit::UnusedPermits;
 use crate::limiter::queue::CallNumber;
 use crate::limiter::queue::{Gathering, Number};
-use crate::store::{Answer, Ask, Lease, Need};
+use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
 use crate::wakers::Wakers;
 
 /// The most permits that the store is asked for in one call, so that a server is never busy with one call for long.
@@ -31,7 +31,7 @@ enum NextCall {
     /// It is called after this delay, so that other requests can join the call, or when a hold ends.
     Gather(Duration),
     /// It is called now for these needs. If there are none, it confirms what was booked.
-    Ask(SmallVec<[Need; 2]>),
+    Lease(SmallVec<[Demand; 2]>),
 }
 
 /// What became of a call to the store.
@@ -61,7 +61,7 @@ impl KeyState {
                     effect = Some(Effect::Gather(delay));
                     break;
                 }
-                NextCall::Ask(needs) => match self.send(ctx, &needs, died, now, wakers) {
+                NextCall::Lease(demands) => match self.send(ctx, &demands, died, now, wakers) {
                     // The store asked the time after we did.
                     Called::Answered => now = clock::now(),
                     Called::UnderWay(call) => {
@@ -115,12 +115,12 @@ impl KeyState {
         let is_open = held.is_none() && passage == Passage::Open;
         let confirms = is_doubtful || (is_open && self.confirms_next_slot(ctx, now));
         let Some(queue) = &mut self.queue else { return NextCall::None };
-        let needs = queue.needs(match passage {
+        let demands = queue.needs(match passage {
             Passage::Open if !self.later => usize::MAX,
             Passage::Open => MOST_ASKED,
             Passage::Probe | Passage::Probing(_) => 1,
         });
-        if needs.is_empty() && !confirms {
+        if demands.is_empty() && !confirms {
             return NextCall::None;
         }
         let probing = match passage {
@@ -142,14 +142,14 @@ impl KeyState {
                 Gathering::UnderWay | Gathering::Done => {}
             }
         }
-        NextCall::Ask(needs)
+        NextCall::Lease(demands)
     }
 
-    /// Calls the store for `needs`. If permits `died` since the last call, those of later calls are valid for longer.
+    /// Calls the store for `demands`. If permits `died` since the last call, those of later calls are valid for longer.
     fn send(
         &mut self,
         ctx: &KeyContext<'_>,
-        needs: &[Need],
+        demands: &[Demand],
         died: bool,
         now: Instant,
         wakers: &mut Wakers,
@@ -160,8 +160,8 @@ impl KeyState {
         let is_scarce = queue.last_booked().is_some();
         let latest = queue.latest().unwrap_or(ctx.now);
         let mut returns = std::mem::take(&mut queue.returns);
-        let prefetch = if self.later && !is_scarce && !needs.is_empty() && is_open {
-            self.prefetched.order(ctx.terms, self.prefetch_life(ctx), ctx.now)
+        let prefetch = if self.later && !is_scarce && !demands.is_empty() && is_open {
+            self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now)
         } else {
             0
         };
@@ -169,17 +169,17 @@ impl KeyState {
         if died {
             self.lengthen_life(ctx);
         }
-        let answer = ctx.store.lease(self.ask(ctx, needs, prefetch, latest, &returns));
+        let answer = ctx.store.lease(self.request(ctx, demands, prefetch, latest, &returns));
         let queue = self.queue.get_or_insert_default();
         match answer {
-            Answer::Now(answer) => {
-                queue.asking(needs, ctx.now, false);
+            StoreReply::Ready(answer) => {
+                queue.asking(demands, ctx.now, false);
                 self.answered(ctx, answer, ctx.now, clock::now(), wakers);
                 Called::Answered
             }
-            Answer::Later(call) => {
+            StoreReply::Pending(call) => {
                 self.later = true;
-                Called::UnderWay(Effect::Call(queue.asking(needs, ctx.now, ctx.is_watched()), call))
+                Called::UnderWay(Effect::Call(queue.asking(demands, ctx.now, ctx.is_watched()), call))
             }
         }
     }
@@ -190,36 +190,36 @@ impl KeyState {
         let Some(queue) = &mut self.queue else { return };
         let gathers = queue.gathering == Gathering::UnderWay && !is_blocked;
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
-            ctx.store.give_back(ctx.key, ctx.terms, &std::mem::take(&mut queue.returns));
+            ctx.store.give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
         }
     }
 
-    /// Returns the request to the store: for `needs`, and for `prefetch` permits in advance.
-    pub(super) fn ask<'a>(
+    /// Returns the request to the store: for `demands`, and for `prefetch` permits in advance.
+    pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
-        needs: &'a [Need],
+        demands: &'a [Demand],
         prefetch: u32,
         latest: Instant,
-        returns: &'a [Unused],
-    ) -> Ask<'a> {
+        returns: &'a [UnusedPermits],
+    ) -> LeaseRequest<'a> {
         let memory = self.session.as_mut().map(|session| {
             session.forget(returns);
             session.tell(ctx.now)
         });
-        Ask {
+        LeaseRequest {
             key: ctx.key,
-            terms: ctx.terms,
-            needs,
+            spec: ctx.spec,
+            demands: demands,
             prefetch,
             latest: latest.saturating_duration_since(ctx.now),
-            life: self.life,
-            prefetch_life: self.prefetch_life(ctx),
+            validity: self.life,
+            prefetch_validity: self.prefetch_life(ctx),
             returns,
             charges: &[],
-            memory: memory.unwrap_or_default(),
-            held: self.held_for_store(ctx.now),
-            left: self.left(ctx.terms, ctx.max_hold, ctx.now),
+            session: memory.unwrap_or_default(),
+            hold: self.held_for_store(ctx.now),
+            remaining: self.left(ctx.spec, ctx.max_hold, ctx.now),
         }
     }
 
@@ -234,12 +234,12 @@ impl KeyState {
             return None;
         }
         let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
-        match ctx.store.lease(self.ask(ctx, &[], 0, ctx.now, &returns)) {
-            Answer::Now(answer) => {
+        match ctx.store.lease(self.request(ctx, &[], 0, ctx.now, &returns)) {
+            StoreReply::Ready(answer) => {
                 self.answered(ctx, answer, ctx.now, clock::now(), wakers);
                 None
             }
-            Answer::Later(call) => {
+            StoreReply::Pending(call) => {
                 self.later = true;
                 let queue = self.queue.get_or_insert_default();
                 queue.give_up_call();
@@ -259,7 +259,7 @@ impl KeyState {
     ) -> Option<Effect> {
         if !self.queue.as_ref().is_some_and(|queue| queue.is_call(number)) {
             if let Ok(lease) = answer {
-                ctx.store.give_back(ctx.key, ctx.terms, &lease.unused());
+                ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
             return None;
         }

@@ -24,7 +24,7 @@ use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::limiter::queue::{Gathering, Number};
 use crate::quota::Limit;
-use crate::store::Held;
+use crate::store::HoldState;
 use crate::wakers::Wakers;
 
 pub(super) struct Holding {
@@ -203,40 +203,41 @@ impl KeyState {
     }
 
     /// Returns the hold for the store, as far as the store may not know of it.
-    pub(super) fn held_for_store(&self, now: Instant) -> Held {
-        let Some(hold) = &self.hold else { return Held::default() };
+    pub(super) fn held_for_store(&self, now: Instant) -> HoldState {
+        let Some(hold) = &self.hold else { return HoldState::default() };
         // Otherwise each call would move it by the difference of the trips. The ledger of a process on its own knows of no hold.
         let is_news = self.alone || hold.sure_until > clock::after(hold.known_until, SAME);
         let left = if is_news { hold.sure_until.saturating_duration_since(now) } else { Duration::ZERO };
-        Held { left, releases: hold.releases, cut: hold.cut }
+        HoldState { remaining: left, releases: hold.releases, cut: hold.cut }
     }
 
-    /// Takes in the hold that the store answered to a call sent at `sent`. Its time lay between the two moments.
+    /// Takes in the hold that the store answered to a call sent at `sent`. Its time lay between the two moments. Returns `false` if
+    /// the store decided before a release that this process knows of.
     pub(super) fn hold_answered(
         &mut self,
-        held: Held,
+        held: HoldState,
         sent: Instant,
         (earliest, latest): (Instant, Instant),
-    ) {
+    ) -> bool {
         if self.hold.is_none() && held.is_none() {
-            return;
+            return true;
         }
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(sent)));
-        let least = clock::after(earliest, held.left);
+        let least = clock::after(earliest, held.remaining);
         // A hold that is over ended before, not when the answer came: the task being served asked the time earlier.
-        let most = if held.left.is_zero() { least } else { clock::after(latest, held.left) };
+        let most = if held.remaining.is_zero() { least } else { clock::after(latest, held.remaining) };
         if held.releases < hold.releases {
-            return;
+            return true;
         }
         hold.heard = Some(latest);
         hold.known_until = most;
         if held.releases > hold.releases {
             (hold.sure_until, hold.releases, hold.since) = (least, held.releases, sent);
             hold.set(most, held.cut);
-            return;
+            return true;
         }
         hold.sure_until = hold.sure_until.max(least);
-        let cut = if held.left.is_zero() { hold.cut } else { held.cut };
+        let cut = if held.remaining.is_zero() { hold.cut } else { held.cut };
         if sent < hold.since {
             hold.until = hold.until.max(most);
         } else if hold.sure_until <= clock::after(most, SAME) {
@@ -249,12 +250,13 @@ impl KeyState {
             // The store has lost it.
             hold.until = hold.sure_until;
         }
+        true
     }
 
     /// Takes in a hold that this process saw (`sure`) or that was published. Returns whether that changes anything.
-    fn adopt(&mut self, held: Held, now: Instant, sure: bool) -> bool {
+    fn adopt(&mut self, held: HoldState, now: Instant, sure: bool) -> bool {
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
-        let until = clock::after(now, held.left);
+        let until = clock::after(now, held.remaining);
         let released = held.releases > hold.releases;
         if released {
             (hold.releases, hold.sure_until) = (held.releases, now);
@@ -279,7 +281,7 @@ impl KeyState {
     pub(in crate::limiter) fn hold(
         &mut self,
         ctx: &KeyContext<'_>,
-        held: Held,
+        held: HoldState,
         sure: bool,
         wakers: &mut Wakers,
     ) -> Option<Effect> {
@@ -305,7 +307,7 @@ impl KeyState {
             // Later bookings go as well, so that all is booked anew when it ends, by what is allowed then. Not for paced quotas: a bucket
             // in which other processes have slots cannot take single ones back.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
-            if !is_held || !ctx.terms.quota().limits().iter().any(is_paced) {
+            if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
             }
             // No task waits for its end any more.
@@ -376,7 +378,7 @@ impl KeyState {
         max_hold: Duration,
         sent: Instant,
         now: Instant,
-    ) -> Option<(Held, bool)> {
+    ) -> Option<(HoldState, bool)> {
         let before = self.held(now);
         let hold = self.hold.get_or_insert_with(|| Box::new(Holding::new(now)));
         hold.uncertain.get_or_insert_with(Uncertain::new);
@@ -387,7 +389,7 @@ impl KeyState {
         if tells {
             hold.told = Some(now);
         }
-        Some((Held { left, releases: hold.releases, cut }, tells))
+        Some((HoldState { remaining: left, releases: hold.releases, cut }, tells))
     }
 
     /// Takes in that a request passed that was sent at `sent`. Returns whether that ends a probation: then other requests may leave, and

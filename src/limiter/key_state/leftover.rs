@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{KeyContext, KeyState};
 use crate::clock;
-use crate::limit::Unused;
+use crate::limit::UnusedPermits;
 
 /// A sweep that is this late was lost with its runtime.
 const LOST_SWEEP: Duration = Duration::from_secs(1);
@@ -24,7 +24,7 @@ impl KeyState {
         if self.sweep_at.is_none()
             && let Some(left) = self.clear()
         {
-            ctx.store.give_back(ctx.key, ctx.terms, &[left]);
+            ctx.store.give_back(ctx.key, ctx.spec, &[left]);
         }
         self.sweep_at
     }
@@ -32,12 +32,12 @@ impl KeyState {
     /// Gives back its permits, before the state of the key is dropped for want of room.
     pub(in crate::limiter) fn forgotten(&mut self, ctx: &KeyContext<'_>) {
         if let Some(left) = self.prefetched.clear() {
-            ctx.store.give_back(ctx.key, ctx.terms, &[left]);
+            ctx.store.give_back(ctx.key, ctx.spec, &[left]);
         }
     }
 
     /// Takes out the permits at hand, for the store.
-    pub(in crate::limiter) fn clear(&mut self) -> Option<Unused> {
+    pub(in crate::limiter) fn clear(&mut self) -> Option<UnusedPermits> {
         let unused = self.prefetched.clear();
         if let Some(session) = &mut self.session {
             session.forget(unused.as_slice());

@@ -28,8 +28,8 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::key_map::Evict;
-use crate::limit::Terms;
-use crate::store::{Answer, Lease, Need, Refusal, Store};
+use crate::limit::LimitSpec;
+use crate::store::{Demand, Lease, Refusal, Store, StoreReply};
 use crate::wakers::Wakers;
 
 use answer::slot;
@@ -46,7 +46,7 @@ pub(super) use wait::Ticket;
 pub(super) struct KeyContext<'a> {
     pub(super) key: Key,
     pub(super) store: &'a Arc<dyn Store>,
-    pub(super) terms: &'a Arc<Terms>,
+    pub(super) spec: &'a Arc<LimitSpec>,
     pub(super) now: Instant,
     pub(super) max_queue: usize,
     /// Whether a request that cannot be counted passes.
@@ -214,24 +214,25 @@ impl KeyState {
         bound: WaitBound,
         number: Number,
     ) -> (Option<Settled>, Option<Effect>) {
-        let prefetch = self.prefetched.order(ctx.terms, self.prefetch_life(ctx), ctx.now);
+        let prefetch = self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now);
         let left = self.prefetched.clear();
-        let need = Need { cost, count: 1 };
-        let ask = self.ask(ctx, std::slice::from_ref(&need), prefetch, bound.latest, left.as_slice());
-        match ctx.store.lease(ask) {
-            Answer::Now(Err(error)) => (Some(Settled::Failed(error)), None),
-            Answer::Now(Ok(lease)) => {
+        let demand = Demand { cost, count: 1 };
+        let request =
+            self.request(ctx, std::slice::from_ref(&demand), prefetch, bound.latest, left.as_slice());
+        match ctx.store.lease(request) {
+            StoreReply::Ready(Err(error)) => (Some(Settled::Failed(error)), None),
+            StoreReply::Ready(Ok(lease)) => {
                 let bounds = self.remember(ctx, &lease, ctx.now, ctx.now);
                 if lease.is_word_of_store() {
-                    self.hold_answered(lease.held, ctx.now, bounds);
+                    self.hold_answered(lease.hold, ctx.now, bounds);
                 }
-                let Some(segment) = lease.segments.first() else {
-                    let learning = lease.learning.map(|wait| Refusal { wait: Some(wait), limit: None });
+                let Some(grant) = lease.grants.first() else {
+                    let learning = lease.recovering.map(|wait| Refusal { wait: Some(wait), limit: None });
                     let refusal = lease.refused.or(learning).unwrap_or(Refusal::NEVER);
                     return (Some(Settled::Refused(refusal)), None);
                 };
-                let slot = slot(&lease, segment, (ctx.now, clock::now()));
-                if segment.wait.is_zero() {
+                let slot = slot(&lease, grant, (ctx.now, clock::now()));
+                if grant.wait.is_zero() {
                     return (Some(Settled::Granted(slot)), None);
                 }
                 let queue = self.queue.get_or_insert_default();
@@ -239,10 +240,10 @@ impl KeyState {
                 queue.answered([slot], None, Duration::ZERO, ctx.now, &mut Wakers::default());
                 (None, None)
             }
-            Answer::Later(call) => {
+            StoreReply::Pending(call) => {
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, bound, ctx.now, None);
-                let called = queue.asking(&[need], ctx.now, ctx.is_watched());
+                let called = queue.asking(&[demand], ctx.now, ctx.is_watched());
                 self.later = true;
                 (None, Some(Effect::Call(called, call)))
             }
@@ -261,7 +262,7 @@ impl KeyState {
         self.refused = None;
         let Some(queue) = &mut self.queue else {
             if held || !self.prefetched.put(&slot, ctx.now) {
-                ctx.store.give_back(ctx.key, ctx.terms, &[slot.unused()]);
+                ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
             return None;
         };
@@ -280,7 +281,7 @@ impl KeyState {
         if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
             && !queue.returns.is_empty()
         {
-            ctx.store.give_back(ctx.key, ctx.terms, &queue.returns);
+            ctx.store.give_back(ctx.key, ctx.spec, &queue.returns);
         }
     }
 }

@@ -13,11 +13,11 @@ use super::{Call, Effect, KeyContext, KeyState, Ticket};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::quota::Quota;
-use crate::store::{Answer, Ask, Held, Lease, MemoryStore, Store, Unused, Usage};
+use crate::store::{HoldState, Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage};
 use crate::wakers::Wakers;
 
 #[derive(Clone, Debug)]
@@ -87,37 +87,39 @@ struct Wire {
 }
 
 impl Wire {
-    fn count_back(&self, unused: &[Unused]) {
+    fn count_back(&self, unused: &[UnusedPermits]) {
         self.returned.fetch_add(unused.iter().map(|unused| unused.units).sum(), Ordering::Relaxed);
     }
 }
 
 impl Store for Wire {
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        self.count_back(ask.returns);
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.count_back(request.returns);
         let answer = if self.away.load(Ordering::Relaxed) {
-            Answer::Now(Err(StoreError::Away(Arc::new(std::io::Error::other("no route")))))
+            StoreReply::Ready(Err(StoreError::Away(Arc::new(std::io::Error::other("no route")))))
         } else {
-            self.store.lease(ask)
+            self.store.lease(request)
         };
-        if let Answer::Now(Ok(lease)) = &answer {
-            let segments = lease.segments.iter().chain(&lease.prefetched);
-            let units = segments.map(|segment| u64::from(segment.cost) * u64::from(segment.count)).sum();
+        if let StoreReply::Ready(Ok(lease)) = &answer {
+            let grants = lease.grants.iter().chain(&lease.prefetched);
+            let units = grants.map(|grant| u64::from(grant.cost) * u64::from(grant.count)).sum();
             self.granted.fetch_add(units, Ordering::Relaxed);
         }
         match answer {
-            Answer::Now(answer) if self.later => Answer::Later(Box::pin(std::future::ready(answer))),
+            StoreReply::Ready(answer) if self.later => {
+                StoreReply::Pending(Box::pin(std::future::ready(answer)))
+            }
             answer => answer,
         }
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         self.count_back(unused);
-        self.store.give_back(key, terms, unused);
+        self.store.give_back(key, spec, unused);
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        self.store.peek(key, terms)
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.store.peek(key, spec)
     }
 }
 
@@ -163,7 +165,7 @@ struct World {
     line: KeyState,
     wire: Arc<Wire>,
     store: Arc<dyn Store>,
-    terms: Arc<Terms>,
+    spec: Arc<LimitSpec>,
     /// Whether effects may be dropped and the store may become unreachable.
     faults: bool,
     /// Whether permits were booked whose answer was lost.
@@ -187,7 +189,7 @@ impl World {
             line: KeyState::new(ms(10), clock::now()),
             store: wire.clone(),
             wire,
-            terms: Arc::new(Terms::new(quota, ms(10), ms(10))),
+            spec: Arc::new(LimitSpec::new(quota, ms(10), ms(10))),
             faults,
             spoilt: faults,
             all: Vec::new(),
@@ -212,7 +214,7 @@ impl World {
         let ctx = KeyContext {
             key: Key::ALL,
             store: &self.store,
-            terms: &self.terms,
+            spec: &self.spec,
             now,
             max_queue: 30,
             fails_open: false,
@@ -396,12 +398,12 @@ impl World {
         }
     }
 
-    fn hold(&mut self, held: Held) {
+    fn hold(&mut self, held: HoldState) {
         self.act(|line, ctx, wakers, _| ((), line.hold(ctx, held, true, wakers)));
     }
 
     fn release(&mut self) {
-        if let Answer::Now(Ok(held)) = self.wire.store.release(Key::ALL, &self.terms) {
+        if let StoreReply::Ready(Ok(held)) = self.wire.store.release(Key::ALL, &self.spec) {
             self.hold(held);
         }
     }
@@ -427,9 +429,9 @@ impl World {
                 }
             }
             Step::Hold(span, cut) => {
-                let held = Held { left: ms(span), releases: self.line.releases(), cut };
+                let held = HoldState { remaining: ms(span), releases: self.line.releases(), cut };
                 self.hold(held);
-                if let Answer::Now(Ok(held)) = self.wire.store.hold(Key::ALL, &self.terms, held, None) {
+                if let StoreReply::Ready(Ok(held)) = self.wire.store.hold(Key::ALL, &self.spec, held, None) {
                     self.hold(held);
                 }
             }
@@ -590,7 +592,7 @@ async fn permits_of_waiters_held_too_long_go_back() {
     tokio::time::advance(ms(1025)).await;
     world.act(|line, ctx, wakers, _| ((), line.step(ctx, None, wakers)));
     assert_eq!(world.line.waiting(), 0, "the permit was handed out");
-    world.hold(Held { left: ms(5000), ..Held::default() });
+    world.hold(HoldState { remaining: ms(5000), ..HoldState::default() });
     world.poll(5);
     assert!(matches!(world.all[5].stage, Stage::Ended), "it is refused");
     world.assert_nothing_is_lost();

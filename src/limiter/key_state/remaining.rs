@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use super::{Effect, KeyContext, KeyState};
 use crate::clock;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::limiter::queue::Gathering;
 use crate::quota::Limit;
 use crate::signal::{ObservedQuota, Signal};
-use crate::store::Left;
+use crate::store::UpstreamRemaining;
 use crate::wakers::Wakers;
 
 /// The headers about each limit.
@@ -70,7 +70,7 @@ const LONGEST_REST: Duration = Duration::from_secs(1);
 impl Word {
     /// Takes in the headers of a response to a request that was sent at `sent`. They are of a moment between then and now, and taken for
     /// the earlier one: the reset comes sooner then, and more was refilled since.
-    fn hear(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
+    fn on_event(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
         let Some(left) = left_of(limit, quota) else { return };
         let is_unnamed = names_no_limit(quota);
         if is_unnamed && self.is_other {
@@ -137,9 +137,9 @@ impl Word {
     }
 
     /// Returns what is sent to the store now.
-    fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<Left> {
+    fn tell(&mut self, limit: Limit, max_hold: Duration, now: Instant) -> Option<UpstreamRemaining> {
         if std::mem::take(&mut self.forget) {
-            return Some(Left { forget: true, ..Left::new(limit, 0) });
+            return Some(UpstreamRemaining { forget: true, ..UpstreamRemaining::new(limit, 0) });
         }
         let is_due = std::mem::take(&mut self.is_less) || self.rests(limit, now).is_zero();
         let (units, resets, said) = self.latest.filter(|_| is_due)?;
@@ -150,14 +150,14 @@ impl Word {
         let ago = now.saturating_duration_since(said);
         let refused = std::mem::take(&mut self.refused);
         let valid_for = max_hold.min(LONGEST_VALID);
-        Some(Left {
+        Some(UpstreamRemaining {
             reset_in,
             steady: self.stays,
             ago,
             refused,
             valid_for,
             urgent,
-            ..Left::new(limit, units)
+            ..UpstreamRemaining::new(limit, units)
         })
     }
 }
@@ -183,7 +183,7 @@ fn names_no_limit(quota: &ObservedQuota) -> bool {
 
 /// Returns whether a quota means this limit. A quota of tokens says nothing about a limit of requests: a quota of another unit is
 /// meant only if it is as large.
-fn is_of(quota: &ObservedQuota, limit: Limit, terms: &Terms) -> bool {
+fn is_of(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
         return false;
@@ -192,7 +192,7 @@ fn is_of(quota: &ObservedQuota, limit: Limit, terms: &Terms) -> bool {
         (Limit::Bucket { .. }, ..) => is_as_large,
         (_, Some(window), _) => window == limit.window(),
         (_, None, Some(_)) => is_as_large,
-        (_, None, None) => names_no_limit(quota) && terms.quota().limits().len() == 1,
+        (_, None, None) => names_no_limit(quota) && spec.quota().limits().len() == 1,
     }
 }
 
@@ -201,7 +201,7 @@ impl KeyState {
     /// could leave before the next call, here or in another process.
     pub(in crate::limiter) fn upstream_said(
         &mut self,
-        terms: &Terms,
+        spec: &LimitSpec,
         signal: &Signal,
         refused: u32,
         sent: Instant,
@@ -209,8 +209,8 @@ impl KeyState {
     ) -> bool {
         let at_hand = u64::from(self.prefetched.units(now));
         let mut is_less = false;
-        for (index, limit) in terms.quota().limits().iter().enumerate() {
-            let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, terms));
+        for (index, limit) in spec.quota().limits().iter().enumerate() {
+            let said = signal.quotas().iter().filter(|quota| is_of(quota, *limit, spec));
             // Of several, the most used one.
             let said = said.filter(|quota| quota.remaining().is_some());
             let Some(quota) = said.min_by_key(|quota| left_of(*limit, quota)) else { continue };
@@ -219,7 +219,7 @@ impl KeyState {
                 words.of.resize_with(index + 1, Word::default);
             }
             let word = &mut words.of[index];
-            word.hear(*limit, quota, refused, sent);
+            word.on_event(*limit, quota, refused, sent);
             if let Some(left) =
                 word.bounds(*limit, now).filter(|left| *left < at_hand.saturating_add(self.free))
             {
@@ -275,10 +275,10 @@ impl KeyState {
         wakers: &mut Wakers,
     ) -> Option<Effect> {
         let words = self.remaining.as_mut()?;
-        let limits = ctx.terms.quota().limits().iter();
-        let news = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
-        let news = news.filter(|(_, word)| self.shared || word.refused > 0);
-        let rest = news.map(|(limit, word)| word.rests(*limit, ctx.now)).min()?;
+        let limits = ctx.spec.quota().limits().iter();
+        let event = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
+        let event = event.filter(|(_, word)| self.shared || word.refused > 0);
+        let rest = event.map(|(limit, word)| word.rests(*limit, ctx.now)).min()?;
         if rest.is_zero() {
             return self.inquire(ctx, wakers);
         }
@@ -309,12 +309,12 @@ impl KeyState {
     /// Returns the units left that are sent to the store: of one limit with each call.
     pub(in crate::limiter) fn left(
         &mut self,
-        terms: &Terms,
+        spec: &LimitSpec,
         max_hold: Duration,
         now: Instant,
-    ) -> Option<Left> {
+    ) -> Option<UpstreamRemaining> {
         let words = self.remaining.as_mut()?;
-        let mut limits = terms.quota().limits().iter().zip(&mut words.of);
+        let mut limits = spec.quota().limits().iter().zip(&mut words.of);
         limits.find_map(|(limit, word)| word.tell(*limit, max_hold, now))
     }
 }
@@ -334,7 +334,7 @@ mod tests {
             at = start + Duration::from_secs(second);
             let quota =
                 ObservedQuota::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
-            word.hear(LIMIT, &quota, 0, at);
+            word.on_event(LIMIT, &quota, 0, at);
         }
         let left = word.tell(LIMIT, LONGEST_VALID, at);
         left.filter(|left| left.steady && left.reset_in.is_some()).map(|left| left.units)
@@ -360,7 +360,7 @@ mod tests {
         for second in (0..200).step_by(5) {
             let at = start + Duration::from_secs(second);
             let reset = Duration::from_secs(60 - second % 60);
-            word.hear(hour, &ObservedQuota::new().with_remaining(37).with_reset_after(reset), 0, at);
+            word.on_event(hour, &ObservedQuota::new().with_remaining(37).with_reset_after(reset), 0, at);
             told.extend(word.tell(hour, LONGEST_VALID, at).map(|left| (second, left.forget)));
         }
         assert_eq!(told.last(), Some(&(60, true)), "{told:?}");
@@ -372,7 +372,12 @@ mod tests {
         let mut answered = |millis: u64, left: u64, refused: u32| {
             let at = start + Duration::from_millis(millis);
             let reset = Duration::from_millis(50_000 - millis);
-            word.hear(LIMIT, &ObservedQuota::new().with_remaining(left).with_reset_after(reset), refused, at);
+            word.on_event(
+                LIMIT,
+                &ObservedQuota::new().with_remaining(left).with_reset_after(reset),
+                refused,
+                at,
+            );
             word.tell(LIMIT, LONGEST_VALID, at).map(|left| left.refused)
         };
         assert_eq!(answered(0, 50, 0), Some(0));

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::events;
-use crate::limit::Terms;
+use crate::limit::LimitSpec;
 use crate::quota::{Limit, Quota, Slacks};
 use crate::signal::{ObservedQuota, Signal};
 use crate::store::label;
@@ -58,7 +58,7 @@ pub struct StatedLimit {
 
 /// The limits that the upstream stated for one key.
 pub(super) struct StatedLimits {
-    pub(super) terms: Arc<Terms>,
+    pub(super) spec: Arc<LimitSpec>,
     learned: SmallVec<[StatedLimit; 1]>,
     /// When they changed last, and the times before.
     changed: [Option<Instant>; MOST_CHANGES],
@@ -73,12 +73,12 @@ const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
     /// Returns the limit that a quota states, if it counts requests and is valid as a limit.
-    fn of(quota: &ObservedQuota, terms: &Terms, now: Instant) -> Option<StatedLimit> {
+    fn of(quota: &ObservedQuota, spec: &LimitSpec, now: Instant) -> Option<StatedLimit> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
         let slacks = Slacks {
-            transit: terms.transit_slack(),
-            boundary: terms.boundary_guard(),
+            transit: spec.transit_slack(),
+            boundary: spec.boundary_guard(),
             rate_loss: Slacks::RATE_LOSS,
         };
         let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
@@ -105,16 +105,16 @@ impl KeyState {
     pub(in crate::limiter) fn learned_terms(
         &mut self,
         learn: HeaderTrust,
-        configured: &Arc<Terms>,
+        configured: &Arc<LimitSpec>,
         now: Instant,
-    ) -> Option<Arc<Terms>> {
+    ) -> Option<Arc<LimitSpec>> {
         let lesson = self.stated.as_ref()?;
         if lesson.learned.iter().any(|learned| learned.until <= now) {
             let mut learned = lesson.learned.clone();
             learned.retain(|learned| learned.until > now);
             self.set_learned(learn, configured, learned);
         }
-        self.stated.as_ref().map(|lesson| lesson.terms.clone())
+        self.stated.as_ref().map(|lesson| lesson.spec.clone())
     }
 
     /// What the upstream has stated.
@@ -131,7 +131,7 @@ impl KeyState {
     pub(in crate::limiter) fn learn(
         &mut self,
         learn: HeaderTrust,
-        configured: &Arc<Terms>,
+        configured: &Arc<LimitSpec>,
         signal: &Signal,
         ctx: &KeyContext<'_>,
     ) {
@@ -179,7 +179,12 @@ impl KeyState {
         }
     }
 
-    fn set_learned(&mut self, learn: HeaderTrust, configured: &Terms, learned: SmallVec<[StatedLimit; 1]>) {
+    fn set_learned(
+        &mut self,
+        learn: HeaderTrust,
+        configured: &LimitSpec,
+        learned: SmallVec<[StatedLimit; 1]>,
+    ) {
         let quota = configured.quota();
         // Statements about other limits are repeated by later responses.
         self.remaining = None;
@@ -191,9 +196,9 @@ impl KeyState {
             let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
             let in_flight = quota.most_in_flight().map(Quota::in_flight);
             let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
-            let terms = Terms::new(allowed, configured.transit_slack(), configured.boundary_guard());
-            let terms = terms.with_life(configured.life());
-            Box::new(StatedLimits { terms: Arc::new(terms), learned, changed: Default::default() })
+            let spec = LimitSpec::new(allowed, configured.transit_slack(), configured.boundary_guard());
+            let spec = spec.with_life(configured.life());
+            Box::new(StatedLimits { spec: Arc::new(spec), learned, changed: Default::default() })
         });
     }
 }

@@ -76,7 +76,7 @@ impl KeyState {
             return self.held_back(ctx, waiter, slot, left);
         }
         if slot.until > ctx.now {
-            self.life = (self.life - self.life / 64).max(ctx.terms.life());
+            self.life = (self.life - self.life / 64).max(ctx.spec.life());
             return Some(settled);
         }
         self.wait_again(ctx, waiter, slot);
@@ -130,7 +130,7 @@ impl KeyState {
 
     /// Lengthens the life of the next permits, because a permit expired before its holder woke.
     pub(super) fn lengthen_life(&mut self, ctx: &KeyContext<'_>) {
-        self.life = (self.life * 2).min(self.longest_life(ctx.terms));
+        self.life = (self.life * 2).min(self.longest_life(ctx.spec));
     }
 
     pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {

@@ -9,7 +9,7 @@ use super::{ANSWER, Answered, Calling, Gathering, Number, Queue};
 use super::{CallNumber, next_number};
 use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled};
-use crate::store::Need;
+use crate::store::Demand;
 use crate::wakers::Wakers;
 
 /// The most needs of one call: as many as there are changes from one cost to another.
@@ -17,49 +17,54 @@ const MOST_NEEDS: usize = 64;
 
 impl Queue {
     /// Returns what the waiters without a slot need, in their order; `most` permits in all.
-    pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Need; 2]> {
-        let mut waiting: SmallVec<[(Number, Need); 2]> = SmallVec::new();
+    pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
+        let mut waiting: SmallVec<[(Number, Demand); 2]> = SmallVec::new();
         let alone = self.classes.len() == 1;
         for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
             if alone {
                 let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
-                waiting.push((0, Need { cost, count }));
+                waiting.push((0, Demand { cost, count }));
             } else {
                 // Waiters of different costs stand between each other.
                 let first = class.without().take(most);
-                waiting.extend(first.map(|number| (number, Need { cost, count: 1 })));
+                waiting.extend(first.map(|number| (number, Demand { cost, count: 1 })));
             }
         }
         waiting.sort_by_key(|(number, _)| *number);
-        let mut needs: SmallVec<[Need; 2]> = SmallVec::new();
+        let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
         let mut left = u32::try_from(most).unwrap_or(u32::MAX);
-        for (_, need) in waiting {
-            let count = need.count.min(left);
+        for (_, demand) in waiting {
+            let count = demand.count.min(left);
             left -= count;
-            let more = needs.len() < MOST_NEEDS;
-            match needs.last_mut() {
-                Some(last) if last.cost == need.cost => last.count += count,
-                _ if count > 0 && more => needs.push(Need { count, ..need }),
+            let more = demands.len() < MOST_NEEDS;
+            match demands.last_mut() {
+                Some(last) if last.cost == demand.cost => last.count += count,
+                _ if count > 0 && more => demands.push(Demand { count, ..demand }),
                 _ => break,
             }
         }
-        needs
+        demands
     }
 
-    /// Notes that a call for `needs` is sent. If it is `watched`, waiters without a slot wake when it counts as lost.
-    pub(in crate::limiter) fn asking(&mut self, needs: &[Need], now: Instant, watched: bool) -> CallNumber {
+    /// Notes that a call for `demands` is sent. If it is `watched`, waiters without a slot wake when it counts as lost.
+    pub(in crate::limiter) fn asking(
+        &mut self,
+        demands: &[Demand],
+        now: Instant,
+        watched: bool,
+    ) -> CallNumber {
         let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
         let number = next_number();
         self.call = Some(Calling { number, sent: now, last: last.copied(), watched });
         self.unanswered.get_or_insert(now);
-        if !needs.is_empty() {
+        if !demands.is_empty() {
             self.gathering = Gathering::NotYet;
         }
         self.asked.clear();
-        self.asked.extend_from_slice(needs);
-        for need in needs {
-            let class = self.classes.entry(need.cost).or_default();
-            class.asked += need.count as usize;
+        self.asked.extend_from_slice(demands);
+        for demand in demands {
+            let class = self.classes.entry(demand.cost).or_default();
+            class.asked += demand.count as usize;
             class.asked_at(now);
         }
         if watched {
@@ -71,11 +76,11 @@ impl Queue {
 
     /// Returns the first need that was not granted in full, and how many of its permits are missing. The store decided nothing of the
     /// needs after it.
-    fn refused(&self, granted: &Granted) -> Option<Need> {
+    fn refused(&self, granted: &Granted) -> Option<Demand> {
         let mut granted = granted.clone();
-        self.asked.iter().find_map(|&need| {
-            let missing = need.count - granted.take(need.cost, need.count);
-            (missing > 0).then_some(Need { count: missing, ..need })
+        self.asked.iter().find_map(|&demand| {
+            let missing = demand.count - granted.take(demand.cost, demand.count);
+            (missing > 0).then_some(Demand { count: missing, ..demand })
         })
     }
 
@@ -112,7 +117,7 @@ impl Queue {
             let asked = std::mem::take(&mut class.asked);
             let left_out = match refused {
                 // Waiters behind the refused waiter, and waiters whose permits expired, are asked for again.
-                Some(need) if is_refusal && need.cost == cost => need.count as usize,
+                Some(demand) if is_refusal && demand.cost == cost => demand.count as usize,
                 _ if is_refusal => 0,
                 _ => asked.saturating_sub(granted.of(cost) as usize),
             };
@@ -123,31 +128,31 @@ impl Queue {
                 wakers.add(waker);
             }
         }
-        Answered { died, refused: refused.map(|need| need.cost) }
+        Answered { died, refused: refused.map(|demand| demand.cost) }
     }
 }
 
 /// Permits by their cost.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Granted(SmallVec<[Need; 2]>);
+struct Granted(SmallVec<[Demand; 2]>);
 
 impl Granted {
     fn add(&mut self, cost: u32, count: u32) {
-        match self.0.iter_mut().find(|need| need.cost == cost) {
-            Some(need) => need.count += count,
-            None => self.0.push(Need { cost, count }),
+        match self.0.iter_mut().find(|demand| demand.cost == cost) {
+            Some(demand) => demand.count += count,
+            None => self.0.push(Demand { cost, count }),
         }
     }
 
     fn of(&self, cost: u32) -> u32 {
-        self.0.iter().find(|need| need.cost == cost).map_or(0, |need| need.count)
+        self.0.iter().find(|demand| demand.cost == cost).map_or(0, |demand| demand.count)
     }
 
     /// Takes up to `count` permits of a cost. Returns how many there were.
     fn take(&mut self, cost: u32, count: u32) -> u32 {
-        let Some(need) = self.0.iter_mut().find(|need| need.cost == cost) else { return 0 };
-        let taken = need.count.min(count);
-        need.count -= taken;
+        let Some(demand) = self.0.iter_mut().find(|demand| demand.cost == cost) else { return 0 };
+        let taken = demand.count.min(count);
+        demand.count -= taken;
         taken
     }
 }

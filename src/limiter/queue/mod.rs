@@ -20,8 +20,8 @@ use smallvec::SmallVec;
 use super::prefetched::Prefetched;
 use super::reservation::{Reservation, Settled, WaitBound};
 use crate::clock::{self, Timer};
-use crate::limit::Unused;
-use crate::store::{Need, Refusal};
+use crate::limit::UnusedPermits;
+use crate::store::{Demand, Refusal};
 use crate::wakers::Wakers;
 
 use cost_class::{CostClass, Waiting};
@@ -64,7 +64,7 @@ pub(super) struct Queue {
     /// When the oldest call was sent that the store has not answered, given up or not.
     unanswered: Option<Instant>,
     /// The needs of the call under way.
-    asked: SmallVec<[Need; 2]>,
+    asked: SmallVec<[Demand; 2]>,
     pub(super) gathering: Gathering,
     /// When gathering ends.
     gathers_until: Option<Instant>,
@@ -73,7 +73,7 @@ pub(super) struct Queue {
     /// Until when the store decides nothing, because it learns what it granted before it lost its state.
     paused_until: Option<Instant>,
     /// Permits that no waiter can use. They go back with the next call.
-    pub(super) returns: SmallVec<[Unused; 4]>,
+    pub(super) returns: SmallVec<[UnusedPermits; 4]>,
 }
 
 /// A call to the store.

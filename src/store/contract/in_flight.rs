@@ -7,16 +7,16 @@ use std::time::Duration;
 use super::{Desk, LONG, pass};
 use crate::key::Key;
 use crate::quota::Quota;
-use crate::store::{Claim, Listener, News, Store, StoreError};
+use crate::store::{Claim, Store, StoreError, StoreEvent, StoreListener};
 
 /// The messages to each holder.
 #[derive(Default)]
-struct Ear(Mutex<Vec<(u64, News)>>);
+struct Ear(Mutex<Vec<(u64, StoreEvent)>>);
 
-impl Listener for Ear {
-    fn hear(self: Arc<Self>, _: Key, holder: u64, news: News) {
+impl StoreListener for Ear {
+    fn on_event(self: Arc<Self>, _: Key, holder: u64, event: StoreEvent) {
         let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        told.push((holder, news));
+        told.push((holder, event));
     }
 }
 
@@ -48,8 +48,17 @@ impl Holder {
 
     fn send(&self, number: u64, sits: u32, wants: u32) {
         let &Holder { key, id: holder, most, given: heard, .. } = self;
-        let claim = Claim { key, holder, number, most, sits, wants, heard, life: LONG };
-        let listener: Arc<dyn Listener> = self.ear.clone();
+        let claim = Claim {
+            key,
+            holder,
+            number,
+            limit: most,
+            in_use: sits,
+            wanted: wants,
+            granted_seen: heard,
+            ttl: LONG,
+        };
+        let listener: Arc<dyn StoreListener> = self.ear.clone();
         self.store.claim(claim, &listener);
     }
 
@@ -65,19 +74,21 @@ impl Holder {
         for _ in 0..2000 {
             let told: Vec<_> = self.ear.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let newest =
-                told.iter().filter(|(holder, _)| *holder == self.id).max_by_key(|(_, news)| match news {
-                    News::Seats { version, .. } => *version,
+                told.iter().filter(|(holder, _)| *holder == self.id).max_by_key(|(_, event)| match event {
+                    StoreEvent::InFlight { version, .. } => *version,
                     _ => 0,
                 });
             match newest {
-                Some((_, News::Seats { number, given, others_wait, .. }))
+                Some((_, StoreEvent::InFlight { number, granted: given, others_wait, .. }))
                     if *number == self.number && enough((*given, *others_wait)) =>
                 {
                     let more = given - self.given;
                     self.given = *given;
                     return Ok(more);
                 }
-                Some((_, News::Failed(error @ StoreError::Unsupported(_)))) => return Err(error.clone()),
+                Some((_, StoreEvent::Failed(error @ StoreError::Unsupported(_)))) => {
+                    return Err(error.clone());
+                }
                 _ => pass(Duration::from_millis(1)).await,
             }
         }

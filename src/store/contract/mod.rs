@@ -20,7 +20,10 @@ mod registers;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Ask, Charge, Held, Lease, Left, Memory, Need, Refusal, Segment, Store, Terms, Unused, Usage};
+use super::{
+    Charge, ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, Refusal, Store,
+    UnusedPermits, UpstreamRemaining, Usage,
+};
 use crate::clock;
 use crate::key::Key;
 use crate::quota::{Limit, Quota};
@@ -63,7 +66,7 @@ const LONG: Duration = Duration::from_secs(3600);
 struct Desk {
     store: Arc<dyn Store>,
     key: Key,
-    terms: Arc<Terms>,
+    spec: Arc<LimitSpec>,
 }
 
 impl Desk {
@@ -71,43 +74,49 @@ impl Desk {
         Desk {
             store: store.clone(),
             key: key(store, law),
-            terms: Arc::new(Terms::new(quota, SLACK, Duration::from_millis(20))),
+            spec: Arc::new(LimitSpec::new(quota, SLACK, Duration::from_millis(20))),
         }
     }
 
-    async fn lease(&self, needs: &[Need], prefetch: u32, latest: Duration, returns: &[Unused]) -> Lease {
-        self.ask(Ask { prefetch, latest, returns, ..self.asks_for(needs) }).await
+    async fn lease(
+        &self,
+        demands: &[Demand],
+        prefetch: u32,
+        latest: Duration,
+        returns: &[UnusedPermits],
+    ) -> Lease {
+        self.ask(LeaseRequest { prefetch, latest, returns, ..self.asks_for(demands) }).await
     }
 
-    /// Makes a call that asks for `needs` now, and for nothing else.
-    fn asks_for<'a>(&'a self, needs: &'a [Need]) -> Ask<'a> {
-        Ask {
+    /// Makes a call that asks for `demands` now, and for nothing else.
+    fn asks_for<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
+        LeaseRequest {
             key: self.key,
-            terms: &self.terms,
-            needs,
+            spec: &self.spec,
+            demands: demands,
             prefetch: 0,
             latest: Duration::ZERO,
-            life: LIFE,
-            prefetch_life: LIFE,
+            validity: LIFE,
+            prefetch_validity: LIFE,
             returns: &[],
             charges: &[],
-            memory: Memory::default(),
-            held: Held::default(),
-            left: None,
+            session: ClientSession::default(),
+            hold: HoldState::default(),
+            remaining: None,
         }
     }
 
-    async fn ask(&self, ask: Ask<'_>) -> Lease {
-        self.store.lease(ask).arrives().await.expect("the store answers")
+    async fn ask(&self, request: LeaseRequest<'_>) -> Lease {
+        self.store.lease(request).arrives().await.expect("the store answers")
     }
 
     /// Books `count` permits of `cost`.
     async fn book(&self, cost: u32, count: u32, latest: Duration) -> Lease {
-        self.lease(&[Need { cost, count }], 0, latest, &[]).await
+        self.lease(&[Demand { cost, count }], 0, latest, &[]).await
     }
 
     async fn peek(&self) -> Usage {
-        self.store.peek(self.key, &self.terms).arrives().await.expect("the store answers")
+        self.store.peek(self.key, &self.spec).arrives().await.expect("the store answers")
     }
 }
 
@@ -126,21 +135,17 @@ async fn pass(span: Duration) {
 }
 
 fn granted(lease: &Lease) -> u32 {
-    lease.segments.iter().map(|segment| segment.count).sum()
+    lease.grants.iter().map(|grant| grant.count).sum()
 }
 
-fn unused(lease: &Lease, segment: &Segment, count: u32) -> Unused {
-    let &Segment { cost, slot, stamp, .. } = segment;
-    Unused { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation: lease.incarnation }
+fn unused(lease: &Lease, grant: &Grant, count: u32) -> UnusedPermits {
+    let &Grant { cost, slot, stamp, .. } = grant;
+    UnusedPermits { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation: lease.incarnation }
 }
 
 /// One per permit.
 fn slots(lease: &Lease) -> Vec<u64> {
-    lease
-        .segments
-        .iter()
-        .flat_map(|segment| std::iter::repeat_n(segment.slot, segment.count as usize))
-        .collect()
+    lease.grants.iter().flat_map(|grant| std::iter::repeat_n(grant.slot, grant.count as usize)).collect()
 }
 
 // ── the laws ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,7 +155,7 @@ async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
     let lease = desk.book(1, 20, Duration::ZERO).await;
     assert_eq!(granted(&lease), 20, "all of a fresh quota is free: {lease:?}");
     assert!(lease.refused.is_none(), "{lease:?}");
-    assert!(lease.segments.iter().all(|segment| segment.wait.is_zero() && segment.life >= LIFE), "{lease:?}");
+    assert!(lease.grants.iter().all(|grant| grant.wait.is_zero() && grant.validity >= LIFE), "{lease:?}");
 }
 
 /// Asks in many ways, uses each permit at its first or last moment, and counts every window.
@@ -163,12 +168,12 @@ async fn is_never_over(store: &Arc<dyn Store>) {
         let latest = Duration::from_millis([0, 30, 150, 700][round as usize % 4]);
         let cost = 1 + round % 3;
         let lease = desk.book(cost, 1 + round % 5, latest).await;
-        for (index, segment) in lease.segments.iter().enumerate() {
-            let wait = u64::try_from(segment.wait.as_micros()).unwrap_or(u64::MAX);
+        for (index, grant) in lease.grants.iter().enumerate() {
+            let wait = u64::try_from(grant.wait.as_micros()).unwrap_or(u64::MAX);
             assert!(Duration::from_micros(wait) <= latest, "no slot is later than asked: {lease:?}");
             let late = (round as usize + index) % 2 == 1;
-            let at = if late { segment.stamp - 1 } else { segment.slot };
-            arrivals.extend((0..segment.count).map(|_| (at, u64::from(segment.cost))));
+            let at = if late { grant.stamp - 1 } else { grant.slot };
+            arrivals.extend((0..grant.count).map(|_| (at, u64::from(grant.cost))));
         }
         if round % 7 == 0 {
             pass(Duration::from_millis(60)).await;
@@ -204,31 +209,28 @@ async fn takes_all_limits_or_none(store: &Arc<dyn Store>) {
 async fn refuses_without_a_trace_and_says_when(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "trace", Quota::new(1, Duration::from_millis(300)));
     let first = desk.book(1, 1, Duration::ZERO).await;
-    let slot = first.segments[0].slot;
+    let slot = first.grants[0].slot;
     let mut last_wait = Duration::MAX;
     for _ in 0..5 {
         let lease = desk.book(1, 1, Duration::ZERO).await;
         let Some(Refusal { wait: Some(wait), limit }) = lease.refused else {
             panic!("a refusal states the wait until the first slot: {lease:?}")
         };
-        assert!(lease.segments.is_empty(), "{lease:?}");
+        assert!(lease.grants.is_empty(), "{lease:?}");
         assert!(wait <= last_wait, "a refusal delays no later call: {wait:?} after {last_wait:?}");
-        assert_eq!(limit, Some(desk.terms.quota().limits()[0]));
+        assert_eq!(limit, Some(desk.spec.quota().limits()[0]));
         last_wait = wait;
     }
     let lease = desk.book(1, 1, LONG).await;
-    assert_eq!(lease.segments[0].slot, slot + 300_000 + MARGIN, "a window and a margin after the first");
+    assert_eq!(lease.grants[0].slot, slot + 300_000 + MARGIN, "a window and a margin after the first");
 }
 
 async fn serves_in_order(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "order", Quota::per_second(2));
-    let needs = [Need { cost: 1, count: 3 }, Need { cost: 2, count: 1 }, Need { cost: 1, count: 2 }];
-    let lease = desk.lease(&needs, 0, LONG, &[]).await;
-    let costs: Vec<u32> = lease
-        .segments
-        .iter()
-        .flat_map(|segment| std::iter::repeat_n(segment.cost, segment.count as usize))
-        .collect();
+    let demands = [Demand { cost: 1, count: 3 }, Demand { cost: 2, count: 1 }, Demand { cost: 1, count: 2 }];
+    let lease = desk.lease(&demands, 0, LONG, &[]).await;
+    let costs: Vec<u32> =
+        lease.grants.iter().flat_map(|grant| std::iter::repeat_n(grant.cost, grant.count as usize)).collect();
     assert_eq!(costs, [1, 1, 1, 2, 1, 1], "needs are served in their order: {lease:?}");
     let later = desk.book(1, 1, LONG).await;
     assert!(
@@ -240,11 +242,11 @@ async fn serves_in_order(store: &Arc<dyn Store>) {
 async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "return", Quota::new(1, Duration::from_secs(30)));
     let line = desk.book(1, 4, LONG).await;
-    let second = line.segments.iter().find(|segment| !segment.wait.is_zero()).expect("a line lies ahead");
+    let second = line.grants.iter().find(|grant| !grant.wait.is_zero()).expect("a line lies ahead");
     let returned = [unused(&line, second, 1)];
-    let next = desk.lease(&[Need { cost: 1, count: 1 }], 0, LONG, &returned).await;
+    let next = desk.lease(&[Demand { cost: 1, count: 1 }], 0, LONG, &returned).await;
     assert_eq!(slots(&next), [second.slot], "the returned slot goes to the next call");
-    desk.store.give_back(desk.key, &desk.terms, &returned);
+    desk.store.give_back(desk.key, &desk.spec, &returned);
     pass(Duration::from_millis(20)).await; // a store may take its time with a give-back
     let after = desk.book(1, 2, LONG).await;
     assert_eq!(slots(&after)[0], second.slot, "a slot that is given back early goes to the next call");
@@ -255,8 +257,8 @@ async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "passed", Quota::per_minute(3));
     let lease = desk.book(1, 3, Duration::ZERO).await;
     pass(Duration::from_millis(15)).await;
-    let back = [unused(&lease, &lease.segments[0], 1)];
-    let again = desk.lease(&[Need { cost: 1, count: 3 }], 0, Duration::ZERO, &back).await;
+    let back = [unused(&lease, &lease.grants[0], 1)];
+    let again = desk.lease(&[Demand { cost: 1, count: 3 }], 0, Duration::ZERO, &back).await;
     assert_eq!(granted(&again), 1, "one permit was returned, so one is granted: {again:?}");
 }
 
@@ -265,13 +267,13 @@ async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
     const MANY: u32 = 1000;
     let desk = Desk::new(store, "many returns", Quota::per_minute(MANY));
     let lease = desk.book(1, MANY, Duration::ZERO).await;
-    let returns: Vec<Unused> = lease
-        .segments
+    let returns: Vec<UnusedPermits> = lease
+        .grants
         .iter()
-        .flat_map(|segment| std::iter::repeat_n(unused(&lease, segment, 1), segment.count as usize))
+        .flat_map(|grant| std::iter::repeat_n(unused(&lease, grant, 1), grant.count as usize))
         .collect();
     assert_eq!(returns.len(), MANY as usize);
-    desk.lease(&[Need { cost: 1, count: 1 }], 0, Duration::ZERO, &returns).await;
+    desk.lease(&[Demand { cost: 1, count: 1 }], 0, Duration::ZERO, &returns).await;
     desk.store.flush().arrives().await.expect("the store answers");
     let used = desk.peek().await.limits[0].used;
     assert_eq!(used, 1, "all permits that were returned are free again");
@@ -279,13 +281,13 @@ async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
 
 async fn fetches_ahead_only_what_is_plenty(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "ahead", Quota::per_minute(100));
-    let lease = desk.lease(&[Need { cost: 1, count: 20 }], 1000, Duration::ZERO, &[]).await;
-    let ahead = lease.prefetched.as_ref().map_or(0, |segment| segment.count);
+    let lease = desk.lease(&[Demand { cost: 1, count: 20 }], 1000, Duration::ZERO, &[]).await;
+    let ahead = lease.prefetched.as_ref().map_or(0, |grant| grant.count);
     assert!(ahead <= 20, "at most a quarter of the 80 that are free: {lease:?}");
-    assert!(lease.prefetched.as_ref().is_none_or(|segment| segment.cost == 1 && segment.wait.is_zero()));
+    assert!(lease.prefetched.as_ref().is_none_or(|grant| grant.cost == 1 && grant.wait.is_zero()));
     let rest = desk.book(1, 100, Duration::ZERO).await;
     assert_eq!(granted(&rest), 80 - ahead, "prefetched permits are counted");
-    let scarce = desk.lease(&[Need { cost: 1, count: 1 }], 1000, LONG, &[]).await;
+    let scarce = desk.lease(&[Demand { cost: 1, count: 1 }], 1000, LONG, &[]).await;
     assert!(scarce.prefetched.is_none(), "nothing is prefetched of a scarce limit: {scarce:?}");
 }
 
@@ -294,7 +296,7 @@ async fn never_grants_what_costs_more_than_the_limit(store: &Arc<dyn Store>) {
     for quota in [Quota::new(5, window), Quota::bucket(5).refill(9, window), Quota::fixed(5, window)] {
         let desk = Desk::new(store, "too much", quota);
         let lease = desk.book(6, 1, LONG).await;
-        assert!(lease.segments.is_empty(), "{quota}: {lease:?}");
+        assert!(lease.grants.is_empty(), "{quota}: {lease:?}");
         assert!(lease.refused.is_some_and(|refusal| refusal.wait.is_none()), "no wait helps: {lease:?}");
     }
 }
@@ -331,10 +333,15 @@ async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "strangers", quota);
     desk.book(1, 10, Duration::ZERO).await;
     let reset_in = Some(Duration::from_secs(30));
-    let left = Left { reset_in, steady: true, refused: 2, ..Left::new(quota.limits()[0], 18) };
-    let needs = [Need { cost: 1, count: 30 }];
-    let lease = desk.ask(Ask { left: Some(left), ..desk.asks_for(&needs) }).await;
-    assert!(lease.shared, "the lease states that other clients use the limit: {lease:?}");
+    let left = UpstreamRemaining {
+        reset_in,
+        steady: true,
+        refused: 2,
+        ..UpstreamRemaining::new(quota.limits()[0], 18)
+    };
+    let demands = [Demand { cost: 1, count: 30 }];
+    let lease = desk.ask(LeaseRequest { remaining: Some(left), ..desk.asks_for(&demands) }).await;
+    assert!(lease.external_usage, "the lease states that other clients use the limit: {lease:?}");
     assert_eq!(granted(&lease), 16, "other clients used 74 of the 82 units: {lease:?}");
     let usage = desk.peek().await;
     assert_eq!((usage.limits[0].reserved, usage.free), (74, 0), "{usage:?}");
@@ -351,7 +358,7 @@ async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
     desk.book(1, 90, Duration::ZERO).await;
     let age = |seconds| Duration::from_secs(seconds);
     let charges = [Charge::new(age(70), 1000), Charge::new(age(58), 30), Charge::new(age(20), 5)];
-    desk.ask(Ask { charges: &charges, ..desk.asks_for(&[]) }).await;
+    desk.ask(LeaseRequest { charges: &charges, ..desk.asks_for(&[]) }).await;
     assert_eq!(desk.peek().await.limits[0].used, 125, "charges older than the window do not count");
     let refusal = desk.book(1, 1, Duration::ZERO).await.refused.expect("25 above the limit");
     let wait = refusal.wait.expect("the oldest leave in 2 s");
@@ -362,7 +369,7 @@ async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
     let bucket =
         Desk::new(store, "charge of a bucket", Quota::bucket(50).refill(50, Duration::from_secs(60)));
     let charges = [Charge::new(age(600), 400), Charge::new(age(0), 10_000)];
-    bucket.ask(Ask { charges: &charges, ..bucket.asks_for(&[]) }).await;
+    bucket.ask(LeaseRequest { charges: &charges, ..bucket.asks_for(&[]) }).await;
     let refusal = bucket.book(1, 1, Duration::ZERO).await.refused.expect("it is empty");
     assert!(refusal.wait.is_some_and(|wait| wait <= age(3)), "and no more than that: {refusal:?}");
 }

@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use super::{LONG, key, pass};
 use crate::key::Key;
-use crate::store::{Change, Listener, News, Register, Store, StoreError, Tell};
+use crate::store::{Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener};
 
 /// The notifications that were received.
 #[derive(Default)]
 struct Ear(Mutex<Vec<(Key, Register)>>);
 
-impl Listener for Ear {
-    fn hear(self: Arc<Self>, key: Key, _: u64, news: News) {
-        if let News::Register(register) = news {
+impl StoreListener for Ear {
+    fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
+        if let StoreEvent::Register(register) = event {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).push((key, register));
         }
     }
@@ -44,15 +44,23 @@ struct Desk<'a> {
 }
 
 impl Desk<'_> {
-    async fn set(&self, seen: u64, value: &[u8], tell: Tell) -> Result<Register, StoreError> {
+    async fn set(&self, seen: u64, value: &[u8], tell: Recipients) -> Result<Register, StoreError> {
         let &Desk { store, key, kind } = self;
-        let change = Change { key, kind, seen, value: Some(value.to_vec()), life: LONG, tell };
+        let change = RegisterRequest {
+            key,
+            kind,
+            version: seen,
+            value: Some(value.to_vec()),
+            ttl: LONG,
+            notify: tell,
+        };
         store.compare_and_set(change).arrives().await
     }
 
     async fn read(&self) -> Register {
         let &Desk { store, key, kind } = self;
-        let change = Change { key, kind, seen: 0, value: None, life: LONG, tell: Tell::Nobody };
+        let change =
+            RegisterRequest { key, kind, version: 0, value: None, ttl: LONG, notify: Recipients::None };
         store.compare_and_set(change).arrives().await.expect("a register can be read")
     }
 }
@@ -62,7 +70,7 @@ impl Desk<'_> {
 /// [`StoreError::Unsupported`].
 pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let desk = Desk { store, key: key(store, "registers"), kind: 1 };
-    let first = match desk.set(0, b"one", Tell::Nobody).await {
+    let first = match desk.set(0, b"one", Recipients::None).await {
         Err(StoreError::Unsupported(_)) => return,
         first => first.expect("a register can be made"),
     };
@@ -71,9 +79,9 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     assert_eq!((read.version, &*read.value, read.changed), (first.version, &b"one"[..], false));
     assert!(read.age < Duration::from_secs(5), "it was just changed: {read:?}");
 
-    let second = desk.set(first.version, b"two", Tell::Nobody).await.expect("it can be changed");
+    let second = desk.set(first.version, b"two", Recipients::None).await.expect("it can be changed");
     assert!(second.changed && second.version > first.version, "versions grow: {second:?} after {first:?}");
-    let late = desk.set(first.version, b"three", Tell::Nobody).await.expect("it can be tried");
+    let late = desk.set(first.version, b"three", Recipients::None).await.expect("it can be tried");
     assert!(!late.changed, "the register has changed since");
     assert_eq!(
         (late.version, &*late.value),
@@ -91,13 +99,13 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     // Many at once.
     let mut won = BTreeSet::new();
     let tries = (0..20_u8).map(|value| {
-        store.compare_and_set(Change {
+        store.compare_and_set(RegisterRequest {
             key: other.key,
             kind: other.kind,
-            seen: 0,
+            version: 0,
             value: Some(vec![value]),
-            life: LONG,
-            tell: Tell::Nobody,
+            ttl: LONG,
+            notify: Recipients::None,
         })
     });
     for answer in tries.collect::<Vec<_>>() {
@@ -110,13 +118,13 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
 
     // Listeners are notified: at the address of the store, or all.
     let ear = Arc::new(Ear::default());
-    let listener: Arc<dyn Listener> = ear.clone();
-    store.listen(Arc::downgrade(&listener) as Weak<dyn Listener>);
+    let listener: Arc<dyn StoreListener> = ear.clone();
+    store.listen(Arc::downgrade(&listener) as Weak<dyn StoreListener>);
     let mut version = second.version;
     let mut heard = false;
     // A store that has just begun to listen may miss the first messages.
     for _ in 0..20 {
-        let register = desk.set(version, b"four", Tell::All).await.expect("it can be changed");
+        let register = desk.set(version, b"four", Recipients::All).await.expect("it can be changed");
         assert!(register.changed, "there is no concurrent change");
         version = register.version;
         if ear.told(desk.key, version).await.is_some_and(|told| told.value == b"four") {
@@ -125,19 +133,20 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         }
     }
     assert!(heard, "listeners are notified of changes");
-    let alone = desk.set(version, b"five", Tell::One(store.address())).await.expect("it can be changed");
+    let alone =
+        desk.set(version, b"five", Recipients::One(store.address())).await.expect("it can be changed");
     let told = ear.told(desk.key, alone.version).await.expect("a listener at the address is notified");
     assert_eq!((&*told.value, told.kind), (&b"five"[..], desk.kind));
 
     // A register is forgotten after its life.
     let short = Desk { kind: 3, ..desk };
-    let change = Change {
+    let change = RegisterRequest {
         key: short.key,
         kind: 3,
-        seen: 0,
+        version: 0,
         value: Some(vec![1]),
-        life: Duration::from_millis(50),
-        tell: Tell::Nobody,
+        ttl: Duration::from_millis(50),
+        notify: Recipients::None,
     };
     store.compare_and_set(change).arrives().await.expect("a register can be made");
     pass(Duration::from_millis(150)).await;

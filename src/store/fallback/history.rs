@@ -11,9 +11,9 @@ use super::Share;
 use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::key_map::Evict;
-use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::store::lease::STANDALONE;
-use crate::store::{Asked, Lease, Segment};
+use crate::store::{Grant, Lease, OwnedLeaseRequest};
 
 /// The parts of a window.
 const PARTS: u64 = 20;
@@ -96,8 +96,8 @@ impl GrantHistory {
     }
 
     /// The store has granted a lease.
-    pub(super) fn note(&mut self, lease: &Lease, terms: &Terms, now: Instant) {
-        let window = micros_up(terms.quota().longest_memory() + terms.life() + terms.transit_slack());
+    pub(super) fn note(&mut self, lease: &Lease, spec: &LimitSpec, now: Instant) {
+        let window = micros_up(spec.quota().longest_memory() + spec.life() + spec.transit_slack());
         if self.window != window {
             self.granted.clear();
             self.window = window;
@@ -109,7 +109,7 @@ impl GrantHistory {
         while self.granted.front().is_some_and(|part| part.number < oldest) {
             self.granted.pop_front();
         }
-        for &Segment { cost, count, slot, .. } in lease.segments.iter().chain(&lease.prefetched) {
+        for &Grant { cost, count, slot, .. } in lease.grants.iter().chain(&lease.prefetched) {
             self.add(slot, u64::from(cost) * u64::from(count));
         }
     }
@@ -136,7 +136,7 @@ impl GrantHistory {
     }
 
     /// Takes back a permit that was not used.
-    pub(super) fn take_back(&mut self, unused: Unused, now: Micros) {
+    pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
         if unused.incarnation == STANDALONE {
             if let Some(alone) = self.alone() {
                 alone.take_back(unused, now);
@@ -154,12 +154,12 @@ impl GrantHistory {
     /// windows before it asked, else `configured`.
     pub(super) fn part(
         &mut self,
-        asked: &Asked,
+        asked: &OwnedLeaseRequest,
         now: Instant,
         configured: Option<Share>,
     ) -> Option<&mut StandaloneLedger> {
-        let Asked { terms, life, at, .. } = asked;
-        let (longest, all) = terms.quota().longest();
+        let OwnedLeaseRequest { spec, life, at, .. } = asked;
+        let (longest, all) = spec.quota().longest();
         let now = clock::micros(now);
         let moment = self.theirs(clock::micros(*at));
         let share = match (self.least_granted(moment), self.last) {
@@ -172,11 +172,11 @@ impl GrantHistory {
         self.last = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
-            Terms::new(quota, terms.transit_slack(), terms.boundary_guard()).with_life(terms.life())
+            LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard()).with_life(spec.life())
         };
         // What was granted before fits the longest limit; the others begin with what that one has seen.
         let longest = scaled(longest);
-        let own = scaled(*terms.quota());
+        let own = scaled(*spec.quota());
         let recently = self.theirs(now).saturating_sub(self.window) / self.width();
         let recently = self.granted.iter().filter(|part| part.number >= recently);
         let counted =

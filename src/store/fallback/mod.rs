@@ -26,8 +26,8 @@ use smallvec::SmallVec;
 use super::lease::STANDALONE;
 use super::memory::usage;
 use super::{
-    Answer, Ask, Asked, Lease, Memory, Need, Segment, Segments, Store, StoreError, Terms, Unused, Usage,
-    label, spawn,
+    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store,
+    StoreError, StoreReply, UnusedPermits, Usage, label, spawn,
 };
 use crate::clock;
 use crate::events;
@@ -79,23 +79,23 @@ impl FallbackStore {
 }
 
 /// Returns the needs that a lease grants.
-fn needs_of(lease: &Lease) -> SmallVec<[Need; 2]> {
-    let mut needs: SmallVec<[Need; 2]> = SmallVec::new();
-    for segment in lease.segments.iter() {
-        match needs.last_mut() {
-            Some(need) if need.cost == segment.cost => need.count += segment.count,
-            _ => needs.push(Need { cost: segment.cost, count: segment.count }),
+fn needs_of(lease: &Lease) -> SmallVec<[Demand; 2]> {
+    let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
+    for grant in lease.grants.iter() {
+        match demands.last_mut() {
+            Some(demand) if demand.cost == grant.cost => demand.count += grant.count,
+            _ => demands.push(Demand { cost: grant.cost, count: grant.count }),
         }
     }
-    needs
+    demands
 }
 
 /// Returns what the store granted, no earlier than it was planned.
-fn no_earlier(granted: &[Segment], plan: &[Segment]) -> Segments {
-    let mut planned: VecDeque<Segment> = plan.iter().copied().collect();
-    let mut segments = Segments::default();
-    for &segment in granted {
-        let mut left = segment.count;
+fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
+    let mut planned: VecDeque<Grant> = plan.iter().copied().collect();
+    let mut grants = Grants::default();
+    for &grant in granted {
+        let mut left = grant.count;
         while left > 0 {
             let (count, from) = match planned.front_mut() {
                 Some(first) if first.count > left => {
@@ -108,12 +108,12 @@ fn no_earlier(granted: &[Segment], plan: &[Segment]) -> Segments {
                 None => (left, Duration::ZERO),
             };
             left -= count;
-            let until = segment.wait.saturating_add(segment.life);
-            let wait = segment.wait.max(from);
-            segments.push(Segment { count, wait, life: until.saturating_sub(wait), ..segment });
+            let until = grant.wait.saturating_add(grant.validity);
+            let wait = grant.wait.max(from);
+            grants.push(Grant { count, wait, validity: until.saturating_sub(wait), ..grant });
         }
     }
-    segments
+    grants
 }
 
 /// Returns whether the process goes on alone after `error`.
@@ -125,13 +125,13 @@ impl Inner {
     /// Takes in an answer to a call of a process that shares the limit.
     fn answered(
         self: &Arc<Self>,
-        asked: &Asked,
+        asked: &OwnedLeaseRequest,
         answer: Result<Lease, StoreError>,
     ) -> Result<Lease, StoreError> {
         let now = clock::now();
         match answer {
             Ok(lease) => {
-                let note = |kept: &mut GrantHistory| kept.note(&lease, &asked.terms, now);
+                let note = |kept: &mut GrantHistory| kept.note(&lease, &asked.spec, now);
                 // Without room for one more key, nothing is known of it.
                 let _ = self.histories.enter(
                     asked.key,
@@ -145,8 +145,8 @@ impl Inner {
             Err(error) if is_away(&error) => {
                 let part = |kept: &mut GrantHistory| {
                     let alone = kept.part(asked, now, self.share)?;
-                    events::alone(&label(&*self.store, asked.key, None), alone.terms.quota(), &error);
-                    let plan = alone.book(&asked.ask(&asked.needs), now);
+                    events::alone(&label(&*self.store, asked.key, None), alone.spec.quota(), &error);
+                    let plan = alone.book(&asked.request(&asked.demands), now);
                     Some(plan.map(|plan| alone.grant(plan, now, None)))
                 };
                 let lease = self
@@ -164,7 +164,11 @@ impl Inner {
     }
 
     /// Asks for permits while the process is alone. `is_back` states whether the store answered the last call.
-    async fn ask_alone(self: &Arc<Self>, mut asked: Asked, is_back: bool) -> Result<Lease, StoreError> {
+    async fn ask_alone(
+        self: &Arc<Self>,
+        mut asked: OwnedLeaseRequest,
+        is_back: bool,
+    ) -> Result<Lease, StoreError> {
         let word = match is_back {
             true => None,
             false => match self.probe(&asked).await {
@@ -176,8 +180,8 @@ impl Inner {
         let now = clock::now();
         let stage = self.histories.find(asked.key, |kept| {
             let alone = kept.alone()?;
-            if !is_back && word.as_ref().is_none_or(|word| word.learning.is_some()) {
-                let plan = alone.book(&asked.ask(&asked.needs), now);
+            if !is_back && word.as_ref().is_none_or(|word| word.recovering.is_some()) {
+                let plan = alone.book(&asked.request(&asked.demands), now);
                 return Some((Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref()))));
             }
             let stage = alone.back(now);
@@ -188,7 +192,7 @@ impl Inner {
                     events::together(&label(&*self.store, asked.key, None));
                     (stage, Ok(Lease::default()))
                 }
-                stage => (stage, alone.book(&asked.ask(&asked.needs), now)),
+                stage => (stage, alone.book(&asked.request(&asked.demands), now)),
             })
         });
         let (stage, plan) = match stage.flatten() {
@@ -200,18 +204,19 @@ impl Inner {
         }
         if let Some(Lease { incarnation, writes, now: seen, .. }) = word {
             let trip = now.saturating_duration_since(asked.at);
-            asked.memory = Memory { incarnation, writes, seen, since: Duration::ZERO, trip, ..asked.memory };
+            asked.memory =
+                ClientSession { incarnation, writes, seen, since: Duration::ZERO, trip, ..asked.memory };
         }
         asked.returns.clear();
         asked.at = now;
         if stage == Stage::Back {
             asked.prefetch = 0;
-            asked.needs = needs_of(&plan);
+            asked.demands = needs_of(&plan);
             // The store may have room earlier than the share.
-            let last = plan.segments.iter().map(|segment| segment.wait).max().unwrap_or_default();
+            let last = plan.grants.iter().map(|grant| grant.wait).max().unwrap_or_default();
             asked.life = asked.life.saturating_add(last);
         }
-        let answer = self.store.lease(asked.ask(&asked.needs)).arrives().await;
+        let answer = self.store.lease(asked.request(&asked.demands)).arrives().await;
         if stage == Stage::Back
             && let Err(error) = &answer
             && is_away(error)
@@ -222,14 +227,14 @@ impl Inner {
         }
         let mut lease = self.answered(&asked, answer)?;
         if stage == Stage::Back {
-            lease.segments = no_earlier(&lease.segments, &plan.segments);
+            lease.grants = no_earlier(&lease.grants, &plan.grants);
         }
         Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
     }
 
     /// Calls the store without needs, to find out whether it answers and knows its state.
-    fn probe(&self, asked: &Asked) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
-        let probe = Ask { prefetch: 0, left: None, returns: &[], ..asked.ask(&[]) };
+    fn probe(&self, asked: &OwnedLeaseRequest) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+        let probe = LeaseRequest { prefetch: 0, remaining: None, returns: &[], ..asked.request(&[]) };
         self.store.lease(probe).arrives()
     }
 
@@ -262,14 +267,14 @@ impl Inner {
         for (mut asked, is_back) in quiet {
             if !is_back {
                 let Ok(word) = self.probe(&asked).await else { continue };
-                if word.learning.is_some() {
+                if word.recovering.is_some() {
                     continue;
                 }
             }
             let charges = |kept: &mut GrantHistory| Some(kept.alone()?.take_charges(clock::now()));
             let Some(charges) = self.histories.find(asked.key, charges).flatten() else { continue };
             asked.charges = charges;
-            let answer = self.store.lease(asked.ask(&[])).arrives().await;
+            let answer = self.store.lease(asked.request(&[])).arrives().await;
             let charged = |kept: &mut GrantHistory| {
                 // If permits lie ahead, the key joins when the limiter asks: it gives them up then.
                 let joins = |alone: &mut StandaloneLedger| alone.charged(answer.is_ok(), clock::now());
@@ -284,7 +289,7 @@ impl Inner {
     }
 
     /// Takes back permits where they were granted.
-    fn take_back(&self, key: Key, unused: &[Unused]) {
+    fn take_back(&self, key: Key, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
         self.histories.find(key, |kept| unused.iter().for_each(|unused| kept.take_back(*unused, now)));
     }
@@ -293,44 +298,47 @@ impl Inner {
 impl Store for FallbackStore {
     crate::delegate_store!(self => *self.0.store; implements lease, give_back, peek);
 
-    fn lease(&self, ask: Ask<'_>) -> Answer<Lease> {
-        let (inner, asked) = (&self.0, Asked::new(&ask));
-        if !ask.returns.is_empty() {
-            inner.take_back(ask.key, ask.returns);
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let (inner, asked) = (&self.0, OwnedLeaseRequest::new(&request));
+        if !request.returns.is_empty() {
+            inner.take_back(request.key, request.returns);
         }
-        let asks = |kept: &mut GrantHistory| Some(kept.alone()?.asks(ask.memory, clock::micros(asked.at)));
-        if let Some(is_back) = inner.histories.find(ask.key, asks).flatten() {
+        let asks =
+            |kept: &mut GrantHistory| Some(kept.alone()?.asks(request.session, clock::micros(asked.at)));
+        if let Some(is_back) = inner.histories.find(request.key, asks).flatten() {
             let inner = inner.clone();
-            return Answer::Later(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
+            return StoreReply::Pending(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
         }
-        match inner.store.lease(asked.ask(&asked.needs)) {
-            Answer::Now(answer) => Answer::Now(inner.answered(&asked, answer)),
-            Answer::Later(answer) => {
+        match inner.store.lease(asked.request(&asked.demands)) {
+            StoreReply::Ready(answer) => StoreReply::Ready(inner.answered(&asked, answer)),
+            StoreReply::Pending(answer) => {
                 let inner = inner.clone();
-                Answer::Later(Box::pin(async move { inner.answered(&asked, answer.await) }))
+                StoreReply::Pending(Box::pin(async move { inner.answered(&asked, answer.await) }))
             }
         }
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         self.0.take_back(key, unused);
         let of_store = unused.iter().filter(|unused| unused.incarnation != STANDALONE);
-        let of_store: SmallVec<[Unused; 4]> = of_store.copied().collect();
+        let of_store: SmallVec<[UnusedPermits; 4]> = of_store.copied().collect();
         if !of_store.is_empty() {
-            self.0.store.give_back(key, terms, &of_store);
+            self.0.store.give_back(key, spec, &of_store);
         }
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let (inner, answer) = (self.0.clone(), self.0.store.peek(key, terms));
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        let (inner, answer) = (self.0.clone(), self.0.store.peek(key, spec));
         let own = move |error| {
             let look =
-                |alone: &mut StandaloneLedger| Usage { alone: true, ..alone.look(clock::now(), usage) };
+                |alone: &mut StandaloneLedger| Usage { degraded: true, ..alone.look(clock::now(), usage) };
             inner.histories.find(key, |kept| kept.alone().map(look)).flatten().ok_or(error)
         };
         match answer {
-            Answer::Now(usage) => Answer::Now(usage.or_else(own)),
-            Answer::Later(usage) => Answer::Later(Box::pin(async move { usage.await.or_else(own) })),
+            StoreReply::Ready(usage) => StoreReply::Ready(usage.or_else(own)),
+            StoreReply::Pending(usage) => {
+                StoreReply::Pending(Box::pin(async move { usage.await.or_else(own) }))
+            }
         }
     }
 }

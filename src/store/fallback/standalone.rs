@@ -8,11 +8,11 @@ use super::{LOOK, OFTEN, OTHERS};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limit::{Charge, Ledger, Micros, Terms, Unused, micros_up};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::rng::jittered;
 use crate::store::lease::{STANDALONE, Standalone};
 use crate::store::memory::book;
-use crate::store::{Ask, Asked, Lease, Memory, Need, Refusal, Segment};
+use crate::store::{ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal};
 
 /// The most entries of permits that the store does not know of. Beyond it, entries that lie close together are joined.
 const MOST_OWED: usize = 400;
@@ -23,10 +23,10 @@ const PARTS: u64 = 20;
 /// The state of a key while the store cannot be reached.
 pub(super) struct StandaloneLedger {
     /// The limits of the share.
-    pub(super) terms: Arc<Terms>,
+    pub(super) spec: Arc<LimitSpec>,
     ledger: Ledger,
     /// Permits that the process granted itself and the store does not know of, by their slots, in order.
-    owed: VecDeque<Unused>,
+    owed: VecDeque<UnusedPermits>,
     /// The longest window, for which permits count.
     window: Micros,
     /// When the store began to answer again.
@@ -34,11 +34,11 @@ pub(super) struct StandaloneLedger {
     /// When the limiter last asked for permits.
     asked_at: Micros,
     /// What the limiter knew of the store then.
-    session: Memory,
+    session: ClientSession,
     /// When the store was last charged, or an attempt was made.
     tried: Micros,
     /// The limits that the store is charged under.
-    all: Arc<Terms>,
+    all: Arc<LimitSpec>,
 }
 
 /// The stage of a process that goes on with its share.
@@ -54,17 +54,17 @@ pub(super) enum Stage {
 
 impl StandaloneLedger {
     /// Makes the ledger of a process whose share of the quota is `own`. `ledger` holds what was used lately.
-    pub(super) fn new(ledger: Ledger, own: Terms, asked: &Asked, now: Micros) -> Self {
+    pub(super) fn new(ledger: Ledger, own: LimitSpec, asked: &OwnedLeaseRequest, now: Micros) -> Self {
         StandaloneLedger {
-            terms: Arc::new(own),
+            spec: Arc::new(own),
             ledger,
             owed: VecDeque::new(),
-            window: micros_up(asked.terms.quota().longest_memory()),
+            window: micros_up(asked.spec.quota().longest_memory()),
             back: None,
             asked_at: now,
             session: asked.memory,
             tried: now,
-            all: asked.terms.clone(),
+            all: asked.spec.clone(),
         }
     }
 
@@ -74,7 +74,7 @@ impl StandaloneLedger {
     }
 
     /// The limiter asks for permits, and knows `session` of the store. Returns whether the store answered the last call.
-    pub(super) fn asks(&mut self, session: Memory, now: Micros) -> bool {
+    pub(super) fn asks(&mut self, session: ClientSession, now: Micros) -> bool {
         self.asked_at = now;
         self.session = session;
         self.tried = now;
@@ -82,7 +82,7 @@ impl StandaloneLedger {
     }
 
     /// Returns a call without needs if the limiter has not asked lately, and whether the store answered the last call.
-    pub(super) fn call_in_its_place(&mut self, key: Key, now: Micros) -> Option<(Asked, bool)> {
+    pub(super) fn call_in_its_place(&mut self, key: Key, now: Micros) -> Option<(OwnedLeaseRequest, bool)> {
         let since = |moment: Micros| Duration::from_micros(now.saturating_sub(moment));
         // Once the store answers, the other processes rely on what this one uses being charged at once.
         let interval = if self.back.is_some() { OFTEN } else { jittered(LOOK) };
@@ -91,22 +91,23 @@ impl StandaloneLedger {
         }
         self.tried = now;
         let session =
-            Memory { since: self.session.since.saturating_add(since(self.asked_at)), ..self.session };
-        Some((Asked::without_needs(key, &self.all, session), self.back.is_some()))
+            ClientSession { since: self.session.since.saturating_add(since(self.asked_at)), ..self.session };
+        Some((OwnedLeaseRequest::without_needs(key, &self.all, session), self.back.is_some()))
     }
 
     /// Books what is needed. The lease is a plan until it is granted.
-    pub(super) fn book(&mut self, ask: &Ask<'_>, now: Instant) -> Result<Lease, StoreError> {
+    pub(super) fn book(&mut self, request: &LeaseRequest<'_>, now: Instant) -> Result<Lease, StoreError> {
         let at = clock::micros(now);
-        let moment = self.ledger.advance(&self.terms, at);
-        let largest = self.terms.quota().largest_cost();
-        let needs: Vec<Need> = ask.needs.iter().copied().filter(|need| need.cost <= largest).collect();
-        if let (None, Some(need)) = (needs.first(), ask.needs.first()) {
-            return Err(StoreError::AboveShare { cost: need.cost, share: largest });
+        let moment = self.ledger.advance(&self.spec, at);
+        let largest = self.spec.quota().largest_cost();
+        let demands: Vec<Demand> =
+            request.demands.iter().copied().filter(|demand| demand.cost <= largest).collect();
+        if let (None, Some(demand)) = (demands.first(), request.demands.first()) {
+            return Err(StoreError::AboveShare { cost: demand.cost, share: largest });
         }
-        let own = Ask { terms: &self.terms, needs: &needs, prefetch: 0, returns: &[], ..*ask };
+        let own = LeaseRequest { spec: &self.spec, demands: &demands, prefetch: 0, returns: &[], ..*request };
         let mut lease = book(&mut self.ledger, moment, &own);
-        if needs.len() < ask.needs.len() {
+        if demands.len() < request.demands.len() {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
         }
         Ok(lease)
@@ -114,16 +115,16 @@ impl StandaloneLedger {
 
     /// Grants a plan. `word` is the store's answer, if there is one.
     pub(super) fn grant(&mut self, plan: Lease, now: Instant, word: Option<&Lease>) -> Lease {
-        for &Segment { cost, count, slot, stamp, .. } in plan.segments.iter() {
+        for &Grant { cost, count, slot, stamp, .. } in plan.grants.iter() {
             let after = self.owed.partition_point(|other| other.slot <= slot);
             let units = u64::from(cost) * u64::from(count);
-            self.owed.insert(after, Unused { slot, stamp, units, incarnation: STANDALONE });
+            self.owed.insert(after, UnusedPermits { slot, stamp, units, incarnation: STANDALONE });
         }
         self.thin();
         let own = Some(Standalone { at: now, answered: word.is_some() });
-        let Lease { segments, refused, .. } = plan;
+        let Lease { grants, refused, .. } = plan;
         let word = word.cloned().unwrap_or_default();
-        Lease { segments, refused, prefetched: None, learning: None, own, ..word }
+        Lease { grants, refused, prefetched: None, recovering: None, standalone: own, ..word }
     }
 
     /// The store had answered, and fails again: the process grants the plan itself.
@@ -133,13 +134,13 @@ impl StandaloneLedger {
     }
 
     pub(super) fn look<T>(&mut self, now: Instant, look: impl FnOnce(&mut Ledger, Micros) -> T) -> T {
-        let now = self.ledger.advance(&self.terms, clock::micros(now));
+        let now = self.ledger.advance(&self.spec, clock::micros(now));
         look(&mut self.ledger, now)
     }
 
     /// Takes back a permit that the process granted itself.
-    pub(super) fn take_back(&mut self, unused: Unused, now: Micros) {
-        self.ledger.advance(&self.terms, now);
+    pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
+        self.ledger.advance(&self.spec, now);
         self.ledger.take_back(unused);
         let mut units = unused.units;
         for owed in self.owed.iter_mut().filter(|owed| owed.slot == unused.slot) {
@@ -210,11 +211,11 @@ impl StandaloneLedger {
         let near = (self.window / PARTS).max(1);
         while self.owed.len() > MOST_OWED {
             let before = self.owed.len();
-            let mut joined: VecDeque<Unused> = VecDeque::new();
+            let mut joined: VecDeque<UnusedPermits> = VecDeque::new();
             for owed in self.owed.drain(..) {
                 match joined.back_mut() {
                     Some(last) if owed.slot / near == last.slot / near => {
-                        *last = Unused { units: last.units + owed.units, ..owed };
+                        *last = UnusedPermits { units: last.units + owed.units, ..owed };
                     }
                     _ => joined.push_back(owed),
                 }

@@ -9,10 +9,11 @@ use super::layout::{
     IN_FLIGHT_MESSAGE, LEARNING, LEASE, NEVER, PEEK, REFUSED, RELEASE, REMAINING_MESSAGE, RETURN, SHARED,
     UNSURE, WINDOW,
 };
-use crate::limit::{Charge, Left, Micros, Terms, Unused, micros_down, micros_up};
+use crate::limit::{Charge, LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::{
-    Ask, Claim, Held, Lease, LimitUsage, Memory, Need, News, Refusal, Segment, Segments, Usage,
+    Claim, ClientSession, Demand, Grant, Grants, HoldState, Lease, LeaseRequest, LimitUsage, Refusal,
+    StoreEvent, Usage,
 };
 
 /// How long a call and its answer may have been on their way, at most.
@@ -30,7 +31,7 @@ pub(super) struct Call(pub(super) Vec<u8>);
 
 impl Call {
     /// What all calls begin with.
-    fn new(operation: u8, memory: Memory, dice: u64) -> Self {
+    fn new(operation: u8, memory: ClientSession, dice: u64) -> Self {
         let mut call = Call(Vec::with_capacity(128));
         call.byte(CALL_VERSION);
         call.byte(operation);
@@ -99,8 +100,8 @@ struct Spans {
     life: Micros,
     prefetch: u32,
     prefetch_life: Micros,
-    held: Held,
-    left: Option<Left>,
+    held: HoldState,
+    left: Option<UpstreamRemaining>,
 }
 
 impl Spans {
@@ -109,7 +110,7 @@ impl Spans {
         life: 0,
         prefetch: 0,
         prefetch_life: 0,
-        held: Held { left: Duration::ZERO, releases: 0, cut: false },
+        held: HoldState { remaining: Duration::ZERO, releases: 0, cut: false },
         left: None,
     };
 }
@@ -117,36 +118,43 @@ impl Spans {
 /// What a call asks for and brings.
 #[derive(Default)]
 struct Lists<'a> {
-    needs: &'a [Need],
-    returns: &'a [Unused],
+    demands: &'a [Demand],
+    returns: &'a [UnusedPermits],
     charges: &'a [Charge],
 }
 
-fn call(operation: u8, terms: &Terms, memory: Memory, dice: u64, spans: Spans, lists: &Lists<'_>) -> Vec<u8> {
-    let limits = terms.quota().limits().len();
-    let &Lists { needs, returns, charges } = lists;
+fn call(
+    operation: u8,
+    spec: &LimitSpec,
+    memory: ClientSession,
+    dice: u64,
+    spans: Spans,
+    lists: &Lists<'_>,
+) -> Vec<u8> {
+    let limits = spec.quota().limits().len();
+    let &Lists { demands, returns, charges } = lists;
     let charges = &charges[..charges.len().min(Charge::MOST)];
     let mut call = Call::new(operation, memory, dice);
-    call.0.reserve(100 + 16 * limits + 8 * needs.len() + 21 * returns.len() + 14 * charges.len());
+    call.0.reserve(100 + 16 * limits + 8 * demands.len() + 21 * returns.len() + 14 * charges.len());
     call.long(memory.granted);
-    call.long(micros_up(terms.transit_slack()));
-    call.long(micros_up(terms.boundary_guard()));
+    call.long(micros_up(spec.transit_slack()));
+    call.long(micros_up(spec.boundary_guard()));
     call.long(spans.latest);
     call.long(spans.life);
     call.int(spans.prefetch);
     call.long(spans.prefetch_life);
-    call.long(micros_up(spans.held.left));
+    call.long(micros_up(spans.held.remaining));
     call.int(spans.held.releases);
     call.byte(u8::from(spans.held.cut));
     call.byte(limits as u8); // at most eight
-    call.short(needs.len());
+    call.short(demands.len());
     call.short(returns.len());
     call.byte(charges.len() as u8); // at most 64
     call.byte(u8::from(spans.left.is_some()));
-    terms.quota().limits().iter().for_each(|limit| call.limit(*limit));
-    for need in needs {
-        call.int(need.cost);
-        call.int(need.count);
+    spec.quota().limits().iter().for_each(|limit| call.limit(*limit));
+    for demand in demands {
+        call.int(demand.cost);
+        call.int(demand.count);
     }
     for unused in returns {
         call.long(unused.slot);
@@ -170,70 +178,70 @@ fn call(operation: u8, terms: &Terms, memory: Memory, dice: u64, spans: Spans, l
     call.0
 }
 
-/// The call that asks for `ask`, which returns at most [`MOST_RETURNS`] permits. Permits of an earlier life of the state are
+/// The call that asks for `request`, which returns at most [`MOST_RETURNS`] permits. Permits of an earlier life of the state are
 /// not given back.
-pub(super) fn lease(ask: &Ask<'_>, dice: u64) -> Vec<u8> {
+pub(super) fn lease(request: &LeaseRequest<'_>, dice: u64) -> Vec<u8> {
     let spans = Spans {
-        latest: micros_down(ask.latest),
-        life: micros_up(ask.life),
-        prefetch: ask.prefetch,
-        prefetch_life: micros_up(ask.prefetch_life),
-        held: ask.held,
-        left: ask.left,
+        latest: micros_down(request.latest),
+        life: micros_up(request.validity),
+        prefetch: request.prefetch,
+        prefetch_life: micros_up(request.prefetch_validity),
+        held: request.hold,
+        left: request.remaining,
     };
-    let mut memory = ask.memory;
-    if let (0, Some(last)) = (memory.incarnation, ask.returns.last()) {
-        memory = Memory { incarnation: last.incarnation, ..Memory::default() };
+    let mut memory = request.session;
+    if let (0, Some(last)) = (memory.incarnation, request.returns.last()) {
+        memory = ClientSession { incarnation: last.incarnation, ..ClientSession::default() };
     }
-    let known = ask.returns.iter().filter(|unused| unused.incarnation == memory.incarnation);
-    let returns: SmallVec<[Unused; 4]> = known.copied().collect();
-    let lists = Lists { needs: ask.needs, returns: &returns, charges: ask.charges };
-    call(LEASE, ask.terms, memory, dice, spans, &lists)
+    let known = request.returns.iter().filter(|unused| unused.incarnation == memory.incarnation);
+    let returns: SmallVec<[UnusedPermits; 4]> = known.copied().collect();
+    let lists = Lists { demands: request.demands, returns: &returns, charges: request.charges };
+    call(LEASE, request.spec, memory, dice, spans, &lists)
 }
 
 /// The call that gives back `unused`, all of one life of the state.
-pub(super) fn give_back(terms: &Terms, unused: &[Unused], dice: u64) -> Vec<u8> {
+pub(super) fn give_back(spec: &LimitSpec, unused: &[UnusedPermits], dice: u64) -> Vec<u8> {
     // It states neither the time nor what was granted, because its answer is not read.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
-    let memory = Memory { incarnation, ..Memory::default() };
-    call(RETURN, terms, memory, dice, Spans::NONE, &Lists { returns: unused, ..Lists::default() })
+    let memory = ClientSession { incarnation, ..ClientSession::default() };
+    call(RETURN, spec, memory, dice, Spans::NONE, &Lists { returns: unused, ..Lists::default() })
 }
 
 /// The call that holds the key.
-pub(super) fn hold(terms: &Terms, held: Held, left: Option<Left>, dice: u64) -> Vec<u8> {
+pub(super) fn hold(spec: &LimitSpec, held: HoldState, left: Option<UpstreamRemaining>, dice: u64) -> Vec<u8> {
     let spans = Spans { held, left, ..Spans::NONE };
-    call(HOLD, terms, Memory::default(), dice, spans, &Lists::default())
+    call(HOLD, spec, ClientSession::default(), dice, spans, &Lists::default())
 }
 
 /// The call that ends the hold of the key.
-pub(super) fn release(terms: &Terms, dice: u64) -> Vec<u8> {
-    call(RELEASE, terms, Memory::default(), dice, Spans::NONE, &Lists::default())
+pub(super) fn release(spec: &LimitSpec, dice: u64) -> Vec<u8> {
+    call(RELEASE, spec, ClientSession::default(), dice, Spans::NONE, &Lists::default())
 }
 
 /// The call that asks for the state.
-pub(super) fn peek(terms: &Terms, dice: u64) -> Vec<u8> {
-    call(PEEK, terms, Memory::default(), dice, Spans::NONE, &Lists::default())
+pub(super) fn peek(spec: &LimitSpec, dice: u64) -> Vec<u8> {
+    call(PEEK, spec, ClientSession::default(), dice, Spans::NONE, &Lists::default())
 }
 
 /// The claim of a holder in `instance`, numbered anew; `memory` is what it remembers of earlier answers.
-pub(super) fn claim(claim: &Claim, number: u64, instance: u64, memory: Memory, dice: u64) -> Vec<u8> {
+pub(super) fn claim(claim: &Claim, number: u64, instance: u64, memory: ClientSession, dice: u64) -> Vec<u8> {
     let mut call = Call::new(CLAIM, memory, dice);
     call.0.reserve(47);
     call.long(instance);
     call.long(claim.holder);
     call.long(number);
-    call.int(claim.most);
-    call.int(claim.sits);
-    call.int(claim.wants);
-    call.long(claim.heard);
-    call.long(micros_up(claim.life));
+    call.int(claim.limit);
+    call.int(claim.in_use);
+    call.int(claim.wanted);
+    call.long(claim.granted_seen);
+    call.long(micros_up(claim.ttl));
     call.0
 }
 
 /// The call that asks how many are in flight, of `most`.
 pub(super) fn peek_seats(most: u32, dice: u64) -> Vec<u8> {
-    let nobody = Claim { most, ..Claim::NONE };
-    let mut call = claim(&nobody, 0, 0, Memory::default(), dice);
+    let nobody = Claim { limit: most, ..Claim::NONE };
+    let mut call = claim(&nobody, 0, 0, ClientSession::default(), dice);
     call[1] = PEEK;
     call
 }
@@ -252,9 +260,9 @@ impl std::fmt::Display for Garbled {
 
 impl std::error::Error for Garbled {}
 
-pub(super) struct Answer<'a>(pub(super) &'a [u8]);
+pub(super) struct ReplyReader<'a>(pub(super) &'a [u8]);
 
-impl Answer<'_> {
+impl ReplyReader<'_> {
     fn number(&mut self, bytes: usize) -> Result<u64, Garbled> {
         let (number, rest) = self.0.split_at_checked(bytes).ok_or(Garbled)?;
         self.0 = rest;
@@ -301,7 +309,7 @@ impl Answer<'_> {
 
 /// Returns the server's time, if the answer to a call about rates or calls in flight states that the call must be sent again.
 pub(super) fn read_unsure(answer: &[u8]) -> Option<u64> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.version().ok()?;
     let status = answer.byte().ok()?;
     let (_incarnation, _writes) = (answer.long().ok()?, answer.long().ok()?);
@@ -311,28 +319,28 @@ pub(super) fn read_unsure(answer: &[u8]) -> Option<u64> {
 
 /// Reads the answer to [`lease`]; `slack` is the transit slack that was asked with.
 pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garbled> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.version()?;
     let status = answer.byte()?;
     let (status, shared, cut) = (status & !(SHARED | CUT), status & SHARED != 0, status & CUT != 0);
     let (incarnation, writes) = (answer.long()?, answer.long()?);
     let (now, remember, wait, free) = (answer.long()?, answer.span()?, answer.long()?, answer.long()?);
-    let held = Held { left: answer.span()?, releases: answer.int()?, cut };
+    let held = HoldState { remaining: answer.span()?, releases: answer.int()?, cut };
     let (limit, foreign) = (answer.limit()?, answer.limit()?);
     let wait_for = Duration::from_micros(wait);
-    let segment = |cost, count, wait: u64, span: u64| Segment {
+    let grant = |cost, count, wait: u64, span: u64| Grant {
         cost,
         count,
         wait: Duration::from_micros(wait),
-        life: Duration::from_micros(span).saturating_sub(slack),
+        validity: Duration::from_micros(span).saturating_sub(slack),
         slot: now + wait,
         stamp: now + wait + span,
     };
     let (ahead, ahead_span) = (answer.int()?, answer.long()?);
-    let prefetched = (ahead > 0).then(|| segment(1, ahead, 0, ahead_span));
-    let mut segments = Segments::default();
+    let prefetched = (ahead > 0).then(|| grant(1, ahead, 0, ahead_span));
+    let mut grants = Grants::default();
     for _ in 0..answer.number(2)? {
-        segments.push(segment(answer.int()?, answer.int()?, answer.long()?, answer.long()?));
+        grants.push(grant(answer.int()?, answer.int()?, answer.long()?, answer.long()?));
     }
     let refused = match status {
         GRANTED | LEARNING => None,
@@ -341,36 +349,36 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
     };
     let learning = (status == LEARNING).then_some(wait_for);
     Ok(Lease {
-        segments,
+        grants: grants,
         prefetched,
         refused,
-        learning,
+        recovering: learning,
         incarnation,
         writes,
         now,
-        remember,
-        held,
+        session_ttl: remember,
+        hold: held,
         foreign,
-        shared,
+        external_usage: shared,
         free,
-        own: None,
+        standalone: None,
     })
 }
 
 /// Reads the answer to [`peek`].
 pub(super) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.version()?;
     answer.begins_with(GRANTED)?;
     let (free, next_slot) = (answer.long()?, answer.span()?);
-    let held = Held { left: answer.span()?, releases: answer.int()?, cut: answer.byte()? != 0 };
+    let held = HoldState { remaining: answer.span()?, releases: answer.int()?, cut: answer.byte()? != 0 };
     let mut limits = Vec::new();
     for _ in 0..answer.byte()? {
         let limit = answer.limit()?.ok_or(Garbled)?;
         let (used, free, reserved) = (answer.long()?, answer.long()?, answer.long()?);
         limits.push(LimitUsage { limit, used, free, reserved });
     }
-    Ok(Usage { limits, free, next_slot, held, alone: false })
+    Ok(Usage { limits, free, next_slot, hold: held, degraded: false })
 }
 
 /// The news for a holder: in the reply to its claim, or in a message after the claim of another holder.
@@ -398,7 +406,7 @@ pub(super) struct Claimed {
 
 /// Reads the answer to [`claim`].
 pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.version()?;
     let mute = answer.byte()? != 0;
     let (incarnation, changes, now) = (answer.long()?, answer.long()?, answer.long()?);
@@ -410,7 +418,7 @@ pub(super) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
 
 /// Reads a message to a holder on its channel.
 pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
-    let mut message = Answer(message);
+    let mut message = ReplyReader(message);
     message.begins_with(IN_FLIGHT_MESSAGE)?;
     let (incarnation, changes, holder) = (message.long()?, message.long()?, message.long()?);
     let (number, given, others_wait) = (message.long()?, message.long()?, message.byte()? != 0);
@@ -419,21 +427,21 @@ pub(super) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
 
 /// Reads the answer to [`peek_seats`]: taken and free.
 pub(super) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.version()?;
     answer.begins_with(0)?;
     Ok((answer.int()?, answer.int()?))
 }
 
 /// Reads a message to all processes about a key. Returns the news and the key, as the sender wrote it.
-pub(super) fn read_news(message: &[u8]) -> Result<(News, &[u8]), Garbled> {
-    let mut message = Answer(message);
+pub(super) fn read_news(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
+    let mut message = ReplyReader(message);
     let cut = match message.byte()? {
         HOLD_MESSAGE => false,
         CUT_HOLD_MESSAGE => true,
-        REMAINING_MESSAGE => return Ok((News::Less { writes: message.long()? }, message.0)),
+        REMAINING_MESSAGE => return Ok((StoreEvent::RemainingFell { writes: message.long()? }, message.0)),
         _ => return Err(Garbled),
     };
-    let held = Held { left: message.span()?, releases: message.int()?, cut };
-    Ok((News::Held(held), message.0))
+    let held = HoldState { remaining: message.span()?, releases: message.int()?, cut };
+    Ok((StoreEvent::Hold(held), message.0))
 }

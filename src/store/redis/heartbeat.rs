@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::events;
 use crate::rng::{Backoff, dice, jittered};
 use crate::store::in_flight::notify;
-use crate::store::{Claim, Listener, Memory, News};
+use crate::store::{Claim, ClientSession, StoreEvent, StoreListener};
 
 /// How often a holder may repeat its last claim: the distance of two claim numbers on the wire.
 const AGAIN: u64 = 1 << 20;
@@ -70,7 +70,7 @@ struct Flush {
 struct Holder {
     name: Arc<str>,
     claim: Claim,
-    listener: Arc<dyn Listener>,
+    listener: Arc<dyn StoreListener>,
     /// How often the claim was sent.
     said: u64,
     /// When the claim on its way was sent, and the claim.
@@ -124,7 +124,7 @@ impl Claims {
     }
 
     /// Takes in a claim of a limiter.
-    pub(super) fn take(&mut self, name: String, claim: Claim, listener: Arc<dyn Listener>) {
+    pub(super) fn take(&mut self, name: String, claim: Claim, listener: Arc<dyn StoreListener>) {
         let id = claim.holder;
         let (name, remembered): (Arc<str>, _) = (name.into(), &mut self.remembered);
         let holder = self.holders.entry(id).or_insert_with(|| Holder {
@@ -197,7 +197,7 @@ impl Claims {
     fn set_timer(&mut self, id: u64, at: Instant) {
         let Some(holder) = self.holders.get_mut(&id) else { return };
         let at = match holder.good_until {
-            Some(good_until) if !holder.lost && holder.claim.sits > 0 => at.min(good_until),
+            Some(good_until) if !holder.lost && holder.claim.in_use > 0 => at.min(good_until),
             _ => at,
         };
         if let Some(timer) = holder.timer.replace(at) {
@@ -214,8 +214,8 @@ impl Claims {
         let number = claim.number.saturating_mul(AGAIN) + holder.said.min(AGAIN - 1);
         holder.said += 1;
         holder.sent = Some((now, claim));
-        let memory = holder.memory.filter(|memory| now.saturating_duration_since(memory.heard) < claim.life);
-        let memory = memory.map_or_else(Memory::default, |memory| memory.tell(now));
+        let memory = holder.memory.filter(|memory| now.saturating_duration_since(memory.heard) < claim.ttl);
+        let memory = memory.map_or_else(ClientSession::default, |memory| memory.tell(now));
         let call = codec::claim(&claim, number, instance, memory, dice());
         let (script, backend, name) = (self.script.clone(), self.backend.clone(), holder.name.clone());
         // A task of its own: a connection of the user's may panic, and that is an answer, too.
@@ -226,7 +226,7 @@ impl Claims {
             let answer = asking.await.unwrap_or(Err(StoreError::Lost));
             (id, answer.and_then(|answer| codec::read_claimed(&answer).map_err(StoreError::failed)))
         });
-        self.set_timer(id, clock::after(now, claim.life / 3));
+        self.set_timer(id, clock::after(now, claim.ttl / 3));
     }
 
     /// Takes in the answer to a claim.
@@ -243,7 +243,7 @@ impl Claims {
             }
             Err(error) => {
                 holder.tell_if_lost(now);
-                notify(holder.listener.clone(), claim.key, id, News::Failed(error.clone()));
+                notify(holder.listener.clone(), claim.key, id, StoreEvent::Failed(error.clone()));
                 if holder.claim.is_over() {
                     for flush in self.flushes.iter_mut().filter(|flush| flush.left.contains_key(&id)) {
                         flush.heard = Err(error.clone());
@@ -253,7 +253,7 @@ impl Claims {
                         return self.forget(id);
                     }
                 }
-                let longest = LONGEST_PAUSE.min(claim.life / 6);
+                let longest = LONGEST_PAUSE.min(claim.ttl / 6);
                 holder.backoff.get_or_insert_with(|| Backoff::up_to(longest)).pause()
             }
         };
@@ -272,7 +272,7 @@ impl Claims {
             self.timers.remove(&(timer, id));
         }
         if let Some(memory) = memory {
-            self.remembered.insert(name, (memory, clock::after(memory.heard, claim.life)));
+            self.remembered.insert(name, (memory, clock::after(memory.heard, claim.ttl)));
         }
         if self.remembered.len() >= self.sweep_at {
             let now = clock::now();
@@ -307,7 +307,7 @@ impl Claims {
     }
 
     /// Takes in a message to a holder.
-    pub(super) fn hear(&mut self, message: &[u8]) {
+    pub(super) fn on_event(&mut self, message: &[u8]) {
         if let Ok((id, told)) = codec::read_told(message)
             && let Some(holder) = self.holders.get_mut(&id)
         {
@@ -327,7 +327,7 @@ impl Claims {
     pub(super) fn set_told(&mut self, told: bool) {
         self.told = told;
         let now = clock::now();
-        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.wants > 0);
+        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.wanted > 0);
         for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.set_timer(id, now);
         }
@@ -338,9 +338,9 @@ impl Holder {
     /// Takes in an answer. Returns after how long the claim is repeated.
     fn heard(&mut self, sent: Instant, claim: Claim, answer: &Claimed, now: Instant, told: bool) -> Duration {
         // A later message may have arrived before.
-        let good_until = clock::after(sent, claim.life);
+        let good_until = clock::after(sent, claim.ttl);
         (self.good_until, self.lost) = (Some(good_until), false);
-        notify(self.listener.clone(), claim.key, claim.holder, News::Good(good_until));
+        notify(self.listener.clone(), claim.key, claim.holder, StoreEvent::ClaimValidUntil(good_until));
         let ToldSeats { incarnation, changes, .. } = answer.told;
         let newer = |told: &ToldSeats| told.incarnation == incarnation && told.changes > changes;
         let newest = self.early.take().filter(newer).unwrap_or(answer.told);
@@ -356,8 +356,8 @@ impl Holder {
         if is_news {
             self.tell(newest);
         }
-        let third = claim.life / 3;
-        if self.claim.wants == 0 {
+        let third = claim.ttl / 3;
+        if self.claim.wanted == 0 {
             return third;
         }
         let first_end = answer.first_end.map(|span| span + A_LITTLE);
@@ -372,13 +372,14 @@ impl Holder {
         let claim = &mut self.claim;
         if number / AGAIN == claim.number {
             // A repeated claim is the whole state, since a server that lost its state does not know what it granted.
-            let more = given.saturating_sub(claim.heard);
+            let more = given.saturating_sub(claim.granted_seen);
             let seats = u32::try_from(more).unwrap_or(u32::MAX);
-            claim.heard += more;
-            (claim.sits, claim.wants) = (claim.sits.saturating_add(seats), claim.wants.saturating_sub(seats));
+            claim.granted_seen += more;
+            (claim.in_use, claim.wanted) =
+                (claim.in_use.saturating_add(seats), claim.wanted.saturating_sub(seats));
         }
-        let news = News::seats(number / AGAIN, given, others_wait, self.version);
-        notify(self.listener.clone(), self.claim.key, self.claim.holder, news);
+        let event = StoreEvent::in_flight(number / AGAIN, given, others_wait, self.version);
+        notify(self.listener.clone(), self.claim.key, self.claim.holder, event);
     }
 
     /// Returns whether the store has confirmed its last claim.
@@ -387,19 +388,19 @@ impl Holder {
     }
 
     fn tell_if_lost(&mut self, now: Instant) {
-        if !self.lost && self.claim.sits > 0 && self.good_until.is_some_and(|until| until <= now) {
+        if !self.lost && self.claim.in_use > 0 && self.good_until.is_some_and(|until| until <= now) {
             self.lost = true;
-            notify(self.listener.clone(), self.claim.key, self.claim.holder, News::Lost);
+            notify(self.listener.clone(), self.claim.key, self.claim.holder, StoreEvent::ClaimExpired);
         }
     }
 }
 
 impl Remembered {
-    fn tell(&self, now: Instant) -> Memory {
+    fn tell(&self, now: Instant) -> ClientSession {
         if clock::has_slept(self.wall_ahead, now.saturating_duration_since(self.heard)) {
-            return Memory::default();
+            return ClientSession::default();
         }
-        Memory {
+        ClientSession {
             incarnation: self.incarnation,
             writes: self.changes,
             seen: self.seen,

@@ -39,10 +39,10 @@ use redis::RedisError;
 use redis::aio::ConnectionLike;
 use tokio::sync::oneshot;
 
-use super::in_flight::Listeners;
+use super::in_flight::StoreListeners;
 use super::{
-    Answer, Ask, Background, Change, Claim, Held, Lease, Left, Listener, News, Register, Store, StoreError,
-    Task, Terms, Unused, Usage,
+    Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
+    StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -89,7 +89,7 @@ pub struct RedisStore {
     /// The thread that talks to Redis. It starts when it is first needed, and again when it is needed and has ended.
     thread: RwLock<Option<Thread>>,
     /// The listeners for holds and registers.
-    listeners: Arc<Listeners>,
+    listeners: Arc<StoreListeners>,
 }
 
 impl RedisStore {
@@ -218,7 +218,7 @@ impl RedisStore {
     ///
     /// [`StoreError`] if Redis does not reply within `store_timeout`.
     pub async fn connect(&self) -> Result<(), StoreError> {
-        self.ask(Job::Ping).await
+        self.submit(Job::Ping).await
     }
 
     /// The name of `key` in Redis: a digest, so that no text of a user's ever gets there.
@@ -272,7 +272,7 @@ impl RedisStore {
     }
 
     /// Sends a job that is answered.
-    fn ask<T: Send + 'static>(
+    fn submit<T: Send + 'static>(
         &self,
         job: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Job,
     ) -> Asking<T> {
@@ -296,7 +296,7 @@ impl RedisStore {
             return Box::pin(std::future::ready(Err(away)));
         }
         let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.ask(|answer| Job::Call { about, key, call, packed: asked, answer });
+        let answer = self.submit(|answer| Job::Call { about, key, call, packed: asked, answer });
         Box::pin(async move {
             let answer = answer.await?;
             // The process or the call was stopped meanwhile. The script took the call's time for recent, so its decision
@@ -311,78 +311,88 @@ impl RedisStore {
 
 impl RedisStore {
     /// Changes the hold of `key`, and notifies all processes.
-    fn set_hold(&self, key: Key, call: Vec<u8>) -> Answer<Held> {
+    fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let answer = self.ask(|answer| Job::Hold { name, call, token, answer });
-        Answer::Later(Box::pin(async move {
+        let answer = self.submit(|answer| Job::Hold { name, call, token, answer });
+        StoreReply::Pending(Box::pin(async move {
             let lease = codec::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
-            Ok(lease.held)
+            Ok(lease.hold)
         }))
     }
 }
 
 impl Store for RedisStore {
-    fn lease(&self, mut ask: Ask<'_>) -> Answer<Lease> {
+    fn lease(&self, mut request: LeaseRequest<'_>) -> StoreReply<Lease> {
         // One call takes back a limited number of permits; the others follow in calls of their own.
-        let (others, returns) = ask.returns.split_at(ask.returns.len().saturating_sub(MOST_RETURNS));
-        ask.returns = returns;
+        let (others, returns) = request.returns.split_at(request.returns.len().saturating_sub(MOST_RETURNS));
+        request.returns = returns;
         if !others.is_empty() {
-            self.give_back(ask.key, ask.terms, others);
+            self.give_back(request.key, request.spec, others);
         }
-        let slack = ask.terms.transit_slack();
-        let (key, mut call) = (self.name(ask.key), vec![Argument::Is(codec::lease(&ask, dice()))]);
-        if ask.left.is_some_and(|left| left.urgent) {
-            let token = sealed_key::of(ask.key, self.secret, dice());
+        let slack = request.spec.transit_slack();
+        let (key, mut call) = (self.name(request.key), vec![Argument::Is(codec::lease(&request, dice()))]);
+        if request.remaining.is_some_and(|left| left.urgent) {
+            let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        Answer::Later(self.call(About::Rates, key, call, move |answer| codec::read_lease(answer, slack)))
+        StoreReply::Pending(
+            self.call(About::Rates, key, call, move |answer| codec::read_lease(answer, slack)),
+        )
     }
 
-    fn give_back(&self, key: Key, terms: &Arc<Terms>, unused: &[Unused]) {
-        let (key, terms, unused) = (self.name(key), terms.clone(), unused.to_vec());
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        let (key, spec, unused) = (self.name(key), spec.clone(), unused.to_vec());
         // Without its thread the permits cannot be sent: they expire by themselves.
-        let _ = self.send(Job::GiveBack { key, terms, unused });
+        let _ = self.send(Job::GiveBack { key, spec, unused });
     }
 
-    fn peek(&self, key: Key, terms: &Arc<Terms>) -> Answer<Usage> {
-        let call = vec![Argument::Is(codec::peek(terms, dice()))];
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        let call = vec![Argument::Is(codec::peek(spec, dice()))];
         let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
-        let Some(most) = terms.quota().most_in_flight() else { return Answer::Later(rates) };
+        let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Pending(rates) };
         let call = vec![Argument::Is(codec::peek_seats(most, dice()))];
         let seats = self.call(About::Seats, self.seats_name(key), call, codec::read_peek_seats);
-        Answer::Later(Box::pin(async move {
+        StoreReply::Pending(Box::pin(async move {
             let rates = rates.await?;
             let (taken, free) = seats.await?;
             Ok(rates.in_flight(most, taken, free))
         }))
     }
 
-    fn hold(&self, key: Key, terms: &Arc<Terms>, held: Held, left: Option<Left>) -> Answer<Held> {
-        self.set_hold(key, codec::hold(terms, held, left, dice()))
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        self.set_hold(key, codec::hold(spec, held, left, dice()))
     }
 
-    fn release(&self, key: Key, terms: &Arc<Terms>) -> Answer<Held> {
-        self.set_hold(key, codec::release(terms, dice()))
+    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        self.set_hold(key, codec::release(spec, dice()))
     }
 
-    fn listen(&self, listener: Weak<dyn Listener>) {
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
         self.listeners.add(listener);
     }
 
-    fn compare_and_set(&self, change: Change) -> Answer<Register> {
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
         let call = registers::call(&change, self.secret);
-        Answer::Later(self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)))
+        StoreReply::Pending(
+            self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)),
+        )
     }
 
     fn address(&self) -> u64 {
         self.instance
     }
 
-    fn claim(&self, claim: Claim, listener: &Arc<dyn Listener>) {
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let name = self.seats_name(claim.key);
         if let Err(error) = self.send(Job::Claim { name, claim, listener: listener.clone() }) {
-            listener.clone().hear(claim.key, claim.holder, News::Failed(error));
+            listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(error));
         }
     }
 
@@ -395,8 +405,8 @@ impl Store for RedisStore {
         Some(self)
     }
 
-    fn flush(&self) -> Answer<()> {
-        Answer::Later(self.ask(Job::Flush))
+    fn flush(&self) -> StoreReply<()> {
+        StoreReply::Pending(self.submit(Job::Flush))
     }
 }
 

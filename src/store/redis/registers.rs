@@ -2,29 +2,29 @@
 //! formats, for other languages.
 
 use super::backend::TO_ALL;
-use super::codec::{Answer, Call, Garbled};
+use super::codec::{Call, Garbled, ReplyReader};
 use super::layout::{REGISTER_MESSAGE, REGISTER_VERSION};
 use super::script::Argument;
 use super::sealed_key;
 use crate::key::Key;
 use crate::limit::micros_up;
 use crate::rng::dice;
-use crate::store::{Change, News, Register, Tell};
+use crate::store::{Recipients, Register, RegisterRequest, StoreEvent};
 
 /// How a key is named in a message.
 const TOKEN: usize = 24;
 
 /// What the script is called with.
-pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
+pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argument> {
     let mut call = Call(Vec::new());
     call.byte(REGISTER_VERSION);
     call.byte(u8::from(change.value.is_some()));
-    call.long(change.seen);
-    call.long(micros_up(change.life));
-    let channel = match change.tell {
-        Tell::Nobody => Argument::Is(Vec::new()),
-        Tell::One(address) => Argument::Channel(address.to_string()),
-        Tell::All => Argument::Channel(TO_ALL.into()),
+    call.long(change.version);
+    call.long(micros_up(change.ttl));
+    let channel = match change.notify {
+        Recipients::None => Argument::Is(Vec::new()),
+        Recipients::One(address) => Argument::Channel(address.to_string()),
+        Recipients::All => Argument::Channel(TO_ALL.into()),
     };
     let mut named = Call(sealed_key::of(change.key, secret, dice()));
     named.long(change.kind);
@@ -34,7 +34,7 @@ pub(super) fn call(change: &Change, secret: Option<Key>) -> Vec<Argument> {
 
 /// Reads the answer.
 pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
-    let mut answer = Answer(answer);
+    let mut answer = ReplyReader(answer);
     answer.begins_with(REGISTER_VERSION)?;
     let changed = answer.byte()? != 0;
     let (version, age) = (answer.long()?, answer.span()?);
@@ -42,12 +42,12 @@ pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
 }
 
 /// Reads a message about a register. Returns its key and the register, or `None` if the message is about something else.
-pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, News)> {
-    let mut message = Answer(message.strip_prefix(&[REGISTER_MESSAGE])?);
+pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, StoreEvent)> {
+    let mut message = ReplyReader(message.strip_prefix(&[REGISTER_MESSAGE])?);
     let version = message.long().ok()?;
     let (token, rest) = message.0.split_at_checked(TOKEN)?;
     message.0 = rest;
     let kind = message.long().ok()?;
     let register = Register { kind, version, value: message.0.to_vec(), ..Register::default() };
-    Some((sealed_key::read(token, secret)?, News::Register(register)))
+    Some((sealed_key::read(token, secret)?, StoreEvent::Register(register)))
 }

@@ -24,10 +24,10 @@ use super::sealed_key;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::limit::{Terms, Unused};
+use crate::limit::{LimitSpec, UnusedPermits};
 use crate::rng::{Backoff, dice};
-use crate::store::in_flight::{Listeners, notify};
-use crate::store::{Claim, Listener, News, Task};
+use crate::store::in_flight::{StoreListeners, notify};
+use crate::store::{Claim, StoreEvent, StoreListener, Task};
 
 /// How long permits that are given back wait for more.
 const GATHERING: Duration = Duration::from_millis(2);
@@ -47,8 +47,8 @@ pub(super) enum Job {
     },
     GiveBack {
         key: String,
-        terms: Arc<Terms>,
-        unused: Vec<Unused>,
+        spec: Arc<LimitSpec>,
+        unused: Vec<UnusedPermits>,
     },
     /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not wait.
     Hold {
@@ -61,7 +61,7 @@ pub(super) enum Job {
     Claim {
         name: String,
         claim: Claim,
-        listener: Arc<dyn Listener>,
+        listener: Arc<dyn StoreListener>,
     },
     /// Runs a task for as long as the thread lives.
     Run(Task),
@@ -99,7 +99,7 @@ pub(super) struct Setup {
     pub(super) instance: u64,
     pub(super) secret: Option<Key>,
     /// The listeners for holds and registers. The store adds to them.
-    pub(super) listeners: Arc<Listeners>,
+    pub(super) listeners: Arc<StoreListeners>,
 }
 
 impl Job {
@@ -113,7 +113,7 @@ impl Job {
                 let _ = answer.send(Err(error));
             }
             Job::Claim { claim, listener, .. } => {
-                notify(listener, claim.key, claim.holder, News::Failed(error));
+                notify(listener, claim.key, claim.holder, StoreEvent::Failed(error));
             }
             // A permit that is not given back expires; a task that is dropped ends as lost.
             Job::GiveBack { .. } | Job::Run(_) => {}
@@ -201,7 +201,7 @@ where
 }
 
 /// Permits that were given back, by key and by the incarnation that granted them.
-type Returns = HashMap<(String, u64), (Arc<Terms>, Vec<Unused>)>;
+type Returns = HashMap<(String, u64), (Arc<LimitSpec>, Vec<UnusedPermits>)>;
 
 type Releases = JoinSet<Result<(), StoreError>>;
 
@@ -218,7 +218,7 @@ struct Worker {
     claims: Claims,
     heard: mpsc::UnboundedReceiver<Heard>,
     /// The listeners for holds and registers.
-    listeners: Arc<Listeners>,
+    listeners: Arc<StoreListeners>,
     secret: Option<Key>,
     /// The tasks of limiters. Dropped with the thread.
     tasks: JoinSet<()>,
@@ -246,9 +246,9 @@ impl Worker {
                     self.claims.due();
                 }
                 Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
-                Some(heard) = self.heard.recv() => self.hear(heard),
+                Some(heard) = self.heard.recv() => self.on_event(heard),
                 // The new connection may lead to another server, or to one that lost its state.
-                () = self.connections.next() => self.listeners.tell(Key::ALL, &News::Reconnected),
+                () = self.connections.next() => self.listeners.tell(Key::ALL, &StoreEvent::Reconnected),
                 Some(_) = calls.join_next() => {}
                 Some(_) = self.tasks.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
@@ -281,10 +281,10 @@ impl Worker {
                     let _ = answer.send(ran);
                 });
             }
-            Job::GiveBack { key, terms, unused } => {
+            Job::GiveBack { key, spec, unused } => {
                 for unused in unused {
                     let of_key = self.returns.entry((key.clone(), unused.incarnation));
-                    of_key.or_insert_with(|| (terms.clone(), Vec::new())).1.push(unused);
+                    of_key.or_insert_with(|| (spec.clone(), Vec::new())).1.push(unused);
                 }
                 self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
@@ -324,22 +324,22 @@ impl Worker {
         }
     }
 
-    fn hear(&mut self, heard: Heard) {
+    fn on_event(&mut self, heard: Heard) {
         match heard {
             Heard::Open => {
                 self.claims.set_told(true);
-                self.listeners.tell(Key::ALL, &News::Missed);
+                self.listeners.tell(Key::ALL, &StoreEvent::EventsMissed);
             }
             Heard::Deaf => {
                 self.claims.set_told(false);
-                self.listeners.tell(Key::ALL, &News::Deaf);
+                self.listeners.tell(Key::ALL, &StoreEvent::Disconnected);
             }
-            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.hear(&message),
+            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.on_event(&message),
             Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
-                if let Ok((news, token)) = codec::read_news(&message)
+                if let Ok((event, token)) = codec::read_news(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
-                    self.listeners.tell(key, &news);
+                    self.listeners.tell(key, &event);
                 }
             }
             Heard::Message(_) | Heard::MessageToAll(_) => {}
@@ -348,8 +348,8 @@ impl Worker {
 
     /// Returns whether it is a message about a register.
     fn hear_of_register(&self, message: &[u8]) -> bool {
-        let news = registers::read_news(message, self.secret);
-        news.map(|(key, news)| self.listeners.tell(key, &news)).is_some()
+        let event = registers::read_news(message, self.secret);
+        event.map(|(key, event)| self.listeners.tell(key, &event)).is_some()
     }
 
     fn note(&mut self, released: Result<(), StoreError>) {
@@ -359,9 +359,9 @@ impl Worker {
     /// Sends the permits that were given back. If they do not arrive, they expire.
     fn release(&mut self, releases: &mut Releases) {
         self.release_at = None;
-        for ((key, _), (terms, unused)) in self.returns.drain() {
+        for ((key, _), (spec, unused)) in self.returns.drain() {
             for unused in unused.chunks(MOST_RETURNS) {
-                let call = codec::give_back(&terms, unused, dice());
+                let call = codec::give_back(&spec, unused, dice());
                 let (script, backend, key) = (self.script.clone(), self.backend.clone(), key.clone());
                 releases.spawn(
                     async move { script.run(&backend, &key, &[Argument::Is(call)]).await.map(|_| ()) },

@@ -5,7 +5,8 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use tollgate::{Limit, Quota};
+use tollgate::Quota;
+use tollgate::quota::Limit;
 use upstream::{Arrival, Log};
 
 /// The end of one call at the gate. Moments are those of [`now`](crate::now).

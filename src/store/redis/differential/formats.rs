@@ -48,16 +48,16 @@ fn stored(world: &mut World) -> Vec<u8> {
     redis::cmd("GET").arg(&world.key).query(&mut world.redis).unwrap()
 }
 
-fn granted(lease: &Lease) -> (Vec<Segment>, Option<Refusal>) {
-    (lease.segments.to_vec(), lease.refused)
+fn granted(lease: &Lease) -> (Vec<Grant>, Option<Refusal>) {
+    (lease.grants.to_vec(), lease.refused)
 }
 
-fn lease_of(ask: &Ask<'_>, answer: &[u8]) -> (Vec<Segment>, Option<Refusal>) {
-    granted(&codec::read_lease(answer, ask.terms.transit_slack()).unwrap())
+fn lease_of(request: &LeaseRequest<'_>, answer: &[u8]) -> (Vec<Grant>, Option<Refusal>) {
+    granted(&codec::read_lease(answer, request.spec.transit_slack()).unwrap())
 }
 
 /// Fields of a line: name, quota, time, incarnation, writes, seen, state.
-fn states() -> impl Iterator<Item = (&'static str, Quota, Micros, Memory, Vec<u8>)> {
+fn states() -> impl Iterator<Item = (&'static str, Quota, Micros, ClientSession, Vec<u8>)> {
     let quotas = [
         ("empty pool, one window", Quota::per_second(10)),
         ("two windows", Quota::new(25, millis(5000)).and(Quota::per_minute(300))),
@@ -84,7 +84,13 @@ fn states() -> impl Iterator<Item = (&'static str, Quota, Micros, Memory, Vec<u8
         assert_eq!(quota.to_string(), text);
         let hex = line.rsplit('|').next().expect("a state");
         let state = (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap());
-        (name, *quota, now, Memory { incarnation, writes, seen, ..Memory::default() }, state.collect())
+        (
+            name,
+            *quota,
+            now,
+            ClientSession { incarnation, writes, seen, ..ClientSession::default() },
+            state.collect(),
+        )
     })
 }
 
@@ -95,18 +101,21 @@ fn states_of_format_1_are_read_as_before() {
     let mut count = 0;
     for (number, (name, quota, now, memory, state)) in states().enumerate() {
         for wait in [0, 700, 40_000, 1_500_000] {
-            let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
-            let needs = [Need { cost: 1, count: 3 }, Need { cost: 2, count: 2 }];
+            let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
+            let demands = [Demand { cost: 1, count: 3 }, Demand { cost: 2, count: 2 }];
             let since = Duration::from_micros(wait);
-            let ask =
-                Ask { latest: millis(2000), memory: Memory { since, ..memory }, ..asks(&terms, &needs) };
-            let call = codec::lease(&ask, 7);
+            let request = LeaseRequest {
+                latest: millis(2000),
+                session: ClientSession { since, ..memory },
+                ..asks(&spec, &demands)
+            };
+            let call = codec::lease(&request, 7);
             world.now = now + wait;
             load(&mut world, &format!("old {number} {wait}"), &state);
             let before = lease_1(&mut world, &call);
             load(&mut world, &format!("new {number} {wait}"), &state);
             let after = world.run(&call);
-            let (before, after) = (lease_of(&ask, &before), lease_of(&ask, &after));
+            let (before, after) = (lease_of(&request, &before), lease_of(&request, &after));
             if name == "others use it" {
                 // Units reserved for other clients are free sooner now.
                 assert!(!after.0.is_empty() || after.1.is_some());
@@ -114,8 +123,10 @@ fn states_of_format_1_are_read_as_before() {
                 assert_eq!(before, after, "{name}, {wait} us later");
             }
             // The earlier release continues with the state that this one wrote.
-            let (written, again) =
-                (stored(&mut world), codec::lease(&Ask { memory: Memory::default(), ..ask }, 7));
+            let (written, again) = (
+                stored(&mut world),
+                codec::lease(&LeaseRequest { session: ClientSession::default(), ..request }, 7),
+            );
             world.now += 1000;
             load(&mut world, &format!("back {number} {wait}"), &written);
             let before = lease_1(&mut world, &again);
@@ -123,8 +134,8 @@ fn states_of_format_1_are_read_as_before() {
             let after = world.run(&again);
             if name != "others use it" {
                 assert_eq!(
-                    lease_of(&ask, &before),
-                    lease_of(&ask, &after),
+                    lease_of(&request, &before),
+                    lease_of(&request, &after),
                     "{name}, written by this release"
                 );
             }
@@ -138,16 +149,21 @@ fn states_of_format_1_are_read_as_before() {
 fn format_2_states_are_clear_errors_to_format_1() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
-    let terms = Arc::new(Terms::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
-    let needs = [Need { cost: 1, count: 3 }];
+    let spec = Arc::new(LimitSpec::new(Quota::fixed(20, millis(60_000)), millis(10), millis(2)));
+    let demands = [Demand { cost: 1, count: 3 }];
     world.begin();
-    let first = world.run(&codec::lease(&asks(&terms, &needs), 7));
+    let first = world.run(&codec::lease(&asks(&spec, &demands), 7));
     let first = codec::read_lease(&first, millis(10)).unwrap();
     // The server's clock is set. Fixed windows follow it, which format 1 cannot express.
     world.clock = 7_000_000;
-    let memory = Memory { incarnation: first.incarnation, writes: 1, seen: first.now, ..Memory::default() };
-    let call = codec::lease(&Ask { memory, ..asks(&terms, &needs) }, 7);
-    assert_eq!(lease_of(&asks(&terms, &needs), &world.run_by_memory(call.clone())).0.len(), 1);
+    let memory = ClientSession {
+        incarnation: first.incarnation,
+        writes: 1,
+        seen: first.now,
+        ..ClientSession::default()
+    };
+    let call = codec::lease(&LeaseRequest { session: memory, ..asks(&spec, &demands) }, 7);
+    assert_eq!(lease_of(&asks(&spec, &demands), &world.run_by_memory(call.clone())).0.len(), 1);
     assert_eq!(stored(&mut world)[0], 2);
     let error = run_1(&mut world, &call).unwrap_err().to_string();
     assert!(error.contains("format 2"), "{error}");
@@ -168,7 +184,7 @@ fn same_grants_after_an_upgrade(
     old: usize,
 ) -> Result<(), TestCaseError> {
     world.begin();
-    let terms = quotas.map(|quota| Arc::new(Terms::new(quota, millis(10), millis(2))));
+    let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
     for (number, step) in steps.iter().enumerate() {
         world.now += step.wait;
         world.release = if number < old { Release::Format1 } else { Release::Today };
@@ -177,11 +193,11 @@ fn same_grants_after_an_upgrade(
             (step.left, step.clock) = (None, 0);
             step.charges.clear();
             step.held.cut = false;
-            step.hold = step.hold.map(|hold| hold.map(|held| Held { cut: false, ..held }));
+            step.hold = step.hold.map(|hold| hold.map(|held| HoldState { cut: false, ..held }));
         }
-        let terms = &terms[usize::from(step.other_terms)];
+        let spec = &spec[usize::from(step.other_terms)];
         let returns = world.take_returns(&step);
-        let (ours, theirs) = world.lease(terms, &step, &returns);
+        let (ours, theirs) = world.lease(spec, &step, &returns);
         prop_assert_eq!(granted(&ours), granted(&theirs), "step {} of which {} are old", number, old);
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();

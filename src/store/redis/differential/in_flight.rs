@@ -8,7 +8,7 @@ use super::super::codec::{self, ToldSeats};
 use super::super::script::{self, IN_FLIGHT};
 use super::{START, at_time_of_argument, millis};
 use crate::limit::{Claimed, Micros, Seats};
-use crate::store::{Claim, Memory};
+use crate::store::{Claim, ClientSession};
 
 const INSTANCE: u64 = 77;
 
@@ -67,13 +67,30 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         let heard = given[step.holder as usize].saturating_sub(step.unheard);
         let Step { holder, sits, wants, most, .. } = *step;
         let life = millis(1000);
-        let claim = Claim { holder, number, most, sits, wants, heard, life, ..Claim::NONE };
+        let claim = Claim {
+            holder,
+            number,
+            limit: most,
+            in_use: sits,
+            wanted: wants,
+            granted_seen: heard,
+            ttl: life,
+            ..Claim::NONE
+        };
 
         let mut here: Vec<Told> = Vec::new();
-        let claimed = Claimed { id: holder, number, most, sits, wants, heard, life: 1_000_000 };
-        seats.claim(now, claimed, |told| here.push((told.id, told.number, told.given, told.others_wait)));
+        let claimed = Claimed {
+            id: holder,
+            number,
+            limit: most,
+            in_use: sits,
+            wanted: wants,
+            granted_seen: heard,
+            ttl: 1_000_000,
+        };
+        seats.claim(now, claimed, |told| here.push((told.id, told.number, told.granted, told.others_wait)));
 
-        let call = codec::claim(&claim, number, INSTANCE, Memory::default(), 1);
+        let call = codec::claim(&claim, number, INSTANCE, ClientSession::default(), 1);
         let answer: Vec<u8> =
             script.key("seats").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
         let answer = codec::read_claimed(&answer).expect("an answer that can be read");

@@ -2,24 +2,24 @@
 
 use super::*;
 
-fn terms() -> Arc<Terms> {
-    Arc::new(Terms::new(Quota::new(50, Duration::from_secs(2)), millis(10), millis(2)))
+fn terms() -> Arc<LimitSpec> {
+    Arc::new(LimitSpec::new(Quota::new(50, Duration::from_secs(2)), millis(10), millis(2)))
 }
 
 fn count(lease: &Lease) -> u32 {
-    lease.segments.iter().map(|segment| segment.count).sum()
+    lease.grants.iter().map(|grant| grant.count).sum()
 }
 
 /// Asks for `count` permits as a process with this memory.
-fn ask(world: &mut World, terms: &Arc<Terms>, count: u32, memory: Memory) -> Lease {
-    let needs = [Need { cost: 1, count }];
-    let call = codec::lease(&Ask { memory, ..asks(terms, &needs) }, 7);
-    codec::read_lease(&world.run_by_memory(call), terms.transit_slack()).unwrap()
+fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSession) -> Lease {
+    let demands = [Demand { cost: 1, count }];
+    let call = codec::lease(&LeaseRequest { session: memory, ..asks(spec, &demands) }, 7);
+    codec::read_lease(&world.run_by_memory(call), spec.transit_slack()).unwrap()
 }
 
-fn known(first: &Lease, since: Duration) -> Memory {
+fn known(first: &Lease, since: Duration) -> ClientSession {
     let &Lease { incarnation, writes, now: seen, .. } = first;
-    Memory { incarnation, writes, seen, since, trip: millis(1), ..Memory::default() }
+    ClientSession { incarnation, writes, seen, since, trip: millis(1), ..ClientSession::default() }
 }
 
 #[test]
@@ -27,18 +27,19 @@ fn late_calls_age_no_permit_of_others() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
-    let terms = terms();
-    let first = ask(&mut world, &terms, 1, Memory::default());
+    let spec = terms();
+    let first = ask(&mut world, &spec, 1, ClientSession::default());
     // The server was suspended: it executes at 3 s a call that was sent at 0.1 s. The caller has given up.
     world.now = START + 3_000_000;
-    let needs = [Need { cost: 1, count: 1 }];
-    let late = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    let demands = [Demand { cost: 1, count: 1 }];
+    let late =
+        codec::lease(&LeaseRequest { session: known(&first, millis(100)), ..asks(&spec, &demands) }, 7);
     assert_eq!(codec::read_unsure(&world.run(&late)), Some(START + 3_000_000));
     // Then a process without memory asks, and 40 ms later a process that knows the time.
     world.now = START + 3_010_000;
-    let newcomer = count(&ask(&mut world, &terms, 50, Memory::default()));
+    let newcomer = count(&ask(&mut world, &spec, 50, ClientSession::default()));
     world.now = START + 3_050_000;
-    let old = count(&ask(&mut world, &terms, 50, known(&first, millis(3050))));
+    let old = count(&ask(&mut world, &spec, 50, known(&first, millis(3050))));
     assert_eq!((newcomer, old), (50, 0), "granted within 40 ms");
 }
 
@@ -48,10 +49,11 @@ fn late_calls_that_ask_again_age_no_permit() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
-    let terms = terms();
-    let first = ask(&mut world, &terms, 50, Memory::default());
-    let needs = [Need { cost: 1, count: 1 }];
-    let mut call = codec::lease(&Ask { memory: known(&first, millis(100)), ..asks(&terms, &needs) }, 7);
+    let spec = terms();
+    let first = ask(&mut world, &spec, 50, ClientSession::default());
+    let demands = [Demand { cost: 1, count: 1 }];
+    let mut call =
+        codec::lease(&LeaseRequest { session: known(&first, millis(100)), ..asks(&spec, &demands) }, 7);
     world.now = START + 1_500_000;
     let server_seen = codec::read_unsure(&world.run(&call)).expect("it is late");
     codec::Call::ask_again(&mut call, Duration::ZERO, server_seen);
@@ -66,10 +68,10 @@ fn server_clocks_set_forward_grant_nothing_twice() {
         let mut world = World::new(&server);
         world.calls = step;
         world.begin();
-        let terms = terms();
-        let first = ask(&mut world, &terms, 50, Memory::default());
+        let spec = terms();
+        let first = ask(&mut world, &spec, 50, ClientSession::default());
         world.now = START + step as Micros + 100_000;
-        let lease = ask(&mut world, &terms, 50, known(&first, millis(100)));
+        let lease = ask(&mut world, &spec, 50, known(&first, millis(100)));
         assert_eq!(
             (count(&lease), lease.now),
             (0, START + 100_000),
@@ -84,11 +86,11 @@ fn processes_that_slept_turn_no_time_back() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
-    let terms = terms();
-    let first = ask(&mut world, &terms, 1, Memory::default());
+    let spec = terms();
+    let first = ask(&mut world, &spec, 1, ClientSession::default());
     world.now = START + 10_000_000;
-    assert_eq!(count(&ask(&mut world, &terms, 50, known(&first, millis(10_000)))), 50);
+    assert_eq!(count(&ask(&mut world, &spec, 50, known(&first, millis(10_000)))), 50);
     world.now = START + 11_000_000;
-    let slept = ask(&mut world, &terms, 50, known(&first, millis(200)));
+    let slept = ask(&mut world, &spec, 50, known(&first, millis(200)));
     assert_eq!((count(&slept), slept.now), (0, START + 11_000_000));
 }

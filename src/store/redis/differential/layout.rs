@@ -5,7 +5,7 @@ use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, RE
 use super::super::registers;
 use super::*;
 use crate::quota::Limit;
-use crate::store::{Change, Claim, LimitUsage, News, Tell};
+use crate::store::{Claim, LimitUsage, Recipients, RegisterRequest, StoreEvent};
 
 /// Returns a format of `lua/layout.lua`.
 fn format_of(name: &str) -> &'static str {
@@ -88,11 +88,11 @@ fn sizes_are_those_of_their_formats() {
 fn calls_about_rates_are_read_field_by_field() {
     let bucket = Quota::bucket(40).refill(3, millis(7));
     let quota = Quota::new(30, millis(5)).and(bucket).and(Quota::fixed(20, millis(6)));
-    let terms = Arc::new(Terms::new(quota, Duration::from_micros(11), Duration::from_micros(12)));
-    let needs = [Need { cost: 31, count: 32 }, Need { cost: 33, count: 34 }];
-    let returns = [Unused { slot: 41, stamp: 42, units: 43, incarnation: 2 }];
+    let spec = Arc::new(LimitSpec::new(quota, Duration::from_micros(11), Duration::from_micros(12)));
+    let demands = [Demand { cost: 31, count: 32 }, Demand { cost: 33, count: 34 }];
+    let returns = [UnusedPermits { slot: 41, stamp: 42, units: 43, incarnation: 2 }];
     let charges = [Charge::new(Duration::from_micros(51), 52)];
-    let memory = Memory {
+    let memory = ClientSession {
         incarnation: 2,
         writes: 3,
         seen: 4,
@@ -100,7 +100,7 @@ fn calls_about_rates_are_read_field_by_field() {
         trip: Duration::from_micros(6),
         granted: 10,
     };
-    let left = Left {
+    let left = UpstreamRemaining {
         reset_in: Some(Duration::from_micros(62)),
         steady: true,
         urgent: true,
@@ -108,21 +108,21 @@ fn calls_about_rates_are_read_field_by_field() {
         refused: 64,
         valid_for: Duration::from_micros(65),
         forget: true,
-        ..Left::new(quota.limits()[0], 61)
+        ..UpstreamRemaining::new(quota.limits()[0], 61)
     };
-    let ask = Ask {
+    let request = LeaseRequest {
         latest: Duration::from_micros(13),
-        life: Duration::from_micros(14),
+        validity: Duration::from_micros(14),
         prefetch: 15,
-        prefetch_life: Duration::from_micros(16),
+        prefetch_validity: Duration::from_micros(16),
         returns: &returns,
         charges: &charges,
-        memory,
-        held: Held { left: Duration::from_micros(17), releases: 18, cut: true },
-        left: Some(left),
-        ..asks(&terms, &needs)
+        session: memory,
+        hold: HoldState { remaining: Duration::from_micros(17), releases: 18, cut: true },
+        remaining: Some(left),
+        ..asks(&spec, &demands)
     };
-    let mut call = codec::lease(&ask, 0);
+    let mut call = codec::lease(&request, 0);
     codec::Call::ask_again(&mut call, Duration::ZERO, 8);
     let formats = [
         &["CALL"][..],
@@ -139,20 +139,21 @@ fn calls_about_rates_are_read_field_by_field() {
         let counts = [3, 2, 1, 1, 1];
         assert_eq!(head, [&versions[..], &memory, &spans, &counts].concat());
         let limits = [1, 30, 5000, 0, 2, 3, 7000, 40, 3, 20, 6000, 0];
-        let needs = [31, 32, 33, 34];
+        let demands = [31, 32, 33, 34];
         let returns_and_charges = [41, 42, 43, 51, 52];
         let remaining = [1, 30, 5000, 0, 61, 62, 3, 63, 64, 65, 1];
-        assert_eq!(lists, [&limits[..], &needs, &returns_and_charges, &remaining].concat());
+        assert_eq!(lists, [&limits[..], &demands, &returns_and_charges, &remaining].concat());
     });
 }
 
 #[test]
 fn claims_and_register_calls_are_read_field_by_field() {
-    let memory = Memory { incarnation: 2, writes: 3, seen: 4, ..Memory::default() };
+    let memory = ClientSession { incarnation: 2, writes: 3, seen: 4, ..ClientSession::default() };
     let life = Duration::from_micros(17);
-    let claim = Claim { holder: 11, most: 13, sits: 14, wants: 15, heard: 16, life, ..Claim::NONE };
-    let (value, tell) = (Some(Vec::new()), Tell::Nobody);
-    let change = Change { key: Key::ALL, kind: 1, seen: 2, value, life, tell };
+    let claim =
+        Claim { holder: 11, limit: 13, in_use: 14, wanted: 15, granted_seen: 16, ttl: life, ..Claim::NONE };
+    let (value, tell) = (Some(Vec::new()), Recipients::None);
+    let change = RegisterRequest { key: Key::ALL, kind: 1, version: 2, value, ttl: life, notify: tell };
     with_lua(|lua| {
         let numbers = lua.unpack(&codec::claim(&claim, 12, 10, memory, 0), &["CLAIM_CALL"]);
         assert_eq!(numbers, [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]);
@@ -172,15 +173,15 @@ fn replies_about_rates_are_read_field_by_field() {
             codec::read_lease(&lua.pack("REPLY_WITH_SEGMENT", &reply), Duration::from_micros(2)).unwrap();
         let micros = Duration::from_micros;
         assert_eq!((lease.incarnation, lease.writes, lease.now), (3, 4, 5));
-        assert_eq!((lease.remember, lease.free, lease.shared), (micros(6), 8, true));
-        assert_eq!(lease.held, Held { left: micros(9), releases: 10, cut: true });
+        assert_eq!((lease.session_ttl, lease.free, lease.external_usage), (micros(6), 8, true));
+        assert_eq!(lease.hold, HoldState { remaining: micros(9), releases: 10, cut: true });
         let limit = Limit::Sliding { count: 11, window: micros(12) };
         assert_eq!(lease.refused, Some(Refusal { wait: Some(micros(7)), limit: Some(limit) }));
         assert_eq!(lease.foreign, Some(Limit::Bucket { count: 13, window: micros(14), capacity: 15 }));
-        let segment =
-            Segment { cost: 21, count: 22, wait: micros(23), life: micros(22), slot: 28, stamp: 52 };
-        assert_eq!(lease.segments.to_vec(), [segment]);
-        let ahead = Segment { cost: 1, count: 16, wait: micros(0), life: micros(15), slot: 5, stamp: 22 };
+        let grant =
+            Grant { cost: 21, count: 22, wait: micros(23), validity: micros(22), slot: 28, stamp: 52 };
+        assert_eq!(lease.grants.to_vec(), [grant]);
+        let ahead = Grant { cost: 1, count: 16, wait: micros(0), validity: micros(15), slot: 5, stamp: 22 };
         assert_eq!(lease.prefetched, Some(ahead));
         let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
         assert_eq!(codec::read_unsure(&unsure), Some(5));
@@ -189,7 +190,7 @@ fn replies_about_rates_are_read_field_by_field() {
         let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11]);
         let usage = codec::read_peek(&[head, limit].concat()).unwrap();
         assert_eq!((usage.free, usage.next_slot), (3, micros(4)));
-        assert_eq!(usage.held, Held { left: micros(5), releases: 6, cut: true });
+        assert_eq!(usage.hold, HoldState { remaining: micros(5), releases: 6, cut: true });
         let limit = Limit::Fixed { count: 7, window: micros(8) };
         assert_eq!(usage.limits, [LimitUsage { limit, used: 9, free: 10, reserved: 11 }]);
     });
@@ -209,12 +210,12 @@ fn claim_replies_and_messages_are_read_field_by_field() {
         assert_eq!(codec::read_told(&message).unwrap(), (5, told));
         for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
             let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
-            let (news, rest) = codec::read_news(&message).unwrap();
-            let held = Held { left: micros(3), releases: 4, cut };
-            assert!(matches!(news, News::Held(other) if other == held) && rest.is_empty());
+            let (event, rest) = codec::read_news(&message).unwrap();
+            let held = HoldState { remaining: micros(3), releases: 4, cut };
+            assert!(matches!(event, StoreEvent::Hold(other) if other == held) && rest.is_empty());
         }
         let message = lua.pack("REMAINING_MESSAGE_FIELDS", &[u64::from(REMAINING_MESSAGE), 3]);
-        assert!(matches!(codec::read_news(&message).unwrap(), (News::Less { writes: 3 }, [])));
+        assert!(matches!(codec::read_news(&message).unwrap(), (StoreEvent::RemainingFell { writes: 3 }, [])));
 
         let register = registers::read(&lua.pack("REGISTER_REPLY", &[1, 1, 3, 4]), 9).unwrap();
         assert_eq!((register.kind, register.changed, register.version), (9, true, 3));

@@ -20,10 +20,10 @@ use redis_server::RedisServer;
 use super::codec;
 use super::script::{self, RATES};
 use crate::key::Key;
-use crate::limit::{Charge, Ledger, Left, Micros, Terms, Unused};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, UpstreamRemaining};
 use crate::quota::Quota;
 use crate::store::memory::{book, hold, usage};
-use crate::store::{Ask, Held, Lease, Memory, Need, Refusal, Segment, Usage};
+use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Refusal, Usage};
 
 const START: Micros = 1_700_000_000_000_000;
 
@@ -47,21 +47,21 @@ fn literal(name: &str) -> &'static str {
     constants.find(|(other, _)| *other == name).map(|(_, value)| value).expect("a constant of the layout")
 }
 
-/// A call that asks for `needs` now, without any memory.
-fn asks<'a>(terms: &'a Arc<Terms>, needs: &'a [Need]) -> Ask<'a> {
-    Ask {
+/// A call that asks for `demands` now, without any memory.
+fn asks<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a> {
+    LeaseRequest {
         key: Key::ALL,
-        terms,
-        needs,
+        spec,
+        demands,
         prefetch: 0,
         latest: Duration::ZERO,
-        life: millis(10),
-        prefetch_life: millis(10),
+        validity: millis(10),
+        prefetch_validity: millis(10),
         returns: &[],
         charges: &[],
-        memory: Memory::default(),
-        held: Held::default(),
-        left: None,
+        session: ClientSession::default(),
+        hold: HoldState::default(),
+        remaining: None,
     }
 }
 
@@ -70,7 +70,7 @@ fn asks<'a>(terms: &'a Arc<Terms>, needs: &'a [Need]) -> Ask<'a> {
 #[derive(Clone, Debug)]
 struct Step {
     wait: Micros,
-    needs: Vec<(u32, u32)>,
+    demands: Vec<(u32, u32)>,
     latest: Duration,
     life: Duration,
     prefetch: u32,
@@ -82,9 +82,9 @@ struct Step {
     /// Which of the terms are asserted.
     other_terms: bool,
     /// The hold that the caller knows of.
-    held: Held,
+    held: HoldState,
     /// How the hold changes before the call.
-    hold: Option<Option<Held>>,
+    hold: Option<Option<HoldState>>,
     /// What the upstream stated before the call.
     left: Option<Said>,
     /// Uses without a permit: the units, and how long ago.
@@ -107,11 +107,11 @@ struct Said {
 }
 
 impl Said {
-    fn of(self, terms: &Terms) -> Left {
-        let limits = terms.quota().limits();
+    fn of(self, spec: &LimitSpec) -> UpstreamRemaining {
+        let limits = spec.quota().limits();
         let Said { which, units, reset_in, steady, ago, refused, forget, urgent } = self;
         let valid_for = millis([0, 300, 60_000][which % 3]);
-        Left {
+        UpstreamRemaining {
             reset_in,
             steady,
             ago,
@@ -119,7 +119,7 @@ impl Said {
             valid_for,
             forget,
             urgent,
-            ..Left::new(limits[which % limits.len()], units)
+            ..UpstreamRemaining::new(limits[which % limits.len()], units)
         }
     }
 }
@@ -141,8 +141,8 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         Mix::LongLines => prop_oneof![3 => 1u32..30, 1 => 100u32..900].boxed(),
         Mix::Plain => (1u32..4).boxed(),
     };
-    let need = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
-    let (needs, waits, latest) = match mix {
+    let demand = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
+    let (demands, waits, latest) = match mix {
         Mix::Plain => (1..2, vec![0u64, 300, 4_000, 40_000, 150_000], vec![0u64, 0, 0, 0, 500]),
         _ => (
             0..3,
@@ -154,7 +154,7 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         (select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]), prop_oneof![0u64..50, any::<u64>()]);
     (
         select(waits),
-        prop::collection::vec(need, needs),
+        prop::collection::vec(demand, demands),
         select(latest).prop_map(millis),
         select(vec![1u64, 10, 10, 10, 40]).prop_map(millis),
         select(vec![0u32, 0, 0, 5, 50]),
@@ -173,7 +173,7 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
         .prop_map(
             |(
                 wait,
-                needs,
+                demands,
                 latest,
                 life,
                 prefetch,
@@ -184,7 +184,7 @@ fn step(mix: Mix) -> impl Strategy<Value = Step> {
                 (held, hold, left, charges, clock),
             )| Step {
                 wait,
-                needs,
+                demands,
                 latest,
                 life,
                 prefetch,
@@ -214,12 +214,9 @@ fn said() -> impl Strategy<Value = Said> {
     )
 }
 
-fn held() -> impl Strategy<Value = Held> {
-    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3, any::<bool>()).prop_map(|(left, releases, cut)| Held {
-        left: millis(left),
-        releases,
-        cut,
-    })
+fn held() -> impl Strategy<Value = HoldState> {
+    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3, any::<bool>())
+        .prop_map(|(left, releases, cut)| HoldState { remaining: millis(left), releases, cut })
 }
 
 fn quota(mix: Mix) -> BoxedStrategy<Quota> {
@@ -264,7 +261,7 @@ struct World {
     /// The time of the state, and by how much the server's clock is ahead of it.
     now: Micros,
     clock: i64,
-    unused: Vec<Unused>,
+    unused: Vec<UnusedPermits>,
     incarnation: u64,
     writes: u64,
     seen: Micros,
@@ -313,72 +310,72 @@ impl World {
     }
 
     /// Returns the ledger of the terms at the time of the state; makes one if there is none.
-    fn ledger(&mut self, terms: &Terms) -> &mut Ledger {
-        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(terms, self.now));
+    fn ledger(&mut self, spec: &LimitSpec) -> &mut Ledger {
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(spec, self.now));
         ledger.align(self.clock);
-        ledger.advance(terms, self.now);
+        ledger.advance(spec, self.now);
         ledger
     }
 
-    fn lease(&mut self, terms: &Arc<Terms>, step: &Step, returns: &[Unused]) -> (Lease, Lease) {
-        let needs: Vec<Need> = step.needs.iter().map(|&(cost, count)| Need { cost, count }).collect();
+    fn lease(&mut self, spec: &Arc<LimitSpec>, step: &Step, returns: &[UnusedPermits]) -> (Lease, Lease) {
+        let demands: Vec<Demand> = step.demands.iter().map(|&(cost, count)| Demand { cost, count }).collect();
         let charges = step.charges.iter().map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
         let charges: Vec<Charge> = charges.collect();
-        let ask = Ask {
+        let request = LeaseRequest {
             prefetch: step.prefetch,
             latest: step.latest,
-            life: step.life,
-            prefetch_life: step.life * 2,
+            validity: step.life,
+            prefetch_validity: step.life * 2,
             returns,
             charges: &charges,
-            memory: self.memory(),
-            held: step.held,
-            left: step.left.map(|left| left.of(terms)),
-            ..asks(terms, &needs)
+            session: self.memory(),
+            hold: step.held,
+            remaining: step.left.map(|left| left.of(spec)),
+            ..asks(spec, &demands)
         };
-        self.set_hold(terms, step.hold);
+        self.set_hold(spec, step.hold);
         // The first call after the clock was set has to know the time.
         if step.hold.is_none() && self.incarnation != 0 {
             self.clock += step.clock;
         }
-        let call = codec::lease(&ask, 7);
+        let call = codec::lease(&request, 7);
         let theirs = match self.release {
             Release::Format1 => formats::lease_1(self, &call),
             Release::Today => self.run_by_memory(call),
         };
-        let theirs = codec::read_lease(&theirs, terms.transit_slack()).unwrap();
+        let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
         (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
         let now = self.now;
-        (book(self.ledger(terms), now, &ask), theirs)
+        (book(self.ledger(spec), now, &request), theirs)
     }
 
-    fn set_hold(&mut self, terms: &Arc<Terms>, change: Option<Option<Held>>) {
+    fn set_hold(&mut self, spec: &Arc<LimitSpec>, change: Option<Option<HoldState>>) {
         let Some(change) = change else { return };
-        let call = change.map_or_else(|| codec::release(terms, 7), |held| codec::hold(terms, held, None, 7));
+        let call = change.map_or_else(|| codec::release(spec, 7), |held| codec::hold(spec, held, None, 7));
         let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
         }
         let now = self.now;
-        let ledger = self.ledger(terms);
+        let ledger = self.ledger(spec);
         match change {
             Some(held) => ledger.hold_anew(hold(held, now)),
             None => ledger.release(),
         };
     }
 
-    fn memory(&self) -> Memory {
+    fn memory(&self) -> ClientSession {
         let &World { incarnation, writes, seen, now, .. } = self;
         let since = Duration::from_micros(now - seen);
-        Memory { incarnation, writes, seen, since, ..Memory::default() }
+        ClientSession { incarnation, writes, seen, since, ..ClientSession::default() }
     }
 
-    fn peek(&mut self, terms: &Arc<Terms>) -> (Usage, Usage) {
-        let theirs = codec::read_peek(&self.run(&codec::peek(terms, 7))).unwrap();
+    fn peek(&mut self, spec: &Arc<LimitSpec>) -> (Usage, Usage) {
+        let theirs = codec::read_peek(&self.run(&codec::peek(spec, 7))).unwrap();
         let ours = match &mut self.ledger {
             Some(ledger) => usage(ledger, self.now),
-            None => usage(&mut Ledger::new(terms, self.now), self.now),
+            None => usage(&mut Ledger::new(spec, self.now), self.now),
         };
         (ours, theirs)
     }
@@ -392,14 +389,14 @@ impl World {
         }
     }
 
-    fn take_returns(&mut self, step: &Step) -> Vec<Unused> {
+    fn take_returns(&mut self, step: &Step) -> Vec<UnusedPermits> {
         let mut returns = Vec::new();
         for _ in 0..step.returns.min(self.unused.len()) {
             let index = if step.newest { self.unused.len() - 1 } else { 0 };
             let unused = &mut self.unused[index];
             let units = step.part.min(unused.units);
             unused.units -= units;
-            returns.push(Unused { units, incarnation: self.incarnation, ..*unused });
+            returns.push(UnusedPermits { units, incarnation: self.incarnation, ..*unused });
             if unused.units == 0 {
                 self.unused.remove(index);
             }
@@ -408,40 +405,40 @@ impl World {
     }
 
     fn keep(&mut self, lease: &Lease) {
-        for &Segment { cost, count, slot, stamp, .. } in lease.segments.iter().chain(&lease.prefetched) {
+        for &Grant { cost, count, slot, stamp, .. } in lease.grants.iter().chain(&lease.prefetched) {
             let units = u64::from(cost) * u64::from(count);
-            self.unused.push(Unused { slot, stamp, units, incarnation: self.incarnation });
+            self.unused.push(UnusedPermits { slot, stamp, units, incarnation: self.incarnation });
         }
     }
 }
 
 /// What a lease decides.
-type Decided = (Vec<Segment>, Option<Segment>, Option<Refusal>, bool, u64, Held);
+type Decided = (Vec<Grant>, Option<Grant>, Option<Refusal>, bool, u64, HoldState);
 
 fn decided(lease: &Lease) -> Decided {
-    (lease.segments.to_vec(), lease.prefetched, lease.refused, lease.shared, lease.free, lease.held)
+    (lease.grants.to_vec(), lease.prefetched, lease.refused, lease.external_usage, lease.free, lease.hold)
 }
 
 fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
     world.begin();
-    let terms = quotas.map(|quota| Arc::new(Terms::new(quota, millis(10), millis(2))));
+    let spec = quotas.map(|quota| Arc::new(LimitSpec::new(quota, millis(10), millis(2))));
     for (number, step) in steps.iter().enumerate() {
         world.now += step.wait;
-        let terms = &terms[usize::from(step.other_terms)];
+        let spec = &spec[usize::from(step.other_terms)];
         let returns = world.take_returns(step);
-        let (ours, theirs) = world.lease(terms, step, &returns);
+        let (ours, theirs) = world.lease(spec, step, &returns);
         prop_assert_eq!(decided(&ours), decided(&theirs), "step {}", number);
         // Times to live follow the real clock of the server, which this test does not set.
         let is_set = steps[..=number].iter().any(|step| step.clock != 0);
         if number % 3 == 0 && theirs.incarnation != 0 && !is_set {
             let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
-            let remember = i64::try_from(theirs.remember.as_millis()).unwrap();
+            let remember = i64::try_from(theirs.session_ttl.as_millis()).unwrap();
             prop_assert!(ttl == -2 || ttl >= remember, "remembered for {} ms, kept for {} ms", remember, ttl);
         }
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();
         if number % 5 == 4 {
-            let (ours, theirs) = world.peek(terms);
+            let (ours, theirs) = world.peek(spec);
             prop_assert_eq!(ours, theirs, "peek at step {}", number);
         }
     }
@@ -484,10 +481,10 @@ fn returns_do_not_stop_the_clock() {
     let server = RedisServer::start().expect("a server of our own");
     let mut world = World::new(&server);
     world.begin();
-    let terms = Arc::new(Terms::new(Quota::per_second(10), millis(10), millis(2)));
+    let spec = Arc::new(LimitSpec::new(Quota::per_second(10), millis(10), millis(2)));
     let step = Step {
         wait: 0,
-        needs: vec![(1, 2)],
+        demands: vec![(1, 2)],
         latest: millis(0),
         life: millis(10),
         prefetch: 0,
@@ -495,7 +492,7 @@ fn returns_do_not_stop_the_clock() {
         newest: false,
         part: 1,
         other_terms: false,
-        held: Held::default(),
+        held: HoldState::default(),
         hold: None,
         left: None,
         charges: Vec::new(),
@@ -503,14 +500,14 @@ fn returns_do_not_stop_the_clock() {
     };
     for _ in 0..4 {
         // It asserts that the time is the server's.
-        let (ours, theirs) = world.lease(&terms, &step, &[]);
+        let (ours, theirs) = world.lease(&spec, &step, &[]);
         assert_eq!(decided(&ours), decided(&theirs));
         world.now += 100_000;
-        let Segment { slot, stamp, .. } = theirs.segments[0];
-        let unused = Unused { slot, stamp, units: 1, incarnation: theirs.incarnation };
-        world.run(&codec::give_back(&terms, &[unused], 7));
+        let Grant { slot, stamp, .. } = theirs.grants[0];
+        let unused = UnusedPermits { slot, stamp, units: 1, incarnation: theirs.incarnation };
+        world.run(&codec::give_back(&spec, &[unused], 7));
         if let Some(ledger) = &mut world.ledger {
-            ledger.advance(&terms, world.now);
+            ledger.advance(&spec, world.now);
             ledger.take_back(unused);
         }
         world.now += 100_000;
@@ -531,16 +528,16 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         } else {
             quota
         };
-        let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
+        let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
         world.now += 17_000;
-        let needs = [Need { cost: 1, count: 1 }];
-        let ask = Ask { memory: world.memory(), ..asks(&terms, &needs) };
-        let theirs = codec::read_lease(&world.run_by_memory(codec::lease(&ask, 7)), millis(10)).unwrap();
+        let demands = [Demand { cost: 1, count: 1 }];
+        let request = LeaseRequest { session: world.memory(), ..asks(&spec, &demands) };
+        let theirs = codec::read_lease(&world.run_by_memory(codec::lease(&request, 7)), millis(10)).unwrap();
         (world.incarnation, world.writes, world.seen) = (theirs.incarnation, theirs.writes, theirs.now);
         let now = world.now;
-        let ours = book(world.ledger(&terms), now, &ask);
+        let ours = book(world.ledger(&spec), now, &request);
         assert_eq!(decided(&ours), decided(&theirs), "call {call}");
-        let (ours, theirs) = world.peek(&terms);
+        let (ours, theirs) = world.peek(&spec);
         assert_eq!(ours, theirs, "peek after call {call}");
         assert!(ours.limits.len() <= 32, "{} limits", ours.limits.len());
         let own = quota.limits().iter().all(|own| ours.limits.iter().any(|usage| usage.limit == *own));

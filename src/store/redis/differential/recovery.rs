@@ -62,17 +62,18 @@ fn recovers_as_its_twin(
     steps: &[(Micros, Loss, u64)],
 ) -> Result<(), TestCaseError> {
     world.begin();
-    let terms = Arc::new(Terms::new(quota, millis(10), millis(2)));
+    let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
     let (mut first, mut model, mut caller): (_, Option<Model>, Option<Known>) = (None, None, None);
     for (number, &(wait, loss, granted)) in steps.iter().enumerate() {
         world.now += wait;
         lose(world, loss, &first, &mut model);
-        let needs = [Need { cost: 1, count: 1 }];
-        let ask = Ask { memory: Memory { granted, ..world.memory() }, ..asks(&terms, &needs) };
+        let demands = [Demand { cost: 1, count: 1 }];
+        let request =
+            LeaseRequest { session: ClientSession { granted, ..world.memory() }, ..asks(&spec, &demands) };
         // A new state takes its incarnation from the random number of the call, which is one less.
         let random = 100 + number as u64;
         let theirs =
-            codec::read_lease(&world.run_by_memory(codec::lease(&ask, random - 1)), millis(10)).unwrap();
+            codec::read_lease(&world.run_by_memory(codec::lease(&request, random - 1)), millis(10)).unwrap();
         prop_assert_eq!(theirs.now, world.now);
 
         let now = world.now;
@@ -90,10 +91,10 @@ fn recovers_as_its_twin(
             state.learning_until = state.learning_until.max(learning_until(state.made_at, quota.limits()));
         }
         let learning = state.learning_until.checked_sub(now).filter(|left| *left > 0);
-        prop_assert_eq!(theirs.learning, learning.map(Duration::from_micros), "step {}", number);
+        prop_assert_eq!(theirs.recovering, learning.map(Duration::from_micros), "step {}", number);
         prop_assert_eq!(theirs.incarnation, state.known.incarnation, "step {}", number);
         if is_recovering && model.is_none() {
-            let usage = codec::read_peek(&world.run(&codec::peek(&terms, 7))).unwrap();
+            let usage = codec::read_peek(&world.run(&codec::peek(&spec, 7))).unwrap();
             for limit in usage.limits {
                 if let Limit::Sliding { count, .. } = limit.limit {
                     let charged = if is_charged(limit.limit) { granted.min(u64::from(count)) } else { 0 };
@@ -141,21 +142,21 @@ fn lost_in_flight_states_recover_as_in_the_model() {
     for (number, time_to_live) in [1u64, 1000, 2500, 30_000, 3_600_000].into_iter().enumerate() {
         let key = format!("in flight {number}");
         let claim =
-            Claim { holder: 1, number: 1, most: 3, wants: 1, life: millis(time_to_live), ..Claim::NONE };
-        let mut run = |now: Micros, memory: Memory, random: u64| {
+            Claim { holder: 1, number: 1, limit: 3, wanted: 1, ttl: millis(time_to_live), ..Claim::NONE };
+        let mut run = |now: Micros, memory: ClientSession, random: u64| {
             let call = codec::claim(&claim, random, 77, memory, random);
             let answer: Vec<u8> =
                 script.key(&key).arg(call).arg("told:").arg(now).invoke(&mut redis).expect("an answer");
             codec::read_claimed(&answer).expect("an answer that can be read")
         };
-        let lost = Memory { incarnation: 5, writes: 1, ..Memory::default() };
+        let lost = ClientSession { incarnation: 5, writes: 1, ..ClientSession::default() };
         let until = in_flight_learning_until(START, time_to_live * 1000);
         let first = run(START, lost, 9);
         assert_eq!((first.learning, first.told.given), (Duration::from_micros(until - START), 0));
-        let told = run(until - 1, Memory::default(), 10);
+        let told = run(until - 1, ClientSession::default(), 10);
         if time_to_live >= 2500 {
             assert_eq!((told.learning, told.told.given), (Duration::from_micros(1), 0));
-            let told = run(until, Memory::default(), 11);
+            let told = run(until, ClientSession::default(), 11);
             assert_eq!((told.learning, told.told.given), (Duration::ZERO, 1));
         }
     }

@@ -10,8 +10,10 @@ use reqwest::header::HeaderValue;
 use reqwest::{Client, Method, Request, Url};
 use tokio::time::{Instant, timeout_at};
 use tollgate::pace::{Fair, Remaining};
+use tollgate::quota::Limit;
+use tollgate::service::RetryingThrottleLayer;
 use tollgate::store::RedisStore;
-use tollgate::{AdaptiveThrottleLayer, Limit, Quota, RetryingThrottleLayer};
+use tollgate::{AdaptiveThrottleLayer, Quota};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 

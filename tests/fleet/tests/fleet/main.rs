@@ -23,8 +23,10 @@ use fleet::{Fleet, Options, Report, Stalls, ideal};
 use redis_server::RedisServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, SemaphorePermit};
+use tollgate::limiter::KeyStatus;
+use tollgate::quota::Limit;
 use tollgate::store::RedisStore;
-use tollgate::{Key, KeyStatus, Limit, Limiter, Quota, RateLimitLayer};
+use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 use upstream::{Log, Rule, Upstream};
 
 const WORKER: &str = env!("CARGO_BIN_EXE_worker");

@@ -6,23 +6,23 @@ use crate::quota::{LIFE, Quota};
 
 /// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Terms {
+pub struct LimitSpec {
     quota: Quota,
     transit_slack: Duration,
     boundary_guard: Duration,
     life: Duration,
 }
 
-impl Terms {
+impl LimitSpec {
     /// Makes the terms of `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
     /// windows (`boundary_guard`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_guard: Duration) -> Self {
-        Terms { quota, transit_slack, boundary_guard, life: LIFE }
+        LimitSpec { quota, transit_slack, boundary_guard, life: LIFE }
     }
 
     /// Returns the same terms, under which permits live for `life`, unless wake-ups or round trips to the store are late.
     pub(crate) fn with_life(self, life: Duration) -> Self {
-        Terms { life, ..self }
+        LimitSpec { life, ..self }
     }
 
     /// How long after its slot a permit is usable.
@@ -32,7 +32,7 @@ impl Terms {
 
     /// Nothing is asserted.
     pub(crate) fn none() -> Self {
-        Terms::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
+        LimitSpec::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
     }
 
     /// What is allowed.
