@@ -573,3 +573,25 @@ async fn hold_end_is_noticed_despite_an_idle_runtime() {
         assert!(granted.is_ok() && waited < 5 * SECOND, "later: {later}: {waited:?}, {granted:?}");
     }
 }
+
+/// A reply that the store sent before a release refuses no request after it, and books no slot for the end of the hold.
+#[tokio::test(start_paused = true)]
+async fn release_overtakes_replies_sent_before_it() {
+    for max_wait in [SECOND, 300 * SECOND] {
+        let server = Server::new();
+        let quota = Quota::per_hour(20);
+        let ours = process(Wire::new(&server, &[ms(1)]), quota, max_wait);
+        let theirs = process(Wire::new(&server, &[ms(1), ms(100)]), quota, max_wait);
+        drop(theirs.acquire(key()).await.unwrap());
+        server.mute.store(true, Ordering::Relaxed);
+        ours.hold_for(key(), 60 * SECOND).await.unwrap();
+        let start = Instant::now();
+        let waits = tokio::spawn(theirs.acquire(key()));
+        sleep(ms(10)).await;
+        server.mute.store(false, Ordering::Relaxed);
+        ours.release(key()).await.unwrap();
+        drop(waits.await.unwrap().expect("the release came before the reply"));
+        drop(theirs.acquire(key()).await.expect("the release came before the reply"));
+        assert!(start.elapsed() < SECOND, "{max_wait:?}: {:?}", start.elapsed());
+    }
+}

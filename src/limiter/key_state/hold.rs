@@ -227,7 +227,7 @@ impl KeyState {
         // A hold that is over ended before, not when the answer came: the task being served asked the time earlier.
         let most = if held.remaining.is_zero() { least } else { clock::after(latest, held.remaining) };
         if held.releases < hold.releases {
-            return true;
+            return sent >= hold.since;
         }
         hold.heard = Some(latest);
         hold.known_until = most;
