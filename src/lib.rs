@@ -170,14 +170,19 @@ mod throttle;
 mod wakers;
 
 pub use config_error::ConfigError;
+#[doc(inline)]
 pub use error::{Error, Limited, Reason};
+#[doc(inline)]
 pub use key::{Cost, Deadline, Key, RequestRef, by_header, by_host};
 #[cfg(any(feature = "retry", feature = "reqwest-retry"))]
 #[cfg_attr(docsrs, doc(cfg(any(feature = "retry", feature = "reqwest-retry"))))]
 pub use layer::retry::RetryLimited;
 pub use layer::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, RateLimitBuilder, RateLimitLayer};
+#[doc(inline)]
 pub use limiter::{HeaderTrust, Limiter, OnStoreError, Permit};
+#[doc(inline)]
 pub use quota::Quota;
+#[doc(inline)]
 pub use signal::Signal;
 pub use throttle::{Throttle, ThrottlePermit};
 
