@@ -38,8 +38,8 @@
 //!                       a request whose slot is near waits here, in a queue
 //! ```
 //!
-//! Each request has a [**key**](Key): whose limit it is. The [**quota**](Quota) of the key determines the **slot**, the moment
-//! from which the request may leave.
+//! Each request has a [**key**](Key): whose limit it is. From the [**quota**](Quota), which is what the server allows for each
+//! key, follows the request's **slot**: the moment from which it may leave.
 //!
 //! - If the slot is now, the request gets its [**permit**](Permit) and is sent.
 //! - If the slot is near, the request waits in the queue of its key.
@@ -49,7 +49,7 @@
 //! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key: no request is sent until the
 //! time that the server named.
 //!
-//! The limit holds where it is counted: at the server. No window of the server sees more than the quota, if the time to the
+//! The limit is kept where it is counted: at the server. No window of the server sees more than the quota, if the time to the
 //! server varies by at most [`transit_slack`](RateLimitBuilder::transit_slack). The [pitfalls](#pitfalls) are what tollgate
 //! cannot see.
 //!
@@ -59,8 +59,8 @@
 //! - [`AdaptiveThrottleLayer`] is for limits that are unknown or move. It learns its [`pace`] from responses. See
 //!   [limits you do not know](guide::pace).
 //!
-//! To use both, put the throttle outside: then a permit of the exact layer is used as soon as it is granted. Two exact layers
-//! around each other [do not keep the outer limit](#pitfalls).
+//! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used as soon as it is granted. One
+//! [`RateLimitLayer`] around another [does not keep its limit](#pitfalls).
 //!
 //! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and services of your own requests
 //! ([`RequestInfo`](key::RequestInfo), [`ResponseInfo`](signal::ResponseInfo)).
@@ -78,19 +78,19 @@
 //! | `redis` | `store::RedisStore`: one limit, or one pace, for [many processes](guide::many_processes) |
 //! | `redis-cluster` | `store::RedisStore::cluster` |
 //! | `redis-sentinel` | `store::RedisStore::sentinel` |
-//! | `redis-tls-rustls` | `rediss://` URLs, with the rustls provider that the program has chosen |
+//! | `redis-tls-rustls` | `rediss://` URLs, with the provider of cryptography that the program has chosen for rustls |
 //! | `body` | `Signal::read_with_body`: what the body of a response says about limits |
 //! | `tracing` | events under the target `tollgate`: waits (debug), refusals (info), refusals by the server (warn) |
 //! | `sim` | `sim`: fleets against servers with limits, in virtual time, to try a [`pace`] before it is used |
-//! | `contract` | the contract of a [`store`] as a test suite that a store of your own can run |
+//! | `contract` | the contract of a [`store`] as a test suite, for a store of your own |
 //!
 //! # Where it runs
 //!
 //! tollgate needs 64-bit atomics and a working `std::time::Instant`. It does not compile for targets without 64-bit atomics,
 //! such as 32-bit MIPS, 32-bit PowerPC and ARMv5. `wasm32-unknown-unknown` has no `Instant`: the first request panics there.
 //!
-//! tollgate needs Rust 1.88 or later. A release that needs a later one says so in the changelog. Waiting needs a Tokio runtime
-//! with timers. In tests, [pause its clock](guide::testing).
+//! tollgate needs Rust 1.88 or later. The changelog names each release that needs a later one. Waiting needs a Tokio runtime with
+//! timers. In tests, [pause its clock](guide::testing).
 //!
 //! # Pitfalls
 //!
@@ -102,7 +102,7 @@
 //! request, counts from zero each time.
 //!
 //! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit of the outer layer is valid
-//! for some milliseconds, and is spent while the request waits in the inner layer, so the outer limit is exceeded. Limits of
+//! for some milliseconds, and is spent while the request waits in the inner layer. So the outer limit is exceeded. Limits of
 //! the same key go into one quota, with [`and`](Quota::and). For limits of different keys, acquire both permits
 //! [by hand](Limiter#two-limits-with-different-keys).
 //!
@@ -126,8 +126,8 @@
 //! **Long windows are used up in their first seconds.** Under load, [`Quota::per_hour(5000)`](Quota::per_hour) lets 5000
 //! requests leave at once, and for the rest of the hour every request is refused. Add [`burst`](Quota::burst) to spread them.
 //!
-//! **Short windows pay for the margin.** A window is 20 to 60 ms longer than the quota says: 2 % of 50 per second, but a sixth of
-//! 5 per 100 ms. Prefer the former. See [the margin](guide::choosing_a_quota#the-margin).
+//! **Short windows lose more to the margin.** A window is 20 to 60 ms longer than the quota says. That costs 2 % of 50 per second,
+//! but a sixth of 5 per 100 ms. Prefer the former. See [the margin](guide::choosing_a_quota#the-margin).
 //!
 //! **A permit that is dropped is spent.** Its request may have left, so a [`Permit`] that is dropped, or a call that is
 //! cancelled after its permit, counts as sent. A request that is cancelled while it waits costs nothing. If you are sure that
@@ -136,10 +136,10 @@
 //! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed windows follow the wall clock; with
 //! Redis, its clock. After a step, less than the limit may be sent for one window. A sliding window needs no wall clock.
 //!
-//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is held, and what is reserved for other clients that
+//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is on hold, and what is reserved for other clients that
 //! use the same limit. [`Limiter::release`] ends the hold and drops the reservation.
 //!
-//! **Many processes.** Each process counts, or learns, for itself, unless the processes share a [store] in Redis:
+//! **Many processes.** Each process counts, or learns, for itself, unless all processes have a [store] in the same Redis: see
 //! [many processes](guide::many_processes).
 //!
 //! **The service inside must be `Clone`**, because a request that waits takes a clone of it. Box it with Tower's
