@@ -14,32 +14,34 @@ fn page() -> String {
     let mut page = String::from(
         "# Headers that are understood\n\n\
          <!-- Made from the tables in src/signal by its tests: do not write here. -->\n\n\
-         Nobody has to say which server it is: a [`Signal`](crate::Signal) is told from names and values. Names are\n\
-         shown in lower case and matter in no case.\n\n",
+         You need not name the server: a [`Signal`](crate::Signal) is read from the names and values of the headers.\n\
+         Names are shown in lower case. Their case does not matter.\n\n",
     );
     let code = |names: &[&str]| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-    page += "## When to come back\n\nThe first of these with a value that can be read; of its values the longest.\n\n";
+    page += "## When to retry\n\nThe first of these that can be read counts. If it has several values, the longest counts.\n\n";
     let _ = writeln!(page, "1. in milliseconds: {}", code(&retry_after::MILLIS));
     let _ = writeln!(page, "2. {}", code(&[retry_after::STANDARD]));
     let _ = writeln!(page, "3. {}, and `…-ratelimit-retry-after`", code(&[retry_after::OTHER]));
-    page += "4. for a refusal, with the feature `body`: `retry_after` and the like in the body\n\
-             5. for a refusal: the reset of the quotas that are spent\n\n\
-             Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, dates of\n\
-             HTTP, of ISO 8601 and of JavaScript. Moments are reckoned by the server's own clock, its header `date`.\n\n";
-    page += "## Quotas in the standard's words\n\n\
+    page += "4. for a refusal, with the feature `body`: `retry_after` and similar names in the body\n\
+             5. for a refusal: the reset of the quotas that are used up\n\n\
+             Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, or dates as\n\
+             in HTTP, ISO 8601 and JavaScript. Moments are compared with the server's own clock, in its header `date`.\n\n";
+    page += "## Quotas of the standard\n\n\
              `ratelimit` and `ratelimit-policy`, as structured fields (RFC 9651) of all drafts.\n\n";
-    page += "## Quotas in anybody's words\n\n\
-             Every name with `ratelimit` or `rate-limit` in it, such as `x-ratelimit-remaining-tokens`. One word of it\n\
-             says what the value is; what is left of it is the name of the quota.\n\n\
+    page += "## Quotas in generic headers\n\n\
+             Every header with `ratelimit` or `rate-limit` in its name, such as `x-ratelimit-remaining-tokens`. One word of\n\
+             the name says what the value is. The rest is the name of the quota.\n\n\
              | words | the value is |\n|---|---|\n";
     for (meaning, words) in super::generic::family::words() {
         let words: Vec<_> = words.into_iter().collect();
         let _ = writeln!(page, "| {} | {meaning} |", code(&words));
     }
-    let _ = writeln!(page, "\nA quota without name may be named by {}.\n", code(&combine::NAMES));
-    page += "Some vendors differ a little: `ratelimit-dailylimit` (Yelp) is the limit of the quota without name and names\n\
-             it; `gw-ratelimit-reset` (KuCoin) is in milliseconds; the two limits of Strava, also of its\n\
-             `x-readratelimit-limit` and `-usage`, are those of 15 minutes and of a day.\n\n";
+    let _ = writeln!(page, "\nA quota without a name may be named by {}.\n", code(&combine::NAMES));
+    page += "Some vendors differ a little:\n\n\
+             - `ratelimit-dailylimit` (Yelp) is the limit of the quota without a name, and names it.\n\
+             - `gw-ratelimit-reset` (KuCoin) is in milliseconds.\n\
+             - The two limits of Strava are those of 15 minutes and of a day, also in its `x-readratelimit-limit` and\n\
+             \x20 `-usage`.\n\n";
     page += "## Formats of one vendor\n\n| sender | headers | form |\n|---|---|---|\n";
     for Row { sender, headers, form } in ROWS {
         let form = match form {
@@ -50,10 +52,14 @@ fn page() -> String {
         };
         let _ = writeln!(page, "| {sender} | {} | {form} |", code(headers));
     }
-    page += "\n## What speaks for a refusal\n\n\
-             429, 420, 430, 509 and 529 always are. 402, 403 and 503 are with a hint when to come back, a quota that is\n\
-             spent, a code or phrase in the body, or one of the headers below; 400 is without the quota, 418 with a\n\
-             hint, a code or a header of Binance. Others are with a code, and redirections never.\n\n";
+    page += "\n## Which responses are refusals\n\n\
+             | status | a refusal |\n|---|---|\n\
+             | 429, 420, 430, 509, 529 | always |\n\
+             | 402, 403, 503 | with a time to retry, a quota that is used up, a code, a phrase in the body, or a header below |\n\
+             | 400 | with a time to retry, a code, a phrase in the body, or a header below |\n\
+             | 418 | with a time to retry, a code, or a header of Binance |\n\
+             | 300 to 399 | never |\n\
+             | others | with a code |\n\n";
     let _ = writeln!(
         page,
         "Headers: {}. A code may stand in `{}`.\n",
