@@ -167,6 +167,7 @@ pub mod signal;
 pub mod sim;
 pub mod store;
 mod throttle;
+mod wait_queue;
 mod wakers;
 
 pub use config_error::ConfigError;

@@ -12,8 +12,7 @@ use super::hosts::host_hold;
 use super::key_state::Ticket;
 use super::limited::Request;
 use super::permit::{Permit, Wait};
-use super::queue::next_number;
-use super::queue::{ANSWER, Number};
+use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::seat::Seat;
 use crate::clock::{self, Timer};
@@ -21,6 +20,7 @@ use crate::error::{Limited, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::store::Refusal;
+use crate::wait_queue::answer_by;
 
 /// A request that waits. Dropping it frees its place in the queue.
 #[derive(Debug)]
@@ -83,10 +83,7 @@ impl Waiter {
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
             WaitFor::Seat(number) => {
-                let latest = self.ticket.bound.latest;
-                // A request that cannot wait still waits for the store's answer.
-                let until = if latest <= now { clock::after(now, ANSWER) } else { latest };
-                Stage::Seat { number, until, timer: None }
+                Stage::Seat { number, until: answer_by(self.ticket.bound.latest, now), timer: None }
             }
             WaitFor::Slot(number) => {
                 self.ticket.number = number;

@@ -200,7 +200,7 @@ impl KeyState {
         queue.wait(number, cost, bound, ctx.now, held);
         let asked = if too_long.is_some() { self.inquire(ctx, wakers) } else { None };
         let effect = asked.or_else(|| self.step(ctx, Some(number), wakers));
-        let settled = self.collect(number);
+        let settled = self.collect(number, cost);
         self.close(ctx);
         (settled, effect)
     }

@@ -70,7 +70,7 @@ impl KeyState {
 
     /// Returns how the wait ended. A waiter whose permit expired before it was polled waits again, in its old place.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
-        let settled = self.collect(waiter.number)?;
+        let settled = self.collect(waiter.number, waiter.cost)?;
         let Settled::Granted(slot) = settled else { return Some(settled) };
         if let Some(left) = self.held(ctx.now) {
             return self.held_back(ctx, waiter, slot, left);
@@ -133,8 +133,8 @@ impl KeyState {
         self.life = (self.life * 2).min(self.longest_life(ctx.spec));
     }
 
-    pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {
-        self.queue.as_mut()?.collect(number)
+    pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
+        self.queue.as_mut()?.collect(number, cost)
     }
 
     /// Removes a waiter from the queue. Its permit goes to the next waiter, else back to the store.
@@ -146,8 +146,7 @@ impl KeyState {
     ) -> Option<Effect> {
         let held = self.held(ctx.now).is_some();
         let queue = self.queue.as_mut()?;
-        queue.leave(waiter.number, waiter.cost);
-        if let Some(Settled::Granted(slot)) = queue.collect(waiter.number) {
+        if let Some(Settled::Granted(slot)) = queue.leave(waiter.number, waiter.cost) {
             if held {
                 queue.returns.push(slot.unused());
             } else {

@@ -5,28 +5,28 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::cost_class::Brought;
-use super::{ANSWER, Answered, Calling, Gathering, Number, Queue};
-use super::{CallNumber, next_number};
+use super::{Answered, CallNumber, Calling, Gathering, Queue, next_number};
 use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::store::Demand;
+use crate::wait_queue::{ANSWER, Number};
 use crate::wakers::Wakers;
 
-/// The most needs of one call: as many as there are changes from one cost to another.
-const MOST_NEEDS: usize = 64;
+/// The most demands of one call. There is one for each change from one cost to another.
+const MOST_DEMANDS: usize = 64;
 
 impl Queue {
     /// Returns what the waiters without a slot need, in their order; `most` permits in all.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
         let mut waiting: SmallVec<[(Number, Demand); 2]> = SmallVec::new();
-        let alone = self.classes.len() == 1;
+        let is_one_cost = self.classes.values().filter(|class| class.missing() > 0).nth(1).is_none();
         for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
-            if alone {
+            if is_one_cost {
                 let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
                 waiting.push((0, Demand { cost, count }));
             } else {
                 // Waiters of different costs stand between each other.
-                let first = class.without().take(most);
+                let first = class.missing_numbers().take(most);
                 waiting.extend(first.map(|number| (number, Demand { cost, count: 1 })));
             }
         }
@@ -36,26 +36,26 @@ impl Queue {
         for (_, demand) in waiting {
             let count = demand.count.min(left);
             left -= count;
-            let more = demands.len() < MOST_NEEDS;
+            let has_room = demands.len() < MOST_DEMANDS;
             match demands.last_mut() {
                 Some(last) if last.cost == demand.cost => last.count += count,
-                _ if count > 0 && more => demands.push(Demand { count, ..demand }),
+                _ if count > 0 && has_room => demands.push(Demand { count, ..demand }),
                 _ => break,
             }
         }
         demands
     }
 
-    /// Notes that a call for `demands` is sent. If it is `watched`, waiters without a slot wake when it counts as lost.
+    /// Notes that a call for `demands` is sent. If it is `watched`, the waiters without a slot wake when it counts as lost.
     pub(in crate::limiter) fn asking(
         &mut self,
         demands: &[Demand],
         now: Instant,
         watched: bool,
     ) -> CallNumber {
-        let last = self.classes.values().filter_map(|class| class.waiting.keys().next_back()).max();
+        let last = self.classes.values().filter_map(|class| class.waiters.numbers().next_back()).max();
         let number = next_number();
-        self.call = Some(Calling { number, sent: now, last: last.copied(), watched });
+        self.call = Some(Calling { number, sent: now, last, watched });
         self.unanswered.get_or_insert(now);
         if !demands.is_empty() {
             self.gathering = Gathering::NotYet;
@@ -74,8 +74,8 @@ impl Queue {
         number
     }
 
-    /// Returns the first need that was not granted in full, and how many of its permits are missing. The store decided nothing of the
-    /// needs after it.
+    /// Returns the missing permits of the first demand that was not granted in full. The store has not decided on the
+    /// demands after it.
     fn refused(&self, granted: &Granted) -> Option<Demand> {
         let mut granted = granted.clone();
         self.asked.iter().find_map(|&demand| {
@@ -84,8 +84,8 @@ impl Queue {
         })
     }
 
-    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot ahead that can be used for less than
-    /// `least` is of no use.
+    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot ahead that can be used for
+    /// less than `least` is of no use.
     pub(in crate::limiter) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Reservation>,
@@ -96,7 +96,8 @@ impl Queue {
     ) -> Answered {
         let call = self.call.take();
         self.unanswered = None;
-        let (mut granted, mut usable) = (Granted::default(), Granted::default());
+        let mut granted = Granted::default();
+        let mut usable = Granted::default();
         for slot in slots {
             granted.add(slot.cost, slot.count);
             let lasts = slot.until.saturating_duration_since(slot.at.max(now));
@@ -104,7 +105,7 @@ impl Queue {
                 usable.add(slot.cost, slot.count);
                 self.add(slot);
             } else {
-                // It expired on its way: the store is asked again, as if it had not answered.
+                // The slot expired on its way. The store is asked again, as if it had not answered.
                 self.returns.push(slot.unused());
             }
         }
@@ -116,17 +117,13 @@ impl Queue {
         for (&cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let left_out = match refused {
-                // Waiters behind the refused waiter, and waiters whose permits expired, are asked for again.
+                // The waiters after the refused one, and those whose permits expired, are asked for again.
                 Some(demand) if is_refusal && demand.cost == cost => demand.count as usize,
                 _ if is_refusal => 0,
                 _ => asked.saturating_sub(granted.of(cost) as usize),
             };
             let brought = Brought { granted: usable.of(cost) as usize, left_out, end, refused_at };
-            for (number, waker, settled) in class.settle(&brought, now) {
-                self.waiting -= 1;
-                self.settled.insert(number, settled);
-                wakers.add(waker);
-            }
+            class.settle(&brought, now, wakers);
         }
         Answered { died, refused: refused.map(|demand| demand.cost) }
     }
@@ -148,7 +145,7 @@ impl Granted {
         self.0.iter().find(|demand| demand.cost == cost).map_or(0, |demand| demand.count)
     }
 
-    /// Takes up to `count` permits of a cost. Returns how many there were.
+    /// Takes up to `count` permits of a cost. Returns how many it took.
     fn take(&mut self, cost: u32, count: u32) -> u32 {
         let Some(demand) = self.0.iter_mut().find(|demand| demand.cost == cost) else { return 0 };
         let taken = demand.count.min(count);

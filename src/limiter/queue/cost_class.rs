@@ -1,160 +1,315 @@
 //! The waiters for permits of one cost, and the slots booked for them.
 //!
-//! Both are sorted, and the first waiter owns the first permit, the second the second, and so on: `booked` permits are the first
-//! `booked` waiters'. So the waiters without a slot are always the last ones. The next `asked` of them are part of a call under way;
-//! the waiters after them came later.
+//! Both are sorted, and the first waiter owns the first permit, the second waiter the second one, and so on. So the first
+//! `booked` waiters have a slot, and the waiters without a slot are always the last ones. A call under way asks for the
+//! first `asked` of these. The waiters after them arrived later.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::task::Waker;
+use std::collections::VecDeque;
+use std::task::{Context, Poll};
 use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::Number;
-use crate::clock::{self, Timer};
+use super::{HandedOut, Returns};
+use crate::clock;
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
+use crate::wait_queue::{ANSWER, Number, WaitQueue};
+use crate::wakers::Wakers;
 
 /// The waiters and slots of one cost.
 #[derive(Default)]
 pub(super) struct CostClass {
-    pub(super) waiting: BTreeMap<Number, Waiting>,
+    pub(super) waiters: WaitQueue<SlotWait, Settled>,
     /// Sorted by time.
     pub(super) slots: VecDeque<Reservation>,
-    /// How many permits lie in `slots`.
-    pub(super) booked: usize,
-    /// How many permits the call under way asks for.
+    /// The number of permits in `slots`.
+    booked: usize,
+    /// The number of permits that the call under way asks for.
     pub(super) asked: usize,
 }
 
-pub(super) struct Waiting {
+/// What is known of a request that waits for a slot.
+pub(super) struct SlotWait {
     pub(super) bound: WaitBound,
     /// From this moment the time until the store answers does not count as waiting.
     pub(super) entered: Instant,
-    /// Whether the store has decided on it.
-    pub(super) heard: bool,
-    /// When it gives up if the store has not decided on it.
+    /// Whether the store has decided on the request.
+    pub(super) is_decided: bool,
+    /// When the request gives up if the store has not decided on it.
     pub(super) gives_up_at: Instant,
-    /// The moment of its timer, which is made when the waiter is first polled.
-    pub(super) wake_at: Instant,
-    pub(super) timer: Option<Timer>,
-    pub(super) waker: Option<Waker>,
 }
 
-impl Waiting {
-    pub(super) fn wake_at(&mut self, slot: Instant) {
-        let wake_at = if self.heard { slot.min(self.bound.latest) } else { slot };
-        if wake_at != self.wake_at {
-            self.wake_at = wake_at;
-            if let Some(timer) = &mut self.timer {
-                timer.set(wake_at);
-            }
-        }
+impl SlotWait {
+    /// Returns when the request can wait no longer.
+    pub(super) fn ends_at(&self) -> Instant {
+        if self.is_decided { self.bound.latest } else { self.gives_up_at }
+    }
+
+    /// Returns when the request's task wakes for something that happens at `at`.
+    fn wakes_for(&self, at: Instant) -> Instant {
+        if self.is_decided { at.min(self.bound.latest) } else { at }
     }
 }
 
 impl CostClass {
-    /// Returns how many waiters have no slot and are not with a call.
+    /// Returns how many waiters have no slot.
+    fn without_slot(&self) -> usize {
+        self.waiters.waiting().saturating_sub(self.booked)
+    }
+
+    /// Returns how many waiters have no slot and are not part of a call.
     pub(super) fn missing(&self) -> usize {
-        self.waiting.len().saturating_sub(self.booked + self.asked)
+        self.without_slot().saturating_sub(self.asked)
     }
 
-    /// Returns the waiters that have no slot and are not with a call.
-    pub(super) fn without(&self) -> impl Iterator<Item = Number> {
-        self.waiting.keys().skip(self.booked + self.asked).copied()
+    /// Returns the waiters that have no slot and are not part of a call.
+    pub(super) fn missing_numbers(&self) -> impl Iterator<Item = Number> {
+        self.waiters.numbers().skip(self.booked + self.asked)
     }
 
+    /// Returns whether the class has neither waiters nor outcomes to collect, and no call asks for it.
+    pub(super) fn is_unused(&self) -> bool {
+        self.waiters.is_empty() && self.asked == 0
+    }
+
+    /// Returns the first slot, if a request waits for it.
+    pub(super) fn next_slot(&self) -> Option<Instant> {
+        self.slots.front().filter(|_| self.waiters.waiting() > 0).map(|slot| slot.at)
+    }
+
+    /// Adds a slot for the waiters.
     pub(super) fn add(&mut self, slot: Reservation) {
         let index = self.slots.partition_point(|other| other.at <= slot.at);
         self.slots.insert(index, slot);
         self.booked += slot.count as usize;
     }
 
-    /// A call is sent at `now`. If a hold that ended later was released, the wait of its waiters begins now.
-    pub(super) fn asked_at(&mut self, now: Instant) {
-        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
-            waiting.entered = waiting.entered.min(now);
+    /// Drops all slots, which are not valid any more. The waiters keep their places.
+    pub(super) fn void(&mut self) {
+        self.slots.clear();
+        self.booked = 0;
+    }
+
+    /// Returns all slots.
+    pub(super) fn give_up_slots(&mut self, returns: &mut Returns) {
+        returns.extend(self.slots.iter().map(Reservation::unused));
+        self.void();
+    }
+
+    /// Returns the slots that no request waits for, the last ones first.
+    pub(super) fn trim(&mut self, returns: &mut Returns) {
+        while self.booked > self.waiters.waiting()
+            && let Some(last) = self.slots.back_mut()
+        {
+            let surplus = self.booked - self.waiters.waiting();
+            let surplus = u32::try_from(surplus).unwrap_or(u32::MAX).min(last.count);
+            returns.push(Reservation { count: surplus, ..*last }.unused());
+            self.booked -= surplus as usize;
+            last.count -= surplus;
+            if last.count == 0 {
+                self.slots.pop_back();
+            }
+        }
+    }
+
+    /// Gives up to `most` permits of the slots that are due to the first waiters. The task of waiter `running` runs
+    /// already, so it is not woken.
+    pub(super) fn hand_out(
+        &mut self,
+        most: usize,
+        now: Instant,
+        running: Option<Number>,
+        returns: &mut Returns,
+        wakers: &mut Wakers,
+    ) -> HandedOut {
+        let mut handed_out = HandedOut::default();
+        while let Some(slot) = self.slots.front_mut()
+            && slot.at <= now
+        {
+            if slot.until <= now {
+                handed_out.died = true;
+                self.booked -= slot.count as usize;
+                returns.push(slot.unused());
+                self.slots.pop_front();
+                continue;
+            }
+            let permit = Settled::Granted(Reservation { count: 1, ..*slot });
+            if handed_out.count == most || self.waiters.settle_first(permit, running, wakers).is_none() {
+                break;
+            }
+            handed_out.count += 1;
+            self.booked -= 1;
+            slot.count -= 1;
+            if slot.count == 0 {
+                self.slots.pop_front();
+            }
+        }
+        if let Some(slot) = self.slots.front()
+            && let Some((_, first)) = self.waiters.first_mut()
+            && first.wakes_at() > slot.at
+        {
+            first.wake_at(first.request.wakes_for(slot.at));
+        }
+        handed_out
+    }
+
+    /// Wakes the first waiter at `at`.
+    pub(super) fn wake_first(&mut self, at: Instant) {
+        if let Some((_, first)) = self.waiters.first_mut() {
+            first.wake_at(first.request.wakes_for(at));
         }
     }
 
     /// Wakes the waiters without a slot at `at` at the latest.
     pub(super) fn wake_by(&mut self, at: Instant) {
-        let without = self.waiting.len().saturating_sub(self.booked);
-        for waiting in self.waiting.values_mut().rev().take(without).filter(|waiting| waiting.wake_at > at) {
-            waiting.wake_at(at);
+        let without_slot = self.without_slot();
+        let waiters = self.waiters.iter_mut().rev().take(without_slot);
+        for (_, waiter) in waiters.filter(|(_, waiter)| waiter.wakes_at() > at) {
+            waiter.wake_at(waiter.request.wakes_for(at));
         }
     }
 
-    /// Takes in what a call to the store brought, whose permits lie in `slots` already. Returns the waiters that leave.
-    pub(super) fn settle(
+    /// Notes that a call is sent at `now`. If a hold that ended later was released, the wait of its waiters begins now.
+    pub(super) fn asked_at(&mut self, now: Instant) {
+        for (_, waiter) in self.waiters.iter_mut().rev().take_while(|(_, waiter)| !waiter.request.is_decided)
+        {
+            waiter.request.entered = waiter.request.entered.min(now);
+        }
+    }
+
+    /// Lets no request leave before `until`: returns the slots before it, and refuses with `refusal` the waiters that
+    /// cannot wait until then.
+    pub(super) fn withdraw(
         &mut self,
-        brought: &Brought<'_>,
+        until: Instant,
+        refusal: Refusal,
+        returns: &mut Returns,
+        wakers: &mut Wakers,
+    ) {
+        while let Some(slot) = self.slots.front().filter(|slot| slot.at < until) {
+            returns.push(slot.unused());
+            self.booked -= slot.count as usize;
+            self.slots.pop_front();
+        }
+        let refuse = |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
+        self.waiters.settle_where(refuse, wakers);
+        self.enter_from(until);
+    }
+
+    /// Waits for a store that decides nothing before `until`. Refuses with `refusal` the waiters without a slot that
+    /// cannot wait until then.
+    pub(super) fn pause(&mut self, until: Instant, refusal: Refusal, wakers: &mut Wakers) {
+        self.asked = 0;
+        self.enter_from(until);
+        let without_slot = self.without_slot();
+        let Some(first) = self.waiters.numbers().rev().take(without_slot).last() else { return };
+        let refuse = |number, wait: &SlotWait| {
+            (number >= first && wait.bound.latest < until).then_some(Settled::Refused(refusal))
+        };
+        self.waiters.settle_where(refuse, wakers);
+    }
+
+    /// Counts the time until the store answers as waiting only from `from`.
+    fn enter_from(&mut self, from: Instant) {
+        for (_, waiter) in self.waiters.iter_mut() {
+            waiter.request.entered = waiter.request.entered.max(from);
+        }
+    }
+
+    /// Registers the task of a waiter. It wakes at its slot, at `watched` if the call may be lost then, or when it can wait
+    /// no longer. Ready if one of these moments has come.
+    pub(super) fn poll(
+        &mut self,
+        number: Number,
+        watched: Option<Instant>,
         now: Instant,
-    ) -> SmallVec<[(Number, Option<Waker>, Settled); 2]> {
-        let without_slot = self.waiting.len().saturating_sub(self.booked);
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
+        let first_slot = self.slots.front().map(|slot| slot.at);
+        let Some(waiter) = self.waiters.get_mut(number) else { return Poll::Ready(()) };
+        if waiter.wakes_at() <= now {
+            let wakes_at = match first_slot {
+                // A slot that is due and was not handed out waits for the store's answer, which wakes its waiter.
+                Some(slot) if slot <= now => clock::after(now, ANSWER),
+                Some(slot) => slot,
+                None => waiter.request.ends_at(),
+            };
+            let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
+            waiter.wake_at(waiter.request.wakes_for(wakes_at));
+        }
+        waiter.register(cx)
+    }
+
+    /// Takes in what a call to the store brought. Its permits are in `slots` already.
+    pub(super) fn settle(&mut self, brought: &Brought<'_>, now: Instant, wakers: &mut Wakers) {
+        let without_slot = self.without_slot();
         let left_out = self.left_out(brought, without_slot);
         self.count_waits_from(now);
         let mut leaving = self.assign(brought.granted, without_slot, now);
         if let Some(end) = brought.end {
-            // A waiter that leaves frees its slot for the first that was left out.
+            // A waiter that leaves frees its slot for the first waiter that was left out.
             let still_left_out = left_out.len().saturating_sub(leaving.len());
             let asked = left_out.iter().take(still_left_out).filter(|waiter| waiter.asked_for);
             leaving.extend(asked.map(|waiter| (waiter.number, end.clone())));
         }
-        let take = |(number, settled)| Some((number, self.waiting.remove(&number)?.waker, settled));
-        leaving.into_iter().filter_map(take).collect()
+        for (number, settled) in leaving {
+            _ = self.waiters.settle(number, settled, None, wakers);
+        }
     }
 
-    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters without a slot, the last ones came
-    /// after the call was sent.
+    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters without a slot, the last ones
+    /// arrived after the call was sent.
     fn left_out(&self, brought: &Brought<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
         let newcomers = without_slot.saturating_sub(brought.left_out);
-        let last = self.waiting.iter().rev().skip(newcomers).take(without_slot - newcomers);
-        let left_out = |(&number, waiting): (&Number, &Waiting)| {
-            let asked_for =
-                brought.refused_at.is_none_or(|(sent, last)| waiting.entered <= sent && number <= last);
+        let last = self.waiters.iter().rev().skip(newcomers).take(without_slot - newcomers);
+        let left_out = last.map(|(number, waiter)| {
+            let entered = waiter.request.entered;
+            let asked_for = brought.refused_at.is_none_or(|(sent, last)| entered <= sent && number <= last);
             LeftOut { number, asked_for }
-        };
-        last.map(left_out).collect()
+        });
+        left_out.collect()
     }
 
-    /// Counts the waits that the store decided on from `now`. The store counted them from when it was asked; a deadline is a
-    /// deadline.
+    /// Counts the waits that the store decided on from `now`. The store counted them from when it was asked. A deadline
+    /// does not move.
     fn count_waits_from(&mut self, now: Instant) {
-        for waiting in self.waiting.values_mut().rev().take_while(|waiting| !waiting.heard) {
-            let asking = now.saturating_duration_since(waiting.entered);
-            waiting.entered = now.max(waiting.entered);
-            if !waiting.bound.by_deadline {
-                waiting.bound.latest = clock::after(waiting.bound.latest, asking);
+        for (_, waiter) in self.waiters.iter_mut().rev().take_while(|(_, waiter)| !waiter.request.is_decided)
+        {
+            let wait = &mut waiter.request;
+            let asking = now.saturating_duration_since(wait.entered);
+            wait.entered = now.max(wait.entered);
+            if !wait.bound.by_deadline {
+                wait.bound.latest = clock::after(wait.bound.latest, asking);
             }
         }
     }
 
-    /// Gives the last `granted` slots in use to their waiters, whose timers are set. A waiter that cannot wait for its slot leaves,
-    /// and the slot is the next waiter's.
+    /// Gives the last `granted` slots in use to their waiters, and sets the waiters' timers. A waiter that cannot wait for
+    /// its slot leaves, and the next waiter has the slot.
     fn assign(
         &mut self,
         granted: usize,
         without_slot: usize,
         now: Instant,
     ) -> SmallVec<[(Number, Settled); 2]> {
-        let unused = self.booked.saturating_sub(self.waiting.len());
+        let unused = self.booked.saturating_sub(self.waiters.waiting());
         let from_last = self.slots.iter().rev();
         let moments = from_last.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
         let from_last: SmallVec<[Instant; 4]> = moments.skip(unused).take(granted).collect();
         let mut leaving = SmallVec::new();
         let Some(others) = from_last.len().checked_sub(1) else { return leaving };
-        let Some(&first) = self.waiting.keys().rev().nth(without_slot + others) else { return leaving };
-        // In order, since timers that fire at the same tick do so in the order in which they were set.
+        let Some(first) = self.waiters.numbers().rev().nth(without_slot + others) else { return leaving };
+        // In order, because timers that fire at the same tick do so in the order in which they were set.
         let mut slots = from_last.iter().rev().peekable();
-        for (&number, waiting) in self.waiting.range_mut(first..) {
+        for (number, waiter) in self.waiters.iter_mut_from(first) {
             let Some(&&slot) = slots.peek() else { break };
-            if slot > waiting.bound.latest {
+            if slot > waiter.request.bound.latest {
                 let wait = Some(slot.saturating_duration_since(now));
                 leaving.push((number, Settled::Refused(Refusal { wait, limit: None })));
             } else {
-                waiting.heard = true;
-                waiting.wake_at(slot);
+                waiter.request.is_decided = true;
+                waiter.wake_at(waiter.request.wakes_for(slot));
                 slots.next();
             }
         }
@@ -164,14 +319,14 @@ impl CostClass {
 
 /// The result of a store call for the waiters of one cost.
 pub(super) struct Brought<'a> {
-    /// Permits for waiters that had none before.
+    /// The number of permits for waiters that had none before.
     pub(super) granted: usize,
     /// How many waiters of the call got no slot.
     pub(super) left_out: usize,
-    /// How their wait ends.
+    /// How the wait of these waiters ends.
     pub(super) end: Option<&'a Settled>,
-    /// If the store refused: when the call was sent, and the last waiter then. A waiter that came later, in the place of one that
-    /// left, is asked for anew.
+    /// If the store refused: when the call was sent, and the last waiter then. A waiter that arrived later, in the place of
+    /// one that left, is asked for again.
     pub(super) refused_at: Option<(Instant, Number)>,
 }
 

@@ -1,11 +1,11 @@
 //! The waiters of one key: first come, first served, with one timer and one wake-up each.
 //!
-//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first slot. So the slot of a waiter that
-//! leaves is the next waiter's, and a waiter that was late is first again. The timer of a waiter is set to the slot that was its own
-//! when it was booked. A waiter that wakes hands out all slots that are due, so no waiter depends on a task that is not polled. Only
-//! the timer of the first waiter is ever moved, to the first slot.
+//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first slot. So if a waiter
+//! leaves, the next waiter has its slot, and a waiter that was late is first again. The timer of a waiter is set to the slot
+//! that it had when the slot was booked. A waiter that wakes hands out all slots that are due, so no waiter depends on a
+//! task that is not polled. Only the timer of the first waiter is moved, to the first slot.
 //!
-//! A slot is booked for permits of one cost: each cost has its two lists.
+//! A slot is booked for permits of one cost, so each cost has its own two lists, in a [`CostClass`].
 
 mod asked;
 mod cost_class;
@@ -19,15 +19,14 @@ use smallvec::SmallVec;
 
 use super::prefetched::Prefetched;
 use super::reservation::{Reservation, Settled, WaitBound};
-use crate::clock::{self, Timer};
+use crate::clock;
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
+pub(super) use crate::wait_queue::Number;
+use crate::wait_queue::{ANSWER, Left};
 use crate::wakers::Wakers;
 
-use cost_class::{CostClass, Waiting};
-
-/// How long a request waits for the store's answer, even if it can wait less for a slot. An older call counts as lost.
-pub(super) const ANSWER: Duration = Duration::from_secs(1);
+use cost_class::{CostClass, SlotWait};
 
 /// The longest that a call waits for other requests to join it. A request in another process may overtake by this much.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
@@ -35,14 +34,14 @@ const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 /// The resolution of timers.
 const SHORTEST_TIMER: Duration = Duration::from_millis(1);
 
-/// The number of a waiter: smaller is earlier. 0 is none.
-pub(super) type Number = u64;
-
-/// The number of a call to the store. The answer to any but the last call is late.
+/// The number of a call to the store. The answer to any call but the last one is late.
 pub(super) type CallNumber = u64;
 
-/// Returns the next number. All keys of the process share one count, since the state of a key may be dropped and made anew while one of
-/// its waiters means to return to its place.
+/// Permits that no waiter can use.
+type Returns = SmallVec<[UnusedPermits; 4]>;
+
+/// Returns the next number. All keys of the process share one count: the state of a key may be evicted and created again
+/// before one of its waiters returns to its place.
 pub(super) fn next_number() -> Number {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -53,34 +52,30 @@ pub(super) fn next_number() -> Number {
 pub(super) struct Queue {
     /// Waiters and slots by cost.
     classes: BTreeMap<u32, CostClass>,
-    /// How waits ended whose futures have not been polled since.
-    settled: BTreeMap<Number, Settled>,
-    /// How many wait, over all costs.
-    waiting: usize,
     /// The latest slot that a waiter can use.
     latest: Option<Instant>,
     /// The call under way.
     call: Option<Calling>,
-    /// When the oldest call was sent that the store has not answered, given up or not.
+    /// When the oldest call was sent that the store has not answered. A call that was given up counts as well.
     unanswered: Option<Instant>,
-    /// The needs of the call under way.
+    /// What the call under way asks for.
     asked: SmallVec<[Demand; 2]>,
     pub(super) gathering: Gathering,
     /// When gathering ends.
     gathers_until: Option<Instant>,
-    /// The slot for which the store was last asked to confirm it ahead of time.
+    /// The slot that the store was last asked to confirm ahead of time.
     pub(super) confirmed: Option<Instant>,
-    /// Until when the store decides nothing, because it learns what it granted before it lost its state.
+    /// Until when the store decides nothing, because it lost its state and does not know what it had granted.
     paused_until: Option<Instant>,
-    /// Permits that no waiter can use. They go back with the next call.
-    pub(super) returns: SmallVec<[UnusedPermits; 4]>,
+    /// Permits that go back to the store with the next call.
+    pub(super) returns: Returns,
 }
 
 /// A call to the store.
 #[derive(Clone, Copy, Debug)]
 struct Calling {
     number: CallNumber,
-    /// When it was sent. After [`ANSWER`] it counts as lost.
+    /// When it was sent. It counts as lost [`ANSWER`] later.
     sent: Instant,
     /// The last waiter when it was sent.
     last: Option<Number>,
@@ -97,7 +92,7 @@ pub(super) struct Answered {
     pub(super) refused: Option<u32>,
 }
 
-/// What was handed out.
+/// Which permits were handed out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HandedOut {
     /// How many permits waiters got.
@@ -116,14 +111,14 @@ pub(super) enum Gathering {
 }
 
 impl Queue {
-    /// Returns how many wait.
+    /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting
+        self.classes.values().map(|class| class.waiters.waiting()).sum()
     }
 
-    /// Returns whether no request waits, no result is to be collected and no call is under way.
+    /// Returns whether no request waits, all outcomes were collected, and no call is under way.
     pub(super) fn is_done(&self, now: Instant) -> bool {
-        self.waiting == 0 && self.settled.is_empty() && !self.is_calling(now)
+        self.classes.values().all(|class| class.waiters.is_empty()) && !self.is_calling(now)
     }
 
     /// Returns whether a call is under way.
@@ -141,7 +136,7 @@ impl Queue {
         self.call.is_some_and(|call| call.number == number)
     }
 
-    /// Gives up a call that was not answered in time. Its needs are asked for again.
+    /// Gives up a call that was not answered in time. The next call asks for the same again.
     pub(super) fn give_up_call(&mut self) {
         if self.call.take().is_some() {
             self.asked.clear();
@@ -159,12 +154,13 @@ impl Queue {
         self.classes.values().filter_map(|class| class.slots.back()).map(|slot| slot.at).max()
     }
 
+    /// Returns the latest slot that a waiter can use.
     pub(super) fn latest(&self) -> Option<Instant> {
         self.latest
     }
 
-    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the key is on hold, for `held`, the store
-    /// is asked at its end.
+    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the key is on hold for `held`,
+    /// the store is asked when the hold ends.
     pub(super) fn wait(
         &mut self,
         number: Number,
@@ -178,28 +174,27 @@ impl Queue {
         let asked_from = held.map_or(now, |left| clock::after(now, left));
         let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
         // The runtime in which the store is called may have stopped, so the waiter watches the call.
-        let wake_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
-        let wake_at = self.watched_until().map_or(wake_at, |watched| wake_at.min(watched));
-        let waiting =
-            Waiting { bound, entered, heard: false, gives_up_at, wake_at, timer: None, waker: None };
-        self.classes.entry(cost).or_default().waiting.insert(number, waiting);
-        self.waiting += 1;
+        let wakes_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
+        let wakes_at = self.watched_until().map_or(wakes_at, |watched| wakes_at.min(watched));
+        let wait = SlotWait { bound, entered, is_decided: false, gives_up_at };
+        self.classes.entry(cost).or_default().waiters.enter(number, wait, wakes_at);
         self.latest = self.latest.max(Some(latest));
     }
 
-    /// Removes a waiter. Returns whether it waited.
-    pub(super) fn leave(&mut self, number: Number, cost: u32) -> bool {
-        let left = self.classes.get_mut(&cost).is_some_and(|class| class.waiting.remove(&number).is_some());
-        self.waiting -= usize::from(left);
-        left
+    /// Removes a waiter. Returns its outcome if its wait had ended.
+    pub(super) fn leave(&mut self, number: Number, cost: u32) -> Option<Settled> {
+        match self.classes.get_mut(&cost)?.waiters.leave(number)? {
+            Left::Waiting(_) => None,
+            Left::Settled(settled) => Some(settled),
+        }
     }
 
-    /// Takes how the wait of `number` ended, if it did.
-    pub(super) fn collect(&mut self, number: Number) -> Option<Settled> {
-        self.settled.remove(&number)
+    /// Takes the outcome of a wait that has ended.
+    pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
+        self.classes.get_mut(&cost)?.waiters.collect(number)
     }
 
-    /// Adds slots for the waiters of their cost.
+    /// Adds a slot for the waiters of its cost.
     pub(super) fn add(&mut self, slot: Reservation) {
         self.classes.entry(slot.cost).or_default().add(slot);
     }
@@ -213,93 +208,51 @@ impl Queue {
         }
     }
 
-    /// Hands out the slots that are due, the first to the first waiter, up to `most` in all. `me` needs no waking.
+    /// Hands out the slots that are due, the first one to the first waiter, up to `most` permits in all. The task of waiter
+    /// `running` runs already, so it is not woken.
     pub(super) fn hand_out(
         &mut self,
         most: usize,
         now: Instant,
-        me: Option<Number>,
+        running: Option<Number>,
         wakers: &mut Wakers,
     ) -> HandedOut {
-        let (mut died, mut count) = (false, 0);
+        let mut all = HandedOut::default();
         for class in self.classes.values_mut() {
-            while let Some(slot) = class.slots.front_mut()
-                && slot.at <= now
-            {
-                if slot.until <= now {
-                    died = true;
-                    class.booked -= slot.count as usize;
-                    self.returns.push(slot.unused());
-                    class.slots.pop_front();
-                    continue;
-                }
-                if count == most {
-                    break;
-                }
-                let Some((number, waiting)) = class.waiting.pop_first() else { break };
-                self.waiting -= 1;
-                count += 1;
-                self.settled.insert(number, Settled::Granted(Reservation { count: 1, ..*slot }));
-                if Some(number) != me {
-                    wakers.add(waiting.waker);
-                }
-                class.booked -= 1;
-                slot.count -= 1;
-                if slot.count == 0 {
-                    class.slots.pop_front();
-                }
-            }
-            if let Some(slot) = class.slots.front()
-                && let Some(mut first) = class.waiting.first_entry()
-                && first.get().wake_at > slot.at
-            {
-                first.get_mut().wake_at(slot.at);
-            }
+            let of_class = class.hand_out(most - all.count, now, running, &mut self.returns, wakers);
+            all.count += of_class.count;
+            all.died |= of_class.died;
         }
-        HandedOut { count, died }
+        all
     }
 
-    /// Returns slots that no waiter needs, the last ones first.
+    /// Returns the slots that no waiter needs, the last ones first.
     pub(super) fn trim(&mut self) {
         for class in self.classes.values_mut() {
-            while class.booked > class.waiting.len()
-                && let Some(last) = class.slots.back_mut()
-            {
-                let surplus =
-                    u32::try_from(class.booked - class.waiting.len()).unwrap_or(u32::MAX).min(last.count);
-                self.returns.push(Reservation { count: surplus, ..*last }.unused());
-                class.booked -= surplus as usize;
-                last.count -= surplus;
-                if last.count == 0 {
-                    class.slots.pop_back();
-                }
-            }
+            class.trim(&mut self.returns);
         }
-        self.classes.retain(|_, class| !class.waiting.is_empty() || class.asked > 0);
-        if self.waiting == 0 {
+        self.classes.retain(|_, class| !class.is_unused());
+        if self.waiting() == 0 {
             self.latest = None;
         }
     }
 
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
-        self.classes.get(&cost).is_some_and(|class| class.waiting.contains_key(&number))
+        self.classes.get(&cost).is_some_and(|class| class.waiters.get(number).is_some())
     }
 
     /// Returns whether a waiter can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
-        let waiting = self.classes.get(&cost).and_then(|class| class.waiting.get(&number));
-        // Its timer may be set to a slot that is gone meanwhile.
-        waiting.is_some_and(|waiting| {
-            let end = if waiting.heard { waiting.bound.latest } else { waiting.gives_up_at };
-            end <= now
-        })
+        // Its timer may be set to a slot that has gone since.
+        let waiter = self.classes.get(&cost).and_then(|class| class.waiters.get(number));
+        waiter.is_some_and(|waiter| waiter.request.ends_at() <= now)
     }
 
     /// Starts to gather, and returns how long the next call waits for other requests to join it.
     ///
-    /// It waits until tasks that are about to ask have asked. If slots lie ahead, so that new requests wait anyway, it waits for some
-    /// milliseconds. If the store is learning, it waits until it has learned.
+    /// The call waits until tasks that are about to ask have asked. If slots lie ahead, new requests wait anyway, and the call
+    /// waits for some milliseconds. If the store is paused, the call waits until the pause is over.
     pub(super) fn gather(&mut self, now: Instant) -> Duration {
         let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
         let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
@@ -310,10 +263,11 @@ impl Queue {
 
     /// Lets the next call wait for `delay`.
     pub(super) fn gather_for(&mut self, delay: Duration, now: Instant) {
-        (self.gathering, self.gathers_until) = (Gathering::UnderWay, Some(clock::after(now, delay)));
+        self.gathering = Gathering::UnderWay;
+        self.gathers_until = Some(clock::after(now, delay));
     }
 
-    /// Returns whether the end of gathering is overdue: its task was lost with its runtime.
+    /// Returns whether the end of gathering is overdue, because its task was lost with its runtime.
     pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
         self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
     }
@@ -326,120 +280,69 @@ impl Queue {
 
     /// Returns whether a slot is due that a waiter needs.
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        let due = |class: &CostClass| class.slots.front().is_some_and(|slot| slot.at <= now);
-        self.classes.values().any(|class| due(class) && !class.waiting.is_empty())
+        self.next_slot().is_some_and(|slot| slot <= now)
     }
 
     /// Returns the next slot that a waiter takes.
     pub(super) fn next_slot(&self) -> Option<Instant> {
-        let waited_for = self.classes.values().filter(|class| !class.waiting.is_empty());
-        waited_for.filter_map(|class| class.slots.front()).map(|slot| slot.at).min()
+        self.classes.values().filter_map(CostClass::next_slot).min()
     }
 
     /// Wakes the waiter of the slot `slot` at `at`, before its slot.
     pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
         let has_slot = |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
-        if let Some(class) = self.classes.values_mut().find(has_slot)
-            && let Some(mut first) = class.waiting.first_entry()
-        {
-            first.get_mut().wake_at(at);
+        if let Some(class) = self.classes.values_mut().find(has_slot) {
+            class.wake_first(at);
         }
     }
 
-    /// Drops all slots, which are not valid any more. Waiters keep their places.
+    /// Drops all slots, which are not valid any more. The waiters keep their places.
     pub(super) fn void(&mut self) {
-        for class in self.classes.values_mut() {
-            class.slots.clear();
-            class.booked = 0;
-        }
+        self.classes.values_mut().for_each(CostClass::void);
     }
 
     /// Wakes all waiters.
-    pub(super) fn wake_all(&self, wakers: &mut Wakers) {
-        let waiting = self.classes.values().flat_map(|class| class.waiting.values());
-        wakers.add(waiting.filter_map(|waiting| waiting.waker.clone()));
+    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
+        for class in self.classes.values_mut() {
+            class.waiters.wake_where(|_| true, wakers);
+        }
     }
 
     /// Returns all slots that are booked.
     pub(super) fn give_up_slots(&mut self) {
         for class in self.classes.values_mut() {
-            self.returns.extend(class.slots.drain(..).map(|slot| slot.unused()));
-            class.booked = 0;
+            class.give_up_slots(&mut self.returns);
         }
     }
 
-    /// Lets no request leave before `until`: returns the slots before it, and refuses waiters that cannot wait until then.
+    /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters that cannot wait until
+    /// then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
-        let Queue { classes, settled, waiting, returns, .. } = self;
         let refusal = Refusal { wait: Some(until.saturating_duration_since(now)), limit: None };
-        for class in classes.values_mut() {
-            while let Some(slot) = class.slots.front().filter(|slot| slot.at < until) {
-                returns.push(slot.unused());
-                class.booked -= slot.count as usize;
-                class.slots.pop_front();
-            }
-            class.waiting.retain(|&number, one| {
-                let stays = one.bound.latest >= until;
-                if stays {
-                    one.entered = one.entered.max(until);
-                } else {
-                    *waiting -= 1;
-                    settled.insert(number, Settled::Refused(refusal));
-                    wakers.add(one.waker.take());
-                }
-                stays
-            });
+        for class in self.classes.values_mut() {
+            class.withdraw(until, refusal, &mut self.returns, wakers);
         }
     }
 
-    /// Waits for a store that decides nothing for `wait`. Refuses waiters that cannot wait until then.
+    /// Waits for a store that decides nothing for `wait`. Refuses the waiters without a slot that cannot wait until then.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
-        (self.call, self.unanswered) = (None, None);
+        self.call = None;
+        self.unanswered = None;
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
         self.asked.clear();
-        let Queue { classes, settled, waiting, .. } = self;
-        for class in classes.values_mut() {
-            class.asked = 0;
-            for waiting in class.waiting.values_mut() {
-                waiting.entered = waiting.entered.max(until);
-            }
-            let without = class.waiting.len().saturating_sub(class.booked);
-            let newcomers = class.waiting.iter().rev().take(without);
-            let leaving: SmallVec<[Number; 4]> = newcomers
-                .filter(|(_, waiting)| waiting.bound.latest < until)
-                .map(|(&number, _)| number)
-                .collect();
-            for number in leaving {
-                *waiting -= 1;
-                settled.insert(number, Settled::Refused(Refusal { wait: Some(wait), limit: None }));
-                wakers.add(class.waiting.remove(&number).and_then(|waiting| waiting.waker));
-            }
+        let refusal = Refusal { wait: Some(wait), limit: None };
+        for class in self.classes.values_mut() {
+            class.pause(until, refusal, wakers);
         }
     }
 
-    /// Registers the task of a waiter, which wakes at its slot, or when it can wait no longer.
+    /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer. Ready if that moment has come.
     pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let watched = self.watched_until().filter(|until| *until > now);
         let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
-        let first_slot = class.slots.front().map(|slot| slot.at);
-        let Some(waiting) = class.waiting.get_mut(&number) else { return Poll::Ready(()) };
-        if waiting.wake_at <= now {
-            // A slot that is due and was not handed out waits for the store's answer, which wakes its waiter.
-            let wake_at = match first_slot {
-                Some(slot) if slot <= now => clock::after(now, ANSWER),
-                Some(slot) => slot,
-                None if waiting.heard => waiting.bound.latest,
-                None => waiting.gives_up_at,
-            };
-            waiting.wake_at(watched.map_or(wake_at, |watched| wake_at.min(watched)));
-        }
-        match &mut waiting.waker {
-            Some(waker) => waker.clone_from(cx.waker()),
-            None => waiting.waker = Some(cx.waker().clone()),
-        }
-        waiting.timer.get_or_insert_with(|| Timer::at(waiting.wake_at)).poll(cx)
+        class.poll(number, watched, now, cx)
     }
 
     /// Returns the last slot that is booked for a cost.

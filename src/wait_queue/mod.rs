@@ -1,0 +1,233 @@
+//! A queue of requests that wait, with their wakers, timers and outcomes. Both engines keep their waiters in it.
+//!
+//! A request enters the queue with a number. Requests with smaller numbers come first, so a request that enters again
+//! with its old number is back in its old place. The future of the request holds the number and nothing else of the
+//! queue. The queue needs no lock of its own: it is part of the state of a key, which is behind the key's lock.
+//!
+//! A wait ends in two steps. First the owner of the queue settles it: the request waits no longer, its task is woken, and
+//! its outcome is kept. Then the task runs, and its future collects the outcome. The future may be dropped at any time,
+//! also between these two steps. It then calls [`leave`](WaitQueue::leave), which returns the outcome, so that the owner
+//! can pass on what was granted.
+//!
+//! The queue never wakes a task itself. It adds the waker to [`Wakers`], which the owner wakes once it has released the
+//! lock.
+//!
+//! # Timers
+//!
+//! Each waiter has a moment at which its task wakes if its wait has not ended by then. The timer is created when the
+//! future is first polled, and follows that moment. A timer only wakes the task. Whether a wait is over depends on the time
+//! that the owner has read. If the timer fires after that and before the end of the poll, the task is woken at once, and
+//! polls again with a later time.
+
+#[cfg(test)]
+mod properties;
+
+use std::collections::BTreeMap;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::clock::{self, Timer};
+use crate::wakers::Wakers;
+
+/// The number of a request in its queue: a smaller number is earlier.
+pub(crate) type Number = u64;
+
+/// How long a request waits for the answer of a store, even if it can wait less for its turn. A call of the store without an
+/// answer counts as lost after this time.
+pub(crate) const ANSWER: Duration = Duration::from_secs(1);
+
+/// Returns until when a request waits for the answer of a store if it can wait for its turn until `latest`.
+pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
+    if latest <= now { clock::after(now, ANSWER) } else { latest }
+}
+
+/// Requests that wait, each with a `T`, and the outcomes of waits that have ended.
+#[derive(Debug)]
+pub(crate) struct WaitQueue<T, O> {
+    waiting: BTreeMap<Number, Waiter<T>>,
+    /// The outcomes that no future has collected yet.
+    settled: BTreeMap<Number, O>,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+pub(crate) struct Waiter<T> {
+    /// What the owner of the queue knows of the request.
+    pub(crate) request: T,
+    /// When the task wakes if the wait has not ended by then.
+    wakes_at: Instant,
+    timer: Option<Timer>,
+    /// The task that polled the wait last, unless it was woken since.
+    waker: Option<Waker>,
+}
+
+/// What a request that leaves the queue had.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Left<T, O> {
+    /// It waited.
+    Waiting(T),
+    /// Its wait had ended with this outcome.
+    Settled(O),
+}
+
+impl<T, O> Default for WaitQueue<T, O> {
+    fn default() -> Self {
+        WaitQueue { waiting: BTreeMap::new(), settled: BTreeMap::new() }
+    }
+}
+
+impl<T, O> WaitQueue<T, O> {
+    /// Returns how many requests wait.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Returns whether no request waits and all outcomes were collected.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.settled.is_empty()
+    }
+
+    /// Adds a request that waits. Its task wakes at `wakes_at`, unless that moment is changed.
+    pub(crate) fn enter(&mut self, number: Number, request: T, wakes_at: Instant) {
+        self.waiting.insert(number, Waiter { request, wakes_at, timer: None, waker: None });
+    }
+
+    /// Removes a request, whether its wait has ended or not.
+    pub(crate) fn leave(&mut self, number: Number) -> Option<Left<T, O>> {
+        match self.waiting.remove(&number) {
+            Some(waiter) => Some(Left::Waiting(waiter.request)),
+            None => self.settled.remove(&number).map(Left::Settled),
+        }
+    }
+
+    /// Returns the outcome of a wait that has ended. The queue forgets the request.
+    pub(crate) fn collect(&mut self, number: Number) -> Option<O> {
+        self.settled.remove(&number)
+    }
+
+    /// Ends the wait of a request. The task that waits for request `running` runs already, so it is not woken.
+    ///
+    /// # Errors
+    ///
+    /// The outcome, if the request does not wait.
+    pub(crate) fn settle(
+        &mut self,
+        number: Number,
+        outcome: O,
+        running: Option<Number>,
+        wakers: &mut Wakers,
+    ) -> Result<(), O> {
+        let Some(waiter) = self.waiting.remove(&number) else { return Err(outcome) };
+        self.settled.insert(number, outcome);
+        if running != Some(number) {
+            wakers.add(waiter.waker);
+        }
+        Ok(())
+    }
+
+    /// Ends the wait of the first request, as [`settle`](Self::settle) does, and returns what its owner knew of it.
+    pub(crate) fn settle_first(
+        &mut self,
+        outcome: O,
+        running: Option<Number>,
+        wakers: &mut Wakers,
+    ) -> Option<T> {
+        let (number, waiter) = self.waiting.pop_first()?;
+        self.settled.insert(number, outcome);
+        if running != Some(number) {
+            wakers.add(waiter.waker);
+        }
+        Some(waiter.request)
+    }
+
+    /// Ends the wait of each request for which `outcome` returns one. Returns how many these are.
+    pub(crate) fn settle_where(
+        &mut self,
+        mut outcome: impl FnMut(Number, &T) -> Option<O>,
+        wakers: &mut Wakers,
+    ) -> usize {
+        let before = self.waiting.len();
+        self.waiting.retain(|&number, waiter| {
+            let Some(outcome) = outcome(number, &waiter.request) else { return true };
+            self.settled.insert(number, outcome);
+            wakers.add(waiter.waker.take());
+            false
+        });
+        before - self.waiting.len()
+    }
+
+    /// Wakes the tasks of the requests that `which` selects. They wait on.
+    pub(crate) fn wake_where(&mut self, which: impl Fn(&T) -> bool, wakers: &mut Wakers) {
+        for waiter in self.waiting.values_mut().filter(|waiter| which(&waiter.request)) {
+            wakers.add(waiter.waker.take());
+        }
+    }
+
+    /// Returns a request that waits.
+    pub(crate) fn get(&self, number: Number) -> Option<&Waiter<T>> {
+        self.waiting.get(&number)
+    }
+
+    /// Returns a request that waits.
+    pub(crate) fn get_mut(&mut self, number: Number) -> Option<&mut Waiter<T>> {
+        self.waiting.get_mut(&number)
+    }
+
+    /// Returns the first request that waits.
+    pub(crate) fn first_mut(&mut self) -> Option<(Number, &mut Waiter<T>)> {
+        self.iter_mut().next()
+    }
+
+    /// Returns the numbers of the requests that wait, in order.
+    pub(crate) fn numbers(&self) -> impl DoubleEndedIterator<Item = Number> {
+        self.waiting.keys().copied()
+    }
+
+    /// Returns the requests that wait, in order.
+    pub(crate) fn iter(&self) -> impl DoubleEndedIterator<Item = (Number, &Waiter<T>)> {
+        self.waiting.iter().map(|(number, waiter)| (*number, waiter))
+    }
+
+    /// Returns the requests that wait, in order.
+    pub(crate) fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
+        self.waiting.iter_mut().map(|(number, waiter)| (*number, waiter))
+    }
+
+    /// Returns the requests that wait, in order, from request `first` on.
+    pub(crate) fn iter_mut_from(&mut self, first: Number) -> impl Iterator<Item = (Number, &mut Waiter<T>)> {
+        self.waiting.range_mut(first..).map(|(number, waiter)| (*number, waiter))
+    }
+}
+
+impl<T> Waiter<T> {
+    /// Returns when the task wakes if the wait has not ended by then.
+    pub(crate) fn wakes_at(&self) -> Instant {
+        self.wakes_at
+    }
+
+    /// Changes when the task wakes if the wait has not ended by then.
+    pub(crate) fn wake_at(&mut self, at: Instant) {
+        if self.wakes_at == at {
+            return;
+        }
+        self.wakes_at = at;
+        if let Some(timer) = &mut self.timer {
+            timer.set(at);
+        }
+    }
+
+    /// Registers the task that polls the wait. It wakes when the wait ends, or at [`wakes_at`](Self::wakes_at).
+    /// Ready if that moment has come; then the task is woken again.
+    pub(crate) fn register(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        match &mut self.waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            None => self.waker = Some(cx.waker().clone()),
+        }
+        let polled = self.timer.get_or_insert_with(|| Timer::at(self.wakes_at)).poll(cx);
+        if polled.is_ready() {
+            // The timer fired after the owner had read the time.
+            cx.waker().wake_by_ref();
+        }
+        polled
+    }
+}
