@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::engine::Core;
 use super::in_flight::Flight;
 use super::limited::Request;
-use super::queue::Number;
 use super::reservation::Settled;
 use super::settings::OnStoreError;
 use crate::clock;
@@ -16,6 +15,7 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
 use crate::store::{Claim, Refusal, StoreEvent, StoreListener};
+use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
 /// A call in flight. Dropping it ends the call.
@@ -99,15 +99,16 @@ impl Core {
         Ok(flights.with(key, |flight| flight.collect(number, now)).flatten())
     }
 
-    /// Polls the wait of `number` for an in-flight slot of `key`.
+    /// Polls the wait of `number` for an in-flight slot of `key`. It ends at `until` at the latest.
     pub(super) fn poll_flight(
         self: &Arc<Self>,
         key: Key,
         number: Number,
+        until: Instant,
         now: Instant,
-        cx: &Context<'_>,
+        cx: &mut Context<'_>,
     ) -> Poll<Settled<Number>> {
-        let polled = self.at_flight(key, |flight, _| flight.poll(number, now, cx));
+        let polled = self.at_flight(key, |flight, wakers| flight.poll(number, until, now, cx, wakers));
         polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
     }
 

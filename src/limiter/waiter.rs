@@ -48,7 +48,7 @@ enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
     HostHold { until: Instant, timer: Option<Timer> },
     /// Waits for an in-flight slot, but not longer than `until`.
-    Seat { number: Number, until: Instant, timer: Option<Timer> },
+    Seat { number: Number, until: Instant },
     /// Waits for a slot.
     Slot,
     /// Waits until its key is not on hold. Only for keys without limits of rates.
@@ -82,9 +82,7 @@ impl Waiter {
         self.seat = seat;
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
-            WaitFor::Seat(number) => {
-                Stage::Seat { number, until: answer_by(self.ticket.bound.latest, now), timer: None }
-            }
+            WaitFor::Seat(number) => Stage::Seat { number, until: answer_by(self.ticket.bound.latest, now) },
             WaitFor::Slot(number) => {
                 self.ticket.number = number;
                 Stage::Slot
@@ -208,15 +206,8 @@ impl Waiter {
     }
 
     fn poll_seat(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let Stage::Seat { number, until, timer } = &mut self.stage else { return Poll::Pending };
-        let settled = match self.core.poll_flight(self.key, *number, now, cx) {
-            Poll::Ready(settled) => settled,
-            Poll::Pending => {
-                ready!(timer.get_or_insert_with(|| Timer::at(*until)).poll(cx));
-                self.core.leave_flight(self.key, *number);
-                Settled::Refused(Refusal::NEVER)
-            }
-        };
+        let Stage::Seat { number, until } = self.stage else { return Poll::Pending };
+        let settled = ready!(self.core.poll_flight(self.key, number, until, now, cx));
         self.stage = Stage::Done;
         let bound = &mut self.ticket.bound;
         if bound.is_none {

@@ -92,6 +92,11 @@ impl<T, O> WaitQueue<T, O> {
         self.waiting.insert(number, Waiter { request, wakes_at, timer: None, waker: None });
     }
 
+    /// Adds a request that does not wait, but has an outcome to collect.
+    pub(crate) fn enter_settled(&mut self, number: Number, outcome: O) {
+        self.settled.insert(number, outcome);
+    }
+
     /// Removes a request, whether its wait has ended or not.
     pub(crate) fn leave(&mut self, number: Number) -> Option<Left<T, O>> {
         match self.waiting.remove(&number) {

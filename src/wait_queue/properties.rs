@@ -16,7 +16,9 @@ const HALF_STEP: Duration = Duration::from_millis(5);
 enum Step {
     /// A request with this value enters, and wakes after so many steps.
     Enter(u8, u32),
-    /// A request that has left or was settled enters again, with its old number.
+    /// A request with this value enters with an outcome.
+    EnterSettled(u8),
+    /// A request that has left or was collected enters again, with its old number.
     Return(usize, u32),
     Poll(usize),
     WakeAt(usize, u32),
@@ -34,6 +36,7 @@ fn step() -> impl Strategy<Value = Step> {
     let which = || 0_usize..16;
     prop_oneof![
         4 => (0..4_u8, 0..5_u32).prop_map(|(value, steps)| Step::Enter(value, steps)),
+        1 => (0..4_u8).prop_map(Step::EnterSettled),
         1 => (which(), 0..5_u32).prop_map(|(which, steps)| Step::Return(which, steps)),
         4 => which().prop_map(Step::Poll),
         2 => (which(), 0..5_u32).prop_map(|(which, steps)| Step::WakeAt(which, steps)),
@@ -131,6 +134,13 @@ impl World {
             Step::Enter(value, steps) => {
                 self.queue.enter(len as Number, value, Self::moment(steps));
                 self.requests.push(Modelled::new(value, Self::moment(steps)));
+            }
+            Step::EnterSettled(value) => {
+                let outcome = self.next_outcome();
+                self.queue.enter_settled(len as Number, outcome);
+                let mut request = Modelled::new(value, Self::moment(0));
+                request.end(Place::Settled(outcome));
+                self.requests.push(request);
             }
             Step::Pass(steps) => tokio::time::advance(STEP * steps).await,
             Step::SettleFirst => {

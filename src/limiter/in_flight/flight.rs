@@ -1,17 +1,16 @@
 //! The calls in flight of one key from this process, and the requests that wait for a seat.
 
-use std::collections::BTreeMap;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::claims::{Claims, Counts};
 use super::validity::Validity;
 use crate::key::Key;
 use crate::key_map::Evict;
-use crate::limiter::queue::Number;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, Refusal, StoreEvent};
+use crate::wait_queue::{Left, Number, WaitQueue};
 use crate::wakers::Wakers;
 
 /// The calls in flight of one key.
@@ -20,10 +19,7 @@ pub(in crate::limiter) struct Flight {
     in_use: u32,
     /// Seats that were granted and are not in use.
     free: u32,
-    /// The requests that wait, in order.
-    waiting: BTreeMap<Number, Waiting>,
-    /// The waits that have ended, until their futures are polled.
-    settled: BTreeMap<Number, Settled<Number>>,
+    waiters: WaitQueue<SeatWait, Settled<Number>>,
     impatient: Impatient,
     /// Whether a request that could have waited longer has left since the last claim.
     gave_up: bool,
@@ -33,17 +29,10 @@ pub(in crate::limiter) struct Flight {
     used_at: Instant,
 }
 
-/// A request that waits.
-struct Waiting {
+/// What is known of a request that waits for a seat.
+struct SeatWait {
     /// The claim whose answer ends the wait of a request that cannot wait.
     until_answer: Option<u64>,
-    waker: Option<Waker>,
-}
-
-impl Waiting {
-    fn is_impatient(&self) -> bool {
-        self.until_answer.is_some()
-    }
 }
 
 /// The requests that cannot wait. Each waits for the answer to one claim only.
@@ -56,8 +45,8 @@ struct Impatient {
 }
 
 impl Impatient {
-    fn remove(&mut self, waiting: &Waiting) {
-        self.count -= usize::from(waiting.is_impatient());
+    fn remove(&mut self, wait: &SeatWait) {
+        self.count -= usize::from(wait.until_answer.is_some());
     }
 }
 
@@ -65,7 +54,7 @@ impl Evict for Flight {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let is_empty = self.in_use == 0 && self.waiting.is_empty() && self.settled.is_empty();
+        let is_empty = self.in_use == 0 && self.waiters.is_empty();
         // The store may still grant seats to requests that have left, and these seats have to be returned.
         (is_empty && self.claims.known == Counts::NONE).then_some(self.used_at)
     }
@@ -76,8 +65,7 @@ impl Flight {
         Flight {
             in_use: 0,
             free: 0,
-            waiting: BTreeMap::new(),
-            settled: BTreeMap::new(),
+            waiters: WaitQueue::default(),
             impatient: Impatient::default(),
             gave_up: false,
             claims: Claims::new(),
@@ -93,16 +81,16 @@ impl Flight {
 
     /// Returns how many requests wait.
     pub(in crate::limiter) fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.waiters.waiting()
     }
 
     /// Enters a request, which waits even if a seat is free: [`collect`](Flight::collect) returns its result.
     /// An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // If requests wait although the last claim was answered, no seat is free anywhere.
-        let none_left = !self.waiting.is_empty() || self.claims.known.queued > 0;
+        let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
-            self.settled.insert(number, Settled::Refused(Refusal::NEVER));
+            self.waiters.enter_settled(number, Settled::Refused(Refusal::NEVER));
             return;
         }
         let mut until_answer = None;
@@ -111,13 +99,14 @@ impl Flight {
             self.impatient = Impatient { count: self.impatient.count + 1, until_answer: next_claim };
             until_answer = Some(next_claim);
         }
-        self.waiting.insert(number, Waiting { until_answer, waker: None });
+        // Its poll sets when its task wakes.
+        self.waiters.enter(number, SeatWait { until_answer }, now);
         self.seat(now, &mut Wakers::default());
     }
 
     /// Returns the claim to send to the store, if one is due.
     pub(in crate::limiter) fn claim(&mut self, key: Key, limit: u32, ttl: Duration) -> Option<Claim> {
-        let queued = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
+        let queued = u32::try_from(self.waiting()).unwrap_or(u32::MAX);
         let counts = Counts { in_use: self.in_use, queued };
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
         let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
@@ -137,12 +126,12 @@ impl Flight {
     /// Returns how the wait of `number` ended, if it did. If the seat it got may belong to another process by
     /// now, the request waits on, in its old place.
     pub(in crate::limiter) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
-        let settled = self.settled.remove(&number)?;
+        let settled = self.waiters.collect(number)?;
         if let Settled::Granted(seat) = settled
             && self.is_lost(seat, now)
         {
             self.in_use -= 1;
-            self.waiting.insert(number, Waiting { until_answer: None, waker: None });
+            self.waiters.enter(number, SeatWait { until_answer: None }, now);
             return None;
         }
         Some(settled)
@@ -153,19 +142,26 @@ impl Flight {
         self.validity.is_lost(seat, now)
     }
 
-    /// The same as [`collect`](Flight::collect). If the wait has not ended, the task is woken when it does.
+    /// Polls the wait of `number`, which ends at `until` at the latest. If it has not ended, the task is woken when it
+    /// does.
     pub(in crate::limiter) fn poll(
         &mut self,
         number: Number,
+        until: Instant,
         now: Instant,
-        cx: &Context<'_>,
+        cx: &mut Context<'_>,
+        wakers: &mut Wakers,
     ) -> Poll<Settled<Number>> {
-        let settled = self.collect(number, now);
-        if let Some(waiting) = self.waiting.get_mut(&number) {
-            waiting.waker = Some(cx.waker().clone());
-            return Poll::Pending;
+        if let Some(settled) = self.collect(number, now) {
+            return Poll::Ready(settled);
         }
-        Poll::Ready(settled.unwrap_or(Settled::Refused(Refusal::NEVER)))
+        let Some(waiter) = self.waiters.get_mut(number).filter(|_| now < until) else {
+            self.leave(number, now, wakers);
+            return Poll::Ready(Settled::Refused(Refusal::NEVER));
+        };
+        waiter.wake_at(until);
+        _ = waiter.register(cx);
+        Poll::Pending
     }
 
     /// Ready if `seat` is lost. Else the task is woken when it is.
@@ -175,12 +171,14 @@ impl Flight {
 
     /// Ends the wait of `number`. A seat that it got goes to the next request.
     pub(in crate::limiter) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
-        if let Some(waiting) = self.waiting.remove(&number) {
-            self.impatient.remove(&waiting);
-            self.gave_up |= !waiting.is_impatient();
-            self.used_at = now;
-        } else if let Some(Settled::Granted(seat)) = self.settled.remove(&number) {
-            self.end(seat, now, wakers);
+        match self.waiters.leave(number) {
+            Some(Left::Waiting(wait)) => {
+                self.impatient.remove(&wait);
+                self.gave_up |= wait.until_answer.is_none();
+                self.used_at = now;
+            }
+            Some(Left::Settled(Settled::Granted(seat))) => self.end(seat, now, wakers),
+            Some(Left::Settled(_)) | None => {}
         }
     }
 
@@ -207,7 +205,8 @@ impl Flight {
             }
             StoreEvent::Failed(error) => {
                 self.claims.failed();
-                self.settle(|_| true, &Settled::Failed(error), wakers);
+                self.waiters.settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
+                self.impatient.count = 0;
             }
             StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
             StoreEvent::ClaimExpired => self.validity.lose_all(wakers),
@@ -219,38 +218,24 @@ impl Flight {
 
     /// Gives the free seats to the requests that came first.
     fn seat(&mut self, now: Instant, wakers: &mut Wakers) {
-        while self.free > 0
-            && self.validity.is_valid(now)
-            && let Some((number, waiting)) = self.waiting.pop_first()
-        {
+        while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
+            let granted = Settled::Granted(next_number());
+            let Some(wait) = self.waiters.settle_first(granted, None, wakers) else { return };
             self.free -= 1;
             self.in_use += 1;
-            self.impatient.remove(&waiting);
-            self.settled.insert(number, Settled::Granted(next_number()));
-            wakers.add(waiting.waker);
+            self.impatient.remove(&wait);
         }
     }
 
     /// Refuses the requests that waited for the answer to the claim `number`, or an earlier one.
     fn refuse_impatient(&mut self, number: u64, wakers: &mut Wakers) {
         if self.impatient.count > 0 {
-            let is_answered = |waiting: &Waiting| waiting.until_answer.is_some_and(|until| until <= number);
-            self.settle(is_answered, &Settled::Refused(Refusal::NEVER), wakers);
+            let refuse = |_, wait: &SeatWait| {
+                let is_answered = wait.until_answer.is_some_and(|until| until <= number);
+                is_answered.then_some(Settled::Refused(Refusal::NEVER))
+            };
+            self.impatient.count -= self.waiters.settle_where(refuse, wakers);
         }
-    }
-
-    /// Ends the waits of the requests that `which` selects.
-    fn settle(&mut self, which: impl Fn(&Waiting) -> bool, end: &Settled<Number>, wakers: &mut Wakers) {
-        let Flight { waiting, settled, impatient, .. } = self;
-        waiting.retain(|&number, waiting| {
-            if !which(waiting) {
-                return true;
-            }
-            impatient.remove(waiting);
-            settled.insert(number, end.clone());
-            wakers.add(waiting.waker.take());
-            false
-        });
     }
 }
 

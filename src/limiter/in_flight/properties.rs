@@ -13,10 +13,10 @@ use super::Flight;
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Claimed, Micros, Seats, Told};
-use crate::limiter::queue::Number;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, StoreEvent};
+use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
 const LIFE: Micros = 10_000_000;

@@ -5,8 +5,8 @@ use std::mem;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use crate::limiter::queue::Number;
 use crate::limiter::queue::next_number;
+use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
 /// Until when the seats of a process count, and which of them are lost.
