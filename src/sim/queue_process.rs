@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crate::pace::Pace;
 use crate::rng::Dice;
 use crate::signal::Signal;
-use crate::throttle::{Flight, Number, PacedQueue, Refused};
+use crate::throttle::{Flight, PacedQueue, Refused};
+use crate::wait_queue::Number;
 
 /// A queue, and the caller of each request in it.
 pub(super) struct QueueProcess {

@@ -10,7 +10,7 @@
 //! | `peer_view` | what this process knows of the register, and what it has not written yet |
 //! | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
 //! | `sharing` | how a paced queue takes turns with other processes |
-//! | `sync_task_state` | whether a sync task serves a key and makes progress |
+//! | `sync` | the supervision of the sync task of a key |
 //! | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 //! | `engine` | the waiters of all keys, and the listener of store events |
 //! | `sync_task` | the task that writes the register of one key |
@@ -30,9 +30,9 @@ mod permit;
 #[cfg(test)]
 mod properties;
 mod sharing;
+mod sync;
 mod sync_state;
 mod sync_task;
-mod sync_task_state;
 mod waiters;
 mod written_wait;
 
@@ -55,7 +55,7 @@ use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "sim")]
-pub(crate) use paced_queue::{Flight, Number, PacedQueue, Refused};
+pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{Back, Wait};
 

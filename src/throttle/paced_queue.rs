@@ -12,9 +12,7 @@ use super::peer_view::{Event, PeerView};
 use crate::clock;
 use crate::pace::{Call, Dice, Pace, Reply};
 use crate::signal::Signal;
-
-/// The number of a request in its queue, in the order of arrival.
-pub(crate) type Number = u64;
+use crate::wait_queue::Number;
 
 #[derive(Debug)]
 pub(crate) struct PacedQueue {

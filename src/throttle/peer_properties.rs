@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::pace_state::PaceState;
-use super::paced_queue::{Flight, Number, PacedQueue};
+use super::paced_queue::{Flight, PacedQueue};
 use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
 use crate::pace::{Dice, Notes, Pace, Traffic};
 use crate::signal::Signal;
 use crate::store::{Recipients, Register};
+use crate::wait_queue::Number;
 
 const INTERVAL: Duration = Duration::from_millis(1000);
 const REQUEST: Duration = Duration::from_millis(100);

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::engine::{Core, Since};
-use super::paced_queue::{Flight, Number};
+use super::paced_queue::Flight;
 use crate::clock;
 use crate::error::Limited;
 use crate::events;
 use crate::key::Key;
 use crate::signal::Signal;
+use crate::wait_queue::Number;
 
 /// The right to send one request at the pace that the throttle has learned.
 ///

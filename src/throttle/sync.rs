@@ -1,10 +1,17 @@
-//! Whether a sync task serves a key, and whether it makes progress.
+//! The supervision of the sync task of one key.
+//!
+//! A sync task writes the register for all waiters of a key. It runs in the runtime of some caller, and that runtime may be
+//! dropped or stand still. So the waiters watch the task: if it is late, or was lost, the next change of the key starts
+//! another one. A task that was replaced ends once it notices that its number is out of date.
 
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use super::paced_queue::PacedQueue;
+use super::peer_view::Mark;
+use super::sync_state::CasRequest;
 use crate::clock;
+use crate::error::StoreError;
 use crate::rng::dice;
 use crate::wakers::Wakers;
 
@@ -14,9 +21,17 @@ const LONGEST_START: Duration = Duration::from_secs(1);
 /// A store that has not answered within this time is unreachable.
 const LONGEST_ANSWER: Duration = Duration::from_secs(10);
 
+/// Whether a sync task serves a key, and the tasks that wait until it has written the register.
+#[derive(Debug, Default)]
+pub(super) struct SyncSupervisor {
+    task: SyncTaskState,
+    written_wakers: Vec<Waker>,
+}
+
 /// Whether a sync task serves the key.
-#[derive(Debug)]
-pub(super) enum SyncTaskState {
+#[derive(Debug, Default)]
+enum SyncTaskState {
+    #[default]
     Absent,
     Running {
         /// The task's number. A task with another number has been replaced, and ends.
@@ -29,14 +44,127 @@ pub(super) enum SyncTaskState {
     },
 }
 
+/// What the sync task does next.
+pub(super) enum NextSync {
+    Send(CasRequest),
+    SleepUntil(Instant),
+    End,
+}
+
+impl SyncSupervisor {
+    /// Reports whether the task with this number serves the key.
+    pub(super) fn is_served_by(&self, number: u64) -> bool {
+        self.task.is(number)
+    }
+
+    /// Returns the moment at which the task, or its call of the store, is late.
+    pub(super) fn late_at(&self, queue: &PacedQueue) -> Option<Instant> {
+        self.task.late_at(queue)
+    }
+
+    /// Waits until the register has everything that happened before `mark`. If it has not, wakes the task once it has, and
+    /// returns the moment at which to poll again at the latest.
+    pub(super) fn poll_written(
+        &mut self,
+        queue: &PacedQueue,
+        mark: Mark,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> Result<Result<(), StoreError>, Instant> {
+        match queue.is_written(mark) {
+            Ok(false) => {}
+            Ok(true) => return Ok(Ok(())),
+            Err(error) => return Ok(Err(error)),
+        }
+        if !self.written_wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+            self.written_wakers.push(cx.waker().clone());
+        }
+        Err(self.late_at(queue).unwrap_or_else(|| clock::after(now, LONGEST_START)))
+    }
+
+    /// Wakes the tasks that wait until the register is written.
+    pub(super) fn wake_written(&mut self, wakers: &mut Wakers) {
+        wakers.add(self.written_wakers.drain(..));
+    }
+
+    /// If the task is late, gives it up, and its compare-and-set as lost. Returns whether it was late.
+    pub(super) fn give_up_late_task(
+        &mut self,
+        queue: &mut PacedQueue,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> bool {
+        if !self.task.is_late(queue, now) {
+            return false;
+        }
+        // The runtime of the task makes no progress, or the store does not answer.
+        queue.cas_answered(Err(StoreError::Lost), now, now);
+        self.task = SyncTaskState::Absent;
+        self.wake_written(wakers);
+        true
+    }
+
+    /// Calls the task if a compare-and-set is due. Returns the number of a task to start if none serves the key.
+    pub(super) fn call_task(&mut self, queue: &PacedQueue, now: Instant, wakers: &mut Wakers) -> Option<u64> {
+        let due = queue.next_cas_at()?;
+        self.task.call(due, now, wakers)
+    }
+
+    /// Returns what sync task `number` does next. A task that sleeps is woken if something is due earlier.
+    pub(super) fn next(
+        &mut self,
+        number: u64,
+        queue: &mut PacedQueue,
+        now: Instant,
+        cx: &Context<'_>,
+    ) -> NextSync {
+        if !self.task.is(number) {
+            return NextSync::End;
+        }
+        let request = queue.next_cas(now);
+        let runs_at = queue.next_cas_at();
+        let next = match (request, runs_at) {
+            (Some(request), _) => NextSync::Send(request),
+            (None, Some(at)) => NextSync::SleepUntil(at),
+            (None, None) => {
+                self.task = SyncTaskState::Absent;
+                return NextSync::End;
+            }
+        };
+        self.task.ran(number, runs_at, cx);
+        next
+    }
+
+    /// Notes that sync task `number` was dropped with its runtime, and a compare-and-set sent at `sent` with it. Returns
+    /// whether the task served the key.
+    pub(super) fn task_lost(
+        &mut self,
+        number: u64,
+        queue: &mut PacedQueue,
+        sent: Option<Instant>,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> bool {
+        if !self.task.is(number) {
+            return false;
+        }
+        self.task = SyncTaskState::Absent;
+        self.wake_written(wakers);
+        if let Some(sent) = sent {
+            queue.cas_answered(Err(StoreError::Lost), sent, now);
+        }
+        true
+    }
+}
+
 impl SyncTaskState {
     /// Reports whether the task with this number serves the key.
-    pub(super) fn is(&self, task: u64) -> bool {
+    fn is(&self, task: u64) -> bool {
         matches!(self, SyncTaskState::Running { number, .. } if *number == task)
     }
 
     /// Sees to it that a task runs at `due`: wakes the one that serves the key, or returns the number of one to start.
-    pub(super) fn call(&mut self, due: Instant, now: Instant, wakers: &mut Wakers) -> Option<u64> {
+    fn call(&mut self, due: Instant, now: Instant, wakers: &mut Wakers) -> Option<u64> {
         match self {
             SyncTaskState::Running { runs_at, waker, called_at, .. } => {
                 if runs_at.is_none_or(|at| due < at) {
@@ -56,13 +184,13 @@ impl SyncTaskState {
     }
 
     /// Notes that the task with this number has run, and when it runs next if it does not end.
-    pub(super) fn ran(&mut self, number: u64, runs_at: Option<Instant>, cx: &Context<'_>) {
+    fn ran(&mut self, number: u64, runs_at: Option<Instant>, cx: &Context<'_>) {
         let waker = runs_at.map(|_| cx.waker().clone());
         *self = SyncTaskState::Running { number, runs_at, waker, called_at: None };
     }
 
     /// Returns the moment at which the task, or its call of the store, is late.
-    pub(super) fn late_at(&self, queue: &PacedQueue) -> Option<Instant> {
+    fn late_at(&self, queue: &PacedQueue) -> Option<Instant> {
         let SyncTaskState::Running { called_at, .. } = self else { return None };
         match queue.cas_sent_at() {
             Some(sent) => Some(clock::after(sent, LONGEST_ANSWER)),
@@ -71,13 +199,8 @@ impl SyncTaskState {
     }
 
     /// Reports whether the task was called, or called the store, and is late.
-    pub(super) fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
+    fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
         let is_called = matches!(self, SyncTaskState::Running { called_at: Some(_), .. });
         (is_called || queue.cas_sent_at().is_some()) && self.late_at(queue).is_some_and(|at| at <= now)
-    }
-
-    /// Returns the moment at which a call that is due at once is late, for a key without a task.
-    pub(super) fn late_if_called(now: Instant) -> Instant {
-        clock::after(now, LONGEST_START)
     }
 }

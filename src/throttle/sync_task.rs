@@ -10,9 +10,8 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, SharedPace};
+use super::sync::NextSync;
 use super::sync_state::{CasRequest, StoreChange};
-
-use super::waiters::NextSync;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
@@ -88,7 +87,9 @@ impl Future for SyncTask {
                 self.cas_answered(answer, sent);
             }
             let now = clock::now();
-            let next = self.core.find(self.key, |waiters| waiters.next_sync(self.number, now, cx));
+            let next = self
+                .core
+                .find(self.key, |waiters| waiters.sync.next(self.number, &mut waiters.queue, now, cx));
             match next {
                 Some(NextSync::Send(request)) => match self.send(request) {
                     StoreReply::Ready(answer) => self.cas_answered(answer, now),

@@ -1,27 +1,25 @@
 //! The waiters of one key: a paced queue in real time, with wakers and timers.
 //!
-//! Each waiter has a timer. Only the timer of the first waiter without a permit follows the queue's next slot; the
-//! timer of every other waiter fires when that waiter must give up. So a slot wakes one task, not all of them.
+//! The [`PacedQueue`] decides which request leaves when, and the [`WaitQueue`] keeps the requests whose futures wait. Only
+//! the timer of the first waiter follows the next slot of the paced queue. The timer of every other waiter fires when that
+//! waiter must give up. So a slot wakes one task, not all of them.
 //!
-//! Every change of the queue ends in [`Waiters::grant_due`], which grants what is due and sets that timer.
+//! Every change of the paced queue ends in [`Waiters::grant_due`], which grants what is due and sets the timer of the first
+//! waiter.
 
-use std::collections::BTreeMap;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::paced_queue::{Flight, Number, PacedQueue};
-use super::peer_view::Mark;
-use super::sync_state::{CasRequest, StoreChange};
-use super::sync_task_state::SyncTaskState;
-use crate::clock::{self, Timer};
+use super::paced_queue::{Flight, PacedQueue};
+use super::sync::SyncSupervisor;
+use super::sync_state::StoreChange;
+use crate::clock;
 use crate::error::StoreError;
 use crate::key_map::Evict;
 use crate::signal::Signal;
 use crate::store::Register;
+use crate::wait_queue::{Left, Number, WaitQueue, answer_by};
 use crate::wakers::Wakers;
-
-/// How long a request that cannot wait for its turn waits for an answer of the store.
-const LONGEST_QUESTION: Duration = Duration::from_secs(1);
 
 /// How long the pace of an idle key is worth keeping.
 const WORTHLESS_AFTER: Duration = Duration::from_secs(3600);
@@ -29,27 +27,20 @@ const WORTHLESS_AFTER: Duration = Duration::from_secs(3600);
 #[derive(Debug)]
 pub(super) struct Waiters {
     pub(super) queue: PacedQueue,
-    waiting: BTreeMap<Number, Waiter>,
+    /// The requests whose futures wait. A wait ends with a request in flight.
+    waits: WaitQueue<TurnWait, Flight>,
     /// When a request arrived or was answered last, or the key was held or released.
     last_used: Instant,
-    sync_task: SyncTaskState,
-    /// The tasks that wait until the register has what happened here.
-    written_wakers: Vec<Waker>,
+    pub(super) sync: SyncSupervisor,
 }
 
-/// A request that waits for its turn.
+/// What is known of a request that waits for its turn.
 #[derive(Debug)]
-struct Waiter {
+struct TurnWait {
     /// Until when the request can wait for its turn.
     latest: Instant,
     /// Until when the request waits at least for the store to say whether it may leave at once.
     answer_by: Instant,
-    /// The request's turn, which its task has not collected yet.
-    granted: Option<Flight>,
-    /// The moment at which the timer stands.
-    wakes_at: Instant,
-    timer: Option<Timer>,
-    waker: Option<Waker>,
 }
 
 /// Why a request cannot wait for its turn, and when it could have left if that is known.
@@ -58,13 +49,6 @@ pub(super) struct TooLate {
     /// Whether the key is on hold for longer than the request can wait.
     pub(super) is_held: bool,
     pub(super) retry_at: Option<Instant>,
-}
-
-/// What the sync task does next.
-pub(super) enum NextSync {
-    Send(CasRequest),
-    SleepUntil(Instant),
-    End,
 }
 
 /// What becomes of a request that arrives.
@@ -78,13 +62,7 @@ pub(super) enum Arrival {
 
 impl Waiters {
     pub(super) fn new(queue: PacedQueue, now: Instant) -> Self {
-        Waiters {
-            queue,
-            waiting: BTreeMap::new(),
-            last_used: now,
-            sync_task: SyncTaskState::Absent,
-            written_wakers: Vec::new(),
-        }
+        Waiters { queue, waits: WaitQueue::default(), last_used: now, sync: SyncSupervisor::default() }
     }
 
     /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue` others wait.
@@ -100,7 +78,7 @@ impl Waiters {
             return Arrival::TooLate(late);
         }
         let number = self.queue.arrived(now);
-        if self.waiting.is_empty()
+        if self.waits.is_empty()
             && let Some(flight) = self.queue.depart(now)
         {
             // No other request waits, so the flight is this request's.
@@ -108,11 +86,10 @@ impl Waiters {
         }
         self.wait(number, latest, now);
         self.grant_due(now, Some(number), wakers);
-        if let Some(flight) = self.collect(number) {
+        if let Some(flight) = self.waits.collect(number) {
             return Arrival::Leaves(flight);
         }
-        if self.waits_until(number, now) <= now {
-            let late = TooLate { is_held: false, retry_at: self.queue.slot() };
+        if let Some(late) = self.too_late(self.waits_until(number, now), now) {
             self.leave(number, now, wakers);
             return Arrival::TooLate(late);
         }
@@ -124,9 +101,8 @@ impl Waiters {
     }
 
     fn wait(&mut self, number: Number, latest: Instant, now: Instant) {
-        let answer_by = if latest <= now { clock::after(now, LONGEST_QUESTION) } else { latest };
-        let waiter = Waiter { latest, answer_by, granted: None, wakes_at: latest, timer: None, waker: None };
-        self.waiting.insert(number, waiter);
+        let answer_by = answer_by(latest, now);
+        self.waits.enter(number, TurnWait { latest, answer_by }, latest);
     }
 
     /// Polls the wait of request `number`.
@@ -138,42 +114,28 @@ impl Waiters {
         wakers: &mut Wakers,
     ) -> Poll<Result<Flight, TooLate>> {
         self.grant_due(now, Some(number), wakers);
-        if let Some(flight) = self.collect(number) {
+        if let Some(flight) = self.waits.collect(number) {
             return Poll::Ready(Ok(flight));
         }
-        let is_first = self.first() == Some(number);
-        let look_at = self.look_at().filter(|_| is_first);
         let latest = self.waits_until(number, now);
-        let late = match self.held_beyond(latest, now) {
-            Some(late) => Some(late),
-            None if latest <= now => Some(TooLate { is_held: false, retry_at: self.queue.slot() }),
-            None => None,
-        };
-        if let Some(late) = late {
+        if let Some(late) = self.too_late(latest, now) {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(late));
         }
-        let Some(waiter) = self.waiting.get_mut(&number) else {
-            // The request has left the queue, so nothing polls it again.
-            return Poll::Pending;
-        };
-        waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
-        waiter.waker = Some(cx.waker().clone());
-        let wakes_at = waiter.wakes_at;
-        if waiter.timer.get_or_insert_with(|| Timer::at(wakes_at)).poll(cx).is_ready() {
-            // The timer came due after `now` was read.
-            cx.waker().wake_by_ref();
+        let is_first = self.waits.numbers().next() == Some(number);
+        let look_at = self.look_at().filter(|_| is_first);
+        if let Some(waiter) = self.waits.get_mut(number) {
+            waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
+            _ = waiter.register(cx);
         }
         Poll::Pending
     }
 
     /// Ends the wait of request `number`. If its turn had come, the next request has it.
     pub(super) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
-        match self.waiting.remove(&number).and_then(|waiter| waiter.granted) {
-            Some(flight) => self.queue.unsent(flight, now),
-            None => {
-                self.queue.leave(number);
-            }
+        match self.waits.leave(number) {
+            Some(Left::Settled(flight)) => self.queue.unsent(flight, now),
+            Some(Left::Waiting(_)) | None => _ = self.queue.leave(number),
         }
         self.grant_due(now, None, wakers);
     }
@@ -233,53 +195,39 @@ impl Waiters {
         self.grant_due(now, None, wakers);
     }
 
-    /// Grants every turn that is due, and sets the timer of the first waiter without one. The task that waits for request
-    /// `polled` runs already, so it is not woken.
-    fn grant_due(&mut self, now: Instant, polled: Option<Number>, wakers: &mut Wakers) {
+    /// Grants every turn that is due, and sets the timer of the first waiter. The task that waits for request `running` runs
+    /// already, so it is not woken.
+    fn grant_due(&mut self, now: Instant, running: Option<Number>, wakers: &mut Wakers) {
         while let Some(flight) = self.queue.depart(now) {
-            let number = flight.number;
-            let Some(waiter) = self.waiting.get_mut(&number) else {
+            if let Err(flight) = self.waits.settle(flight.number, flight, running, wakers) {
                 self.queue.unsent(flight, now);
-                continue;
-            };
-            waiter.granted = Some(flight);
-            if polled != Some(number) {
-                wakers.add(waiter.waker.take());
             }
         }
         let look_at = self.look_at();
-        if let Some(first) = self.waiting.values_mut().find(|waiter| waiter.granted.is_none())
+        if let Some((_, first)) = self.waits.first_mut()
             && let Some(at) = look_at
         {
-            first.wake_at(at.min(first.latest));
+            first.wake_at(at.min(first.request.latest));
         }
-    }
-
-    /// Takes the turn of request `number`, if it has come.
-    fn collect(&mut self, number: Number) -> Option<Flight> {
-        let flight = self.waiting.get_mut(&number)?.granted.take()?;
-        self.waiting.remove(&number);
-        Some(flight)
-    }
-
-    /// Returns the first request that waits for its turn.
-    fn first(&self) -> Option<Number> {
-        self.waiting.iter().find(|(_, waiter)| waiter.granted.is_none()).map(|(number, _)| *number)
     }
 
     /// Returns when to poll the first waiter again if nothing else happens.
     fn look_at(&self) -> Option<Instant> {
-        self.queue.look_at().into_iter().chain(self.sync_task.late_at(&self.queue)).min()
+        self.queue.look_at().into_iter().chain(self.sync.late_at(&self.queue)).min()
     }
 
     /// Returns until when request `number` waits. A request that cannot wait for its turn still waits for an answer of the
     /// store, if one is under way.
     fn waits_until(&self, number: Number, now: Instant) -> Instant {
-        let Some(waiter) = self.waiting.get(&number) else { return now };
-        match self.queue.awaits_register() {
-            true => waiter.latest.max(waiter.answer_by),
-            false => waiter.latest,
-        }
+        let Some(waiter) = self.waits.get(number) else { return now };
+        let TurnWait { latest, answer_by } = waiter.request;
+        if self.queue.awaits_register() { latest.max(answer_by) } else { latest }
+    }
+
+    /// Returns the refusal of a request that waits until `latest`, if its wait is over, or if the key is on hold for longer.
+    fn too_late(&self, latest: Instant, now: Instant) -> Option<TooLate> {
+        let is_over = || TooLate { is_held: false, retry_at: self.queue.slot() };
+        self.held_beyond(latest, now).or_else(|| (latest <= now).then(is_over))
     }
 
     /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for longer.
@@ -290,70 +238,22 @@ impl Waiters {
 
     /// If the hold ends later than `held_before`, wakes the waiters that cannot wait for its end.
     fn wake_held(&mut self, held_before: Option<Instant>, wakers: &mut Wakers) {
-        let Some(until) = self.queue.pace_state.held_until.filter(|until| Some(*until) > held_before) else {
-            return;
-        };
-        for waiter in self.waiting.values_mut().filter(|waiter| waiter.latest < until) {
-            wakers.add(waiter.waker.take());
+        let held_until = self.queue.pace_state.held_until;
+        if let Some(until) = held_until.filter(|until| Some(*until) > held_before) {
+            self.waits.wake_where(|wait| wait.latest < until, wakers);
         }
     }
+}
 
-    // ── for a pace that processes share ──
-
-    /// Waits until the register has everything that happened before `mark`. If it has not, wakes the task once it has, and
-    /// returns the moment at which to poll again at the latest.
-    pub(super) fn poll_written(
-        &mut self,
-        mark: Mark,
-        now: Instant,
-        cx: &Context<'_>,
-    ) -> Result<Result<(), StoreError>, Instant> {
-        match self.queue.is_written(mark) {
-            Ok(false) => {}
-            Ok(true) => return Ok(Ok(())),
-            Err(error) => return Ok(Err(error)),
-        }
-        if !self.written_wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
-            self.written_wakers.push(cx.waker().clone());
-        }
-        Err(self.sync_task.late_at(&self.queue).unwrap_or_else(|| SyncTaskState::late_if_called(now)))
-    }
-
-    fn wake_written(&mut self, wakers: &mut Wakers) {
-        self.written_wakers.drain(..).for_each(|waker| wakers.add(Some(waker)));
-    }
-
+/// What a pace that processes share adds.
+impl Waiters {
     /// Calls the sync task if a compare-and-set is due. Returns the number of a task to start if none serves the key, or
     /// if the one that does is late.
     pub(super) fn needs_sync_task(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
-        if self.sync_task.is_late(&self.queue, now) {
-            // The runtime of the task makes no progress, or the store does not answer.
-            self.queue.cas_answered(Err(StoreError::Lost), now, now);
-            self.sync_task = SyncTaskState::Absent;
-            self.wake_written(wakers);
+        if self.sync.give_up_late_task(&mut self.queue, now, wakers) {
             self.grant_due(now, None, wakers);
         }
-        let due = self.queue.next_cas_at()?;
-        self.sync_task.call(due, now, wakers)
-    }
-
-    /// Returns what sync task `number` does next. A task that sleeps is woken if something is due earlier.
-    pub(super) fn next_sync(&mut self, number: u64, now: Instant, cx: &Context<'_>) -> NextSync {
-        if !self.sync_task.is(number) {
-            return NextSync::End;
-        }
-        let request = self.queue.next_cas(now);
-        let at = self.queue.next_cas_at();
-        if request.is_none() && at.is_none() {
-            self.sync_task = SyncTaskState::Absent;
-            return NextSync::End;
-        }
-        self.sync_task.ran(number, at, cx);
-        match (request, at) {
-            (Some(request), _) => NextSync::Send(request),
-            (None, Some(at)) => NextSync::SleepUntil(at),
-            (None, None) => NextSync::End,
-        }
+        self.sync.call_task(&self.queue, now, wakers)
     }
 
     /// Takes the store's answer to the compare-and-set that sync task `number` sent at `sent`.
@@ -365,12 +265,12 @@ impl Waiters {
         now: Instant,
         wakers: &mut Wakers,
     ) -> Option<StoreChange> {
-        if !self.sync_task.is(number) {
+        if !self.sync.is_served_by(number) {
             return None;
         }
         let held_before = self.queue.pace_state.held_until;
         let change = self.queue.cas_answered(answer, sent, now);
-        self.wake_written(wakers);
+        self.sync.wake_written(wakers);
         self.peers_changed(held_before, now, wakers);
         change
     }
@@ -384,15 +284,9 @@ impl Waiters {
         now: Instant,
         wakers: &mut Wakers,
     ) {
-        if !self.sync_task.is(number) {
-            return;
+        if self.sync.task_lost(number, &mut self.queue, sent, now, wakers) {
+            self.waits.wake_where(|_| true, wakers);
         }
-        self.sync_task = SyncTaskState::Absent;
-        self.wake_written(wakers);
-        if let Some(sent) = sent {
-            self.queue.cas_answered(Err(StoreError::Lost), sent, now);
-        }
-        self.waiting.values_mut().for_each(|waiter| wakers.add(waiter.waker.take()));
     }
 
     /// Takes the register that another process has written.
@@ -406,21 +300,7 @@ impl Waiters {
         self.wake_held(held_before, wakers);
         self.grant_due(now, None, wakers);
         // The requests that waited only for the store's answer have it now.
-        for waiter in self.waiting.values_mut().filter(|waiter| waiter.latest <= now) {
-            wakers.add(waiter.waker.take());
-        }
-    }
-}
-
-impl Waiter {
-    fn wake_at(&mut self, at: Instant) {
-        if self.wakes_at == at {
-            return;
-        }
-        self.wakes_at = at;
-        if let Some(timer) = &mut self.timer {
-            timer.set(at);
-        }
+        self.waits.wake_where(|wait| wait.latest <= now, wakers);
     }
 }
 
@@ -428,7 +308,7 @@ impl Evict for Waiters {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let is_idle = self.waiting.is_empty() && self.queue.in_flight == 0;
+        let is_idle = self.waits.is_empty() && self.queue.in_flight == 0;
         is_idle.then(|| {
             self.queue.pace_state.held_until.map_or(self.last_used, |until| until.max(self.last_used))
         })

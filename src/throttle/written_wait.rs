@@ -31,7 +31,8 @@ impl Future for WrittenWait<'_> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
         let mark = self.mark;
-        let polled = self.core.at(self.key, |waiters, _| waiters.poll_written(mark, now, cx));
+        let polled =
+            self.core.at(self.key, |waiters, _| waiters.sync.poll_written(&waiters.queue, mark, now, cx));
         let at = match polled {
             Some(Ok(done)) => return Poll::Ready(done),
             Some(Err(at)) => at,
