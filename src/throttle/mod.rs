@@ -7,9 +7,11 @@
 //! | `pace_state` | the pace of one key, its last request and its hold: what processes share |
 //! | `peers` | the processes that share the pace, as the register lists them |
 //! | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
-//! | `peer_view` | what this process knows of the register, and what it has not written yet |
+//! | `peer_view` | what this process knows of the register |
+//! | `event_log` | what happened at this process and is not in the register yet |
+//! | `local_queue` | the requests of this process for one key |
+//! | `sharing` | how a process takes turns with others |
 //! | `paced_queue` | the queue of one key, without timers, tasks or a clock; the simulator runs it in virtual time |
-//! | `sharing` | how a paced queue takes turns with other processes |
 //! | `sync` | the supervision of the sync task of a key |
 //! | `waiters` | a paced queue with wakers and timers; only the first waiter's timer follows the next slot |
 //! | `engine` | the waiters of all keys, and the listener of store events |
@@ -20,6 +22,8 @@
 //! The throttle does not decide how fast requests leave: the [pace](crate::pace) does.
 
 mod engine;
+mod event_log;
+mod local_queue;
 mod pace_state;
 mod paced_queue;
 #[cfg(test)]
@@ -128,7 +132,7 @@ impl Throttle {
 
     /// Returns how many requests for `key` this process has in flight.
     pub fn in_flight(&self, key: Key) -> usize {
-        self.core.find(key, |waiters| waiters.queue.in_flight).unwrap_or(0)
+        self.core.find(key, |waiters| waiters.queue.in_flight()).unwrap_or(0)
     }
 
     /// Holds `key` for `span`, at most one day: no request leaves in any process that shares the pace.

@@ -1,40 +1,28 @@
 //! The queue of one key: requests leave in the order of their arrival, at the speed of the key's pace.
 //!
 //! The queue has no timer, no task and no clock. Its methods take the moment and return which request leaves, and when to
-//! look again. The simulator runs it in virtual time. If processes share the pace, [`sharing`](super::sharing) has the
-//! methods for that.
+//! look again. The simulator runs it in virtual time.
+//!
+//! A [`LocalQueue`] has the requests of this process. If processes share the pace, a [`Sharing`] has what this process
+//! knows of the others. Without it, or while the store is unreachable, the queue works alone.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::event_log::{Event, Mark};
+use super::local_queue::{LocalQueue, QueuedCall};
 use super::pace_state::{Load, PaceState};
-use super::peer_view::{Event, PeerView};
-use crate::clock;
+use super::sharing::Sharing;
+use super::sync_state::{CasRequest, StoreChange};
+use crate::error::StoreError;
 use crate::pace::{Call, Dice, Pace, Reply};
 use crate::signal::Signal;
+use crate::store::Register;
 use crate::wait_queue::Number;
 
 #[derive(Debug)]
 pub(crate) struct PacedQueue {
-    pub(super) pace_state: PaceState,
-    pub(super) dice: Dice,
-    /// The requests that wait for their turn. A refused request keeps its number, so it is first again.
-    pub(super) waiting: BTreeMap<Number, QueuedCall>,
-    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait for their turn.
-    asleep: BTreeMap<(Instant, Number), QueuedCall>,
-    next: Number,
-    /// Requests sent and not yet answered.
-    pub(super) in_flight: usize,
-    /// What this process knows of the register, if processes share the pace.
-    pub(super) view: Option<Box<PeerView>>,
-}
-
-/// A request in the queue.
-#[derive(Debug)]
-pub(super) struct QueuedCall {
-    call: Call,
-    /// When the request arrived.
-    pub(super) since: Instant,
+    pub(super) local: LocalQueue,
+    sharing: Option<Box<Sharing>>,
 }
 
 /// A request in flight. It ends once, in [`PacedQueue::answered`], [`PacedQueue::lost`] or [`PacedQueue::unsent`].
@@ -59,79 +47,72 @@ pub(crate) struct Refused {
 
 impl PacedQueue {
     pub(crate) fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
-        PacedQueue {
-            pace_state: PaceState::new(pace, max_hold, now),
-            dice,
-            waiting: BTreeMap::new(),
-            asleep: BTreeMap::new(),
-            next: 0,
-            in_flight: 0,
-            view: None,
-        }
+        let pace_state = PaceState::new(pace, max_hold, now);
+        PacedQueue { local: LocalQueue::new(pace_state, dice), sharing: None }
+    }
+
+    /// Shares the pace from now on, as process `id`, which the store notifies at `address`.
+    pub(super) fn share(&mut self, id: u64, address: u64, now: Instant) {
+        self.sharing = Some(Box::new(Sharing::new(id, address, now)));
     }
 
     /// Appends a request that arrives now, and returns its number.
     pub(crate) fn arrived(&mut self, now: Instant) -> Number {
-        let number = self.next;
-        self.next += 1;
         let mut call = QueuedCall { call: Call::default(), since: now };
         let mut load = self.load();
         load.waiting += 1;
-        let sleep = self.pace_state.arrived(load, &mut call.call, &mut self.dice, now);
-        self.insert(number, call, sleep, now);
+        let LocalQueue { pace_state, dice, .. } = &mut self.local;
+        let sleep = pace_state.arrived(load, &mut call.call, dice, now);
+        let number = self.local.next_number();
+        self.local.insert(number, call, sleep, now);
         number
     }
 
     /// Returns the next request that may leave now; it is in flight then. Call it until it returns `None`.
     pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
-        while let Some(first) = self.asleep.first_entry()
-            && first.key().0 <= now
-        {
-            let ((_, number), call) = first.remove_entry();
-            self.waiting.insert(number, call);
-        }
-        if self.waiting.is_empty() {
-            self.drop_grants(now);
+        self.local.awake(now);
+        if self.local.waiting.is_empty() {
+            if let Some(sharing) = &mut self.sharing {
+                sharing.drop_grants(now);
+            }
             return None;
         }
-        let sent_before = self.pace_state.last_sent;
-        if !self.take_grant() {
+        let sent_before = self.local.pace_state.last_sent;
+        if !self.sharing.as_mut().is_some_and(|sharing| sharing.take_grant()) {
             if !self.may_leave_alone(now) || self.slot().is_some_and(|slot| slot > now) {
                 return None;
             }
-            self.pace_state.sent(self.load(), now);
+            self.local.pace_state.sent(self.load(), now);
             self.record(now, |_| Event::Sent(now));
         }
-        let (number, mut call) = self.waiting.pop_first()?;
+        let (number, mut call) = self.local.waiting.pop_first()?;
         call.call.attempts = call.call.attempts.saturating_add(1);
-        self.in_flight += 1;
+        self.local.in_flight += 1;
         Some(Flight { number, call, sent: now, sent_before })
     }
 
     /// Returns when to call [`depart`](Self::depart) again if nothing else happens; `None` if only an event can let a
     /// request leave.
     pub(crate) fn look_at(&self) -> Option<Instant> {
-        let awake = self.asleep.first_key_value().map(|((at, _), _)| *at);
-        let slot = (!self.waiting.is_empty() && self.is_alone()).then(|| self.slot()).flatten();
-        match (awake, slot) {
-            (Some(awake), Some(slot)) => Some(awake.min(slot)),
-            (awake, slot) => awake.or(slot),
-        }
+        let is_alone = self.sharing.as_ref().is_none_or(|sharing| sharing.is_alone());
+        let slot = (is_alone && !self.local.waiting.is_empty()).then(|| self.slot()).flatten();
+        self.local.awakes_at().into_iter().chain(slot).min()
     }
 
     /// Returns from when the first waiter may leave; `None` means at once.
     pub(crate) fn slot(&self) -> Option<Instant> {
-        self.pace_state.slot(self.load())
+        self.local.pace_state.slot(self.load())
     }
 
     /// Ends a request in flight with its answer. Returns the request if it was refused, so that it may go
     /// [back](Self::back).
     pub(crate) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
         let Flight { number, mut call, sent, .. } = flight;
-        self.in_flight -= 1;
+        self.local.in_flight -= 1;
         let load = self.load();
         let reply = Reply::new(signal, sent, &mut call.call);
-        let pause = self.pace_state.answered(load, reply, &mut self.dice, now);
+        let LocalQueue { pace_state, dice, .. } = &mut self.local;
+        let pause = pace_state.answered(load, reply, dice, now);
         self.record(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
         pause.map(|pause| Refused { number, call, pause })
     }
@@ -139,71 +120,147 @@ impl PacedQueue {
     /// Puts a refused request back to its old place.
     pub(crate) fn back(&mut self, refused: Refused, now: Instant) {
         let Refused { number, call, pause } = refused;
-        self.insert(number, call, pause, now);
+        self.local.insert(number, call, pause, now);
     }
 
     /// Ends a request in flight without an answer.
     pub(crate) fn lost(&mut self, _: Flight, now: Instant) {
-        self.in_flight -= 1;
+        self.local.in_flight -= 1;
         self.touch(now);
     }
 
     /// Ends a request that was not sent although its turn had come. The next request may leave in its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
-        self.in_flight -= 1;
-        if self.pace_state.last_sent == Some(flight.sent) {
-            self.pace_state.last_sent = flight.sent_before;
+        self.local.in_flight -= 1;
+        let last_sent = &mut self.local.pace_state.last_sent;
+        if *last_sent == Some(flight.sent) {
+            *last_sent = flight.sent_before;
         }
         self.touch(now);
     }
 
     /// Removes a request that waits. Returns false if it does not wait.
     pub(crate) fn leave(&mut self, number: Number) -> bool {
-        if self.waiting.remove(&number).is_some() {
-            return true;
-        }
-        let asleep = self.asleep.keys().find(|(_, other)| *other == number).copied();
-        asleep.is_some_and(|key| self.asleep.remove(&key).is_some())
+        self.local.leave(number)
     }
 
     /// Holds the key until `until`. A hold can only be extended.
     pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
-        self.pace_state.hold_until(until);
+        self.local.pace_state.hold_until(until);
         self.record(now, |releases| Event::Hold { until, releases });
     }
 
     /// Ends the hold of the key.
     pub(crate) fn release(&mut self, now: Instant) {
-        self.pace_state.release();
-        if let Some(view) = &mut self.view {
+        self.local.pace_state.release();
+        if let Some(sharing) = &mut self.sharing {
             // Kept during an outage too: the other processes learn of it once the store is back.
-            view.push(Event::Released);
-            view.touch(now);
+            sharing.log.push(Event::Released);
+            sharing.log.touch(now);
         }
+    }
+
+    /// Returns when the hold of the key ends, if there was one.
+    pub(super) fn held_until(&self) -> Option<Instant> {
+        self.local.pace_state.held_until
     }
 
     /// Returns until when a request sleeps by itself, if it does.
     #[cfg(feature = "sim")]
     pub(crate) fn asleep_until(&self, number: Number) -> Option<Instant> {
-        self.asleep.keys().find(|(_, other)| *other == number).map(|(until, _)| *until)
+        self.local.asleep_until(number)
     }
 
     /// Returns how many requests of this process wait, including those that sleep by themselves.
     pub(crate) fn waiting(&self) -> usize {
-        self.waiting.len() + self.asleep.len()
+        self.local.load().waiting
     }
 
-    fn insert(&mut self, number: Number, call: QueuedCall, sleep: Duration, now: Instant) {
-        if sleep.is_zero() {
-            self.waiting.insert(number, call);
-        } else {
-            self.asleep.insert((clock::after(now, sleep), number), call);
-        }
+    /// Returns how many requests of this process are in flight.
+    pub(super) fn in_flight(&self) -> usize {
+        self.local.in_flight
     }
 
     /// Returns the load of this process and of all others that share the pace.
-    pub(super) fn load(&self) -> Load {
-        let own = Load { waiting: self.waiting(), in_flight: self.in_flight };
-        self.view.as_ref().map_or(own, |view| view.with_others(own))
+    fn load(&self) -> Load {
+        self.sharing.as_ref().map_or_else(|| self.local.load(), |sharing| sharing.load(&self.local))
+    }
+
+    /// Reports whether a request may leave without a compare-and-set.
+    fn may_leave_alone(&self, now: Instant) -> bool {
+        self.sharing.as_ref().is_none_or(|sharing| sharing.may_leave_alone(&self.local, now))
+    }
+
+    /// Records an event for the other processes. `event` takes the number of releases that this process knows of.
+    fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
+        if let Some(sharing) = &mut self.sharing {
+            sharing.record(&self.local, now, event);
+        }
+    }
+
+    /// Notes that the number of requests in flight has changed.
+    fn touch(&mut self, now: Instant) {
+        if let Some(sharing) = &mut self.sharing {
+            sharing.log.touch(now);
+        }
+    }
+
+    /// Reports whether the store is still to answer whether the first waiter may leave.
+    pub(super) fn awaits_register(&self) -> bool {
+        self.sharing.as_ref().is_some_and(|sharing| sharing.awaits_register(&self.local))
+    }
+
+    /// Returns the current point in the sequence of events; `None` if the pace is not shared.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        self.sharing.as_ref().map(|sharing| sharing.log.mark())
+    }
+
+    /// Reports whether the register has all events before `mark`. Fails if the store has been away since.
+    pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
+        self.sharing.as_ref().map_or(Ok(true), |sharing| sharing.is_written(mark))
+    }
+
+    /// Returns when the compare-and-set under way was sent.
+    pub(super) fn cas_sent_at(&self) -> Option<Instant> {
+        self.sharing.as_ref()?.cas_sent_at()
+    }
+
+    /// Returns when the next compare-and-set is due if nothing else happens.
+    pub(super) fn next_cas_at(&self) -> Option<Instant> {
+        self.sharing.as_ref()?.next_cas_at(&self.local)
+    }
+
+    /// Returns the compare-and-set to send now, if one is due. The caller ends it with
+    /// [`cas_answered`](Self::cas_answered).
+    pub(super) fn next_cas(&mut self, now: Instant) -> Option<CasRequest> {
+        self.sharing.as_mut()?.next_cas(&mut self.local, now)
+    }
+
+    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether the store became
+    /// unreachable or reachable.
+    pub(super) fn cas_answered(
+        &mut self,
+        answer: Result<Register, StoreError>,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<StoreChange> {
+        self.sharing.as_mut()?.cas_answered(&mut self.local, answer, sent, now)
+    }
+
+    /// Takes the register that another process has written, unless it is out of date or the store is unreachable.
+    pub(super) fn register_changed(&mut self, register: Register, now: Instant) {
+        if let Some(sharing) = &mut self.sharing {
+            sharing.register_changed(&mut self.local, register, now);
+        }
+    }
+
+    /// Notes that notifications may have been missed, so that this process reads the register if any request waits.
+    /// Returns whether any does.
+    pub(super) fn events_missed(&mut self, now: Instant) -> bool {
+        let is_waiting = !self.local.waiting.is_empty();
+        if is_waiting {
+            self.touch(now);
+        }
+        is_waiting
     }
 }

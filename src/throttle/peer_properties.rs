@@ -268,7 +268,7 @@ impl World {
     fn all_have_left(&self) -> Result<(), TestCaseError> {
         for process in self.processes.iter().filter(|process| !process.is_dead) {
             prop_assert!(process.waiting.is_empty(), "{} wait for ever", process.waiting.len());
-            prop_assert_eq!((process.queue.in_flight, process.queue.waiting()), (0, 0));
+            prop_assert_eq!((process.queue.in_flight(), process.queue.waiting()), (0, 0));
         }
         Ok(())
     }
@@ -407,7 +407,7 @@ fn dead_waiting_process_is_forgotten_when_no_request_waits() {
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
     for queue in [&mut one, &mut other] {
-        queue.pace_state.pace = Box::new(Open);
+        queue.local.pace_state.pace = Box::new(Open);
     }
     let mut told = Vec::new();
     for step in 0..12_000_u32 {
@@ -456,7 +456,7 @@ fn pace_that_reads_back_too_little_is_unshared() {
 }
 
 fn is_held(queue: &PacedQueue, now: Instant) -> bool {
-    queue.pace_state.held_until.is_some_and(|until| until > now)
+    queue.held_until().is_some_and(|until| until > now)
 }
 
 #[test]

@@ -1,12 +1,13 @@
-//! What one process knows of the register of a key, and what it has not written to it yet.
+//! What one process knows of the register of a key.
 
 use std::time::{Duration, Instant};
 
-use super::pace_state::Load;
+use super::local_queue::LocalQueue;
+use super::pace_state::{Load, PaceState};
 use super::peers::{Peer, Peers};
-use super::sync_state::SyncState;
-use crate::error::StoreError;
-use crate::signal::Signal;
+use super::sync_state::PendingCas;
+use crate::clock;
+use crate::pace::Notes;
 use crate::store::Register;
 
 /// What one process knows of the register of a key.
@@ -21,71 +22,13 @@ pub(super) struct PeerView {
     pub(super) peers: Peers,
     /// The moment from which the register counts, by the clock of this process. A process keeps the origin that it found
     /// first: otherwise each change would move all moments by the uncertainty of one round trip.
-    pub(super) origin: Option<Instant>,
+    origin: Option<Instant>,
     /// The last version of the register that this process has read or written.
     pub(super) version: Option<u64>,
     /// When the register had that version.
     pub(super) version_seen_at: Instant,
-    /// The events of this process that are not in the register.
-    pub(super) events: Vec<Event>,
-    /// How many events there have been.
-    pub(super) event_count: u64,
-    /// Since when the register lacks anything.
-    pub(super) unwritten_since: Option<Instant>,
-    pub(super) sync: SyncState,
-    /// How many requests may leave because the register has their departure.
-    pub(super) granted: usize,
-    /// How many attempts to write have failed, one after the other, because another process was faster.
-    pub(super) conflicts: u32,
-    /// The error that began the last outage of the store.
-    pub(super) last_error: Option<StoreError>,
-    /// How many outages there have been.
-    pub(super) outages: u64,
     /// How long a compare-and-set takes.
     pub(super) round_trip: Duration,
-    /// A register that was received while a compare-and-set was under way.
-    pub(super) received: Option<Register>,
-}
-
-/// An event at this process that the other processes have to know.
-#[derive(Debug)]
-pub(super) enum Event {
-    Sent(Instant),
-    Answered {
-        signal: Signal,
-        sent: Instant,
-        at: Instant,
-        /// How many releases this process knew of; `None` if it had not read the register.
-        releases: Option<u32>,
-    },
-    Hold {
-        until: Instant,
-        /// How many releases this process knew of; `None` if it had not read the register.
-        releases: Option<u32>,
-    },
-    Released,
-}
-
-impl Event {
-    /// Reports whether the event may begin or end a hold.
-    pub(super) fn holds(&self) -> bool {
-        match self {
-            Event::Hold { .. } | Event::Released => true,
-            Event::Answered { signal, .. } => signal.refusal().is_some(),
-            Event::Sent(_) => false,
-        }
-    }
-
-    pub(super) fn is_release(&self) -> bool {
-        matches!(self, Event::Released)
-    }
-}
-
-/// A point in the sequence of events, for [`PeerView::is_written`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Mark {
-    event_count: u64,
-    outages: u64,
 }
 
 /// How long the process whose turn is next may leave it unused before the next one takes it. The process after that
@@ -96,6 +39,9 @@ const MOST_GRACES: u32 = 8;
 /// How far the origin of a register may seem to move because of a slow round trip.
 const ORIGIN_TOLERANCE: Duration = Duration::from_millis(250);
 
+/// The most requests that leave with one compare-and-set.
+const MOST_GRANTS: usize = 64;
+
 impl PeerView {
     pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
         PeerView {
@@ -105,24 +51,12 @@ impl PeerView {
             origin: None,
             version: None,
             version_seen_at: now,
-            events: Vec::new(),
-            event_count: 0,
-            unwritten_since: None,
-            sync: SyncState::default(),
-            granted: 0,
-            conflicts: 0,
-            last_error: None,
-            outages: 0,
             round_trip: Duration::ZERO,
-            received: None,
         }
     }
 
-    /// Adds the load of the other processes to the load of this one, unless the store is unreachable.
+    /// Adds the load of the other processes to the load of this one.
     pub(super) fn with_others(&self, own: Load) -> Load {
-        if self.sync.is_away() {
-            return own;
-        }
         let others = &self.peers.others;
         let count = |part: fn(&Peer) -> u32| others.iter().map(|other| part(other) as usize).sum::<usize>();
         Load {
@@ -142,8 +76,110 @@ impl PeerView {
         self.me.since.filter(|_| self.written_first == Some(since)).unwrap_or(since)
     }
 
+    /// Returns when it may be the turn of this process's first waiter, which arrived at `first`. `slot` is the slot of the
+    /// queue, and `interval` the time between two requests.
+    pub(super) fn turn_at(&self, first: Instant, slot: Option<Instant>, interval: Duration) -> Instant {
+        let before = self.peers.before(self.place(first), self.me.id).count();
+        if before == 0 {
+            return slot.unwrap_or(self.version_seen_at);
+        }
+        let from = self.peers.turn_from(slot).unwrap_or(self.version_seen_at);
+        // Each of the processes in between leaves one interval after the one before it.
+        let between = u32::try_from(before - 1).unwrap_or(u32::MAX);
+        let turns = interval.saturating_mul(between);
+        clock::after(from, turns.saturating_add(self.grace(before)))
+    }
+
+    /// Grants the turns of this process that are due, up to a bound, and returns their number. `peers` become the other
+    /// processes after that, and `load` is the load of all processes before.
+    pub(super) fn grant_turns(
+        &self,
+        peers: &mut Peers,
+        local: &mut LocalQueue,
+        load: Load,
+        now: Instant,
+    ) -> usize {
+        let mut grants = 0;
+        for call in local.waiting.values().take(MOST_GRANTS) {
+            let since = self.place(call.since);
+            let load = Load { waiting: load.waiting - grants, in_flight: load.in_flight + grants };
+            let slot = local.pace_state.slot(load);
+            let before = peers.before(since, self.me.id).count();
+            let from = peers.turn_from(slot).unwrap_or(now);
+            if slot.is_some_and(|slot| slot > now)
+                || before > 0 && now < clock::after(from, self.grace(before))
+            {
+                break;
+            }
+            // The processes that are passed over write their waiters again when they can.
+            peers.pass_over(since, self.me.id);
+            local.pace_state.sent(load, now);
+            grants += 1;
+        }
+        grants
+    }
+
+    /// Returns the value of the register with this `pace_state`, with this process as `me` and the other processes as
+    /// `peers`.
+    pub(super) fn value(
+        &mut self,
+        me: &Peer,
+        peers: &mut Peers,
+        pace_state: &mut PaceState,
+        now: Instant,
+    ) -> Vec<u8> {
+        let mut written_at = Some(clock::after(now, self.round_trip / 2));
+        let origin = *self.origin.get_or_insert(now);
+        let value = Notes::write(origin, |notes| {
+            notes.moment(&mut written_at);
+            peers.share(me, notes);
+            pace_state.share(notes);
+        });
+        peers.take(me.id);
+        value
+    }
+
+    /// Takes note that the register has `cas`.
+    pub(super) fn written(&mut self, cas: PendingCas, version: u64, now: Instant) {
+        self.me = cas.me;
+        self.written_first = cas.first;
+        self.peers = cas.peers;
+        self.version = Some(version);
+        self.version_seen_at = now;
+    }
+
+    /// Goes on from what another process has written. Returns false if the register is empty or damaged: then `pace_state`
+    /// keeps what this process knows.
+    pub(super) fn adopt(
+        &mut self,
+        register: &Register,
+        pace_state: &mut PaceState,
+        read_at: Instant,
+        now: Instant,
+    ) -> bool {
+        let written_at = read_at.checked_sub(register.age).unwrap_or(read_at);
+        self.version = Some(register.version);
+        self.version_seen_at = now;
+        let mut peers = Peers::default();
+        let known = pace_state.save(now);
+        let origin = self.origin_of(&register.value, written_at);
+        let is_sound = Notes::read_from(&register.value, origin, written_at, |notes| {
+            notes.moment(&mut None);
+            peers.share(&self.me, notes);
+            pace_state.share(notes);
+        });
+        if !is_sound {
+            peers = Peers::default();
+            pace_state.restore(&known, now);
+        }
+        self.me.since = peers.take(self.me.id).and_then(|mine| mine.since);
+        self.written_first = self.written_first.filter(|_| self.me.since.is_some());
+        self.peers = peers;
+        is_sound
+    }
+
     /// Returns the moment from which a register counts that was written at `written_at`.
-    pub(super) fn origin_of(&mut self, value: &[u8], written_at: Instant) -> Instant {
+    fn origin_of(&mut self, value: &[u8], written_at: Instant) -> Instant {
         let first = value.first_chunk().map(|first| f64::from_le_bytes(*first));
         let since = first.and_then(|first| Duration::try_from_secs_f64(first).ok()).unwrap_or_default();
         let seen = written_at.checked_sub(since).unwrap_or(written_at);
@@ -151,30 +187,6 @@ impl PeerView {
         // A larger distance means another register, or a clock that was stepped or drifts.
         let known = self.origin.filter(|known| distance(*known) < ORIGIN_TOLERANCE);
         *self.origin.insert(known.unwrap_or(seen))
-    }
-
-    /// Adds an event to those that are not in the register.
-    pub(super) fn push(&mut self, event: Event) {
-        self.events.push(event);
-        self.event_count += 1;
-    }
-
-    /// Notes that the register lacks something.
-    pub(super) fn touch(&mut self, now: Instant) {
-        self.unwritten_since.get_or_insert(now);
-    }
-
-    /// Returns the current point in the sequence of events.
-    pub(super) fn mark(&self) -> Mark {
-        Mark { event_count: self.event_count, outages: self.outages }
-    }
-
-    /// Reports whether the register has all events before `mark`. Fails if the store has been away since.
-    pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
-        if self.sync.is_away() || self.outages != mark.outages {
-            return Err(self.last_error.clone().unwrap_or(StoreError::Lost));
-        }
-        Ok(self.event_count - self.events.len() as u64 >= mark.event_count)
     }
 
     /// Returns how long `before` waiters may leave their turn unused until it passes to the next one.

@@ -57,7 +57,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
     let mut is_answered = false;
     let mut probe = None;
     for step in steps {
-        let held = queue.pace_state.held_until;
+        let held = queue.held_until();
         // Before the first answer the other requests wait for the probe.
         let slot = queue.slot().filter(|_| is_answered);
         match *step {
@@ -71,7 +71,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
                 match queue.answered(flight, &signal, now) {
                     Some(again) => {
                         let said = Duration::from_secs(wait.unwrap_or(0)).min(MAX_HOLD);
-                        prop_assert!(said.is_zero() || queue.pace_state.held_until >= Some(now + said));
+                        prop_assert!(said.is_zero() || queue.held_until() >= Some(now + said));
                         prop_assert!(queue.slot() >= slot, "a refusal brings no request forward");
                         queue.back(again, now);
                         waiting.push(number);
@@ -88,9 +88,9 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             }
             _ => {}
         }
-        prop_assert!(queue.pace_state.held_until >= held, "a hold never moves to an earlier moment");
+        prop_assert!(queue.held_until() >= held, "a hold never moves to an earlier moment");
         while let Some(flight) = queue.depart(now) {
-            prop_assert!(queue.pace_state.held_until.is_none_or(|until| until <= now));
+            prop_assert!(queue.held_until().is_none_or(|until| until <= now));
             prop_assert_eq!(flight.number, waiting.remove(0), "first come, first served");
             if !is_answered {
                 let alone = flying.is_empty() || probe.is_some_and(|at| now >= at + Duration::from_secs(1));
@@ -100,7 +100,7 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             left.push((flight.number, now - start));
             flying.push(flight);
         }
-        prop_assert_eq!(queue.in_flight, flying.len());
+        prop_assert_eq!(queue.in_flight(), flying.len());
         prop_assert_eq!(queue.waiting(), waiting.len());
         if let Some(at) = queue.look_at() {
             prop_assert!(at > now, "who may leave has left");
@@ -158,7 +158,7 @@ fn max_hold_bounds_the_wait_a_server_requests() {
     queue.arrived(start);
     let flight = queue.depart(start).unwrap();
     let _refused = queue.answered(flight, &signal(true, 0, Some(86_400)), start);
-    let held = queue.pace_state.held_until.unwrap() - start;
+    let held = queue.held_until().unwrap() - start;
     assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
 }
 

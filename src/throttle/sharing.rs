@@ -35,14 +35,14 @@
 
 use std::time::{Duration, Instant};
 
+use super::event_log::{Event, EventLog, Mark};
+use super::local_queue::LocalQueue;
 use super::pace_state::Load;
-use super::paced_queue::PacedQueue;
-use super::peer_view::{Event, Mark, PeerView};
-use super::peers::{Peer, Peers};
+use super::peer_view::PeerView;
+use super::peers::Peer;
 use super::sync_state::{CasRequest, Outage, PendingCas, StoreChange, SyncState};
 use crate::clock;
 use crate::error::StoreError;
-use crate::pace::{Call, Notes, Reply};
 use crate::store::{Recipients, Register};
 
 /// How long a process gathers events before it writes them, if no request waits: one round trip for each process, within
@@ -58,36 +58,62 @@ const ROOM: usize = 4;
 /// that begin together are soon done with it.
 const CONFLICTS_PER_REST: u32 = 4;
 const MOST_RESTS: u32 = 4;
-/// The most requests that leave with one compare-and-set.
-const MOST_GRANTS: usize = 64;
+/// How one process takes turns with the others. The methods take the process's own queue.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    view: PeerView,
+    sync: SyncState,
+    pub(super) log: EventLog,
+    /// How many requests may leave because the register has their departure.
+    granted: usize,
+    /// How many attempts to write have failed, one after the other, because another process was faster.
+    conflicts: u32,
+    /// A register that was received while a compare-and-set was under way.
+    received: Option<Register>,
+}
 
-/// Turns.
-impl PacedQueue {
-    /// Shares the pace from now on, as process `id`, which the store notifies at `address`.
-    pub(super) fn share(&mut self, id: u64, address: u64, now: Instant) {
-        self.view = Some(Box::new(PeerView::new(id, address, now)));
+impl Sharing {
+    /// Shares the pace as process `id`, which the store notifies at `address`.
+    pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
+        Sharing {
+            view: PeerView::new(id, address, now),
+            sync: SyncState::default(),
+            log: EventLog::default(),
+            granted: 0,
+            conflicts: 0,
+            received: None,
+        }
     }
 
-    /// Reports whether the queue works alone: the pace is not shared, or the store is unreachable.
+    /// Reports whether the queue works alone, because the store is unreachable.
     pub(super) fn is_alone(&self) -> bool {
-        self.view.as_ref().is_none_or(|view| view.sync.is_away())
+        self.sync.is_away()
     }
 
-    /// Reports whether a request may leave without a compare-and-set: the queue is alone, or nothing is scarce.
-    pub(super) fn may_leave_alone(&self, now: Instant) -> bool {
-        let Some(view) = &self.view else { return true };
-        let Load { waiting, in_flight } = self.load();
-        view.sync.is_away()
-            || view.version.is_some()
-                && now.saturating_duration_since(view.version_seen_at) < FRESH
-                && self.pace_state.is_open(ROOM * (in_flight + 2) + waiting, now)
+    /// Returns the load of all processes, or of this one if it is alone.
+    pub(super) fn load(&self, local: &LocalQueue) -> Load {
+        let own = local.load();
+        if self.is_alone() { own } else { self.view.with_others(own) }
+    }
+
+    /// Returns the slot of the queue.
+    fn slot(&self, local: &LocalQueue) -> Option<Instant> {
+        local.pace_state.slot(self.load(local))
+    }
+
+    /// Reports whether a request may leave without a compare-and-set: this process is alone, or nothing is scarce.
+    pub(super) fn may_leave_alone(&self, local: &LocalQueue, now: Instant) -> bool {
+        let Load { waiting, in_flight } = self.load(local);
+        self.is_alone()
+            || self.view.version.is_some()
+                && now.saturating_duration_since(self.view.version_seen_at) < FRESH
+                && local.pace_state.is_open(ROOM * (in_flight + 2) + waiting, now)
     }
 
     /// Reports whether the store is still to answer whether the first waiter may leave.
-    pub(super) fn awaits_register(&self) -> bool {
-        let Some(view) = &self.view else { return false };
-        match view.sync {
-            SyncState::Idle { .. } => view.written_first != self.first_since(),
+    pub(super) fn awaits_register(&self, local: &LocalQueue) -> bool {
+        match self.sync {
+            SyncState::Idle { .. } => self.view.written_first != local.first_since(),
             SyncState::Asking(_) => true,
             SyncState::Away { .. } | SyncState::Probing { .. } => false,
         }
@@ -95,227 +121,163 @@ impl PacedQueue {
 
     /// Uses a departure that the register has. Returns false if there is none.
     pub(super) fn take_grant(&mut self) -> bool {
-        let Some(view) = &mut self.view else { return false };
-        let is_granted = view.granted > 0;
-        view.granted -= usize::from(is_granted);
+        let is_granted = self.granted > 0;
+        self.granted -= usize::from(is_granted);
         is_granted
     }
 
     /// Gives up the departures that the register has, because no request waits for them.
     pub(super) fn drop_grants(&mut self, now: Instant) {
-        if let Some(view) = &mut self.view
-            && std::mem::take(&mut view.granted) > 0
-        {
-            view.touch(now);
+        if std::mem::take(&mut self.granted) > 0 {
+            self.log.touch(now);
         }
     }
 
     /// Records an event for the other processes, unless the store is unreachable. `event` takes the number of releases
     /// that this process knows of.
-    pub(super) fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
-        if let Some(view) = &mut self.view {
-            if !view.sync.is_away() {
-                view.push(event(view.version.map(|_| self.pace_state.releases)));
-            }
-            view.touch(now);
+    pub(super) fn record(
+        &mut self,
+        local: &LocalQueue,
+        now: Instant,
+        event: impl FnOnce(Option<u32>) -> Event,
+    ) {
+        if !self.is_alone() {
+            self.log.push(event(self.releases(local)));
         }
+        self.log.touch(now);
     }
 
-    /// Notes that the number of requests in flight has changed.
-    pub(super) fn touch(&mut self, now: Instant) {
-        if let Some(view) = &mut self.view {
-            view.touch(now);
-        }
-    }
-
-    /// Returns the current point in the sequence of events; `None` if the pace is not shared.
-    pub(super) fn mark(&self) -> Option<Mark> {
-        self.view.as_ref().map(|view| view.mark())
+    /// Returns how many releases this process knows of; `None` if it has not read the register.
+    fn releases(&self, local: &LocalQueue) -> Option<u32> {
+        self.view.version.map(|_| local.pace_state.releases)
     }
 
     /// Reports whether the register has all events before `mark`. Fails if the store has been away since.
     pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
-        self.view.as_ref().map_or(Ok(true), |view| view.is_written(mark))
-    }
-
-    /// Returns when the first waiter of this process arrived.
-    fn first_since(&self) -> Option<Instant> {
-        self.waiting.first_key_value().map(|(_, call)| call.since)
+        self.log.is_written(mark, self.is_alone())
     }
 }
 
 /// The next compare-and-set.
-impl PacedQueue {
+impl Sharing {
     /// Returns when the compare-and-set under way was sent.
     pub(super) fn cas_sent_at(&self) -> Option<Instant> {
-        self.view.as_ref()?.sync.pending().map(|cas| cas.sent)
+        self.sync.pending().map(|cas| cas.sent)
     }
 
     /// Returns when the next compare-and-set is due if nothing else happens.
-    pub(super) fn next_cas_at(&self) -> Option<Instant> {
-        let view = self.view.as_ref()?;
-        let (write_rests_until, turn_rests_until) = match view.sync {
+    pub(super) fn next_cas_at(&self, local: &LocalQueue) -> Option<Instant> {
+        let (write_rests_until, turn_rests_until) = match self.sync {
             SyncState::Asking(_) | SyncState::Probing { .. } => return None,
             // Turns do not rest: only one process at a time takes its turn.
             SyncState::Idle { rests_until } => (rests_until, None),
             SyncState::Away { rests_until, .. } => (Some(rests_until), Some(rests_until)),
         };
-        let write_at = self.write_at(view).map(|at| write_rests_until.map_or(at, |until| at.max(until)));
-        let turn_at = self.turn_at(view).map(|at| turn_rests_until.map_or(at, |until| at.max(until)));
+        let interval = || local.pace_state.interval(self.load(local));
+        let turn_at = local.first_since().map(|first| self.view.turn_at(first, self.slot(local), interval()));
+        let write_at = self.write_at(local).map(|at| write_rests_until.map_or(at, |until| at.max(until)));
+        let turn_at = turn_at.map(|at| turn_rests_until.map_or(at, |until| at.max(until)));
         write_at.into_iter().chain(turn_at).min()
     }
 
     /// Returns when to write what the register lacks.
-    fn write_at(&self, view: &PeerView) -> Option<Instant> {
-        let first = self.first_since();
-        if view.written_first != first {
-            return Some(view.version_seen_at);
+    fn write_at(&self, local: &LocalQueue) -> Option<Instant> {
+        let first = local.first_since();
+        if self.view.written_first != first {
+            return Some(self.view.version_seen_at);
         }
-        let since = view.unwritten_since?;
-        let is_calm = first.is_none()
-            && !view.peers.others.iter().any(Peer::is_waiting)
-            && !view.events.iter().any(Event::holds);
-        let gathering = view.round_trip.saturating_mul(view.process_count());
-        match is_calm {
-            true => Some(clock::after(since, gathering.clamp(GATHERING, LONGEST_GATHERING))),
-            false => Some(since),
+        let since = self.log.unwritten_since?;
+        let is_waiting = first.is_some() || self.view.peers.others.iter().any(Peer::is_waiting);
+        if is_waiting || self.log.has_hold() {
+            return Some(since);
         }
-    }
-
-    /// Returns when it may be the turn of the first waiter of this process.
-    fn turn_at(&self, view: &PeerView) -> Option<Instant> {
-        let first = self.first_since()?;
-        let before = view.peers.before(view.place(first), view.me.id).count();
-        let slot = self.slot();
-        if before == 0 {
-            return Some(slot.unwrap_or(view.version_seen_at));
-        }
-        let from = view.peers.turn_from(slot).unwrap_or(view.version_seen_at);
-        // Each of the processes in between leaves one interval after the one before it.
-        let between = u32::try_from(before - 1).unwrap_or(u32::MAX);
-        let turns = self.pace_state.interval(self.load()).saturating_mul(between);
-        Some(clock::after(from, turns.saturating_add(view.grace(before))))
+        let gathering = self.view.round_trip.saturating_mul(self.view.process_count());
+        Some(clock::after(since, gathering.clamp(GATHERING, LONGEST_GATHERING)))
     }
 
     /// Returns the compare-and-set to send now, if one is due. The caller ends it with
     /// [`cas_answered`](Self::cas_answered).
-    pub(super) fn next_cas(&mut self, now: Instant) -> Option<CasRequest> {
-        if self.next_cas_at().is_none_or(|at| at > now) {
+    pub(super) fn next_cas(&mut self, local: &mut LocalQueue, now: Instant) -> Option<CasRequest> {
+        if self.next_cas_at(local).is_none_or(|at| at > now) {
             return None;
         }
-        let slot = self.slot();
-        let (peers, grants) = self.grant_turns(now);
+        let slot = self.slot(local);
+        let mut peers = self.view.peers.clone();
+        let mut grants = 0;
+        if self.view.version.is_some() && !self.is_alone() {
+            grants = self.view.grant_turns(&mut peers, local, self.load(local), now);
+        }
         let small = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        let waiting = small(self.waiting.len() - grants);
-        let in_flight = small(self.in_flight + grants);
-        let first = self.waiting.values().nth(grants).map(|call| call.since);
-        let view = self.view.as_mut()?;
-        let since = first.map(|first| view.place(first));
-        let me = Peer { waiting, since, in_flight, seen: now, ..view.me };
-        let is_news = view.unwritten_since.is_some() || first != view.written_first || grants > 0;
-        let seen = view.version.filter(|_| is_news && !view.sync.is_away());
+        let waiting = small(local.waiting.len() - grants);
+        let in_flight = small(local.in_flight + grants);
+        let first = local.waiting.values().nth(grants).map(|call| call.since);
+        let since = first.map(|first| self.view.place(first));
+        let me = Peer { waiting, since, in_flight, seen: now, ..self.view.me };
+        let is_news = self.log.unwritten_since.is_some() || first != self.view.written_first || grants > 0;
+        let seen = self.view.version.filter(|_| is_news && !self.is_alone());
         let writes = seen.is_some();
-        let events = view.events.len();
-        let mut cas = PendingCas { sent: now, events, grants, me, first, peers, writes };
+        let mut cas = PendingCas { sent: now, events: self.log.len(), grants, me, first, peers, writes };
         let request = match seen {
-            Some(seen) => self.write(seen, &mut cas, slot, now)?,
+            Some(seen) => self.write(local, seen, &mut cas, slot, now),
             None => CasRequest { seen: 0, value: None, tell: Recipients::None },
         };
-        self.view.as_mut()?.sync.begin(cas);
+        self.sync.begin(cas);
         Some(request)
-    }
-
-    /// Grants the turns that are due, if the register is as this process knows it. Returns the other processes after that,
-    /// and the number of turns.
-    fn grant_turns(&mut self, now: Instant) -> (Peers, usize) {
-        let Some(view) = &self.view else { return (Peers::default(), 0) };
-        let mut peers = view.peers.clone();
-        let mut grants = 0;
-        if view.version.is_none() || view.sync.is_away() {
-            return (peers, grants);
-        }
-        let id = view.me.id;
-        let load = self.load();
-        for call in self.waiting.values().take(MOST_GRANTS) {
-            let since = view.place(call.since);
-            let load = Load { waiting: load.waiting - grants, in_flight: load.in_flight + grants };
-            let slot = self.pace_state.slot(load);
-            let before = peers.before(since, id).count();
-            let from = peers.turn_from(slot).unwrap_or(now);
-            if slot.is_some_and(|slot| slot > now)
-                || before > 0 && now < clock::after(from, view.grace(before))
-            {
-                break;
-            }
-            // The processes that are passed over write their waiters again when they can.
-            peers.pass_over(since, id);
-            self.pace_state.sent(load, now);
-            grants += 1;
-        }
-        (peers, grants)
     }
 
     /// Returns the request that writes `cas` over version `seen`. `slot` is the slot before the turns that `cas` grants.
     fn write(
         &mut self,
+        local: &mut LocalQueue,
         seen: u64,
         cas: &mut PendingCas,
         slot: Option<Instant>,
         now: Instant,
-    ) -> Option<CasRequest> {
-        let view = self.view.as_mut()?;
-        let me = cas.me;
-        let next = cas.peers.settle(&me, slot, now);
+    ) -> CasRequest {
+        let next = cas.peers.settle(&cas.me, slot, now);
         let tell = match next {
-            _ if view.events.iter().any(Event::holds) => Recipients::All,
-            Some(next) if next.id != me.id => Recipients::One(next.address),
+            _ if self.log.has_hold() => Recipients::All,
+            Some(next) if next.id != cas.me.id => Recipients::One(next.address),
             _ => Recipients::None,
         };
-        let mut written_at = Some(clock::after(now, view.round_trip / 2));
-        let origin = *view.origin.get_or_insert(now);
-        let value = Notes::write(origin, |notes| {
-            notes.moment(&mut written_at);
-            cas.peers.share(&me, notes);
-            self.pace_state.share(notes);
-        });
-        cas.peers.take(me.id);
-        Some(CasRequest { seen, value: Some(value), tell })
+        let value = self.view.value(&cas.me, &mut cas.peers, &mut local.pace_state, now);
+        CasRequest { seen, value: Some(value), tell }
     }
 }
 
 /// Responses and notifications of the store.
-impl PacedQueue {
+impl Sharing {
     /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether the store became
     /// unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
+        local: &mut LocalQueue,
         answer: Result<Register, StoreError>,
         sent: Instant,
         now: Instant,
     ) -> Option<StoreChange> {
-        let (cas, outage) = self.view.as_mut()?.sync.end()?;
+        let (cas, outage) = self.sync.end()?;
         let register = match answer {
             Ok(register) => register,
-            Err(error) => return self.on_error(error, outage, now),
+            Err(error) => return self.on_error(local, error, outage, now),
         };
         let change = outage.is_some().then_some(StoreChange::Back);
         if let Some(outage) = outage {
-            self.on_back(&outage, now);
+            self.on_back(local, &outage, now);
         }
         let round_trip = now.saturating_duration_since(sent);
-        let view = self.view.as_mut()?;
-        view.measure(round_trip);
+        self.view.measure(round_trip);
         if register.changed {
-            self.on_written(cas, register.version, now);
+            self.on_written(local, cas, register.version, now);
         } else {
-            if cas.writes && view.version != Some(register.version) {
-                self.on_conflict(now);
+            if cas.writes && self.view.version != Some(register.version) {
+                self.on_conflict(local, now);
             }
             let read_at = now.checked_sub(round_trip / 2).unwrap_or(now);
-            self.adopt(&register, read_at, now);
+            self.adopt(local, &register, read_at, now);
         }
-        if let Some(received) = self.view.as_mut()?.received.take() {
-            self.register_changed(received, now);
+        if let Some(received) = self.received.take() {
+            self.register_changed(local, received, now);
         }
         change
     }
@@ -323,157 +285,81 @@ impl PacedQueue {
     /// Goes away, or stays away if this is not the first error of the `outage`.
     ///
     /// The store may have written the compare-and-set. Then the other processes wait once for a turn that is not taken.
-    fn on_error(&mut self, error: StoreError, outage: Option<Outage>, now: Instant) -> Option<StoreChange> {
-        let view = self.view.as_mut()?;
+    fn on_error(
+        &mut self,
+        local: &mut LocalQueue,
+        error: StoreError,
+        outage: Option<Outage>,
+        now: Instant,
+    ) -> Option<StoreChange> {
         if let Some(outage) = outage {
-            view.sync.fail(outage, now);
+            self.sync.fail(outage, now);
             return None;
         }
-        view.sync.fail(Outage::new(self.pace_state.save(now), now), now);
-        view.outages += 1;
-        view.last_error = Some(error.clone());
-        // The other events are out of date by the time the store is back.
-        view.events.retain(Event::is_release);
-        self.pace_state.divide(view.process_count(), &mut self.dice, now);
+        self.sync.fail(Outage::new(local.pace_state.save(now), now), now);
+        self.log.begin_outage(error.clone());
+        local.pace_state.divide(self.view.process_count(), &mut local.dice, now);
         Some(StoreChange::Away(error))
     }
 
     /// Returns to the pace state from before the outage. The register may hold a later one, which is adopted next. A hold
     /// and a release of this process stay in force.
-    fn on_back(&mut self, outage: &Outage, now: Instant) {
-        let Some(view) = &mut self.view else { return };
-        let held_until = self.pace_state.held_until.filter(|until| *until > now);
-        let releases = view.version.map(|_| self.pace_state.releases);
-        self.pace_state.restore(&outage.before, outage.began);
-        if view.events.iter().any(Event::is_release) {
-            self.pace_state.release();
+    fn on_back(&mut self, local: &mut LocalQueue, outage: &Outage, now: Instant) {
+        let held_until = local.pace_state.held_until.filter(|until| *until > now);
+        let releases = self.releases(local);
+        local.pace_state.restore(&outage.before, outage.began);
+        if self.log.has_release() {
+            local.pace_state.release();
         }
         if let Some(until) = held_until {
-            self.pace_state.hold_until(until);
-            view.push(Event::Hold { until, releases });
+            local.pace_state.hold_until(until);
+            self.log.push(Event::Hold { until, releases });
         }
     }
 
     /// Takes note that the register has `cas`, and so its grants.
-    fn on_written(&mut self, cas: PendingCas, version: u64, now: Instant) {
-        let Some(view) = &mut self.view else { return };
-        view.events.drain(..cas.events.min(view.events.len()));
-        view.me = cas.me;
-        view.written_first = cas.first;
-        view.peers = cas.peers;
-        view.version = Some(version);
-        view.version_seen_at = now;
-        view.granted += cas.grants;
-        view.conflicts = 0;
-        let is_complete =
-            view.events.is_empty() && self.in_flight + view.granted == view.me.in_flight as usize;
-        view.unwritten_since = (!is_complete).then_some(now);
+    fn on_written(&mut self, local: &LocalQueue, cas: PendingCas, version: u64, now: Instant) {
+        self.log.written(cas.events);
+        self.granted += cas.grants;
+        self.conflicts = 0;
+        let in_flight = local.in_flight + self.granted;
+        let is_complete = self.log.len() == 0 && in_flight == cas.me.in_flight as usize;
+        self.log.unwritten_since = (!is_complete).then_some(now);
+        self.view.written(cas, version, now);
     }
 
     /// Rests if other processes were faster too often. Otherwise the next attempt follows at once: what was read is the
     /// latest version, so that attempt has the best chance.
-    fn on_conflict(&mut self, now: Instant) {
-        let Some(view) = &mut self.view else { return };
-        view.conflicts += 1;
-        if view.conflicts % CONFLICTS_PER_REST != 0 {
+    fn on_conflict(&mut self, local: &mut LocalQueue, now: Instant) {
+        self.conflicts += 1;
+        if self.conflicts % CONFLICTS_PER_REST != 0 {
             return;
         }
-        let times = 4_u32.pow((view.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
-        let rest = view.round_trip.saturating_mul(times);
+        let times = 4_u32.pow((self.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
+        let round_trip = self.view.round_trip;
         // Within this time each of the known processes would have had its turn.
-        let all = view.round_trip.saturating_mul(view.process_count()).max(LONGEST_GATHERING);
-        view.sync.rest(now, rest.min(all).mul_f64(self.dice.roll()));
+        let all = round_trip.saturating_mul(self.view.process_count()).max(LONGEST_GATHERING);
+        self.sync.rest(now, round_trip.saturating_mul(times).min(all).mul_f64(local.dice.roll()));
     }
 
     /// Takes the register that another process has written, unless it is out of date or the store is unreachable.
-    pub(super) fn register_changed(&mut self, register: Register, now: Instant) {
-        let Some(view) = &mut self.view else { return };
+    pub(super) fn register_changed(&mut self, local: &mut LocalQueue, register: Register, now: Instant) {
         let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
-        if view.sync.pending().is_some() {
-            if is_later(view.received.as_ref().map(|received| received.version)) {
-                view.received = Some(register);
+        if self.sync.pending().is_some() {
+            if is_later(self.received.as_ref().map(|received| received.version)) {
+                self.received = Some(register);
             }
-        } else if view.version.is_some() && is_later(view.version) && !view.sync.is_away() {
-            self.adopt(&register, now, now);
+        } else if self.view.version.is_some() && is_later(self.view.version) && !self.is_alone() {
+            self.adopt(local, &register, now, now);
         }
     }
 
-    /// Notes that notifications may have been missed, so that this process reads the register if any request waits.
-    /// Returns whether any does.
-    pub(super) fn events_missed(&mut self, now: Instant) -> bool {
-        let is_waiting = !self.waiting.is_empty();
-        if is_waiting {
-            self.touch(now);
-        }
-        is_waiting
-    }
-
-    /// Goes on from what another process has written, and applies the events of this process to it.
-    fn adopt(&mut self, register: &Register, read_at: Instant, now: Instant) {
-        let written_at = read_at.checked_sub(register.age).unwrap_or(read_at);
-        let Some(view) = &mut self.view else { return };
-        view.version = Some(register.version);
-        view.version_seen_at = now;
-        let me = view.me;
-        let mut peers = Peers::default();
-        let known = self.pace_state.save(now);
-        let origin = view.origin_of(&register.value, written_at);
-        let is_sound = Notes::read_from(&register.value, origin, written_at, |notes| {
-            notes.moment(&mut None);
-            peers.share(&me, notes);
-            self.pace_state.share(notes);
-        });
-        if !is_sound {
-            // The register is empty or damaged. What this process knows, its events included, replaces it.
-            peers = Peers::default();
-            self.pace_state.restore(&known, now);
-        }
-        view.me.since = peers.take(me.id).and_then(|mine| mine.since);
-        view.written_first = view.written_first.filter(|_| view.me.since.is_some());
-        view.peers = peers;
-        if is_sound {
-            let events = std::mem::take(&mut view.events);
-            self.replay(&events);
-            if let Some(view) = &mut self.view {
-                view.events = events;
-            }
-        }
-    }
-
-    /// Applies the events that the adopted register lacks.
-    ///
-    /// A hold that this process saw before another process released it is not restored.
-    fn replay(&mut self, events: &[Event]) {
-        let load = self.load();
-        let releases_read = self.pace_state.releases;
-        let is_released = |releases: Option<u32>| releases.is_some_and(|releases| releases < releases_read);
-        let mut released_here = false;
-        for event in events {
-            match event {
-                Event::Sent(at) => {
-                    let last_sent = self.pace_state.last_sent;
-                    self.pace_state.sent(load, *at);
-                    self.pace_state.last_sent = last_sent.max(Some(*at));
-                }
-                Event::Answered { signal, sent, at, releases } => {
-                    let mut call = Call::default();
-                    let held_until = self.pace_state.held_until;
-                    let reply = Reply::new(signal, *sent, &mut call);
-                    self.pace_state.answered(load, reply, &mut self.dice, *at);
-                    if !released_here && is_released(*releases) {
-                        self.pace_state.held_until = held_until;
-                    }
-                }
-                Event::Hold { until, releases } => {
-                    if released_here || !is_released(*releases) {
-                        self.pace_state.hold_until(*until);
-                    }
-                }
-                Event::Released => {
-                    self.pace_state.release();
-                    released_here = true;
-                }
-            }
+    /// Goes on from what another process has written, and applies the events of this process to it. An empty or damaged
+    /// register is replaced by what this process knows, its events included.
+    fn adopt(&mut self, local: &mut LocalQueue, register: &Register, read_at: Instant, now: Instant) {
+        if self.view.adopt(register, &mut local.pace_state, read_at, now) {
+            let load = self.load(local);
+            self.log.replay(&mut local.pace_state, load, &mut local.dice);
         }
     }
 }

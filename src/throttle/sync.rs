@@ -7,8 +7,8 @@
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use super::event_log::Mark;
 use super::paced_queue::PacedQueue;
-use super::peer_view::Mark;
 use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;

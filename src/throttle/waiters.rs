@@ -152,7 +152,7 @@ impl Waiters {
     ) -> bool {
         self.last_used = now;
         let number = flight.number;
-        let held_before = self.queue.pace_state.held_until;
+        let held_before = self.queue.held_until();
         let refused = self.queue.answered(flight, signal, now);
         let mut is_back = false;
         if let (Some(refused), Some(latest)) = (refused, back_until)
@@ -232,13 +232,13 @@ impl Waiters {
 
     /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for longer.
     fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TooLate> {
-        let until = self.queue.pace_state.held_until.filter(|until| *until > now && *until > latest)?;
+        let until = self.queue.held_until().filter(|until| *until > now && *until > latest)?;
         Some(TooLate { is_held: true, retry_at: Some(until) })
     }
 
     /// If the hold ends later than `held_before`, wakes the waiters that cannot wait for its end.
     fn wake_held(&mut self, held_before: Option<Instant>, wakers: &mut Wakers) {
-        let held_until = self.queue.pace_state.held_until;
+        let held_until = self.queue.held_until();
         if let Some(until) = held_until.filter(|until| Some(*until) > held_before) {
             self.waits.wake_where(|wait| wait.latest < until, wakers);
         }
@@ -268,7 +268,7 @@ impl Waiters {
         if !self.sync.is_served_by(number) {
             return None;
         }
-        let held_before = self.queue.pace_state.held_until;
+        let held_before = self.queue.held_until();
         let change = self.queue.cas_answered(answer, sent, now);
         self.sync.wake_written(wakers);
         self.peers_changed(held_before, now, wakers);
@@ -291,7 +291,7 @@ impl Waiters {
 
     /// Takes the register that another process has written.
     pub(super) fn register_changed(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
-        let held_before = self.queue.pace_state.held_until;
+        let held_before = self.queue.held_until();
         self.queue.register_changed(register, now);
         self.peers_changed(held_before, now, wakers);
     }
@@ -308,10 +308,8 @@ impl Evict for Waiters {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let is_idle = self.waits.is_empty() && self.queue.in_flight == 0;
-        is_idle.then(|| {
-            self.queue.pace_state.held_until.map_or(self.last_used, |until| until.max(self.last_used))
-        })
+        let is_idle = self.waits.is_empty() && self.queue.in_flight() == 0;
+        is_idle.then(|| self.queue.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
     }
 
     fn worthless_from(&self) -> Option<Instant> {

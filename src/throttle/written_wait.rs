@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::engine::Core;
-use super::peer_view::Mark;
+use super::event_log::Mark;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::key::Key;

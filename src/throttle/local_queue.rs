@@ -1,0 +1,97 @@
+//! The requests of one process for a key, and the pace as this process knows it.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::pace_state::{Load, PaceState};
+use crate::clock;
+use crate::pace::{Call, Dice};
+use crate::wait_queue::Number;
+
+#[derive(Debug)]
+pub(super) struct LocalQueue {
+    pub(super) pace_state: PaceState,
+    pub(super) dice: Dice,
+    /// The requests that wait for their turn. A refused request keeps its number, so it is first again.
+    pub(super) waiting: BTreeMap<Number, QueuedCall>,
+    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait for their turn.
+    asleep: BTreeMap<(Instant, Number), QueuedCall>,
+    next: Number,
+    /// Requests sent and not yet answered.
+    pub(super) in_flight: usize,
+}
+
+/// A request in the queue.
+#[derive(Debug)]
+pub(super) struct QueuedCall {
+    pub(super) call: Call,
+    /// When the request arrived.
+    pub(super) since: Instant,
+}
+
+impl LocalQueue {
+    pub(super) fn new(pace_state: PaceState, dice: Dice) -> Self {
+        LocalQueue {
+            pace_state,
+            dice,
+            waiting: BTreeMap::new(),
+            asleep: BTreeMap::new(),
+            next: 0,
+            in_flight: 0,
+        }
+    }
+
+    /// Returns the number of the next request.
+    pub(super) fn next_number(&mut self) -> Number {
+        let number = self.next;
+        self.next += 1;
+        number
+    }
+
+    /// Adds a request that sleeps for `sleep` first.
+    pub(super) fn insert(&mut self, number: Number, call: QueuedCall, sleep: Duration, now: Instant) {
+        if sleep.is_zero() {
+            self.waiting.insert(number, call);
+        } else {
+            self.asleep.insert((clock::after(now, sleep), number), call);
+        }
+    }
+
+    /// Lets the requests wait whose sleep is over.
+    pub(super) fn awake(&mut self, now: Instant) {
+        while let Some(first) = self.asleep.first_entry()
+            && first.key().0 <= now
+        {
+            let ((_, number), call) = first.remove_entry();
+            self.waiting.insert(number, call);
+        }
+    }
+
+    /// Returns when the next request awakes.
+    pub(super) fn awakes_at(&self) -> Option<Instant> {
+        self.asleep.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    /// Returns until when a request sleeps by itself, if it does.
+    pub(super) fn asleep_until(&self, number: Number) -> Option<Instant> {
+        self.asleep.keys().find(|(_, other)| *other == number).map(|(until, _)| *until)
+    }
+
+    /// Removes a request that waits. Returns false if it does not wait.
+    pub(super) fn leave(&mut self, number: Number) -> bool {
+        match self.asleep_until(number) {
+            Some(until) => self.asleep.remove(&(until, number)).is_some(),
+            None => self.waiting.remove(&number).is_some(),
+        }
+    }
+
+    /// Returns how many requests wait and are in flight. Those that sleep by themselves wait.
+    pub(super) fn load(&self) -> Load {
+        Load { waiting: self.waiting.len() + self.asleep.len(), in_flight: self.in_flight }
+    }
+
+    /// Returns when the first waiter arrived.
+    pub(super) fn first_since(&self) -> Option<Instant> {
+        self.waiting.first_key_value().map(|(_, call)| call.since)
+    }
+}
