@@ -24,24 +24,20 @@ const LONGEST_ANSWER: Duration = Duration::from_secs(10);
 /// Whether a sync task serves a key, and the tasks that wait until it has written the register.
 #[derive(Debug, Default)]
 pub(super) struct SyncSupervisor {
-    task: SyncTaskState,
+    /// The task that serves the key.
+    task: Option<RunningTask>,
     written_wakers: Vec<Waker>,
 }
 
-/// Whether a sync task serves the key.
-#[derive(Debug, Default)]
-enum SyncTaskState {
-    #[default]
-    Absent,
-    Running {
-        /// The task's number. A task with another number has been replaced, and ends.
-        number: u64,
-        /// When the task runs next, if nothing wakes it earlier.
-        runs_at: Option<Instant>,
-        waker: Option<Waker>,
-        /// When the task was called, if it has not run since.
-        called_at: Option<Instant>,
-    },
+#[derive(Debug)]
+struct RunningTask {
+    /// A task with another number has been replaced, and ends.
+    number: u64,
+    /// When the task runs next, if nothing wakes it earlier.
+    runs_at: Option<Instant>,
+    waker: Option<Waker>,
+    /// When the task was called, if it has not run since.
+    called_at: Option<Instant>,
 }
 
 /// What the sync task does next.
@@ -54,12 +50,22 @@ pub(super) enum NextSync {
 impl SyncSupervisor {
     /// Reports whether the task with this number serves the key.
     pub(super) fn is_served_by(&self, number: u64) -> bool {
-        self.task.is(number)
+        self.task.as_ref().is_some_and(|task| task.number == number)
     }
 
     /// Returns the moment at which the task, or its call of the store, is late.
     pub(super) fn late_at(&self, queue: &PacedQueue) -> Option<Instant> {
-        self.task.late_at(queue)
+        let task = self.task.as_ref()?;
+        match queue.cas_sent_at() {
+            Some(sent) => Some(clock::after(sent, LONGEST_ANSWER)),
+            None => task.called_at.or(queue.next_cas_at()).map(|due| clock::after(due, LONGEST_START)),
+        }
+    }
+
+    /// Reports whether the task was called, or called the store, and is late.
+    fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
+        let is_called = self.task.as_ref().is_some_and(|task| task.called_at.is_some());
+        (is_called || queue.cas_sent_at().is_some()) && self.late_at(queue).is_some_and(|at| at <= now)
     }
 
     /// Waits until the register has everything that happened before `mark`. If it has not, wakes the task once it has, and
@@ -94,20 +100,32 @@ impl SyncSupervisor {
         now: Instant,
         wakers: &mut Wakers,
     ) -> bool {
-        if !self.task.is_late(queue, now) {
+        if !self.is_late(queue, now) {
             return false;
         }
         // The runtime of the task makes no progress, or the store does not answer.
         queue.cas_answered(Err(StoreError::Lost), now, now);
-        self.task = SyncTaskState::Absent;
+        self.task = None;
         self.wake_written(wakers);
         true
     }
 
-    /// Calls the task if a compare-and-set is due. Returns the number of a task to start if none serves the key.
+    /// Sees to it that a task runs when the next compare-and-set is due: wakes the one that serves the key, or returns the
+    /// number of one to start.
     pub(super) fn call_task(&mut self, queue: &PacedQueue, now: Instant, wakers: &mut Wakers) -> Option<u64> {
         let due = queue.next_cas_at()?;
-        self.task.call(due, now, wakers)
+        let Some(task) = &mut self.task else {
+            let number = dice();
+            self.task = Some(RunningTask { number, runs_at: None, waker: None, called_at: Some(now) });
+            return Some(number);
+        };
+        if task.runs_at.is_none_or(|at| due < at) {
+            wakers.add(task.waker.take());
+        }
+        if due <= now {
+            task.called_at.get_or_insert(now);
+        }
+        None
     }
 
     /// Returns what sync task `number` does next. A task that sleeps is woken if something is due earlier.
@@ -118,7 +136,7 @@ impl SyncSupervisor {
         now: Instant,
         cx: &Context<'_>,
     ) -> NextSync {
-        if !self.task.is(number) {
+        if !self.is_served_by(number) {
             return NextSync::End;
         }
         let request = queue.next_cas(now);
@@ -127,11 +145,12 @@ impl SyncSupervisor {
             (Some(request), _) => NextSync::Send(request),
             (None, Some(at)) => NextSync::SleepUntil(at),
             (None, None) => {
-                self.task = SyncTaskState::Absent;
+                self.task = None;
                 return NextSync::End;
             }
         };
-        self.task.ran(number, runs_at, cx);
+        let waker = runs_at.map(|_| cx.waker().clone());
+        self.task = Some(RunningTask { number, runs_at, waker, called_at: None });
         next
     }
 
@@ -145,62 +164,14 @@ impl SyncSupervisor {
         now: Instant,
         wakers: &mut Wakers,
     ) -> bool {
-        if !self.task.is(number) {
+        if !self.is_served_by(number) {
             return false;
         }
-        self.task = SyncTaskState::Absent;
+        self.task = None;
         self.wake_written(wakers);
         if let Some(sent) = sent {
             queue.cas_answered(Err(StoreError::Lost), sent, now);
         }
         true
-    }
-}
-
-impl SyncTaskState {
-    /// Reports whether the task with this number serves the key.
-    fn is(&self, task: u64) -> bool {
-        matches!(self, SyncTaskState::Running { number, .. } if *number == task)
-    }
-
-    /// Sees to it that a task runs at `due`: wakes the one that serves the key, or returns the number of one to start.
-    fn call(&mut self, due: Instant, now: Instant, wakers: &mut Wakers) -> Option<u64> {
-        match self {
-            SyncTaskState::Running { runs_at, waker, called_at, .. } => {
-                if runs_at.is_none_or(|at| due < at) {
-                    wakers.add(waker.take());
-                }
-                if due <= now {
-                    called_at.get_or_insert(now);
-                }
-                None
-            }
-            SyncTaskState::Absent => {
-                let number = dice();
-                *self = SyncTaskState::Running { number, runs_at: None, waker: None, called_at: Some(now) };
-                Some(number)
-            }
-        }
-    }
-
-    /// Notes that the task with this number has run, and when it runs next if it does not end.
-    fn ran(&mut self, number: u64, runs_at: Option<Instant>, cx: &Context<'_>) {
-        let waker = runs_at.map(|_| cx.waker().clone());
-        *self = SyncTaskState::Running { number, runs_at, waker, called_at: None };
-    }
-
-    /// Returns the moment at which the task, or its call of the store, is late.
-    fn late_at(&self, queue: &PacedQueue) -> Option<Instant> {
-        let SyncTaskState::Running { called_at, .. } = self else { return None };
-        match queue.cas_sent_at() {
-            Some(sent) => Some(clock::after(sent, LONGEST_ANSWER)),
-            None => called_at.or(queue.next_cas_at()).map(|due| clock::after(due, LONGEST_START)),
-        }
-    }
-
-    /// Reports whether the task was called, or called the store, and is late.
-    fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
-        let is_called = matches!(self, SyncTaskState::Running { called_at: Some(_), .. });
-        (is_called || queue.cas_sent_at().is_some()) && self.late_at(queue).is_some_and(|at| at <= now)
     }
 }

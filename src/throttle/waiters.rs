@@ -85,7 +85,7 @@ impl Waiters {
             return Arrival::Leaves(flight);
         }
         self.wait(number, latest, now);
-        self.grant_due(now, Some(number), wakers);
+        self.grant_due(now, wakers);
         if let Some(flight) = self.waits.collect(number) {
             return Arrival::Leaves(flight);
         }
@@ -113,7 +113,8 @@ impl Waiters {
         cx: &mut Context<'_>,
         wakers: &mut Wakers,
     ) -> Poll<Result<Flight, TooLate>> {
-        self.grant_due(now, Some(number), wakers);
+        self.waits.runs(number);
+        self.grant_due(now, wakers);
         if let Some(flight) = self.waits.collect(number) {
             return Poll::Ready(Ok(flight));
         }
@@ -137,7 +138,7 @@ impl Waiters {
             Some(Left::Settled(flight)) => self.queue.unsent(flight, now),
             Some(Left::Waiting(_)) | None => _ = self.queue.leave(number),
         }
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
     }
 
     /// Ends a request in flight with its answer. If the upstream refused the request and it can wait until `back_until`,
@@ -164,20 +165,20 @@ impl Waiters {
             is_back = true;
         }
         self.wake_held(held_before, wakers);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
         is_back
     }
 
     /// Ends a request in flight without an answer.
     pub(super) fn lost(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
         self.queue.lost(flight, now);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
     }
 
     /// Ends a request that was not sent although its turn had come.
     pub(super) fn unsent(&mut self, flight: Flight, now: Instant, wakers: &mut Wakers) {
         self.queue.unsent(flight, now);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
     }
 
     /// Holds the key until `until`.
@@ -185,26 +186,25 @@ impl Waiters {
         self.last_used = now;
         self.queue.hold_until(until, now);
         self.wake_held(None, wakers);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
     }
 
     /// Ends the hold of the key.
     pub(super) fn release(&mut self, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
         self.queue.release(now);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
     }
 
-    /// Grants every turn that is due, and sets the timer of the first waiter. The task that waits for request `running` runs
-    /// already, so it is not woken.
-    fn grant_due(&mut self, now: Instant, running: Option<Number>, wakers: &mut Wakers) {
+    /// Grants every turn that is due, and sets the timer of the first waiter.
+    fn grant_due(&mut self, now: Instant, wakers: &mut Wakers) {
         while let Some(flight) = self.queue.depart(now) {
-            if let Err(flight) = self.waits.settle(flight.number, flight, running, wakers) {
+            if let Err(flight) = self.waits.settle(flight.number, flight, wakers) {
                 self.queue.unsent(flight, now);
             }
         }
         let look_at = self.look_at();
-        if let Some((_, first)) = self.waits.first_mut()
+        if let Some(first) = self.waits.first_mut()
             && let Some(at) = look_at
         {
             first.wake_at(at.min(first.request.latest));
@@ -251,7 +251,7 @@ impl Waiters {
     /// if the one that does is late.
     pub(super) fn needs_sync_task(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
         if self.sync.give_up_late_task(&mut self.queue, now, wakers) {
-            self.grant_due(now, None, wakers);
+            self.grant_due(now, wakers);
         }
         self.sync.call_task(&self.queue, now, wakers)
     }
@@ -298,7 +298,7 @@ impl Waiters {
 
     fn peers_changed(&mut self, held_before: Option<Instant>, now: Instant, wakers: &mut Wakers) {
         self.wake_held(held_before, wakers);
-        self.grant_due(now, None, wakers);
+        self.grant_due(now, wakers);
         // The requests that waited only for the store's answer have it now.
         self.waits.wake_where(|wait| wait.latest <= now, wakers);
     }

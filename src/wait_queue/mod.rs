@@ -57,7 +57,7 @@ pub(crate) struct Waiter<T> {
     /// When the task wakes if the wait has not ended by then.
     wakes_at: Instant,
     timer: Option<Timer>,
-    /// The task that polled the wait last, unless it was woken since.
+    /// The task that polled the wait last, unless it was woken or runs since.
     waker: Option<Waker>,
 }
 
@@ -110,38 +110,31 @@ impl<T, O> WaitQueue<T, O> {
         self.settled.remove(&number)
     }
 
-    /// Ends the wait of a request. The task that waits for request `running` runs already, so it is not woken.
+    /// Notes that the task of a request runs. The end of its wait does not wake it, unless it
+    /// [registers](Waiter::register) again.
+    pub(crate) fn runs(&mut self, number: Number) {
+        if let Some(waiter) = self.waiting.get_mut(&number) {
+            waiter.waker = None;
+        }
+    }
+
+    /// Ends the wait of a request.
     ///
     /// # Errors
     ///
     /// The outcome, if the request does not wait.
-    pub(crate) fn settle(
-        &mut self,
-        number: Number,
-        outcome: O,
-        running: Option<Number>,
-        wakers: &mut Wakers,
-    ) -> Result<(), O> {
+    pub(crate) fn settle(&mut self, number: Number, outcome: O, wakers: &mut Wakers) -> Result<(), O> {
         let Some(waiter) = self.waiting.remove(&number) else { return Err(outcome) };
         self.settled.insert(number, outcome);
-        if running != Some(number) {
-            wakers.add(waiter.waker);
-        }
+        wakers.add(waiter.waker);
         Ok(())
     }
 
-    /// Ends the wait of the first request, as [`settle`](Self::settle) does, and returns what its owner knew of it.
-    pub(crate) fn settle_first(
-        &mut self,
-        outcome: O,
-        running: Option<Number>,
-        wakers: &mut Wakers,
-    ) -> Option<T> {
+    /// Ends the wait of the first request, and returns what its owner knew of it.
+    pub(crate) fn settle_first(&mut self, outcome: O, wakers: &mut Wakers) -> Option<T> {
         let (number, waiter) = self.waiting.pop_first()?;
         self.settled.insert(number, outcome);
-        if running != Some(number) {
-            wakers.add(waiter.waker);
-        }
+        wakers.add(waiter.waker);
         Some(waiter.request)
     }
 
@@ -163,7 +156,7 @@ impl<T, O> WaitQueue<T, O> {
 
     /// Wakes the tasks of the requests that `which` selects. They wait on.
     pub(crate) fn wake_where(&mut self, which: impl Fn(&T) -> bool, wakers: &mut Wakers) {
-        for waiter in self.waiting.values_mut().filter(|waiter| which(&waiter.request)) {
+        for waiter in self.iter_mut().filter(|waiter| which(&waiter.request)) {
             wakers.add(waiter.waker.take());
         }
     }
@@ -179,7 +172,7 @@ impl<T, O> WaitQueue<T, O> {
     }
 
     /// Returns the first request that waits.
-    pub(crate) fn first_mut(&mut self) -> Option<(Number, &mut Waiter<T>)> {
+    pub(crate) fn first_mut(&mut self) -> Option<&mut Waiter<T>> {
         self.iter_mut().next()
     }
 
@@ -194,8 +187,8 @@ impl<T, O> WaitQueue<T, O> {
     }
 
     /// Returns the requests that wait, in order.
-    pub(crate) fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
-        self.waiting.iter_mut().map(|(number, waiter)| (*number, waiter))
+    pub(crate) fn iter_mut(&mut self) -> impl DoubleEndedIterator<Item = &mut Waiter<T>> {
+        self.waiting.values_mut()
     }
 
     /// Returns the requests that wait, in order, from request `first` on.

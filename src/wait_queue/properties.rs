@@ -22,6 +22,7 @@ enum Step {
     Return(usize, u32),
     Poll(usize),
     WakeAt(usize, u32),
+    /// Settles a request, from its own task or from another one.
     Settle(usize, bool),
     SettleFirst,
     /// Settles the requests with this value.
@@ -145,7 +146,7 @@ impl World {
             Step::Pass(steps) => tokio::time::advance(STEP * steps).await,
             Step::SettleFirst => {
                 let outcome = self.next_outcome();
-                let settled = self.queue.settle_first(outcome, None, &mut wakers);
+                let settled = self.queue.settle_first(outcome, &mut wakers);
                 let first = self.requests.iter_mut().find(|request| request.place == Place::Waiting);
                 assert_eq!(settled, first.as_ref().map(|request| request.value));
                 if let Some(request) = first {
@@ -219,11 +220,13 @@ impl World {
                 }
             }
             Step::Settle(_, is_running) => {
-                let running = is_running.then_some(number);
-                let settled = queue.settle(number, outcome, running, wakers);
+                if is_running {
+                    queue.runs(number);
+                    request.has_waker = false;
+                }
+                let settled = queue.settle(number, outcome, wakers);
                 assert_eq!(settled, if is_waiting { Ok(()) } else { Err(outcome) });
                 if is_waiting {
-                    request.has_waker &= !is_running;
                     request.wake();
                     request.end(Place::Settled(outcome));
                 }

@@ -100,11 +100,11 @@ impl Claims {
             key,
             holder: self.holder,
             number: self.number,
-            limit: limit,
+            limit,
             in_use: counts.in_use,
             wanted: counts.queued,
             granted_seen: self.granted,
-            ttl: ttl,
+            ttl,
         }
     }
 

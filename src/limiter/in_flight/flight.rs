@@ -220,7 +220,7 @@ impl Flight {
     fn seat(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
             let granted = Settled::Granted(next_number());
-            let Some(wait) = self.waiters.settle_first(granted, None, wakers) else { return };
+            let Some(wait) = self.waiters.settle_first(granted, wakers) else { return };
             self.free -= 1;
             self.in_use += 1;
             self.impatient.remove(&wait);

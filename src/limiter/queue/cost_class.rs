@@ -113,13 +113,11 @@ impl CostClass {
         }
     }
 
-    /// Gives up to `most` permits of the slots that are due to the first waiters. The task of waiter `running` runs
-    /// already, so it is not woken.
+    /// Gives up to `most` permits of the slots that are due to the first waiters.
     pub(super) fn hand_out(
         &mut self,
         most: usize,
         now: Instant,
-        running: Option<Number>,
         returns: &mut Returns,
         wakers: &mut Wakers,
     ) -> HandedOut {
@@ -135,7 +133,7 @@ impl CostClass {
                 continue;
             }
             let permit = Settled::Granted(Reservation { count: 1, ..*slot });
-            if handed_out.count == most || self.waiters.settle_first(permit, running, wakers).is_none() {
+            if handed_out.count == most || self.waiters.settle_first(permit, wakers).is_none() {
                 break;
             }
             handed_out.count += 1;
@@ -146,7 +144,7 @@ impl CostClass {
             }
         }
         if let Some(slot) = self.slots.front()
-            && let Some((_, first)) = self.waiters.first_mut()
+            && let Some(first) = self.waiters.first_mut()
             && first.wakes_at() > slot.at
         {
             first.wake_at(first.request.wakes_for(slot.at));
@@ -156,7 +154,7 @@ impl CostClass {
 
     /// Wakes the first waiter at `at`.
     pub(super) fn wake_first(&mut self, at: Instant) {
-        if let Some((_, first)) = self.waiters.first_mut() {
+        if let Some(first) = self.waiters.first_mut() {
             first.wake_at(first.request.wakes_for(at));
         }
     }
@@ -165,15 +163,14 @@ impl CostClass {
     pub(super) fn wake_by(&mut self, at: Instant) {
         let without_slot = self.without_slot();
         let waiters = self.waiters.iter_mut().rev().take(without_slot);
-        for (_, waiter) in waiters.filter(|(_, waiter)| waiter.wakes_at() > at) {
+        for waiter in waiters.filter(|waiter| waiter.wakes_at() > at) {
             waiter.wake_at(waiter.request.wakes_for(at));
         }
     }
 
     /// Notes that a call is sent at `now`. If a hold that ended later was released, the wait of its waiters begins now.
     pub(super) fn asked_at(&mut self, now: Instant) {
-        for (_, waiter) in self.waiters.iter_mut().rev().take_while(|(_, waiter)| !waiter.request.is_decided)
-        {
+        for waiter in self.waiters.iter_mut().rev().take_while(|waiter| !waiter.request.is_decided) {
             waiter.request.entered = waiter.request.entered.min(now);
         }
     }
@@ -212,7 +209,7 @@ impl CostClass {
 
     /// Counts the time until the store answers as waiting only from `from`.
     fn enter_from(&mut self, from: Instant) {
-        for (_, waiter) in self.waiters.iter_mut() {
+        for waiter in self.waiters.iter_mut() {
             waiter.request.entered = waiter.request.entered.max(from);
         }
     }
@@ -254,7 +251,7 @@ impl CostClass {
             leaving.extend(asked.map(|waiter| (waiter.number, end.clone())));
         }
         for (number, settled) in leaving {
-            _ = self.waiters.settle(number, settled, None, wakers);
+            _ = self.waiters.settle(number, settled, wakers);
         }
     }
 
@@ -274,8 +271,7 @@ impl CostClass {
     /// Counts the waits that the store decided on from `now`. The store counted them from when it was asked. A deadline
     /// does not move.
     fn count_waits_from(&mut self, now: Instant) {
-        for (_, waiter) in self.waiters.iter_mut().rev().take_while(|(_, waiter)| !waiter.request.is_decided)
-        {
+        for waiter in self.waiters.iter_mut().rev().take_while(|waiter| !waiter.request.is_decided) {
             let wait = &mut waiter.request;
             let asking = now.saturating_duration_since(wait.entered);
             wait.entered = now.max(wait.entered);

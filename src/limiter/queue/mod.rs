@@ -219,7 +219,10 @@ impl Queue {
     ) -> HandedOut {
         let mut all = HandedOut::default();
         for class in self.classes.values_mut() {
-            let of_class = class.hand_out(most - all.count, now, running, &mut self.returns, wakers);
+            if let Some(number) = running {
+                class.waiters.runs(number);
+            }
+            let of_class = class.hand_out(most - all.count, now, &mut self.returns, wakers);
             all.count += of_class.count;
             all.died |= of_class.died;
         }
