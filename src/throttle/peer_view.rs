@@ -77,8 +77,13 @@ impl PeerView {
     }
 
     /// Returns when it may be the turn of this process's first waiter, which arrived at `first`. `slot` is the slot of the
-    /// queue, and `interval` the time between two requests.
-    pub(super) fn turn_at(&self, first: Instant, slot: Option<Instant>, interval: Duration) -> Instant {
+    /// queue, and `interval` returns the time between two requests.
+    pub(super) fn turn_at(
+        &self,
+        first: Instant,
+        slot: Option<Instant>,
+        interval: impl FnOnce() -> Duration,
+    ) -> Instant {
         let before = self.peers.before(self.place(first), self.me.id).count();
         if before == 0 {
             return slot.unwrap_or(self.version_seen_at);
@@ -86,7 +91,7 @@ impl PeerView {
         let from = self.peers.turn_from(slot).unwrap_or(self.version_seen_at);
         // Each of the processes in between leaves one interval after the one before it.
         let between = u32::try_from(before - 1).unwrap_or(u32::MAX);
-        let turns = interval.saturating_mul(between);
+        let turns = interval().saturating_mul(between);
         clock::after(from, turns.saturating_add(self.grace(before)))
     }
 

@@ -9,7 +9,7 @@
 //! If nothing is scarce, requests leave without asking, and the process writes their departures later, many at a time.
 //! During an outage of the store each process goes on alone with its part of the last known speed.
 //!
-//! The states of one process, in [`SyncState`](super::sync_state::SyncState):
+//! The states of one process, in [`SyncState`]:
 //!
 //! ```text
 //!             next_cas                        next_cas
@@ -174,7 +174,7 @@ impl Sharing {
             SyncState::Away { rests_until, .. } => (Some(rests_until), Some(rests_until)),
         };
         let interval = || local.pace_state.interval(self.load(local));
-        let turn_at = local.first_since().map(|first| self.view.turn_at(first, self.slot(local), interval()));
+        let turn_at = local.first_since().map(|first| self.view.turn_at(first, self.slot(local), interval));
         let write_at = self.write_at(local).map(|at| write_rests_until.map_or(at, |until| at.max(until)));
         let turn_at = turn_at.map(|at| turn_rests_until.map_or(at, |until| at.max(until)));
         write_at.into_iter().chain(turn_at).min()
@@ -332,7 +332,7 @@ impl Sharing {
     /// latest version, so that attempt has the best chance.
     fn on_conflict(&mut self, local: &mut LocalQueue, now: Instant) {
         self.conflicts += 1;
-        if self.conflicts % CONFLICTS_PER_REST != 0 {
+        if !self.conflicts.is_multiple_of(CONFLICTS_PER_REST) {
             return;
         }
         let times = 4_u32.pow((self.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
