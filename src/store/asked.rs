@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::lease::STANDALONE;
 use super::{ClientSession, Demand, HoldState, LeaseRequest};
 use crate::clock;
 use crate::key::Key;
@@ -20,7 +19,6 @@ pub(crate) struct OwnedLeaseRequest {
     pub(crate) latest: Duration,
     pub(crate) life: Duration,
     pub(crate) prefetch_life: Duration,
-    /// What the store granted.
     pub(crate) returns: SmallVec<[UnusedPermits; 4]>,
     pub(crate) charges: Vec<Charge>,
     pub(crate) memory: ClientSession,
@@ -31,7 +29,6 @@ pub(crate) struct OwnedLeaseRequest {
 
 impl OwnedLeaseRequest {
     pub(crate) fn new(request: &LeaseRequest<'_>) -> Self {
-        let of_store = request.returns.iter().filter(|unused| unused.incarnation != STANDALONE);
         OwnedLeaseRequest {
             key: request.key,
             spec: request.spec.clone(),
@@ -40,7 +37,7 @@ impl OwnedLeaseRequest {
             latest: request.latest,
             life: request.validity,
             prefetch_life: request.prefetch_validity,
-            returns: of_store.copied().collect(),
+            returns: request.returns.into(),
             charges: request.charges.to_vec(),
             memory: request.session,
             held: request.hold,

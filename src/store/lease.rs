@@ -1,17 +1,15 @@
 //! What a process asks of a store for one key, and what the store grants.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::hold::HoldState;
+use super::source::Source;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 use crate::quota::Limit;
-
-/// The incarnation of permits that a process grants itself, of its fallback share.
-pub(super) const STANDALONE: u64 = u64::MAX;
 
 /// A request to a store for permits of one key.
 #[derive(Debug)]
@@ -110,28 +108,14 @@ pub struct Lease {
     pub external_usage: bool,
     /// How many more units could leave now; 0 if a need was refused.
     pub free: u64,
-    /// Set if this process granted the lease itself, of its fallback share.
-    pub(crate) standalone: Option<Standalone>,
-}
-
-/// The process granted a lease itself, of its fallback share.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Standalone {
-    /// When it granted the lease. Waits count from there.
-    pub(crate) at: Instant,
-    /// Whether the store has answered, so that the other fields of the lease besides its segments are the store's.
-    pub(crate) answered: bool,
+    /// The ledger that granted the permits.
+    pub(crate) source: Source,
 }
 
 impl Lease {
-    /// Returns whether the lease states anything about the key besides its segments.
-    pub(crate) fn is_word_of_store(&self) -> bool {
-        self.standalone.is_none_or(|own| own.answered)
-    }
-
-    /// Returns all that the lease grants, as permits that were not used.
+    /// Returns all permits of the lease as unused permits, for a caller that cannot use them.
     pub(crate) fn unused(&self) -> SmallVec<[UnusedPermits; 4]> {
-        let incarnation = self.granted_in();
+        let incarnation = self.permit_incarnation();
         let grants = self.grants.iter().chain(&self.prefetched);
         let unused = grants.map(|&Grant { cost, count, slot, stamp, .. }| UnusedPermits {
             slot,
@@ -142,9 +126,9 @@ impl Lease {
         unused.collect()
     }
 
-    /// Returns the incarnation that granted the segments.
-    pub(crate) fn granted_in(&self) -> u64 {
-        if self.standalone.is_some() { STANDALONE } else { self.incarnation }
+    /// Returns the incarnation of the ledger that granted the permits.
+    pub(crate) fn permit_incarnation(&self) -> u64 {
+        self.source.incarnation(self.incarnation)
     }
 }
 

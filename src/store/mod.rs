@@ -43,6 +43,7 @@ mod memory;
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
 mod register;
+mod source;
 mod usage;
 
 use std::future::Future;
@@ -63,6 +64,7 @@ pub use memory::MemoryStore;
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
 pub use register::{Recipients, Register, RegisterRequest};
+pub(crate) use source::Source;
 pub use usage::{LimitUsage, Usage};
 
 /// Returns for how long after an answer earlier permits may be used. After that the store has to confirm them first. A store that

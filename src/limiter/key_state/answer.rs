@@ -11,7 +11,7 @@ use crate::limiter::queue::Answered;
 use crate::limiter::reservation::{Reservation, Settled};
 use crate::limiter::session::StoreSession;
 use crate::quota::LIFE;
-use crate::store::{Grant, Lease, Refusal, trust};
+use crate::store::{Grant, Lease, Refusal, Source, trust};
 use crate::wakers::Wakers;
 
 /// The longest validity of a permit, for windows that are not longer than twenty times that.
@@ -49,7 +49,7 @@ impl KeyState {
         wakers: &mut Wakers,
     ) {
         let bounds = self.remember(ctx, lease, sent, now);
-        let precedes_release = lease.is_word_of_store() && !self.hold_answered(lease.hold, sent, bounds);
+        let precedes_release = lease.source.has_reply() && !self.hold_answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {
@@ -65,7 +65,7 @@ impl KeyState {
             return;
         }
         // A request that passes uncounted while the store cannot be reached has to ask.
-        if self.later && lease.standalone.is_none() && !ctx.fails_open {
+        if self.later && !lease.source.is_standalone() && !ctx.fails_open {
             let before = self.refused.as_deref().copied();
             self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
         }
@@ -102,7 +102,7 @@ impl KeyState {
         let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
         let is_too_slow = took >= self.life
             && self.life >= longest
-            && lease.standalone.is_none()
+            && !lease.source.is_standalone()
             && lease.grants.iter().any(expired);
         if is_too_slow {
             ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
@@ -119,26 +119,30 @@ impl KeyState {
         sent: Instant,
         now: Instant,
     ) -> (Instant, Instant) {
-        let is_alone = lease.standalone.is_some();
+        let is_alone = lease.source.is_standalone();
         if self.alone != is_alone {
             // What the other granted is counted there. Waiters keep their places.
             self.alone = is_alone;
             self.forget_permits();
         }
-        let bounds = if lease.is_word_of_store() {
-            self.shared = lease.external_usage;
-            self.free = if is_alone { 0 } else { lease.free };
-            self.remember_session(ctx, lease, sent, now)
-        } else {
-            if let Some(session) = &mut self.session {
-                session.count(lease, ctx.spec.quota().longest_memory(), now);
+        let bounds = match lease.source {
+            Source::Store => {
+                self.shared = lease.external_usage;
+                self.free = lease.free;
+                self.remember_session(ctx, lease, sent, now).unwrap_or((sent, now))
             }
-            None
-        };
-        let bounds = match (lease.standalone, bounds) {
-            (Some(own), _) => (own.at, own.at),
-            (None, Some(bounds)) => bounds,
-            (None, None) => (sent, now),
+            Source::StandaloneWithReply { granted_at } => {
+                self.shared = lease.external_usage;
+                self.free = 0;
+                self.remember_session(ctx, lease, sent, now);
+                (granted_at, granted_at)
+            }
+            Source::Standalone { granted_at } => {
+                if let Some(session) = &mut self.session {
+                    session.count(lease, ctx.spec.quota().longest_memory(), now);
+                }
+                (granted_at, granted_at)
+            }
         };
         if let Some(grant) = &lease.prefetched {
             self.prefetched.fill(&slot(lease, grant, (bounds.0, bounds.0)));
@@ -244,6 +248,6 @@ pub(super) fn slot(lease: &Lease, grant: &Grant, (earliest, latest): (Instant, I
         count: grant.count,
         slot: grant.slot,
         stamp: grant.stamp,
-        incarnation: lease.granted_in(),
+        incarnation: lease.permit_incarnation(),
     }
 }

@@ -223,7 +223,7 @@ impl KeyState {
             StoreReply::Ready(Err(error)) => (Some(Settled::Failed(error)), None),
             StoreReply::Ready(Ok(lease)) => {
                 let bounds = self.remember(ctx, &lease, ctx.now, ctx.now);
-                if lease.is_word_of_store() {
+                if lease.source.has_reply() {
                     self.hold_answered(lease.hold, ctx.now, bounds);
                 }
                 let Some(grant) = lease.grants.first() else {

@@ -12,8 +12,7 @@ use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
-use crate::store::lease::STANDALONE;
-use crate::store::{Grant, Lease, OwnedLeaseRequest};
+use crate::store::{Grant, Lease, OwnedLeaseRequest, Source};
 
 /// The parts of a window.
 const PARTS: u64 = 20;
@@ -137,7 +136,7 @@ impl GrantHistory {
 
     /// Takes back a permit that was not used.
     pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
-        if unused.incarnation == STANDALONE {
+        if Source::granted_standalone(&unused) {
             if let Some(alone) = self.alone() {
                 alone.take_back(unused, now);
             }

@@ -23,10 +23,9 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::lease::STANDALONE;
 use super::memory::usage;
 use super::{
-    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store,
+    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store,
     StoreError, StoreReply, UnusedPermits, Usage, label, spawn,
 };
 use crate::clock;
@@ -299,7 +298,9 @@ impl Store for FallbackStore {
     crate::delegate_store!(self => *self.0.store; implements lease, give_back, peek);
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        let (inner, asked) = (&self.0, OwnedLeaseRequest::new(&request));
+        let inner = &self.0;
+        let mut asked = OwnedLeaseRequest::new(&request);
+        asked.returns.retain(|unused| !Source::granted_standalone(unused));
         if !request.returns.is_empty() {
             inner.take_back(request.key, request.returns);
         }
@@ -320,7 +321,7 @@ impl Store for FallbackStore {
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         self.0.take_back(key, unused);
-        let of_store = unused.iter().filter(|unused| unused.incarnation != STANDALONE);
+        let of_store = unused.iter().filter(|unused| !Source::granted_standalone(unused));
         let of_store: SmallVec<[UnusedPermits; 4]> = of_store.copied().collect();
         if !of_store.is_empty() {
             self.0.store.give_back(key, spec, &of_store);

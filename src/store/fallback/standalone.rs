@@ -10,9 +10,8 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::rng::jittered;
-use crate::store::lease::{STANDALONE, Standalone};
 use crate::store::memory::book;
-use crate::store::{ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal};
+use crate::store::{ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source};
 
 /// The most entries of permits that the store does not know of. Beyond it, entries that lie close together are joined.
 const MOST_OWED: usize = 400;
@@ -113,18 +112,28 @@ impl StandaloneLedger {
         Ok(lease)
     }
 
-    /// Grants a plan. `word` is the store's answer, if there is one.
-    pub(super) fn grant(&mut self, plan: Lease, now: Instant, word: Option<&Lease>) -> Lease {
+    /// Grants a plan. `reply` is the store's reply to the same call, if the store replied.
+    pub(super) fn grant(&mut self, plan: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
         for &Grant { cost, count, slot, stamp, .. } in plan.grants.iter() {
             let after = self.owed.partition_point(|other| other.slot <= slot);
             let units = u64::from(cost) * u64::from(count);
-            self.owed.insert(after, UnusedPermits { slot, stamp, units, incarnation: STANDALONE });
+            self.owed.insert(
+                after,
+                UnusedPermits { slot, stamp, units, incarnation: Source::STANDALONE_INCARNATION },
+            );
         }
         self.thin();
-        let own = Some(Standalone { at: now, answered: word.is_some() });
         let Lease { grants, refused, .. } = plan;
-        let word = word.cloned().unwrap_or_default();
-        Lease { grants, refused, prefetched: None, recovering: None, standalone: own, ..word }
+        match reply {
+            Some(reply) => {
+                let source = Source::StandaloneWithReply { granted_at: now };
+                Lease { grants, refused, prefetched: None, recovering: None, source, ..reply.clone() }
+            }
+            None => {
+                let source = Source::Standalone { granted_at: now };
+                Lease { grants, refused, source, ..Lease::default() }
+            }
+        }
     }
 
     /// The store had answered, and fails again: the process grants the plan itself.

@@ -12,7 +12,7 @@ use super::layout::{
 use crate::limit::{Charge, LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::{
-    Claim, ClientSession, Demand, Grant, Grants, HoldState, Lease, LeaseRequest, LimitUsage, Refusal,
+    Claim, ClientSession, Demand, Grant, Grants, HoldState, Lease, LeaseRequest, LimitUsage, Refusal, Source,
     StoreEvent, Usage,
 };
 
@@ -361,7 +361,7 @@ pub(super) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garble
         foreign,
         external_usage: shared,
         free,
-        standalone: None,
+        source: Source::Store,
     })
 }
 

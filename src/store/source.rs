@@ -1,0 +1,52 @@
+//! Which ledger granted the permits of a lease: the store's, or the one of this process.
+
+use std::time::Instant;
+
+use crate::limit::UnusedPermits;
+
+/// The ledger that granted the permits of a [`Lease`](super::Lease), and whether the store replied.
+///
+/// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source travels in the lease, as a
+/// private field: a reply of another type would have to pass through every decorator of a store, for one decorator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// The store granted the permits.
+    #[default]
+    Store,
+    /// The store did not reply. This process granted the permits of its fallback share, and knows nothing else of the key.
+    Standalone {
+        /// When this process granted them. Waits count from this moment.
+        granted_at: Instant,
+    },
+    /// The store replied, but this process granted the permits of its fallback share. All fields of the lease besides the
+    /// grants and the refusal are the store's.
+    StandaloneWithReply {
+        /// When this process granted the permits. Waits count from this moment.
+        granted_at: Instant,
+    },
+}
+
+impl Source {
+    /// The incarnation of permits that a process granted itself. No store draws it.
+    pub(super) const STANDALONE_INCARNATION: u64 = u64::MAX;
+
+    /// Returns whether this process granted the permits itself.
+    pub(crate) fn is_standalone(self) -> bool {
+        !matches!(self, Source::Store)
+    }
+
+    /// Returns whether the store replied, so that the lease describes the store's state of the key.
+    pub(crate) fn has_reply(self) -> bool {
+        !matches!(self, Source::Standalone { .. })
+    }
+
+    /// Returns the incarnation of the granted permits, if that of the store's state is `of_store`.
+    pub(super) fn incarnation(self, of_store: u64) -> u64 {
+        if self.is_standalone() { Source::STANDALONE_INCARNATION } else { of_store }
+    }
+
+    /// Returns whether a process granted the permit itself, and not the store.
+    pub(super) fn granted_standalone(unused: &UnusedPermits) -> bool {
+        unused.incarnation == Source::STANDALONE_INCARNATION
+    }
+}
