@@ -1,98 +1,90 @@
-//! What a process knows of a store with a server: how the store's clock relates to its own, and what a store that lost its state
-//! needs to find that out.
+//! What a limiter knows of a store with a server, for one key: how the store's clock relates to its own, and what it was granted
+//! lately.
 
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::limit::micros_down;
-use crate::store::{ClientSession, Grant, Lease, UnusedPermits};
+use crate::limit::{Micros, micros_down};
+use crate::store::{ClientSession, Grant, Lease, StoreSession, UnusedPermits};
 
 /// The session of one key with a store.
-pub(super) struct StoreSession {
-    /// The incarnation of the store's state; 0 for a store that loses nothing.
-    incarnation: u64,
-    /// How often the state had been written, by the last answer.
-    writes: u64,
-    /// The store's time in the last answer, in microseconds.
-    seen: u64,
-    /// The store's clock showed `seen` at some moment between these two.
+///
+/// The last reply shows the store's clock and state. All replies together bound the store's clock, so one slow round trip does
+/// not shorten the validity of permits.
+pub(super) struct KeySession {
+    /// The last reply of the store.
+    reply: StoreSession,
+    /// The earliest moment at which the store's clock may have shown the time of the last reply.
     earliest: Instant,
+    /// The latest such moment.
     latest: Instant,
-    /// When the last call that was answered was sent.
-    sent: Instant,
-    /// When its answer arrived.
-    heard: Instant,
     /// The longest round trip of a call lately.
     trip: Duration,
-    /// By how much the wall clock was ahead when the last answer arrived, in microseconds.
-    wall_ahead: i64,
-    /// Whether a message may have been missed since the last answer.
+    /// Whether an event of the store may have been missed since the last reply.
     doubted: bool,
     /// From this moment the store may have dropped the key because it was idle.
     until: Instant,
-    /// What was granted lately. With `granted_before` it is never less than what was used in the last window.
-    granted: Granted,
-    /// What was granted before that.
-    granted_before: Granted,
+    /// What was granted lately. Together with `granted_before` it is never less than what was used in the last window.
+    granted: GrantedUnits,
+    /// What was granted before `granted`.
+    granted_before: GrantedUnits,
 }
 
-/// Units that were granted, and when they may be used. `from` is in the store's time.
+/// Units that a store granted in some span of time.
 #[derive(Clone, Copy, Default)]
-struct Granted {
+struct GrantedUnits {
+    /// How many units were granted.
     units: u64,
-    from: u64,
+    /// When the span began, in the store's time.
+    from: Micros,
+    /// The last moment at which one of them may be used.
     until: Option<Instant>,
 }
 
-impl StoreSession {
+impl KeySession {
+    /// Begins a session with a reply to the call that was sent at `sent`. [`update`](KeySession::update) takes in the reply.
     pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
-        StoreSession {
-            incarnation: lease.incarnation,
-            writes: lease.writes,
-            seen: lease.now,
+        KeySession {
+            reply: StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now),
             earliest: sent,
             latest: now,
-            sent,
-            heard: now,
             trip: Duration::ZERO,
-            wall_ahead: 0,
             doubted: false,
             until: now,
-            granted: Granted::default(),
-            granted_before: Granted::default(),
+            granted: GrantedUnits::default(),
+            granted_before: GrantedUnits::default(),
         }
     }
 
-    /// Takes in an answer to a call that was sent at `sent`; `window` is the longest window of the quota.
+    /// Takes in a reply to the call that was sent at `sent`. The longest window of the quota is `window`.
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
-        self.set_clock(lease.now, sent, now);
-        self.incarnation = lease.incarnation;
-        self.writes = lease.writes;
-        self.sent = sent;
-        self.heard = now;
+        self.bound_clock(lease.now, sent, now);
+        self.reply = StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now);
         self.doubted = false;
-        self.trip = now.saturating_duration_since(sent).max(self.trip - self.trip / 16);
-        self.wall_ahead = clock::wall_ahead();
+        self.trip = self.reply.round_trip().max(self.trip - self.trip / 16);
         self.until = clock::after(sent, lease.session_ttl);
-        self.count_from(lease, lease.now, window, now);
+        self.count_grants(lease, lease.now, window, now);
     }
 
-    /// Counts what the process granted itself while the store could not be reached.
+    /// Counts permits that the process granted itself while the store could not be reached.
     pub(super) fn count(&mut self, lease: &Lease, window: Duration, now: Instant) {
         let passed = now.saturating_duration_since(self.latest);
-        self.count_from(lease, self.seen.saturating_add(micros_down(passed)), window, now);
+        let store_now = self.reply.seen().saturating_add(micros_down(passed));
+        self.count_grants(lease, store_now, window, now);
     }
 
-    /// Counts what a lease grants; the store's time is `theirs`.
-    fn count_from(&mut self, lease: &Lease, theirs: u64, window: Duration, now: Instant) {
-        // What was granted a window ago makes room once what came before it is a window old.
-        let old = |granted: &Granted| granted.until.is_none_or(|until| clock::after(until, window) <= now);
-        if old(&self.granted_before) && self.granted.from.saturating_add(micros_down(window)) <= theirs {
+    /// Counts the permits of a lease. The store's time is `store_now`.
+    fn count_grants(&mut self, lease: &Lease, store_now: Micros, window: Duration, now: Instant) {
+        // Units that were granted a window ago become `granted_before` once those before them are a window old.
+        let is_old =
+            |granted: &GrantedUnits| granted.until.is_none_or(|until| clock::after(until, window) <= now);
+        let since_a_window = self.granted.from.saturating_add(micros_down(window)) <= store_now;
+        if is_old(&self.granted_before) && since_a_window {
             self.granted_before = std::mem::take(&mut self.granted);
-            self.granted.from = theirs;
+            self.granted.from = store_now;
         }
-        for &Grant { cost, count, wait, validity: life, .. } in lease.grants.iter().chain(&lease.prefetched) {
-            let until = clock::after(now, wait.saturating_add(life));
+        for &Grant { cost, count, wait, validity, .. } in lease.grants.iter().chain(&lease.prefetched) {
+            let until = clock::after(now, wait.saturating_add(validity));
             self.granted.units = self.granted.units.saturating_add(u64::from(cost) * u64::from(count));
             self.granted.until = self.granted.until.max(Some(until));
         }
@@ -100,67 +92,64 @@ impl StoreSession {
 
     /// Takes in that the store's time was `seen` between `sent` and `now`.
     ///
-    /// Earlier answers bound it as well, so that one slow trip harms no permit. The clocks may run apart by a two-thousandth. If the
-    /// bounds contradict each other, one of the clocks was set, and only the new ones count.
-    fn set_clock(&mut self, seen: u64, sent: Instant, now: Instant) {
-        let passed = Duration::from_micros(seen.saturating_sub(self.seen));
+    /// Earlier replies bound it as well. The clocks may run apart by a two-thousandth. If the bounds contradict each other, one of
+    /// the clocks was set, and only the new bounds count.
+    fn bound_clock(&mut self, seen: Micros, sent: Instant, now: Instant) {
+        let last_seen = self.reply.seen();
+        let passed = Duration::from_micros(seen.saturating_sub(last_seen));
         let drift = passed / 2000;
         let earliest = clock::after(self.earliest, passed.saturating_sub(drift)).max(sent);
         let latest = clock::after(self.latest, passed.saturating_add(drift)).min(now);
-        let agree = seen >= self.seen && earliest <= latest;
+        let agree = seen >= last_seen && earliest <= latest;
         self.earliest = if agree { earliest } else { sent };
         self.latest = if agree { latest } else { now };
-        self.seen = seen;
     }
 
-    /// Returns the two moments between which the store's time was the time in its last answer.
+    /// Returns the two moments between which the store's clock showed the time of its last reply.
     pub(super) fn bounds(&self) -> (Instant, Instant) {
         (self.earliest, self.latest)
     }
 
     /// Subtracts permits that were granted lately and are given back.
     pub(super) fn forget(&mut self, unused: &[UnusedPermits]) {
-        let (incarnation, from) = (self.incarnation, self.granted.from);
+        let incarnation = self.incarnation();
+        let from = self.granted.from;
         let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// Returns what the next call sends to the store. After a sleep of the machine it sends nothing, since the monotonic clock does
-    /// not show how long the machine slept.
-    pub(super) fn tell(&self, now: Instant) -> ClientSession {
-        let since = now.saturating_duration_since(self.heard);
-        if now >= self.until || self.incarnation == 0 || clock::has_slept(self.wall_ahead, since) {
+    /// Returns what the next call tells the store. After the session has expired, or the machine slept, it tells nothing.
+    pub(super) fn client_session(&self, now: Instant) -> ClientSession {
+        if now >= self.until || self.incarnation() == 0 {
             return ClientSession::default();
         }
-        ClientSession {
-            incarnation: self.incarnation,
-            writes: self.writes,
-            seen: self.seen,
-            since,
-            trip: self.trip,
-            granted: self.granted.units.saturating_add(self.granted_before.units),
-        }
+        let Some(session) = self.reply.client_session(now) else { return ClientSession::default() };
+        let granted = self.granted.units.saturating_add(self.granted_before.units);
+        ClientSession { trip: self.trip, granted, ..session }
     }
 
+    /// Returns how often the store's state had been written, by the last reply.
     pub(super) fn writes(&self) -> u64 {
-        self.writes
+        self.reply.writes()
     }
 
+    /// Returns the incarnation of the store's state; 0 for a store that loses nothing.
     pub(super) fn incarnation(&self) -> u64 {
-        self.incarnation
+        self.reply.incarnation()
     }
 
-    /// Returns whether earlier permits may be used, or the store has to confirm them first.
+    /// Returns whether permits may be used without a new confirmation of the store, which confirms for `trust`.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
-        self.incarnation == 0 || (!self.doubted && now.saturating_duration_since(self.sent) <= trust)
+        self.incarnation() == 0
+            || (!self.doubted && now.saturating_duration_since(self.reply.sent()) <= trust)
     }
 
-    /// Notes that a message may have been missed: the store has to confirm earlier permits before they are used.
+    /// Notes that an event may have been missed. The store has to confirm earlier permits before they are used.
     pub(super) fn doubt(&mut self) {
         self.doubted = true;
     }
 
-    /// Returns until when the session is of use.
+    /// Returns when the session expires.
     pub(super) fn until(&self) -> Instant {
         self.until
     }

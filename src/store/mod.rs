@@ -43,6 +43,7 @@ mod memory;
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
 mod register;
+mod session;
 mod source;
 mod usage;
 
@@ -64,6 +65,7 @@ pub use memory::MemoryStore;
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
 pub use register::{Recipients, Register, RegisterRequest};
+pub(crate) use session::StoreSession;
 pub(crate) use source::Source;
 pub use usage::{LimitUsage, Usage};
 

@@ -9,7 +9,7 @@ use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Answered;
 use crate::limiter::reservation::{Reservation, Settled};
-use crate::limiter::session::StoreSession;
+use crate::limiter::session::KeySession;
 use crate::quota::LIFE;
 use crate::store::{Grant, Lease, Refusal, Source, trust};
 use crate::wakers::Wakers;
@@ -161,7 +161,7 @@ impl KeyState {
         if !self.later {
             return None;
         }
-        let session = self.session.get_or_insert_with(|| Box::new(StoreSession::new(lease, sent, now)));
+        let session = self.session.get_or_insert_with(|| Box::new(KeySession::new(lease, sent, now)));
         let has_lost_state = session.incarnation() != lease.incarnation;
         session.update(lease, ctx.spec.quota().longest_memory(), sent, now);
         let bounds = session.bounds();
@@ -183,7 +183,7 @@ impl KeyState {
     /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
     pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let is_trusted =
-            |session: &StoreSession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
+            |session: &KeySession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 

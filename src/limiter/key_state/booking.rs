@@ -205,7 +205,7 @@ impl KeyState {
     ) -> LeaseRequest<'a> {
         let memory = self.session.as_mut().map(|session| {
             session.forget(returns);
-            session.tell(ctx.now)
+            session.client_session(ctx.now)
         });
         LeaseRequest {
             key: ctx.key,

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use super::prefetched::Prefetched;
 use super::queue::{CallNumber, Number, Queue};
 use super::reservation::{Reservation, Settled, WaitBound};
-use super::session::StoreSession;
+use super::session::KeySession;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -72,7 +72,7 @@ pub(super) struct KeyState {
     /// When permits at hand that were left over are next given back.
     sweep_at: Option<Instant>,
     /// The session with a store that has a server, which may lose its state.
-    session: Option<Box<StoreSession>>,
+    session: Option<Box<KeySession>>,
     /// Whether this process granted the booked permits itself, because the store is unreachable.
     alone: bool,
     hold: Option<Box<Holding>>,

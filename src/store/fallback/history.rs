@@ -12,7 +12,7 @@ use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
-use crate::store::{Grant, Lease, OwnedLeaseRequest, Source};
+use crate::store::{Grant, Lease, OwnedLeaseRequest, Source, StoreSession};
 
 /// The parts of a window.
 const PARTS: u64 = 20;
@@ -30,10 +30,8 @@ const MOST_PARTS: usize = 400;
 pub(super) struct GrantHistory {
     /// What the store granted, by slots in the store's time, in order.
     granted: VecDeque<Part>,
-    /// The store's time in its last answer.
-    heard: Micros,
-    /// The time of this process when that answer arrived.
-    heard_at: Micros,
+    /// The last reply of the store, which maps the store's time to the time of this process. `None` before the first reply.
+    session: Option<StoreSession>,
     /// The length of a window: how long use counts, with the validity of a permit and the slack.
     window: Micros,
     /// The first window that was observed in full.
@@ -58,7 +56,7 @@ impl Evict for GrantHistory {
 
     fn idle_from(&self) -> Option<Micros> {
         let alone = self.alone.as_ref().map_or(0, |alone| alone.idle_from());
-        let last = self.granted.back().map_or(0, |part| self.ours(part.last) + self.window);
+        let last = self.granted.back().map_or(0, |part| self.local_time(part.last) + self.window);
         Some(alone.max(last))
     }
 }
@@ -72,7 +70,7 @@ impl GrantHistory {
     pub(super) fn join(&mut self) {
         self.alone = None;
         // Permits granted meanwhile do not show the share.
-        self.first = self.theirs(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
+        self.first = self.store_time(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 
     fn width(&self) -> Micros {
@@ -84,26 +82,25 @@ impl GrantHistory {
         (FINDING_OUT.div_ceil(self.window.max(1)) + 1).clamp(*WINDOWS.start(), *WINDOWS.end())
     }
 
-    /// Returns a moment of the store's time in the time of this process.
-    fn ours(&self, moment: Micros) -> Micros {
-        self.heard_at.saturating_add(moment).saturating_sub(self.heard)
+    /// Maps a moment of the store's time to the time of this process.
+    fn local_time(&self, moment: Micros) -> Micros {
+        self.session.as_ref().map_or(moment, |session| session.local_time(moment))
     }
 
-    /// Returns a moment of this process in the store's time.
-    fn theirs(&self, moment: Micros) -> Micros {
-        self.heard.saturating_add(moment).saturating_sub(self.heard_at)
+    /// Maps a moment of this process to the store's time.
+    fn store_time(&self, moment: Micros) -> Micros {
+        self.session.as_ref().map_or(moment, |session| session.store_time(moment))
     }
 
-    /// The store has granted a lease.
-    pub(super) fn note(&mut self, lease: &Lease, spec: &LimitSpec, now: Instant) {
+    /// Records the lease that the store granted to a call that was sent at `sent`.
+    pub(super) fn record(&mut self, lease: &Lease, spec: &LimitSpec, sent: Instant, now: Instant) {
         let window = micros_up(spec.quota().longest_memory() + spec.life() + spec.transit_slack());
         if self.window != window {
             self.granted.clear();
             self.window = window;
             self.first = lease.now / (self.width() * PARTS) + 1;
         }
-        self.heard = lease.now;
-        self.heard_at = clock::micros(now);
+        self.session = Some(StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now));
         let oldest = (lease.now / self.width()).saturating_sub(PARTS * (self.windows() + 1));
         while self.granted.front().is_some_and(|part| part.number < oldest) {
             self.granted.pop_front();
@@ -160,7 +157,7 @@ impl GrantHistory {
         let OwnedLeaseRequest { spec, life, at, .. } = asked;
         let (longest, all) = spec.quota().longest();
         let now = clock::micros(now);
-        let moment = self.theirs(clock::micros(*at));
+        let moment = self.store_time(clock::micros(*at));
         let share = match (self.least_granted(moment), self.last) {
             (None, Some(last)) => last,
             (units, _) => match units.unwrap_or_else(|| self.granted_lately(moment)) {
@@ -176,10 +173,10 @@ impl GrantHistory {
         // What was granted before fits the longest limit; the others begin with what that one has seen.
         let longest = scaled(longest);
         let own = scaled(*spec.quota());
-        let recently = self.theirs(now).saturating_sub(self.window) / self.width();
+        let recently = self.store_time(now).saturating_sub(self.window) / self.width();
         let recently = self.granted.iter().filter(|part| part.number >= recently);
         let counted =
-            recently.map(|part| (self.ours(part.last), part.units)).take_while(|(at, _)| *at <= now);
+            recently.map(|part| (self.local_time(part.last), part.units)).take_while(|(at, _)| *at <= now);
         let mut ledger = Ledger::new(&longest, now);
         for (at, units) in counted {
             let age = now.saturating_sub(at.saturating_add(micros_up(*life)));

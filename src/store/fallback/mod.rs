@@ -130,7 +130,7 @@ impl Inner {
         let now = clock::now();
         match answer {
             Ok(lease) => {
-                let note = |kept: &mut GrantHistory| kept.note(&lease, &asked.spec, now);
+                let note = |kept: &mut GrantHistory| kept.record(&lease, &asked.spec, asked.at, now);
                 // Without room for one more key, nothing is known of it.
                 let _ = self.histories.enter(
                     asked.key,

@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::events;
 use crate::rng::{Backoff, dice, jittered};
 use crate::store::in_flight::notify;
-use crate::store::{Claim, ClientSession, StoreEvent, StoreListener};
+use crate::store::{Claim, StoreEvent, StoreListener, StoreSession};
 
 /// How often a holder may repeat its last claim: the distance of two claim numbers on the wire.
 const AGAIN: u64 = 1 << 20;
@@ -48,7 +48,7 @@ pub(super) struct Claims {
     timers: BTreeSet<(Instant, u64)>,
     /// The sessions of keys that no holder claims any more, and until when they are of use. They show whether a server has lost the
     /// state of other processes.
-    remembered: HashMap<Arc<str>, (Remembered, Instant)>,
+    remembered: HashMap<Arc<str>, (StoreSession, Instant)>,
     /// At this many, sessions of no more use are dropped.
     sweep_at: usize,
     on_their_way: JoinSet<(u64, Result<Claimed, StoreError>)>,
@@ -75,7 +75,7 @@ struct Holder {
     said: u64,
     /// When the claim on its way was sent, and the claim.
     sent: Option<(Instant, Claim)>,
-    memory: Option<Remembered>,
+    session: Option<StoreSession>,
     /// Until when the last claim that was answered is valid.
     good_until: Option<Instant>,
     lost: bool,
@@ -88,17 +88,6 @@ struct Holder {
     /// How many news were sent to the listener.
     version: u64,
     timer: Option<Instant>,
-}
-
-#[derive(Clone, Copy)]
-struct Remembered {
-    incarnation: u64,
-    changes: u64,
-    seen: u64,
-    sent: Instant,
-    heard: Instant,
-    /// By how much the wall clock was ahead then: after a sleep of the machine the time is not known.
-    wall_ahead: i64,
 }
 
 impl Claims {
@@ -128,7 +117,7 @@ impl Claims {
         let id = claim.holder;
         let (name, remembered): (Arc<str>, _) = (name.into(), &mut self.remembered);
         let holder = self.holders.entry(id).or_insert_with(|| Holder {
-            memory: remembered.remove(&name).map(|(memory, _)| memory),
+            session: remembered.remove(&name).map(|(session, _)| session),
             name,
             claim: Claim::NONE,
             listener,
@@ -214,9 +203,10 @@ impl Claims {
         let number = claim.number.saturating_mul(AGAIN) + holder.said.min(AGAIN - 1);
         holder.said += 1;
         holder.sent = Some((now, claim));
-        let memory = holder.memory.filter(|memory| now.saturating_duration_since(memory.heard) < claim.ttl);
-        let memory = memory.map_or_else(ClientSession::default, |memory| memory.tell(now));
-        let call = codec::claim(&claim, number, instance, memory, dice());
+        let is_of_use =
+            |session: &StoreSession| now.saturating_duration_since(session.received()) < claim.ttl;
+        let session = holder.session.filter(is_of_use).and_then(|session| session.client_session(now));
+        let call = codec::claim(&claim, number, instance, session.unwrap_or_default(), dice());
         let (script, backend, name) = (self.script.clone(), self.backend.clone(), holder.name.clone());
         // A task of its own: a connection of the user's may panic, and that is an answer, too.
         // The number of the store follows the beginning of the channel's name.
@@ -267,12 +257,12 @@ impl Claims {
     }
 
     fn forget(&mut self, id: u64) {
-        let Some(Holder { name, claim, memory, timer, .. }) = self.holders.remove(&id) else { return };
+        let Some(Holder { name, claim, session, timer, .. }) = self.holders.remove(&id) else { return };
         if let Some(timer) = timer {
             self.timers.remove(&(timer, id));
         }
-        if let Some(memory) = memory {
-            self.remembered.insert(name, (memory, clock::after(memory.heard, claim.ttl)));
+        if let Some(session) = session {
+            self.remembered.insert(name, (session, clock::after(session.received(), claim.ttl)));
         }
         if self.remembered.len() >= self.sweep_at {
             let now = clock::now();
@@ -311,10 +301,10 @@ impl Claims {
         if let Ok((id, told)) = codec::read_told(message)
             && let Some(holder) = self.holders.get_mut(&id)
         {
-            match &mut holder.memory {
-                Some(memory) if memory.incarnation == told.incarnation => {
-                    if memory.changes < told.changes {
-                        memory.changes = told.changes;
+            match &mut holder.session {
+                Some(session) if session.incarnation() == told.incarnation => {
+                    if session.writes() < told.changes {
+                        session.set_writes(told.changes);
                         holder.tell(told);
                     }
                 }
@@ -344,15 +334,13 @@ impl Holder {
         let ToldSeats { incarnation, changes, .. } = answer.told;
         let newer = |told: &ToldSeats| told.incarnation == incarnation && told.changes > changes;
         let newest = self.early.take().filter(newer).unwrap_or(answer.told);
-        let known =
-            self.memory.filter(|memory| memory.incarnation == incarnation).map(|memory| memory.changes);
+        let known = self.session.filter(|session| session.incarnation() == incarnation);
+        let known = known.map(|session| session.writes());
         let is_news = known.is_none_or(|known| known <= newest.changes);
         let changes = known.unwrap_or(0).max(newest.changes);
         self.backoff = None;
         self.answered = claim.number;
-        let wall_ahead = clock::wall_ahead();
-        self.memory =
-            Some(Remembered { incarnation, changes, seen: answer.now, sent, heard: now, wall_ahead });
+        self.session = Some(StoreSession::new(incarnation, changes, answer.now, sent, now));
         if is_news {
             self.tell(newest);
         }
@@ -391,22 +379,6 @@ impl Holder {
         if !self.lost && self.claim.in_use > 0 && self.good_until.is_some_and(|until| until <= now) {
             self.lost = true;
             notify(self.listener.clone(), self.claim.key, self.claim.holder, StoreEvent::ClaimExpired);
-        }
-    }
-}
-
-impl Remembered {
-    fn tell(&self, now: Instant) -> ClientSession {
-        if clock::has_slept(self.wall_ahead, now.saturating_duration_since(self.heard)) {
-            return ClientSession::default();
-        }
-        ClientSession {
-            incarnation: self.incarnation,
-            writes: self.changes,
-            seen: self.seen,
-            since: now.saturating_duration_since(self.heard),
-            trip: self.heard.saturating_duration_since(self.sent),
-            granted: 0,
         }
     }
 }

@@ -1,0 +1,98 @@
+//! What a process remembers of a store's last reply about one key, and how it maps the store's time to its own.
+
+use std::time::{Duration, Instant};
+
+use super::ClientSession;
+use crate::clock;
+use crate::limit::Micros;
+
+/// The last reply of a store about one key: the state that it described, and what the store's clock showed.
+///
+/// A [`ClientSession`] of it tells the store what the process knows. By that, the store finds out that it lost the state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoreSession {
+    /// The incarnation of the store's state; 0 for a store that loses nothing.
+    incarnation: u64,
+    /// How often the state had been written.
+    writes: u64,
+    /// The store's time in the reply.
+    seen: Micros,
+    /// When the call was sent.
+    sent: Instant,
+    /// When the reply was received.
+    received: Instant,
+    /// By how many microseconds the wall clock was ahead of the monotonic clock then.
+    wall_ahead: i64,
+}
+
+impl StoreSession {
+    /// Makes the session that begins with a reply: the state's `incarnation` and number of `writes`, and the store's time
+    /// `seen`. The call was sent at `sent`, and the reply was received at `received`.
+    pub(crate) fn new(incarnation: u64, writes: u64, seen: Micros, sent: Instant, received: Instant) -> Self {
+        StoreSession { incarnation, writes, seen, sent, received, wall_ahead: clock::wall_ahead() }
+    }
+
+    /// Returns the incarnation of the store's state.
+    pub(crate) fn incarnation(&self) -> u64 {
+        self.incarnation
+    }
+
+    /// Returns how often the state had been written.
+    pub(crate) fn writes(&self) -> u64 {
+        self.writes
+    }
+
+    /// Sets how often the state has been written, as a later message of the store states.
+    #[cfg(feature = "redis")]
+    pub(crate) fn set_writes(&mut self, writes: u64) {
+        self.writes = writes;
+    }
+
+    /// Returns the store's time in the reply.
+    pub(crate) fn seen(&self) -> Micros {
+        self.seen
+    }
+
+    /// Returns when the call of the reply was sent.
+    pub(crate) fn sent(&self) -> Instant {
+        self.sent
+    }
+
+    /// Returns when the reply was received.
+    #[cfg(feature = "redis")]
+    pub(crate) fn received(&self) -> Instant {
+        self.received
+    }
+
+    /// Maps a moment of the store's time to the time of this process.
+    pub(crate) fn local_time(&self, moment: Micros) -> Micros {
+        clock::micros(self.received).saturating_add(moment).saturating_sub(self.seen)
+    }
+
+    /// Maps a moment of this process to the store's time.
+    pub(crate) fn store_time(&self, moment: Micros) -> Micros {
+        self.seen.saturating_add(moment).saturating_sub(clock::micros(self.received))
+    }
+
+    /// Returns what the next call tells the store. Returns `None` if the machine slept since the reply, because the monotonic
+    /// clock does not show for how long.
+    pub(crate) fn client_session(&self, now: Instant) -> Option<ClientSession> {
+        let since = now.saturating_duration_since(self.received);
+        if clock::has_slept(self.wall_ahead, since) {
+            return None;
+        }
+        Some(ClientSession {
+            incarnation: self.incarnation,
+            writes: self.writes,
+            seen: self.seen,
+            since,
+            trip: self.round_trip(),
+            granted: 0,
+        })
+    }
+
+    /// Returns how long the round trip of the call took.
+    pub(crate) fn round_trip(&self) -> Duration {
+        self.received.saturating_duration_since(self.sent)
+    }
+}
