@@ -7,8 +7,10 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::sample::select;
 
+use super::ledger::MOST_LIMITS;
 use super::window::Window;
 use super::*;
+use crate::quota::Limit;
 use crate::quota::Quota;
 
 const SLACK: Micros = 10_000;

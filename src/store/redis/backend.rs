@@ -7,8 +7,9 @@ use redis::{Cmd, Value};
 
 #[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
-use super::connection::{Connections, Link, Links, RedisFailure};
 use super::endpoint::{Connecting, Ears};
+use super::failure::RedisFailure;
+use super::link::{Connections, Link, Links};
 use crate::clock;
 use crate::error::StoreError;
 

@@ -2,7 +2,7 @@
 //! formats, for other languages.
 
 use super::backend::TO_ALL;
-use super::codec::{Call, Garbled, ReplyReader};
+use super::codec::{CallWriter, Garbled, ReplyReader};
 use super::layout::{REGISTER_MESSAGE, REGISTER_VERSION};
 use super::script::Argument;
 use super::sealed_key;
@@ -16,7 +16,7 @@ const TOKEN: usize = 24;
 
 /// What the script is called with.
 pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argument> {
-    let mut call = Call(Vec::new());
+    let mut call = CallWriter(Vec::new());
     call.byte(REGISTER_VERSION);
     call.byte(u8::from(change.value.is_some()));
     call.long(change.version);
@@ -26,7 +26,7 @@ pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argumen
         Recipients::One(address) => Argument::Channel(address.to_string()),
         Recipients::All => Argument::Channel(TO_ALL.into()),
     };
-    let mut named = Call(sealed_key::of(change.key, secret, dice()));
+    let mut named = CallWriter(sealed_key::of(change.key, secret, dice()));
     named.long(change.kind);
     let value = change.value.clone().unwrap_or_default();
     vec![Argument::Is(call.0), Argument::Is(value), channel, Argument::Is(named.0)]

@@ -16,8 +16,8 @@ use tokio::sync::Mutex;
 use tokio::time::timeout_at;
 
 use super::backend::Backend;
-use super::codec::{self, Call, Garbled};
-use super::connection::RedisFailure;
+use super::codec::{self, Garbled};
+use super::failure::RedisFailure;
 use crate::clock;
 use crate::error::StoreError;
 
@@ -134,7 +134,7 @@ impl Script {
         let Some(server_seen) = codec::read_unsure(&answer) else { return Ok(answer) };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
-            Call::ask_again(call, later, server_seen);
+            codec::ask_again(call, later, server_seen);
         }
         let answer = self.run(backend, key, &call).await?;
         match codec::read_unsure(&answer) {

@@ -14,9 +14,9 @@ use tokio::task::JoinSet;
 
 use super::backend::{Backend, TO_ALL};
 use super::codec::{self, MOST_RETURNS};
-use super::connection::Connections;
 use super::endpoint::Connecting;
 use super::heartbeat::Claims;
+use super::link::Connections;
 use super::pubsub::{self, Heard};
 use super::registers;
 use super::script::{Argument, RATES, REGISTER, Script};

@@ -12,32 +12,35 @@
 //!                  └── CLUSTER SLOTS <── any server that answers
 //! ```
 
+mod hedge;
+mod redirection;
+mod seeds;
 mod slots;
 
 use std::collections::HashMap;
-use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ServerErrorKind, Value};
+use redis::Value;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
-use super::connection::{self, LONGEST_CONNECTING, Link, Links, RedisFailure, Request};
+use super::connection::{self, Request};
 use super::endpoint::{Ears, Listening};
+use super::failure::RedisFailure;
+use super::link::{LONGEST_CONNECTING, Link, Links};
 use super::worker::again_after_panics;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::rng::{Backoff, dice, jittered};
+use hedge::first;
+use redirection::{Redirection, redirection};
+pub(super) use seeds::Seeds;
 pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
-
-/// How long one server is waited for alone with a command that any server can execute. Then the command is sent to the next
-/// server as well.
-const STAGGER: Duration = Duration::from_millis(50);
 
 /// At most this many servers are asked for the map at a time.
 const MOST_ASKED: usize = 8;
@@ -49,13 +52,6 @@ const SPACING: Duration = Duration::from_secs(1);
 /// The longest pause between two maps while a server is down. At most this long after a failover, calls go to the new
 /// primary.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-
-/// The servers that were named, of which at least one has to answer.
-pub(super) struct Seeds {
-    pub(super) servers: Vec<Address>,
-    /// How to connect to any server of the cluster: everything but its address.
-    pub(super) settings: ConnectionInfo,
-}
 
 pub(super) struct Cluster {
     seeds: Arc<Seeds>,
@@ -376,59 +372,5 @@ impl Cluster {
     fn is_well(&self) -> bool {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         !table.map.is_empty() && table.nodes.values().all(|node| node.link.down().is_none())
-    }
-}
-
-impl Seeds {
-    fn client(&self, server: &Address) -> redis::RedisResult<Client> {
-        let (host, port) = (server.host.to_string(), server.port);
-        let address = match *self.settings.addr() {
-            ConnectionAddr::TcpTls { insecure, ref tls_params, .. } => {
-                ConnectionAddr::TcpTls { host, port, insecure, tls_params: tls_params.clone() }
-            }
-            _ => ConnectionAddr::Tcp(host, port),
-        };
-        Client::open(self.settings.clone().set_addr(address))
-    }
-}
-
-/// The server that has a key, as another server replied. That other server has not executed the call.
-struct Redirection {
-    to: Address,
-    /// Whether the key is being moved there, so that only this call is sent there.
-    asking: bool,
-}
-
-fn redirection(failure: &RedisFailure, by: &Address) -> Option<Redirection> {
-    let error = failure.said()?;
-    let (address, _) = error.redirect_node()?;
-    let asking = error.kind() == ErrorKind::Server(ServerErrorKind::Ask);
-    Some(Redirection { to: Address::read(address, by)?, asking })
-}
-
-/// Runs `tries` until one succeeds. The next one begins when one has failed, or has taken longer than [`STAGGER`]. If all fail
-/// the error is that of the last, and `none` if there are none.
-async fn first<T, E, F>(tries: impl IntoIterator<Item = F>, none: E) -> Result<T, E>
-where
-    T: Send + 'static,
-    E: Send + 'static,
-    F: Future<Output = Result<T, E>> + Send + 'static,
-{
-    let (mut tries, mut running, mut error) = (tries.into_iter().peekable(), JoinSet::new(), none);
-    loop {
-        if let Some(next) = tries.next() {
-            running.spawn(next);
-        }
-        let ended = match tries.peek() {
-            Some(_) => timeout(STAGGER, running.join_next()).await.unwrap_or_default(),
-            None => running.join_next().await,
-        };
-        match ended {
-            Some(Ok(Ok(value))) => return Ok(value),
-            Some(Ok(Err(failed))) => error = failed,
-            Some(Err(_)) => {}
-            None if tries.peek().is_some() => {}
-            None => return Err(error),
-        }
     }
 }

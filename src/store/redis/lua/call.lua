@@ -1,6 +1,6 @@
 -- Decides about the permits of one key. This file reads the call; short.lua or main.lua decides.
 --
--- Twin: src/limit/mod.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/ledger.rs. After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua)
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes

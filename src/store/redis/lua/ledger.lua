@@ -1,7 +1,7 @@
 
 -- ── all limits of the key, taken all or nothing ──────────────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/mod.rs; of returned slots src/limit/returned.rs, of `recover` src/limit/recovery.rs.
+-- Twin: src/limit/ledger.rs; of returned slots src/limit/returned.rs, of `recover` src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, state.lua, window_rule, bucket_rule, fixed_rule, external.lua
 

@@ -1,0 +1,325 @@
+//! The ledger of a key: all its limits, and the slots that were returned before they were due.
+//!
+//! Twin: `store/redis/lua/main.lua` and `ledger.lua`.
+//! After a change: `cargo test --all-features --lib differential`
+
+use smallvec::SmallVec;
+
+use super::algorithm::{Algorithm, Open};
+use super::limit_state::LimitState;
+use super::returned::ReturnedSlots;
+use super::{
+    Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining, micros_down,
+    micros_up,
+};
+use crate::quota::Limit;
+
+/// The longest life of a permit: this, or a twentieth of the window if that is longer. A permit granted up to then may
+/// have been used.
+const LONGEST_LIFE: Micros = 50_000;
+
+/// The most limits that are kept for one key. Limits that only other callers assert are foreign to the present caller.
+pub(super) const MOST_LIMITS: usize = 32;
+
+/// The most rounds of the search for a slot that all limits allow. For some limits there is none, such as fixed windows
+/// with different guards.
+const MOST_ROUNDS: usize = 1000;
+
+/// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
+///
+/// Callers that assert different terms for one key all get the strictest of them. A limit applies until no caller has asserted
+/// it for two windows and a second, or until there are too many limits.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    /// Most keys have one limit.
+    accounts: SmallVec<[LimitState; 1]>,
+    pool: ReturnedSlots,
+    /// The slacks of the caller of this call.
+    transit_slack: Micros,
+    boundary_guard: Micros,
+    /// The ledger's time, which never goes back.
+    now: Micros,
+    /// By how many microseconds the wall clock is ahead of `now`. Fixed windows follow the wall clock.
+    ahead: i64,
+    /// When the ledger was made.
+    born: Micros,
+    hold: Hold,
+}
+
+impl Ledger {
+    pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
+        let (accounts, pool, hold) = (SmallVec::new(), ReturnedSlots::default(), Hold::default());
+        let mut ledger =
+            Ledger { accounts, pool, transit_slack: 0, boundary_guard: 0, now, ahead: 0, born: now, hold };
+        ledger.advance(spec, now);
+        ledger
+    }
+
+    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries of fixed windows.
+    pub(crate) fn align(&mut self, ahead: i64) {
+        if ahead != self.ahead {
+            self.ahead = ahead;
+            self.accounts.iter_mut().for_each(|account| account.rule.align(ahead));
+        }
+    }
+
+    /// Brings the ledger to `now` and under `spec`; every call starts with this. Returns the ledger's time.
+    pub(crate) fn advance(&mut self, spec: &LimitSpec, now: Micros) -> Micros {
+        self.now = self.now.max(now);
+        let now = self.now;
+        self.transit_slack = micros_up(spec.transit_slack());
+        self.boundary_guard = micros_up(spec.boundary_guard());
+        for account in &mut self.accounts {
+            account.advance(now);
+        }
+        for limit in spec.quota().limits() {
+            match self.accounts.iter_mut().find(|account| account.limit == *limit) {
+                // Half a window may go unrecorded, so that a refusal need not change the state.
+                Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
+                    account.asserted = now
+                }
+                Some(_) => {}
+                None => {
+                    let rule = self.rule_for(*limit, now);
+                    self.accounts.push(LimitState::new(*limit, rule, now));
+                }
+            }
+        }
+        if self.accounts.len() > spec.quota().limits().len() {
+            self.accounts.retain(|account| account.holds_until() >= now);
+        }
+        while self.accounts.len() > MOST_LIMITS && self.forget_foreign(spec) {}
+        self.drain();
+        now
+    }
+
+    /// Forgets the limit that would be forgotten next, of the limits that `spec` do not have. Returns whether there was one.
+    ///
+    /// The next caller that asserts it adds it again, with the use that the other limits remember. So if an upstream states
+    /// another limit to each process of a large fleet, no process loses a call.
+    fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
+        let ours = spec.quota().limits();
+        let accounts = self.accounts.iter().enumerate();
+        let foreign = accounts.filter(|(_, account)| !ours.contains(&account.limit));
+        let first = foreign.min_by_key(|(_, account)| account.holds_until()).map(|(index, _)| index);
+        first.map(|index| self.accounts.remove(index)).is_some()
+    }
+
+    /// Takes slots of the pool that no request can use any more out of the logs.
+    fn drain(&mut self) {
+        let from = self.from();
+        while let Some(unused) = self.pool.pop_before(from) {
+            self.subtract(unused);
+        }
+    }
+
+    /// A rule for a limit that is new to this key: it starts with what the others remember.
+    fn rule_for(&self, limit: Limit, now: Micros) -> Algorithm {
+        let mut rule = Algorithm::new(limit, self.ahead);
+        let longest = self.accounts.iter().filter(|account| matches!(account.rule, Algorithm::Window(_)));
+        match longest.max_by_key(|account| account.limit.window()) {
+            Some(LimitState { rule: Algorithm::Window(window), .. }) => {
+                for chunk in window.chunks() {
+                    rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
+                }
+            }
+            _ => {
+                let used = self.accounts.iter().map(|account| account.rule.used(now)).max().unwrap_or(0);
+                if used > 0 {
+                    rule.insert(
+                        now,
+                        now,
+                        now + self.transit_slack,
+                        used.min(u64::from(limit.largest_cost())),
+                    );
+                }
+            }
+        }
+        rule.advance(now);
+        rule
+    }
+
+    /// Grants nothing before the end of `hold`. Returns the hold that applies.
+    pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
+        self.hold = self.hold.or(hold);
+        self.drain();
+        self.hold
+    }
+
+    /// Sets a hold that begins now. Earlier releases do not end it, even if the process that set it did not know of them.
+    pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
+        self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
+    }
+
+    /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that applies.
+    pub(crate) fn release(&mut self) -> Hold {
+        self.accounts.iter_mut().for_each(LimitState::forget_others);
+        self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
+        self.hold
+    }
+
+    /// Takes in what the upstream states is left of a limit. If less is allowed than before, the slots in the pool leave the
+    /// logs, because they were granted under the earlier state.
+    pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
+        let (now, born) = (self.now, self.born);
+        let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
+            return;
+        };
+        let sent = now + LONGEST_LIFE.max(micros_up(left.limit.window()) / 20) + self.transit_slack;
+        if account.see(left, now, sent, born) {
+            while let Some(unused) = self.pool.pop_last() {
+                self.subtract(unused);
+            }
+        }
+    }
+
+    /// The earliest moment at which a permit may be used, if no limit forbids it.
+    fn from(&self) -> Micros {
+        self.now.max(self.hold.until)
+    }
+
+    /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none later than `latest`.
+    ///
+    /// Hands each grant to `granted`. Stops with [`TooLate`] at the first permit whose slot would be later; that
+    /// permit and the permits after it leave no trace.
+    pub(crate) fn book(
+        &mut self,
+        latest: Micros,
+        cost: u32,
+        mut count: u32,
+        life: Micros,
+        mut granted: impl FnMut(Booking),
+    ) -> Result<(), TooLate> {
+        let largest = self.accounts.iter().map(|account| account.limit.largest_cost()).min();
+        if cost == 0 || largest.is_none_or(|largest| cost > largest) {
+            return Err(TooLate { slot: Micros::MAX, limit: None });
+        }
+        let cost = u64::from(cost);
+        while count > 0 {
+            let (slot, limit) = self.first_slot(cost, life);
+            if let Some(grant) =
+                self.pool.take(self.from()..=slot.min(latest), cost, count, life, self.transit_slack)
+            {
+                count -= grant.count;
+                granted(grant);
+                continue;
+            }
+            if slot > latest {
+                let pooled = self.pool.first(self.from(), cost, life, self.transit_slack);
+                return Err(TooLate { slot: pooled.map_or(slot, |pooled| pooled.min(slot)), limit });
+            }
+            let room = self.accounts.iter_mut().map(|account| account.room(slot)).min().unwrap_or(0);
+            let fits = u32::try_from(room / cost).unwrap_or(u32::MAX).clamp(1, count);
+            let stamp = slot + life + self.transit_slack;
+            for account in &mut self.accounts {
+                account.rule.insert(self.now, slot, stamp, cost * u64::from(fits));
+            }
+            count -= fits;
+            granted(Booking { slot, life, stamp, count: fits });
+        }
+        Ok(())
+    }
+
+    /// Takes up to `most` units of what is free now, at most a quarter of it, so that a scarce limit is never hoarded.
+    pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Booking> {
+        let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
+        if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
+            return None;
+        }
+        let stamp = self.now + life + self.transit_slack;
+        for account in &mut self.accounts {
+            account.rule.insert(self.now, self.now, stamp, u64::from(count));
+        }
+        Some(Booking { slot: self.now, life, stamp, count })
+    }
+
+    /// Counts units that were used without a permit, at `charge.age` ago at the latest, in every limit, whether or not
+    /// there is room.
+    pub(crate) fn charge(&mut self, charge: Charge) {
+        let end = self.now.saturating_sub(micros_down(charge.age));
+        if charge.units > 0 {
+            for account in &mut self.accounts {
+                account.rule.charge(self.now, end, self.transit_slack, charge.units);
+            }
+        }
+    }
+
+    /// Takes back a permit that was not used. If its slot still lies ahead, the slot goes to the next caller; if it has
+    /// passed, it leaves the logs.
+    pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
+        if unused.units == 0 || unused.stamp < unused.slot {
+            return;
+        }
+        let shared = self.accounts.iter().any(|account| account.reserved(unused.slot) > 0);
+        if unused.slot <= self.now || unused.slot < self.from() || shared {
+            self.subtract(unused);
+        } else if let Some(last) = self.pool.put(unused) {
+            // The last of many: what was booked at the end of the logs can be booked anew.
+            self.subtract(last);
+        }
+    }
+
+    fn subtract(&mut self, unused: UnusedPermits) {
+        for account in &mut self.accounts {
+            account.subtract(self.now, unused);
+        }
+    }
+
+    /// The first moment at which every limit allows `cost`, and the limit that was the last to.
+    fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
+        let open = Open { life, guard: self.boundary_guard };
+        let mut slot = self.from();
+        let mut limit = None;
+        for _ in 0..MOST_ROUNDS {
+            let before = slot;
+            for account in &mut self.accounts {
+                let first = account.first_slot(slot, cost, open);
+                if first > slot {
+                    slot = first;
+                    limit = Some(account.limit);
+                }
+            }
+            // A slot that one limit moved must be free under the others too; each only ever moves it later.
+            if slot == before {
+                return (slot, limit);
+            }
+        }
+        (Micros::MAX, None)
+    }
+
+    /// How many units could go now.
+    pub(crate) fn free(&mut self) -> u64 {
+        let now = self.now;
+        if self.from() > now {
+            return 0;
+        }
+        self.accounts.iter_mut().map(|account| account.free(now)).min().unwrap_or(u64::MAX)
+    }
+
+    /// Whether others are known to use a limit too.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.accounts.iter().any(LimitState::is_shared)
+    }
+
+    /// Returns each limit with its used units, its free units, and the units reserved for clients outside the fleet.
+    pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
+        let now = self.now;
+        self.accounts.iter_mut().map(move |account| {
+            (account.limit, account.rule.used(now), account.free(now), account.reserved(now))
+        })
+    }
+
+    /// Returns when one unit could be sent, if nothing else is booked.
+    pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
+        let slot = self.first_slot(1, life).0;
+        self.pool.first(self.from(), 1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
+    }
+
+    /// Returns the first moment from which a new ledger would grant the same. From then on, this ledger can be forgotten.
+    pub(crate) fn fresh_from(&self) -> Micros {
+        let accounts = self.accounts.iter().map(|account| account.fresh_from()).max().unwrap_or(0);
+        let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
+        // The number of releases matters only while messages about an older hold may still arrive, so it keeps no ledger.
+        accounts.max(pooled).max(self.hold.until)
+    }
+}

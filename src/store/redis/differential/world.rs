@@ -1,0 +1,185 @@
+//! The same history in the ledger of this process and in Redis.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis_server::RedisServer;
+
+use super::history::Step;
+use super::{RATES, START, asks, at_time_of_argument, codec, formats, millis, script};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits};
+use crate::store::memory::{book, hold, usage};
+use crate::store::{ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, Usage};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Release {
+    Format1,
+    Today,
+}
+
+/// The same history in both.
+pub(super) struct World {
+    pub(super) redis: redis::Connection,
+    pub(super) script: redis::Script,
+    /// Which release's script runs the leases.
+    pub(super) release: Release,
+    pub(super) key: String,
+    pub(super) ledger: Option<Ledger>,
+    /// The time of the state, and by how much the server's clock is ahead of it.
+    pub(super) now: Micros,
+    pub(super) clock: i64,
+    pub(super) unused: Vec<UnusedPermits>,
+    pub(super) incarnation: u64,
+    pub(super) writes: u64,
+    pub(super) seen: Micros,
+    pub(super) calls: u64,
+}
+
+impl World {
+    pub(super) fn new(server: &RedisServer) -> Self {
+        let redis = server.connect().unwrap();
+        World {
+            redis,
+            script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(RATES, 4))),
+            release: Release::Today,
+            key: "key".into(),
+            ledger: None,
+            now: START,
+            clock: 0,
+            unused: Vec::new(),
+            incarnation: 0,
+            writes: 0,
+            seen: START,
+            calls: 0,
+        }
+    }
+
+    pub(super) fn begin(&mut self) {
+        self.calls += 1;
+        self.key = format!("key {}", self.calls);
+        (self.ledger, self.now, self.incarnation, self.writes, self.seen) = (None, START, 0, 0, START);
+        self.clock = 0;
+        self.unused.clear();
+    }
+
+    pub(super) fn run(&mut self, call: &[u8]) -> Vec<u8> {
+        let raw = self.now.saturating_add_signed(self.clock);
+        let mut invocation = self.script.key(&self.key);
+        invocation.arg(call).arg("told").arg("key").arg(raw).invoke(&mut self.redis).unwrap()
+    }
+
+    /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
+    pub(super) fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
+        let answer = self.run(&call);
+        let Some(server_seen) = codec::read_unsure(&answer) else { return answer };
+        codec::ask_again(&mut call, Duration::ZERO, server_seen);
+        self.run(&call)
+    }
+
+    /// Returns the ledger of the terms at the time of the state; makes one if there is none.
+    pub(super) fn ledger(&mut self, spec: &LimitSpec) -> &mut Ledger {
+        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(spec, self.now));
+        ledger.align(self.clock);
+        ledger.advance(spec, self.now);
+        ledger
+    }
+
+    pub(super) fn lease(
+        &mut self,
+        spec: &Arc<LimitSpec>,
+        step: &Step,
+        returns: &[UnusedPermits],
+    ) -> (Lease, Lease) {
+        let demands: Vec<Demand> = step.demands.iter().map(|&(cost, count)| Demand { cost, count }).collect();
+        let charges = step.charges.iter().map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
+        let charges: Vec<Charge> = charges.collect();
+        let request = LeaseRequest {
+            prefetch: step.prefetch,
+            latest: step.latest,
+            validity: step.life,
+            prefetch_validity: step.life * 2,
+            returns,
+            charges: &charges,
+            session: self.memory(),
+            hold: step.held,
+            remaining: step.left.map(|left| left.of(spec)),
+            ..asks(spec, &demands)
+        };
+        self.set_hold(spec, step.hold);
+        // The first call after the clock was set has to know the time.
+        if step.hold.is_none() && self.incarnation != 0 {
+            self.clock += step.clock;
+        }
+        let call = codec::lease(&request, 7);
+        let theirs = match self.release {
+            Release::Format1 => formats::lease_1(self, &call),
+            Release::Today => self.run_by_memory(call),
+        };
+        let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
+        assert_eq!(theirs.now, self.now);
+        (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        let now = self.now;
+        (book(self.ledger(spec), now, &request), theirs)
+    }
+
+    pub(super) fn set_hold(&mut self, spec: &Arc<LimitSpec>, change: Option<Option<HoldState>>) {
+        let Some(change) = change else { return };
+        let call = change.map_or_else(|| codec::release(spec, 7), |held| codec::hold(spec, held, None, 7));
+        let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
+        if theirs.incarnation != self.incarnation {
+            (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
+        }
+        let now = self.now;
+        let ledger = self.ledger(spec);
+        match change {
+            Some(held) => ledger.hold_anew(hold(held, now)),
+            None => ledger.release(),
+        };
+    }
+
+    pub(super) fn memory(&self) -> ClientSession {
+        let &World { incarnation, writes, seen, now, .. } = self;
+        let since = Duration::from_micros(now - seen);
+        ClientSession { incarnation, writes, seen, since, ..ClientSession::default() }
+    }
+
+    pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>) -> (Usage, Usage) {
+        let theirs = codec::read_peek(&self.run(&codec::peek(spec, 7))).unwrap();
+        let ours = match &mut self.ledger {
+            Some(ledger) => usage(ledger, self.now),
+            None => usage(&mut Ledger::new(spec, self.now), self.now),
+        };
+        (ours, theirs)
+    }
+
+    /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is asserted.
+    pub(super) fn forget_what_redis_does_not_keep(&mut self) {
+        if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
+            (self.ledger, self.incarnation) = (None, 0);
+            // The next state begins with the server's time.
+            self.now = self.now.saturating_add_signed(std::mem::take(&mut self.clock));
+        }
+    }
+
+    pub(super) fn take_returns(&mut self, step: &Step) -> Vec<UnusedPermits> {
+        let mut returns = Vec::new();
+        for _ in 0..step.returns.min(self.unused.len()) {
+            let index = if step.newest { self.unused.len() - 1 } else { 0 };
+            let unused = &mut self.unused[index];
+            let units = step.part.min(unused.units);
+            unused.units -= units;
+            returns.push(UnusedPermits { units, incarnation: self.incarnation, ..*unused });
+            if unused.units == 0 {
+                self.unused.remove(index);
+            }
+        }
+        returns
+    }
+
+    pub(super) fn keep(&mut self, lease: &Lease) {
+        for &Grant { cost, count, slot, stamp, .. } in lease.grants.iter().chain(&lease.prefetched) {
+            let units = u64::from(cost) * u64::from(count);
+            self.unused.push(UnusedPermits { slot, stamp, units, incarnation: self.incarnation });
+        }
+    }
+}

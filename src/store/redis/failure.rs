@@ -1,0 +1,121 @@
+//! Why a command to a server has no reply.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+
+use crate::error::{BoxError, StoreError};
+
+/// Why a command has no answer.
+pub(super) struct RedisFailure {
+    pub(super) why: Why,
+    /// The server of the command, if it is one of several.
+    pub(super) server: Option<Arc<str>>,
+}
+
+pub(super) enum Why {
+    /// There is no connection.
+    Down(StoreError),
+    /// The server replied with an error, or the connection broke.
+    Said(RedisError),
+    /// No answer arrived in time.
+    Silent(Duration),
+}
+
+impl RedisFailure {
+    /// There is no server to ask.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn down(error: StoreError) -> Self {
+        RedisFailure { why: Why::Down(error), server: None }
+    }
+
+    /// No answer came within `after`.
+    pub(super) fn silent(after: Duration) -> Self {
+        RedisFailure { why: Why::Silent(after), server: None }
+    }
+
+    /// Whether the server does not have the script: then it did nothing.
+    pub(super) fn is_no_script(&self) -> bool {
+        matches!(&self.why, Why::Said(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
+    }
+
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn is_silent(&self) -> bool {
+        matches!(self.why, Why::Silent(_))
+    }
+
+    /// The error that the server replied, if it did.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn said(&self) -> Option<&RedisError> {
+        match &self.why {
+            Why::Said(error) => Some(error),
+            Why::Down(_) | Why::Silent(_) => None,
+        }
+    }
+
+    /// Returns whether the server would answer the next call, because `error` concerns only this call.
+    fn is_answer(error: &RedisError) -> bool {
+        match error.kind() {
+            ErrorKind::Server(
+                ServerErrorKind::ReadOnly
+                | ServerErrorKind::BusyLoading
+                | ServerErrorKind::ClusterDown
+                | ServerErrorKind::MasterDown
+                | ServerErrorKind::TryAgain,
+            ) => false,
+            ErrorKind::Server(_) => true,
+            ErrorKind::Extension => !matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOREPLICAS")),
+            _ => false,
+        }
+    }
+
+    pub(super) fn breaks(&self) -> bool {
+        match &self.why {
+            Why::Down(_) => false,
+            Why::Said(error) => !RedisFailure::is_answer(error),
+            Why::Silent(_) => true,
+        }
+    }
+
+    pub(super) fn to_error(&self) -> StoreError {
+        let of_server = |error| of_server(self.server.as_ref(), error);
+        match &self.why {
+            Why::Down(error) => error.clone(),
+            Why::Said(error) if RedisFailure::is_answer(error) => {
+                StoreError::failed(of_server(error.clone().into()))
+            }
+            Why::Said(error) => StoreError::away(of_server(error.clone().into())),
+            Why::Silent(after) => StoreError::away(of_server(format!("no answer within {after:?}").into())),
+        }
+    }
+}
+
+/// Names the server that failed, if it is one of several.
+pub(super) fn of_server(server: Option<&Arc<str>>, error: BoxError) -> BoxError {
+    match server {
+        Some(server) => Box::new(OfServer { server: server.clone(), error }),
+        None => error,
+    }
+}
+
+/// What went wrong at one server of several.
+#[derive(Debug)]
+struct OfServer {
+    server: Arc<str>,
+    error: BoxError,
+}
+
+impl fmt::Display for OfServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.server, self.error)
+    }
+}
+
+impl StdError for OfServer {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        Some(self.error.as_ref())
+    }
+}

@@ -1,0 +1,348 @@
+//! The link to one server: its connection is made when it is first needed, made anew when it breaks, and known to be broken meanwhile,
+//! so that no caller waits for it.
+//!
+//! One connection serves all keys: commands of the same moment are sent together.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use redis::{RedisError, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+use tokio::time::{timeout, timeout_at};
+
+use super::connection::{Connection, Factory, Request};
+use super::failure::{RedisFailure, Why, of_server};
+use crate::clock;
+use crate::error::{BoxError, StoreError};
+use crate::events;
+use crate::rng::Backoff;
+
+/// How long making a connection may take: names and certificates need longer than a call.
+pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
+
+/// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget idle connections, usually
+/// after a minute or more. The PING keeps the connection in use. If the network has forgotten it, the PING finds that out
+/// before a request does.
+const QUIET: Duration = Duration::from_secs(30);
+
+/// What all links of a store share.
+#[derive(Clone)]
+pub(super) struct Links {
+    pub(super) store_timeout: Duration,
+    /// Counts the connections that were made.
+    made: watch::Sender<u64>,
+    /// Notified when a link breaks.
+    pub(super) broke: Arc<Notify>,
+}
+
+impl Links {
+    pub(super) fn new(store_timeout: Duration) -> Self {
+        Links { store_timeout, made: watch::Sender::new(0), broke: Arc::default() }
+    }
+
+    /// Returns a subscription to new connections.
+    pub(super) fn connections(&self) -> Connections {
+        Connections(self.made.subscribe())
+    }
+
+    fn count(&self) -> u64 {
+        self.made.send_modify(|made| *made += 1);
+        *self.made.borrow()
+    }
+}
+
+/// The connections that are made.
+pub(super) struct Connections(watch::Receiver<u64>);
+
+impl Connections {
+    /// Completes when there is a new connection. The future may be dropped at any time.
+    pub(super) async fn next(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
+}
+
+pub(super) struct Link {
+    links: Links,
+    /// Host and port, if the server is one of several: then errors name it.
+    server: Option<Arc<str>>,
+    factory: Factory,
+    state: watch::Sender<State>,
+    broken: Notify,
+    /// When a command was last sent.
+    used_at: Mutex<Instant>,
+}
+
+enum State {
+    /// The first attempt to connect is under way, or no caller needed a connection yet.
+    New,
+    /// The connection, and its number.
+    Up(Connection, u64),
+    /// Why there is no connection. Callers receive this error until an attempt to connect succeeds.
+    Down(StoreError),
+}
+
+impl Link {
+    pub(super) fn new(server: Option<String>, factory: Factory, links: Links) -> Self {
+        let (state, _) = watch::channel(State::New);
+        Link {
+            links,
+            server: server.map(Arc::from),
+            factory,
+            state,
+            broken: Notify::new(),
+            used_at: Mutex::new(clock::now()),
+        }
+    }
+
+    /// Keeps a connection open while it is polled.
+    pub(super) async fn keep(self: Arc<Self>) {
+        let mut backoff = Backoff::new();
+        loop {
+            match self.connect().await {
+                Ok(connection) => {
+                    backoff = Backoff::new();
+                    *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+                    self.state.send_replace(State::Up(connection.clone(), self.links.count()));
+                    events::store_connected(self.server.as_deref());
+                    // In a task of its own, because a connection of the user's may panic. The information about the server
+                    // is optional, and some servers forbid `INFO`.
+                    tokio::spawn(async move {
+                        let info = timeout(LONGEST_CONNECTING, connection.ask(redis::cmd("INFO").into()));
+                        if let Ok(Ok(info)) = info.await {
+                            warn_of_eviction(&info);
+                        }
+                    });
+                    self.until_broken().await;
+                }
+                Err(error) => {
+                    events::store_away(&error);
+                    self.state.send_replace(State::Down(error));
+                    self.links.broke.notify_one();
+                }
+            }
+            clock::sleep(backoff.pause()).await;
+        }
+    }
+
+    /// Waits until the connection breaks, and sends a PING when the connection is idle.
+    async fn until_broken(self: &Arc<Self>) {
+        loop {
+            tokio::select! {
+                () = self.broken.notified() => return,
+                () = clock::sleep_until(self.quiet_at()) => {}
+            }
+            if clock::now() >= self.quiet_at() {
+                let link = self.clone();
+                // A task of its own: a connection of the user's may panic.
+                let asking = tokio::spawn(async move {
+                    let deadline = clock::after(clock::now(), link.links.store_timeout);
+                    link.ask(redis::cmd("PING").into(), deadline).await.is_ok()
+                });
+                let _ = asking.await;
+            }
+        }
+    }
+
+    fn quiet_at(&self) -> Instant {
+        clock::after(*self.used_at.lock().unwrap_or_else(PoisonError::into_inner), QUIET)
+    }
+
+    async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
+        let link = self.clone();
+        // A task of its own: a factory that panics must not take the keeper along.
+        let mut connecting = JoinSet::new();
+        connecting.spawn(async move {
+            let connection = (link.factory)().await?;
+            connection.ask(redis::cmd("PING").into()).await?;
+            Ok::<_, RedisError>(connection)
+        });
+        let soon = self.links.store_timeout.min(LONGEST_CONNECTING);
+        let mut made = timeout(soon, connecting.join_next()).await;
+        if made.is_err() {
+            // From now on callers need not wait for the end of the first attempt.
+            self.give_up(|state| matches!(state, State::New), &self.silent(soon));
+            made = timeout(LONGEST_CONNECTING - soon, connecting.join_next()).await;
+        }
+        match made {
+            Ok(Some(Ok(Ok(connection)))) => Ok(connection),
+            Ok(Some(Ok(Err(error)))) => Err(self.away(error)),
+            Ok(Some(Err(panicked))) => Err(self.away(panicked)),
+            Ok(None) | Err(_) => Err(self.away(format!("no connection within {LONGEST_CONNECTING:?}"))),
+        }
+    }
+
+    /// Returns why there is no connection, if it broke or an attempt to make one has failed.
+    pub(super) fn down(&self) -> Option<StoreError> {
+        match &*self.state.borrow() {
+            State::Down(error) => Some(error.clone()),
+            State::New | State::Up(..) => None,
+        }
+    }
+
+    #[cfg(feature = "redis-cluster")]
+    pub(super) fn is_up(&self) -> bool {
+        matches!(*self.state.borrow(), State::Up(..))
+    }
+
+    /// Completes when calls fail at once because there is no connection.
+    #[cfg(feature = "redis-cluster")]
+    pub(super) async fn is_down(&self) {
+        // The sender is ours.
+        let _ = self.state.subscribe().wait_for(|state| matches!(state, State::Down(_))).await;
+    }
+
+    /// Sends one command and waits for its answer, until `deadline` at most. It is never sent twice.
+    pub(super) async fn ask(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
+        let silent = |_| self.silent(self.links.store_timeout);
+        let (connection, number) = self.connection(deadline).await?;
+        *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
+        let answer = timeout_at(deadline.into(), connection.ask(request)).await.map_err(silent);
+        let failure = match answer {
+            Ok(Ok(value)) => return Ok(value),
+            Ok(Err(error)) => self.failure(Why::Said(error)),
+            Err(silent) => silent,
+        };
+        if failure.breaks()
+            && self.give_up(|state| matches!(state, State::Up(_, up) if *up == number), &failure)
+        {
+            self.broken.notify_one();
+        }
+        Err(failure)
+    }
+
+    /// The database of the connection. Waits for a connection until `deadline` at most.
+    pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
+        let (connection, _) = self.connection(deadline).await?;
+        Ok(connection.database)
+    }
+
+    async fn connection(&self, deadline: Instant) -> Result<(Connection, u64), RedisFailure> {
+        let mut states = self.state.subscribe();
+        loop {
+            match &*states.borrow_and_update() {
+                State::Up(connection, number) => return Ok((connection.clone(), *number)),
+                State::Down(error) => return Err(self.failure(Why::Down(error.clone()))),
+                State::New => {}
+            }
+            if timeout_at(deadline.into(), states.changed()).await.is_err() {
+                return Err(self.silent(self.links.store_timeout));
+            }
+        }
+    }
+
+    /// If `condition` holds for the state, lets calls fail at once from now on, until there is a new connection. Returns whether
+    /// it held.
+    fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
+        let gave_up = self.state.send_if_modified(|state| {
+            let breaks = condition(state);
+            if breaks {
+                *state = State::Down(failure.to_error());
+            }
+            breaks
+        });
+        if gave_up {
+            events::store_away(&failure.to_error());
+            self.links.broke.notify_one();
+        }
+        gave_up
+    }
+
+    fn failure(&self, why: Why) -> RedisFailure {
+        RedisFailure { why, server: self.server.clone() }
+    }
+
+    fn silent(&self, after: Duration) -> RedisFailure {
+        self.failure(Why::Silent(after))
+    }
+
+    fn away(&self, error: impl Into<BoxError>) -> StoreError {
+        StoreError::away(of_server(self.server.as_ref(), error.into()))
+    }
+}
+
+/// Reports an eviction policy of the server, because the state of evicted keys is lost.
+fn warn_of_eviction(info: &Value) {
+    let text = match info {
+        Value::BulkString(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+        Value::VerbatimString { text, .. } => text.clone(),
+        _ => return,
+    };
+    let policy = text.lines().find_map(|line| line.strip_prefix("maxmemory_policy:"));
+    if let Some(policy) = policy.map(str::trim).filter(|policy| *policy != "noeviction") {
+        events::store_may_evict(policy);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(250);
+
+    /// A server behind a network that forgets a connection after a minute without traffic, or at once. What is sent on a
+    /// forgotten connection gets no answer.
+    #[derive(Default)]
+    struct Network {
+        connections: AtomicUsize,
+        forgets_all: AtomicBool,
+    }
+
+    impl Network {
+        fn connect(self: &Arc<Self>) -> Connection {
+            let number = self.connections.fetch_add(1, Ordering::Relaxed) + 1;
+            let (network, used_at) = (self.clone(), Arc::new(Mutex::new(clock::now())));
+            let ask = Arc::new(move |_| {
+                let last = std::mem::replace(&mut *used_at.lock().unwrap(), clock::now());
+                let idle = clock::now().saturating_duration_since(last);
+                let newest = number == network.connections.load(Ordering::Relaxed);
+                let forgets_all = newest && network.forgets_all.swap(false, Ordering::Relaxed);
+                Box::pin(async move {
+                    if idle > Duration::from_secs(60) || forgets_all {
+                        std::future::pending::<()>().await;
+                    }
+                    Ok(Value::Okay)
+                }) as _
+            });
+            Connection { ask, database: 0 }
+        }
+
+        fn link(self: &Arc<Self>) -> Arc<Link> {
+            let network = self.clone();
+            let factory = Arc::new(move || Box::pin(std::future::ready(Ok(network.connect()))) as _);
+            let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT)));
+            tokio::spawn(link.clone().keep());
+            link
+        }
+    }
+
+    async fn answers(link: &Link) -> bool {
+        link.ask(redis::cmd("GET").into(), clock::after(clock::now(), TIMEOUT)).await.is_ok()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn quiet_connections_are_not_forgotten_by_the_network() {
+        let network = Arc::new(Network::default());
+        let link = network.link();
+        for _ in 0..3 {
+            assert!(answers(&link).await);
+            clock::sleep(Duration::from_secs(600)).await;
+        }
+        assert_eq!(network.connections.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pings_find_forgotten_connections_before_requests_do() {
+        let network = Arc::new(Network::default());
+        let link = network.link();
+        assert!(answers(&link).await);
+        network.forgets_all.store(true, Ordering::Relaxed);
+        clock::sleep(QUIET + TIMEOUT + Duration::from_secs(2)).await;
+        assert!(answers(&link).await);
+        assert_eq!(network.connections.load(Ordering::Relaxed), 2);
+    }
+}

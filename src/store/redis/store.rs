@@ -1,0 +1,399 @@
+//! The store in Redis.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::time::Duration;
+
+use redis::RedisError;
+use redis::aio::ConnectionLike;
+use tokio::sync::oneshot;
+
+use super::backend::TO_ALL;
+use super::builder::RedisStoreBuilder;
+use super::codec::{self, Garbled, MOST_RETURNS};
+use super::endpoint::{self, Connecting};
+use super::failure::RedisFailure;
+use super::script::Argument;
+use super::worker::{About, Job, Setup, Thread};
+use super::{connection, registers, sealed_key, worker};
+use crate::clock;
+use crate::config_error::ConfigError;
+use crate::key::Key;
+use crate::rng::dice;
+use crate::store::in_flight::StoreListeners;
+use crate::store::{
+    Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
+    StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining, Usage,
+};
+
+/// Counts permits in Redis, for many processes.
+///
+/// The page [many processes](crate::guide::many_processes) describes what is shared, what Redis must be, and what happens
+/// when Redis is unreachable.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use tollgate::{Key, Quota, RateLimitLayer, store::RedisStore};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = Arc::new(RedisStore::new("redis://127.0.0.1:6379/")?);
+/// let limit = RateLimitLayer::builder(Quota::per_second(50))
+///     .key(|_| Key::new("api.example.com"))
+///     .store(store)
+///     .build()?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// It sends calls to Redis on one connection and listens on another, both from a thread of its own. So it serves callers of
+/// any runtime, and permits that are dropped with a runtime are still given back. When the store is dropped, the thread
+/// sends the permits that were given back and ends. At the end of a program,
+/// [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
+pub struct RedisStore {
+    pub(super) prefix: String,
+    pub(super) secret: Option<Key>,
+    pub(super) store_timeout: Duration,
+    /// The number of this store, which names its channel: other processes publish to it.
+    pub(super) instance: u64,
+    pub(super) connecting: Connecting,
+    /// The thread that talks to Redis. It starts when it is first needed, and again when it is needed and has ended.
+    pub(super) thread: RwLock<Option<Thread>>,
+    /// The listeners for holds and registers.
+    pub(super) listeners: Arc<StoreListeners>,
+}
+
+impl RedisStore {
+    /// A store at `url`, such as `redis://127.0.0.1:6379/`, with the default settings.
+    ///
+    /// Nothing is connected yet: see [`connect`](RedisStore::connect).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] when the URL makes no sense.
+    pub fn new(url: &str) -> Result<Self, ConfigError> {
+        RedisStore::builder(url).build()
+    }
+
+    /// A builder of a store at `url`, to change the defaults.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1:6379/")
+    ///     .prefix("billing")
+    ///     .secret("only we know")
+    ///     .store_timeout(Duration::from_millis(100))
+    ///     .build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    pub fn builder(url: &str) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(endpoint::server(url))
+    }
+
+    /// A builder of a store in a cluster that the servers at `urls` belong to: name several, so that one may be down.
+    ///
+    /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store has a connection to each
+    /// server that it needs, so a server that hangs or is down fails its own keys only. A call that may have been executed is
+    /// never repeated. If a server replies that another one has the key, the call is sent to that one, once.
+    ///
+    /// All URLs need the same scheme, user, password and database.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let nodes = ["redis://10.0.0.1:6379/", "redis://10.0.0.2:6379/", "redis://10.0.0.3:6379/"];
+    /// let store = RedisStore::cluster(nodes).build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[cfg(feature = "redis-cluster")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis-cluster")))]
+    pub fn cluster<S: AsRef<str>>(urls: impl IntoIterator<Item = S>) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(endpoint::cluster(urls))
+    }
+
+    /// A builder of a store on a master that Sentinels watch. For each new connection they are asked for the master's
+    /// address, so a failover needs no restart.
+    ///
+    /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any. `master` is a URL with the
+    /// name by which they know the master instead of a host; user, password, database and `rediss://` in it are for the
+    /// master.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let sentinels = ["redis://10.0.0.1:26379/", "redis://10.0.0.2:26379/", "redis://10.0.0.3:26379/"];
+    /// let store = RedisStore::sentinel(sentinels, "redis://user:password@mymaster/").build()?;
+    /// # Ok::<(), tollgate::ConfigError>(())
+    /// ```
+    #[cfg(feature = "redis-sentinel")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "redis-sentinel")))]
+    pub fn sentinel<S: AsRef<str>>(
+        sentinels: impl IntoIterator<Item = S>,
+        master: &str,
+    ) -> RedisStoreBuilder {
+        RedisStoreBuilder::of(endpoint::sentinel(sentinels, master))
+    }
+
+    /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
+    /// `ConnectionLike`.
+    ///
+    /// When it breaks it is asked again from time to time: give one that makes itself anew, or a
+    /// [factory](RedisStore::with_factory).
+    ///
+    /// The store publishes holds and paces to the stores of the database that the connection names
+    /// ([`get_db`](ConnectionLike::get_db)), and listens to none.
+    pub fn with_connection<C>(connection: C) -> RedisStoreBuilder
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        let connection = connection::connection(connection);
+        let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
+    }
+
+    /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
+    /// that breaks. For Sentinel, for credentials that change, for settings that a URL cannot say.
+    ///
+    /// It runs on the store's own thread, in a Tokio runtime. The store publishes to the stores of the database that the
+    /// connection names ([`get_db`](ConnectionLike::get_db)), and listens to none.
+    ///
+    /// ```
+    /// use tollgate::store::RedisStore;
+    ///
+    /// let client = redis::Client::open("redis://127.0.0.1:6379/")?;
+    /// let store = RedisStore::with_factory(move || {
+    ///     let client = client.clone();
+    ///     async move { client.get_multiplexed_async_connection().await }
+    /// })
+    /// .build()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_factory<F, Fut, C>(factory: F) -> RedisStoreBuilder
+    where
+        F: Fn() -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<C, RedisError>> + Send + 'static,
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        let factory = Arc::new(move || {
+            let making = factory();
+            Box::pin(async move { Ok(connection::connection(making.await?)) }) as _
+        });
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
+    }
+
+    /// Waits until Redis replies, for programs that should not start without it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if Redis does not reply within `store_timeout`.
+    pub async fn connect(&self) -> Result<(), StoreError> {
+        self.submit(Job::Ping).await
+    }
+
+    /// The name of `key` in Redis: a digest, so that no text of a user's ever gets there.
+    pub(super) fn name(&self, key: Key) -> String {
+        let digest = match &self.secret {
+            Some(secret) => key.sealed(*secret),
+            None => key,
+        };
+        format!("{}:{{{}}}", self.prefix, digest.hex())
+    }
+
+    /// The name of the calls of `key` in flight, in the same slot of a cluster.
+    fn seats_name(&self, key: Key) -> String {
+        format!("{}:seats", self.name(key))
+    }
+
+    /// Sends a job to the thread, and starts the thread if there is none.
+    pub(super) fn send(&self, mut job: Job) -> Result<(), StoreError> {
+        if let Some(thread) = &*self.thread.read().unwrap_or_else(PoisonError::into_inner) {
+            match thread.jobs.send(job) {
+                Ok(()) => return Ok(()),
+                // The thread has ended, and did not take the job.
+                Err(unsent) => job = unsent.0,
+            }
+        }
+        let mut thread = self.thread.write().unwrap_or_else(PoisonError::into_inner);
+        // Another caller may have started it meanwhile.
+        let running = match thread.take() {
+            Some(running) if !running.jobs.is_closed() => running,
+            _ => worker::start(self.setup())?,
+        };
+        thread.insert(running).jobs.send(job).map_err(|_| StoreError::Lost)
+    }
+
+    /// What a thread is started with.
+    fn setup(&self) -> Setup {
+        Setup {
+            connecting: self.connecting.clone(),
+            store_timeout: self.store_timeout,
+            channels: format!("{}:told:", self.prefix),
+            instance: self.instance,
+            secret: self.secret,
+            listeners: self.listeners.clone(),
+        }
+    }
+
+    /// Why a call about `key` would fail now, if that is known without asking.
+    fn down(&self, key: &str) -> Option<StoreError> {
+        let thread = self.thread.read().unwrap_or_else(PoisonError::into_inner);
+        thread.as_ref().and_then(|thread| thread.backend.down(key))
+    }
+
+    /// Sends a job that is answered.
+    fn submit<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Job,
+    ) -> Asking<T> {
+        let (answer, answered) = oneshot::channel();
+        let sent = self.send(job(answer));
+        Box::pin(async move {
+            sent?;
+            answered.await.unwrap_or(Err(StoreError::Lost))
+        })
+    }
+
+    /// Runs a script, and reads what it answers.
+    fn call<T: Send + 'static>(
+        &self,
+        about: About,
+        key: String,
+        call: Vec<Argument>,
+        read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
+    ) -> Asking<T> {
+        if let Some(away) = self.down(&key) {
+            return Box::pin(std::future::ready(Err(away)));
+        }
+        let (asked, store_timeout) = (clock::now(), self.store_timeout);
+        let answer = self.submit(|answer| Job::Call { about, key, call, packed: asked, answer });
+        Box::pin(async move {
+            let answer = answer.await?;
+            // The process or the call was stopped meanwhile. The script took the call's time for recent, so its decision
+            // may be off by the same time.
+            if clock::now().saturating_duration_since(asked) > store_timeout {
+                return Err(RedisFailure::silent(store_timeout).to_error());
+            }
+            read(&answer).map_err(StoreError::failed)
+        })
+    }
+}
+
+impl RedisStore {
+    /// Changes the hold of `key`, and notifies all processes.
+    fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
+        let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
+        let answer = self.submit(|answer| Job::Hold { name, call, token, answer });
+        StoreReply::Pending(Box::pin(async move {
+            let lease = codec::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
+            Ok(lease.hold)
+        }))
+    }
+}
+
+impl Store for RedisStore {
+    fn lease(&self, mut request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        // One call takes back a limited number of permits; the others follow in calls of their own.
+        let (others, returns) = request.returns.split_at(request.returns.len().saturating_sub(MOST_RETURNS));
+        request.returns = returns;
+        if !others.is_empty() {
+            self.give_back(request.key, request.spec, others);
+        }
+        let slack = request.spec.transit_slack();
+        let (key, mut call) = (self.name(request.key), vec![Argument::Is(codec::lease(&request, dice()))]);
+        if request.remaining.is_some_and(|left| left.urgent) {
+            let token = sealed_key::of(request.key, self.secret, dice());
+            call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
+        }
+        StoreReply::Pending(
+            self.call(About::Rates, key, call, move |answer| codec::read_lease(answer, slack)),
+        )
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        let (key, spec, unused) = (self.name(key), spec.clone(), unused.to_vec());
+        // Without its thread the permits cannot be sent: they expire by themselves.
+        let _ = self.send(Job::GiveBack { key, spec, unused });
+    }
+
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        let call = vec![Argument::Is(codec::peek(spec, dice()))];
+        let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
+        let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Pending(rates) };
+        let call = vec![Argument::Is(codec::peek_seats(most, dice()))];
+        let seats = self.call(About::Seats, self.seats_name(key), call, codec::read_peek_seats);
+        StoreReply::Pending(Box::pin(async move {
+            let rates = rates.await?;
+            let (taken, free) = seats.await?;
+            Ok(rates.in_flight(most, taken, free))
+        }))
+    }
+
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        self.set_hold(key, codec::hold(spec, held, left, dice()))
+    }
+
+    fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+        self.set_hold(key, codec::release(spec, dice()))
+    }
+
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
+        self.listeners.add(listener);
+    }
+
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
+        let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
+        let call = registers::call(&change, self.secret);
+        StoreReply::Pending(
+            self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)),
+        )
+    }
+
+    fn address(&self) -> u64 {
+        self.instance
+    }
+
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
+        let name = self.seats_name(claim.key);
+        if let Err(error) = self.send(Job::Claim { name, claim, listener: listener.clone() }) {
+            listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(error));
+        }
+    }
+
+    /// Returns the first eight digits of the key's name in Redis if there is a secret.
+    fn label(&self, key: Key) -> Box<str> {
+        self.secret.map_or_else(|| key.to_string().into(), |secret| key.digits(secret))
+    }
+
+    fn background(&self) -> Option<&dyn Background> {
+        Some(self)
+    }
+
+    fn flush(&self) -> StoreReply<()> {
+        StoreReply::Pending(self.submit(Job::Flush))
+    }
+}
+
+impl Background for RedisStore {
+    fn spawn(&self, task: Task) {
+        let _ = self.send(Job::Run(task));
+    }
+}
+
+impl std::fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RedisStore")
+            .field("prefix", &self.prefix)
+            .field("store_timeout", &self.store_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+type Asking<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
