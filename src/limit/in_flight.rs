@@ -23,7 +23,7 @@ use super::Micros;
 
 /// The seats of one key.
 #[derive(Debug, Default)]
-pub(crate) struct Seats {
+pub(crate) struct InFlightSlots {
     holders: Vec<Holder>,
     queue: VecDeque<Batch>,
     /// How often this changed. Of two messages the one with the larger number is true.
@@ -38,9 +38,9 @@ struct Holder {
     number: u64,
     /// The limit that it states.
     limit: u32,
-    /// Seats that it uses, or was given.
+    /// InFlightSlots that it uses, or was given.
     taken: u32,
-    /// Seats that it was ever given and could use.
+    /// InFlightSlots that it was ever given and could use.
     granted: u64,
     /// Whether it knows that other holders wait.
     told: bool,
@@ -61,12 +61,12 @@ const MOST_BATCHES: usize = 250;
 
 /// What a holder states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Claimed {
+pub(crate) struct HolderClaim {
     pub(crate) id: u64,
     /// Larger than that of its claims before.
     pub(crate) number: u64,
     pub(crate) limit: u32,
-    /// Seats that it uses.
+    /// InFlightSlots that it uses.
     pub(crate) in_use: u32,
     /// How many more it wants.
     pub(crate) wanted: u32,
@@ -77,20 +77,20 @@ pub(crate) struct Claimed {
 
 /// The answer to a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct HolderUpdate {
     pub(crate) id: u64,
     /// The last of its claims that was taken in.
     pub(crate) number: u64,
-    /// Seats that it was ever given.
+    /// InFlightSlots that it was ever given.
     pub(crate) granted: u64,
     /// Whether other holders wait. Then a seat that becomes free goes back.
     pub(crate) others_wait: bool,
     pub(crate) version: u64,
 }
 
-impl Seats {
+impl InFlightSlots {
     /// Takes in a claim. Calls `tell` with the answer to its holder, and with events for the others.
-    pub(crate) fn claim(&mut self, now: Micros, claim: Claimed, mut tell: impl FnMut(Told)) {
+    pub(crate) fn claim(&mut self, now: Micros, claim: HolderClaim, mut tell: impl FnMut(HolderUpdate)) {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
         let index = index.unwrap_or_else(|| {
@@ -102,13 +102,13 @@ impl Seats {
             self.take_in(now, claim, index);
         }
         self.give();
-        let Seats { holders, queue, version } = self;
+        let InFlightSlots { holders, queue, version } = self;
         for holder in &mut *holders {
             let others_wait = queue.iter().any(|batch| batch.holder != holder.id);
             if holder.id == claim.id || holder.notify || (others_wait && !holder.told && holder.taken > 0) {
                 (holder.told, holder.notify) = (others_wait, false);
                 let Holder { id, number, granted: given, .. } = *holder;
-                tell(Told { id, number, granted: given, others_wait, version: *version });
+                tell(HolderUpdate { id, number, granted: given, others_wait, version: *version });
             }
         }
         holders.retain(|holder| holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id));
@@ -116,7 +116,7 @@ impl Seats {
 
     /// Removes the holders whose claims have expired.
     pub(crate) fn forget(&mut self, now: Micros) {
-        let Seats { holders, queue, .. } = self;
+        let InFlightSlots { holders, queue, .. } = self;
         holders.retain(|holder| holder.until > now);
         queue.retain(|batch| holders.iter().any(|holder| holder.id == batch.holder));
     }
@@ -138,9 +138,9 @@ impl Seats {
         self.holders.is_empty()
     }
 
-    fn take_in(&mut self, now: Micros, claim: Claimed, index: usize) {
+    fn take_in(&mut self, now: Micros, claim: HolderClaim, index: usize) {
         let holder = &mut self.holders[index];
-        // Seats that were given after the holder sent this claim go to the waiters that the claim names, up to their
+        // InFlightSlots that were given after the holder sent this claim go to the waiters that the claim names, up to their
         // number. The messages about the other seats are older than the claim, so the holder ignores them.
         let unheard = holder.granted.saturating_sub(claim.granted_seen).min(u64::from(holder.taken)) as u32;
         let kept = unheard.min(claim.wanted);

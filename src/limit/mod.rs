@@ -46,7 +46,7 @@ mod window;
 pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
 pub(crate) use hold::Hold;
-pub(crate) use in_flight::{Claimed, Seats, Told};
+pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
 pub(crate) use ledger::Ledger;
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};

@@ -13,7 +13,8 @@ use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{
-    Booking, Claimed, Hold, Ledger, LimitSpec, Micros, Seats, Told, UnusedPermits, micros_down, micros_up,
+    Booking, Hold, HolderClaim, HolderUpdate, InFlightSlots, Ledger, LimitSpec, Micros, UnusedPermits,
+    micros_down, micros_up,
 };
 
 /// Counts permits in this process.
@@ -45,7 +46,7 @@ pub struct MemoryStore {
 /// The calls of a key in flight, and whom to tell about them.
 #[derive(Default)]
 struct Flight {
-    seats: Seats,
+    seats: InFlightSlots,
     listeners: Vec<(u64, Arc<dyn StoreListener>)>,
 }
 
@@ -150,9 +151,9 @@ impl Flight {
             self.listeners.push((id, listener.clone()));
         }
         // Within one process, no holder can fall silent without having left.
-        let claimed = Claimed { id, number, limit, in_use, wanted, granted_seen, ttl: Micros::MAX };
+        let claimed = HolderClaim { id, number, limit, in_use, wanted, granted_seen, ttl: Micros::MAX };
         let (Flight { seats, listeners }, mut event) = (self, Vec::new());
-        seats.claim(0, claimed, |Told { id, number, granted, others_wait, version }| {
+        seats.claim(0, claimed, |HolderUpdate { id, number, granted, others_wait, version }| {
             if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
                 event.push((
                     id,

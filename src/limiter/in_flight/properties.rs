@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use super::Flight;
 use crate::clock;
 use crate::key::Key;
-use crate::limit::{Claimed, Micros, Seats, Told};
+use crate::limit::{HolderClaim, HolderUpdate, InFlightSlots, Micros};
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::Settled;
 use crate::store::{Claim, StoreEvent};
@@ -61,7 +61,7 @@ struct Process {
     waiting: Vec<Number>,
     sitting: Vec<Number>,
     last: Option<Claim>,
-    events: VecDeque<Told>,
+    events: VecDeque<HolderUpdate>,
     /// When its last claim arrived.
     claimed_at: Micros,
     /// How often the last claim was repeated.
@@ -71,7 +71,7 @@ struct Process {
 struct World {
     most: u32,
     now: Micros,
-    seats: Seats,
+    seats: InFlightSlots,
     processes: Vec<Process>,
     claims: Vec<Claim>,
 }
@@ -116,13 +116,13 @@ impl World {
 
     fn arrive(&mut self, claim: Claim) {
         let Claim { holder: id, number, limit, in_use, wanted, granted_seen, .. } = claim;
-        let claimed = Claimed { id, number, limit, in_use, wanted, granted_seen, ttl: LIFE };
+        let claimed = HolderClaim { id, number, limit, in_use, wanted, granted_seen, ttl: LIFE };
         if let Some(process) = self.processes.iter_mut().find(|process| process.flight.holder() == id) {
             process.claimed_at = self.now;
         }
         if self.seats.is_empty() {
             // A store forgets a key without holders, and starts with an empty state.
-            self.seats = Seats::default();
+            self.seats = InFlightSlots::default();
         }
         let processes = &mut self.processes;
         self.seats.claim(self.now, claimed, |told| {
@@ -134,7 +134,7 @@ impl World {
 
     fn on_event(&mut self, index: usize) {
         if let Some(told) = self.processes[index].events.pop_front() {
-            let Told { number, granted: given, others_wait, version, .. } = told;
+            let HolderUpdate { number, granted: given, others_wait, version, .. } = told;
             let event = StoreEvent::in_flight(number >> 20, given, others_wait, version);
             self.act(index, |flight, wakers| flight.on_event(event, World::instant(), wakers));
         }
@@ -240,7 +240,7 @@ proptest! {
         steps in prop::collection::vec(step(3), 0..120),
     ) {
         let processes = (0..3).map(|_| process()).collect();
-        let mut world = World { most, now: 0, seats: Seats::default(), processes, claims: Vec::new() };
+        let mut world = World { most, now: 0, seats: InFlightSlots::default(), processes, claims: Vec::new() };
         for step in &steps {
             world.step(step);
         }

@@ -42,7 +42,7 @@ pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
 }
 
 /// Reads a message about a register. Returns its key and the register, or `None` if the message is about something else.
-pub(super) fn read_news(message: &[u8], secret: Option<Key>) -> Option<(Key, StoreEvent)> {
+pub(super) fn read_event(message: &[u8], secret: Option<Key>) -> Option<(Key, StoreEvent)> {
     let mut message = ReplyReader(message.strip_prefix(&[REGISTER_MESSAGE])?);
     let version = message.long().ok()?;
     let (token, rest) = message.0.split_at_checked(TOKEN)?;

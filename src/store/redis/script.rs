@@ -134,7 +134,7 @@ impl Script {
         let Some(server_seen) = codec::read_unsure(&answer) else { return Ok(answer) };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
-            codec::ask_again(call, later, server_seen);
+            codec::set_server_time(call, later, server_seen);
         }
         let answer = self.run(backend, key, &call).await?;
         match codec::read_unsure(&answer) {

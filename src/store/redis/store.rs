@@ -202,7 +202,7 @@ impl RedisStore {
     }
 
     /// The name of the calls of `key` in flight, in the same slot of a cluster.
-    fn seats_name(&self, key: Key) -> String {
+    fn in_flight_name(&self, key: Key) -> String {
         format!("{}:seats", self.name(key))
     }
 
@@ -321,8 +321,8 @@ impl Store for RedisStore {
         let call = vec![Argument::Is(codec::peek(spec, dice()))];
         let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
         let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Pending(rates) };
-        let call = vec![Argument::Is(codec::peek_seats(most, dice()))];
-        let seats = self.call(About::Seats, self.seats_name(key), call, codec::read_peek_seats);
+        let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
+        let seats = self.call(About::InFlight, self.in_flight_name(key), call, codec::read_peek_in_flight);
         StoreReply::Pending(Box::pin(async move {
             let rates = rates.await?;
             let (taken, free) = seats.await?;
@@ -361,7 +361,7 @@ impl Store for RedisStore {
     }
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
-        let name = self.seats_name(claim.key);
+        let name = self.in_flight_name(claim.key);
         if let Err(error) = self.send(Job::Claim { name, claim, listener: listener.clone() }) {
             listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(error));
         }

@@ -78,7 +78,7 @@ pub(super) enum Job {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum About {
     Rates,
-    Seats,
+    InFlight,
     Registers,
 }
 
@@ -229,9 +229,9 @@ impl Worker {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
         // Until the last handle is dropped, and Redis has confirmed the last claims.
         let mut open = true;
-        while open || !self.claims.all_heard() {
+        while open || !self.claims.are_all_settled() {
             if jobs.is_empty() {
-                self.claims.rest();
+                self.claims.complete_flushes();
             }
             let (release_at, claims_at) = (self.release_at, self.claims.due_at());
             tokio::select! {
@@ -243,9 +243,9 @@ impl Worker {
                     self.release(&mut releases);
                 }
                 () = clock::sleep_until(claims_at.unwrap_or_else(clock::now)), if claims_at.is_some() => {
-                    self.claims.due();
+                    self.claims.send_due();
                 }
-                Some((id, answer)) = self.claims.answer() => self.claims.answered(id, answer),
+                Some((id, reply)) = self.claims.next_reply() => self.claims.on_reply(id, reply),
                 Some(heard) = self.heard.recv() => self.on_event(heard),
                 // The new connection may lead to another server, or to one that lost its state.
                 () = self.connections.next() => self.listeners.tell(Key::ALL, &StoreEvent::Reconnected),
@@ -266,13 +266,13 @@ impl Worker {
             Job::Call { about, key, call, packed, answer } => {
                 let script = match about {
                     About::Rates => self.script.clone(),
-                    About::Seats => self.claims.script(),
+                    About::InFlight => self.claims.script(),
                     About::Registers => self.registers.clone(),
                 };
                 let backend = self.backend.clone();
                 calls.spawn(async move {
                     let ran = match about {
-                        About::Rates | About::Seats => {
+                        About::Rates | About::InFlight => {
                             script.run_by_memory(&backend, &key, call, packed).await
                         }
                         About::Registers => script.run(&backend, &key, &call).await,
@@ -298,7 +298,7 @@ impl Worker {
                 });
             }
             Job::Claim { name, claim, listener } => {
-                self.claims.take(name, claim, listener);
+                self.claims.claim(name, claim, listener);
             }
             Job::Run(task) => drop(self.tasks.spawn(task)),
             Job::Flush(answer) => {
@@ -327,16 +327,16 @@ impl Worker {
     fn on_event(&mut self, heard: Heard) {
         match heard {
             Heard::Open => {
-                self.claims.set_told(true);
+                self.claims.set_subscribed(true);
                 self.listeners.tell(Key::ALL, &StoreEvent::EventsMissed);
             }
             Heard::Deaf => {
-                self.claims.set_told(false);
+                self.claims.set_subscribed(false);
                 self.listeners.tell(Key::ALL, &StoreEvent::Disconnected);
             }
-            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.on_event(&message),
+            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.on_message(&message),
             Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
-                if let Ok((event, token)) = codec::read_news(&message)
+                if let Ok((event, token)) = codec::read_event(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
                     self.listeners.tell(key, &event);
@@ -348,7 +348,7 @@ impl Worker {
 
     /// Returns whether it is a message about a register.
     fn hear_of_register(&self, message: &[u8]) -> bool {
-        let event = registers::read_news(message, self.secret);
+        let event = registers::read_event(message, self.secret);
         event.map(|(key, event)| self.listeners.tell(key, &event)).is_some()
     }
 

@@ -1,20 +1,21 @@
-//! The messages that the scripts publish.
+//! Reads the messages that the scripts publish. [`registers`](super::super::registers) reads those about registers.
 
-use super::{Garbled, ReplyReader, ToldSeats};
+use super::{Garbled, HolderState, ReplyReader};
 use crate::store::redis::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
 use crate::store::{HoldState, StoreEvent};
 
-/// Reads a message to a holder on its channel.
-pub(in crate::store::redis) fn read_told(message: &[u8]) -> Result<(u64, ToldSeats), Garbled> {
+/// Reads a message to a holder, from the channel of this store. Returns the number of the holder, and its state.
+pub(in crate::store::redis) fn read_holder_message(message: &[u8]) -> Result<(u64, HolderState), Garbled> {
     let mut message = ReplyReader(message);
     message.begins_with(IN_FLIGHT_MESSAGE)?;
-    let (incarnation, changes, holder) = (message.long()?, message.long()?, message.long()?);
-    let (number, given, others_wait) = (message.long()?, message.long()?, message.byte()? != 0);
-    Ok((holder, ToldSeats { incarnation, changes, number, given, others_wait }))
+    let incarnation = message.long()?;
+    let changes = message.long()?;
+    let holder = message.long()?;
+    Ok((holder, HolderState::read(&mut message, incarnation, changes)?))
 }
 
-/// Reads a message to all processes about a key. Returns the news and the key, as the sender wrote it.
-pub(in crate::store::redis) fn read_news(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
+/// Reads a message about a key, from the channel of all stores. Returns the event, and the key as its sender sealed it.
+pub(in crate::store::redis) fn read_event(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
     let mut message = ReplyReader(message);
     let cut = match message.byte()? {
         HOLD_MESSAGE => false,
@@ -22,6 +23,6 @@ pub(in crate::store::redis) fn read_news(message: &[u8]) -> Result<(StoreEvent, 
         REMAINING_MESSAGE => return Ok((StoreEvent::RemainingFell { writes: message.long()? }, message.0)),
         _ => return Err(Garbled),
     };
-    let held = HoldState { remaining: message.span()?, releases: message.int()?, cut };
-    Ok((StoreEvent::Hold(held), message.0))
+    let hold = HoldState { remaining: message.span()?, releases: message.int()?, cut };
+    Ok((StoreEvent::Hold(hold), message.0))
 }

@@ -1,5 +1,8 @@
 //! Calls, replies and messages of the scripts, packed. [`guide::redis_format`](crate::guide::redis_format) has the
 //! formats, for other languages.
+//!
+//! `calls` packs with a [`CallWriter`]; `replies` and `messages` read with a [`ReplyReader`]. The codec of registers stands
+//! beside this folder.
 
 mod call_writer;
 mod calls;
@@ -8,10 +11,12 @@ mod replies;
 mod reply_reader;
 
 pub(super) use call_writer::CallWriter;
-pub(super) use calls::{MOST_RETURNS, ask_again, claim, give_back, hold, lease, peek, peek_seats, release};
-pub(super) use messages::{read_news, read_told};
+pub(super) use calls::{
+    MOST_RETURNS, claim, give_back, hold, lease, peek, peek_in_flight, release, set_server_time,
+};
+pub(super) use messages::{read_event, read_holder_message};
 pub(super) use replies::{
-    Claimed, ToldSeats, read_claimed, read_lease, read_peek, read_peek_seats, read_unsure,
+    ClaimReply, HolderState, read_claim_reply, read_lease, read_peek, read_peek_in_flight, read_unsure,
 };
 pub(super) use reply_reader::{Garbled, ReplyReader};
 

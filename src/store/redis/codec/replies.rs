@@ -1,4 +1,4 @@
-//! The replies of the scripts about rates and calls in flight, packed.
+//! Reads the replies of the scripts about rates and about calls in flight.
 
 use std::time::Duration;
 
@@ -6,27 +6,32 @@ use super::{Garbled, ReplyReader};
 use crate::store::redis::layout::{CUT, GRANTED, LEARNING, NEVER, REFUSED, SHARED, UNSURE};
 use crate::store::{Grant, Grants, HoldState, Lease, LimitUsage, Refusal, Source, Usage};
 
-/// Returns the server's time, if the answer to a call about rates or calls in flight states that the call must be sent again.
-pub(in crate::store::redis) fn read_unsure(answer: &[u8]) -> Option<u64> {
-    let mut answer = ReplyReader(answer);
-    answer.version().ok()?;
-    let status = answer.byte().ok()?;
-    let (_incarnation, _writes) = (answer.long().ok()?, answer.long().ok()?);
-    let now = answer.long().ok()?;
+/// Returns the server's time if the script did nothing and asks for the call again, with that time.
+pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
+    let mut reply = ReplyReader(reply);
+    reply.version().ok()?;
+    let status = reply.byte().ok()?;
+    let _incarnation = reply.long().ok()?;
+    let _writes = reply.long().ok()?;
+    let now = reply.long().ok()?;
     (status == UNSURE).then_some(now)
 }
 
-/// Reads the answer to [`lease`]; `slack` is the transit slack that was asked with.
-pub(in crate::store::redis) fn read_lease(answer: &[u8], slack: Duration) -> Result<Lease, Garbled> {
-    let mut answer = ReplyReader(answer);
-    answer.version()?;
-    let status = answer.byte()?;
-    let (status, shared, cut) = (status & !(SHARED | CUT), status & SHARED != 0, status & CUT != 0);
-    let (incarnation, writes) = (answer.long()?, answer.long()?);
-    let (now, remember, wait, free) = (answer.long()?, answer.span()?, answer.long()?, answer.long()?);
-    let held = HoldState { remaining: answer.span()?, releases: answer.int()?, cut };
-    let (limit, foreign) = (answer.limit()?, answer.limit()?);
-    let wait_for = Duration::from_micros(wait);
+/// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.
+pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Result<Lease, Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.version()?;
+    let flags = reply.byte()?;
+    let status = flags & !(SHARED | CUT);
+    let incarnation = reply.long()?;
+    let writes = reply.long()?;
+    let now = reply.long()?;
+    let session_ttl = reply.span()?;
+    let wait = reply.long()?;
+    let free = reply.long()?;
+    let hold = HoldState { remaining: reply.span()?, releases: reply.int()?, cut: flags & CUT != 0 };
+    let limit = reply.limit()?;
+    let foreign = reply.limit()?;
     let grant = |cost, count, wait: u64, span: u64| Grant {
         cost,
         count,
@@ -35,90 +40,112 @@ pub(in crate::store::redis) fn read_lease(answer: &[u8], slack: Duration) -> Res
         slot: now + wait,
         stamp: now + wait + span,
     };
-    let (ahead, ahead_span) = (answer.int()?, answer.long()?);
-    let prefetched = (ahead > 0).then(|| grant(1, ahead, 0, ahead_span));
+    let prefetched_count = reply.int()?;
+    let prefetched_span = reply.long()?;
+    let prefetched = (prefetched_count > 0).then(|| grant(1, prefetched_count, 0, prefetched_span));
     let mut grants = Grants::default();
-    for _ in 0..answer.number(2)? {
-        grants.push(grant(answer.int()?, answer.int()?, answer.long()?, answer.long()?));
+    for _ in 0..reply.number(2)? {
+        grants.push(grant(reply.int()?, reply.int()?, reply.long()?, reply.long()?));
     }
+    let until_wait_ends = Duration::from_micros(wait);
     let refused = match status {
         GRANTED | LEARNING => None,
-        REFUSED => Some(Refusal { wait: (wait < NEVER).then_some(wait_for), limit }),
+        REFUSED => Some(Refusal { wait: (wait < NEVER).then_some(until_wait_ends), limit }),
         _ => return Err(Garbled),
     };
-    let learning = (status == LEARNING).then_some(wait_for);
     Ok(Lease {
-        grants: grants,
+        grants,
         prefetched,
         refused,
-        recovering: learning,
+        recovering: (status == LEARNING).then_some(until_wait_ends),
         incarnation,
         writes,
         now,
-        session_ttl: remember,
-        hold: held,
+        session_ttl,
+        hold,
         foreign,
-        external_usage: shared,
+        external_usage: flags & SHARED != 0,
         free,
         source: Source::Store,
     })
 }
 
-/// Reads the answer to [`peek`].
-pub(in crate::store::redis) fn read_peek(answer: &[u8]) -> Result<Usage, Garbled> {
-    let mut answer = ReplyReader(answer);
-    answer.version()?;
-    answer.begins_with(GRANTED)?;
-    let (free, next_slot) = (answer.long()?, answer.span()?);
-    let held = HoldState { remaining: answer.span()?, releases: answer.int()?, cut: answer.byte()? != 0 };
+/// Reads the reply to [`peek`](super::peek).
+pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.version()?;
+    reply.begins_with(GRANTED)?;
+    let free = reply.long()?;
+    let next_slot = reply.span()?;
+    let hold = HoldState { remaining: reply.span()?, releases: reply.int()?, cut: reply.byte()? != 0 };
     let mut limits = Vec::new();
-    for _ in 0..answer.byte()? {
-        let limit = answer.limit()?.ok_or(Garbled)?;
-        let (used, free, reserved) = (answer.long()?, answer.long()?, answer.long()?);
-        limits.push(LimitUsage { limit, used, free, reserved });
+    for _ in 0..reply.byte()? {
+        let limit = reply.limit()?.ok_or(Garbled)?;
+        limits.push(LimitUsage { limit, used: reply.long()?, free: reply.long()?, reserved: reply.long()? });
     }
-    Ok(Usage { limits, free, next_slot, hold: held, degraded: false })
+    Ok(Usage { limits, free, next_slot, hold, degraded: false })
 }
 
-/// The news for a holder: in the reply to its claim, or in a message after the claim of another holder.
+/// The state of a holder in Redis: in the reply to its claim, or in a message after the claim of another holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::store::redis) struct ToldSeats {
+pub(in crate::store::redis) struct HolderState {
+    /// The incarnation of the key's state.
     pub(in crate::store::redis) incarnation: u64,
+    /// How often the key's state was changed.
     pub(in crate::store::redis) changes: u64,
+    /// The number of the holder's last claim that the script took in.
     pub(in crate::store::redis) number: u64,
-    pub(in crate::store::redis) given: u64,
+    /// Slots that the holder was ever granted.
+    pub(in crate::store::redis) granted: u64,
+    /// Whether other holders wait.
     pub(in crate::store::redis) others_wait: bool,
 }
 
-/// The answer to [`claim`].
+impl HolderState {
+    /// Reads the fields that replies and messages share at their end.
+    pub(super) fn read(reply: &mut ReplyReader<'_>, incarnation: u64, changes: u64) -> Result<Self, Garbled> {
+        Ok(HolderState {
+            incarnation,
+            changes,
+            number: reply.long()?,
+            granted: reply.long()?,
+            others_wait: reply.byte()? != 0,
+        })
+    }
+}
+
+/// The reply to [`claim`](super::claim).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::store::redis) struct Claimed {
-    pub(in crate::store::redis) told: ToldSeats,
-    /// Whether other holders could not be notified.
-    pub(in crate::store::redis) mute: bool,
+pub(in crate::store::redis) struct ClaimReply {
+    /// The state of the holder.
+    pub(in crate::store::redis) state: HolderState,
+    /// Whether other holders could not be notified, because the server forbids `PUBLISH`.
+    pub(in crate::store::redis) is_mute: bool,
+    /// The store's time.
     pub(in crate::store::redis) now: u64,
-    /// How long until the first claim of another holder expires, unless it is renewed.
-    pub(in crate::store::redis) first_end: Option<Duration>,
-    /// How long no seat is granted, because a lost state is being recovered.
-    pub(in crate::store::redis) learning: Duration,
+    /// How long until the first claim of another holder expires, unless it is repeated.
+    pub(in crate::store::redis) first_expiry: Option<Duration>,
+    /// For how long the script grants no slot, because it recovers a lost state. Zero if it does not.
+    pub(in crate::store::redis) recovering: Duration,
 }
 
-/// Reads the answer to [`claim`].
-pub(in crate::store::redis) fn read_claimed(answer: &[u8]) -> Result<Claimed, Garbled> {
-    let mut answer = ReplyReader(answer);
-    answer.version()?;
-    let mute = answer.byte()? != 0;
-    let (incarnation, changes, now) = (answer.long()?, answer.long()?, answer.long()?);
-    let (number, given, others_wait) = (answer.long()?, answer.long()?, answer.byte()? != 0);
-    let told = ToldSeats { incarnation, changes, number, given, others_wait };
-    let first_end = Some(answer.span()?).filter(|span| !span.is_zero());
-    Ok(Claimed { told, mute, now, first_end, learning: answer.span()? })
+/// Reads the reply to [`claim`](super::claim).
+pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimReply, Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.version()?;
+    let is_mute = reply.byte()? != 0;
+    let incarnation = reply.long()?;
+    let changes = reply.long()?;
+    let now = reply.long()?;
+    let state = HolderState::read(&mut reply, incarnation, changes)?;
+    let first_expiry = Some(reply.span()?).filter(|span| !span.is_zero());
+    Ok(ClaimReply { state, is_mute, now, first_expiry, recovering: reply.span()? })
 }
 
-/// Reads the answer to [`peek_seats`]: taken and free.
-pub(in crate::store::redis) fn read_peek_seats(answer: &[u8]) -> Result<(u32, u32), Garbled> {
-    let mut answer = ReplyReader(answer);
-    answer.version()?;
-    answer.begins_with(0)?;
-    Ok((answer.int()?, answer.int()?))
+/// Reads the reply to [`peek_in_flight`](super::peek_in_flight). Returns the slots in use and the free slots.
+pub(in crate::store::redis) fn read_peek_in_flight(reply: &[u8]) -> Result<(u32, u32), Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.version()?;
+    reply.begins_with(0)?;
+    Ok((reply.int()?, reply.int()?))
 }

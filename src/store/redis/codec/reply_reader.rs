@@ -6,21 +6,23 @@ use super::LONG;
 use crate::quota::Limit;
 use crate::store::redis::layout::{BUCKET, CALL_VERSION, FIXED, WINDOW};
 
-/// An answer that does not follow the format in `src/guide/redis_format.md`.
+/// A reply that does not follow the format in `src/guide/redis_format.md`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::store::redis) struct Garbled;
 
 impl std::fmt::Display for Garbled {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "its answer cannot be read; does a proxy change what the script answers?")
+        write!(f, "its reply cannot be read; does a proxy change the replies of scripts?")
     }
 }
 
 impl std::error::Error for Garbled {}
 
+/// Reads a packed reply or message, field by field. The bytes that are left follow the last field that was read.
 pub(in crate::store::redis) struct ReplyReader<'a>(pub(in crate::store::redis) &'a [u8]);
 
 impl ReplyReader<'_> {
+    /// Reads a number of `bytes` bytes, at most eight.
     pub(super) fn number(&mut self, bytes: usize) -> Result<u64, Garbled> {
         let (number, rest) = self.0.split_at_checked(bytes).ok_or(Garbled)?;
         self.0 = rest;
@@ -29,24 +31,32 @@ impl ReplyReader<'_> {
         Ok(u64::from_le_bytes(le))
     }
 
+    /// Reads a number of one byte.
     pub(in crate::store::redis) fn byte(&mut self) -> Result<u8, Garbled> {
         self.number(1).map(|byte| byte as u8)
     }
 
+    /// Reads a number of four bytes.
     pub(super) fn int(&mut self) -> Result<u32, Garbled> {
         self.number(4).map(|int| int as u32)
     }
 
+    /// Reads a number of seven bytes.
     pub(in crate::store::redis) fn long(&mut self) -> Result<u64, Garbled> {
         self.number(LONG)
     }
 
+    /// Reads a span in microseconds.
     pub(in crate::store::redis) fn span(&mut self) -> Result<Duration, Garbled> {
         self.long().map(Duration::from_micros)
     }
 
+    /// Reads a limit of rate, or `None` if the script states none.
     pub(super) fn limit(&mut self) -> Result<Option<Limit>, Garbled> {
-        let (kind, count, window, capacity) = (self.byte()?, self.int()?, self.span()?, self.int()?);
+        let kind = self.byte()?;
+        let count = self.int()?;
+        let window = self.span()?;
+        let capacity = self.int()?;
         match kind {
             0 => Ok(None),
             WINDOW => Ok(Some(Limit::Sliding { count, window })),
@@ -56,10 +66,12 @@ impl ReplyReader<'_> {
         }
     }
 
+    /// Reads the version, which has to be [`CALL_VERSION`].
     pub(super) fn version(&mut self) -> Result<(), Garbled> {
         self.begins_with(CALL_VERSION)
     }
 
+    /// Reads one byte, which has to be `byte`.
     pub(in crate::store::redis) fn begins_with(&mut self, byte: u8) -> Result<(), Garbled> {
         if self.byte()? == byte { Ok(()) } else { Err(Garbled) }
     }

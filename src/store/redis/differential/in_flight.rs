@@ -4,10 +4,10 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use redis_server::RedisServer;
 
-use super::super::codec::{self, ToldSeats};
+use super::super::codec::{self, HolderState};
 use super::super::script::{self, IN_FLIGHT};
 use super::{START, at_time_of_argument, millis};
-use crate::limit::{Claimed, Micros, Seats};
+use crate::limit::{HolderClaim, InFlightSlots, Micros};
 use crate::store::{Claim, ClientSession};
 
 const INSTANCE: u64 = 77;
@@ -50,15 +50,15 @@ fn script() -> redis::Script {
     redis::Script::new(&script::with_inlined_constants(&text))
 }
 
-type Told = (u64, u64, u64, bool);
+type Update = (u64, u64, u64, bool);
 
-fn of(told: ToldSeats, holder: u64) -> Told {
-    (holder, told.number, told.given, told.others_wait)
+fn of(state: HolderState, holder: u64) -> Update {
+    (holder, state.number, state.granted, state.others_wait)
 }
 
 fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCaseError> {
     let () = redis::cmd("FLUSHALL").query(redis).expect("a server");
-    let (script, mut seats, mut now, mut number) = (script(), Seats::default(), START, 0);
+    let (script, mut slots, mut now, mut number) = (script(), InFlightSlots::default(), START, 0);
     let mut given = [0u64; 5];
     for step in steps {
         now += step.wait;
@@ -78,8 +78,8 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
             ..Claim::NONE
         };
 
-        let mut here: Vec<Told> = Vec::new();
-        let claimed = Claimed {
+        let mut here: Vec<Update> = Vec::new();
+        let claimed = HolderClaim {
             id: holder,
             number,
             limit: most,
@@ -88,19 +88,21 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
             granted_seen: heard,
             ttl: 1_000_000,
         };
-        seats.claim(now, claimed, |told| here.push((told.id, told.number, told.granted, told.others_wait)));
+        slots.claim(now, claimed, |update| {
+            here.push((update.id, update.number, update.granted, update.others_wait));
+        });
 
         let call = codec::claim(&claim, number, INSTANCE, ClientSession::default(), 1);
         let answer: Vec<u8> =
-            script.key("seats").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
-        let answer = codec::read_claimed(&answer).expect("an answer that can be read");
+            script.key("key").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
+        let answer = codec::read_claim_reply(&answer).expect("an answer that can be read");
         let messages: Vec<Vec<u8>> =
             redis::cmd("LRANGE").arg(&["told", "0", "-1"]).query(redis).expect("a list");
         let () = redis::cmd("DEL").arg("told").query(redis).expect("a list");
-        let mut there = vec![of(answer.told, holder)];
+        let mut there = vec![of(answer.state, holder)];
         for message in messages {
-            let (id, told) = codec::read_told(&message).expect("a message that can be read");
-            there.push(of(told, id));
+            let (id, state) = codec::read_holder_message(&message).expect("a message that can be read");
+            there.push(of(state, id));
         }
         here.sort_unstable();
         there.sort_unstable();
@@ -108,10 +110,9 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         for (id, _, total, _) in here {
             given[id as usize] = total;
         }
-        let peek = codec::peek_seats(6, 1);
-        let peeked: Vec<u8> =
-            script.key("seats").arg(peek).arg("").arg(now).invoke(redis).expect("an answer");
-        prop_assert_eq!(codec::read_peek_seats(&peeked).expect("two numbers"), seats.usage(6));
+        let peek = codec::peek_in_flight(6, 1);
+        let peeked: Vec<u8> = script.key("key").arg(peek).arg("").arg(now).invoke(redis).expect("an answer");
+        prop_assert_eq!(codec::read_peek_in_flight(&peeked).expect("two numbers"), slots.usage(6));
     }
     Ok(())
 }

@@ -56,7 +56,7 @@ fn late_calls_that_ask_again_age_no_permit() {
         codec::lease(&LeaseRequest { session: known(&first, millis(100)), ..asks(&spec, &demands) }, 7);
     world.now = START + 1_500_000;
     let server_seen = codec::read_unsure(&world.run(&call)).expect("it is late");
-    codec::ask_again(&mut call, Duration::ZERO, server_seen);
+    codec::set_server_time(&mut call, Duration::ZERO, server_seen);
     world.now = START + 1_900_000;
     assert!(codec::read_unsure(&world.run(&call)).is_some(), "0.4 s later than the call states");
 }

@@ -123,7 +123,7 @@ fn calls_about_rates_are_read_field_by_field() {
         ..asks(&spec, &demands)
     };
     let mut call = codec::lease(&request, 0);
-    codec::ask_again(&mut call, Duration::ZERO, 8);
+    codec::set_server_time(&mut call, Duration::ZERO, 8);
     let formats = [
         &["CALL"][..],
         &["CALL_LIMIT"; 3],
@@ -200,22 +200,27 @@ fn replies_about_rates_are_read_field_by_field() {
 fn claim_replies_and_messages_are_read_field_by_field() {
     with_lua(|lua| {
         let micros = Duration::from_micros;
-        let claimed = codec::read_claimed(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9])).unwrap();
-        let told = codec::ToldSeats { incarnation: 3, changes: 4, number: 6, given: 7, others_wait: true };
-        assert_eq!((claimed.told, claimed.mute, claimed.now), (told, true, 5));
-        assert_eq!((claimed.first_end, claimed.learning), (Some(micros(8)), micros(9)));
-        assert_eq!(codec::read_peek_seats(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(), (3, 4));
+        let reply =
+            codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9])).unwrap();
+        let state =
+            codec::HolderState { incarnation: 3, changes: 4, number: 6, granted: 7, others_wait: true };
+        assert_eq!((reply.state, reply.is_mute, reply.now), (state, true, 5));
+        assert_eq!((reply.first_expiry, reply.recovering), (Some(micros(8)), micros(9)));
+        assert_eq!(codec::read_peek_in_flight(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(), (3, 4));
 
         let message = lua.pack("IN_FLIGHT_MESSAGE_FIELDS", &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1]);
-        assert_eq!(codec::read_told(&message).unwrap(), (5, told));
+        assert_eq!(codec::read_holder_message(&message).unwrap(), (5, state));
         for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
             let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
-            let (event, rest) = codec::read_news(&message).unwrap();
+            let (event, rest) = codec::read_event(&message).unwrap();
             let held = HoldState { remaining: micros(3), releases: 4, cut };
             assert!(matches!(event, StoreEvent::Hold(other) if other == held) && rest.is_empty());
         }
         let message = lua.pack("REMAINING_MESSAGE_FIELDS", &[u64::from(REMAINING_MESSAGE), 3]);
-        assert!(matches!(codec::read_news(&message).unwrap(), (StoreEvent::RemainingFell { writes: 3 }, [])));
+        assert!(matches!(
+            codec::read_event(&message).unwrap(),
+            (StoreEvent::RemainingFell { writes: 3 }, [])
+        ));
 
         let register = registers::read(&lua.pack("REGISTER_REPLY", &[1, 1, 3, 4]), 9).unwrap();
         assert_eq!((register.kind, register.changed, register.version), (9, true, 3));
@@ -225,7 +230,8 @@ fn claim_replies_and_messages_are_read_field_by_field() {
 
 /// Returns the number at the end of the line of a file that begins with a given text.
 fn number_after(text: &str, start: &str) -> u64 {
-    let line = text.lines().find_map(|line| line.trim_start().trim_start_matches("pub(super) ").strip_prefix(start));
+    let line =
+        text.lines().find_map(|line| line.trim_start().trim_start_matches("pub(super) ").strip_prefix(start));
     let line = line.expect("a line");
     line.trim_end_matches(';').replace('_', "").parse().expect("a number")
 }

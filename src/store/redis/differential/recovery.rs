@@ -147,17 +147,17 @@ fn lost_in_flight_states_recover_as_in_the_model() {
             let call = codec::claim(&claim, random, 77, memory, random);
             let answer: Vec<u8> =
                 script.key(&key).arg(call).arg("told:").arg(now).invoke(&mut redis).expect("an answer");
-            codec::read_claimed(&answer).expect("an answer that can be read")
+            codec::read_claim_reply(&answer).expect("an answer that can be read")
         };
         let lost = ClientSession { incarnation: 5, writes: 1, ..ClientSession::default() };
         let until = in_flight_learning_until(START, time_to_live * 1000);
         let first = run(START, lost, 9);
-        assert_eq!((first.learning, first.told.given), (Duration::from_micros(until - START), 0));
-        let told = run(until - 1, ClientSession::default(), 10);
+        assert_eq!((first.recovering, first.state.granted), (Duration::from_micros(until - START), 0));
+        let reply = run(until - 1, ClientSession::default(), 10);
         if time_to_live >= 2500 {
-            assert_eq!((told.learning, told.told.given), (Duration::from_micros(1), 0));
-            let told = run(until, ClientSession::default(), 11);
-            assert_eq!((told.learning, told.told.given), (Duration::ZERO, 1));
+            assert_eq!((reply.recovering, reply.state.granted), (Duration::from_micros(1), 0));
+            let reply = run(until, ClientSession::default(), 11);
+            assert_eq!((reply.recovering, reply.state.granted), (Duration::ZERO, 1));
         }
     }
 }

@@ -72,7 +72,7 @@ impl World {
     pub(super) fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
         let answer = self.run(&call);
         let Some(server_seen) = codec::read_unsure(&answer) else { return answer };
-        codec::ask_again(&mut call, Duration::ZERO, server_seen);
+        codec::set_server_time(&mut call, Duration::ZERO, server_seen);
         self.run(&call)
     }
 

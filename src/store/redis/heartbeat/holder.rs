@@ -1,0 +1,180 @@
+//! One holder: a limiter of this process with calls of one key in flight, or with waiters for a slot.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::rng::{Backoff, jittered};
+use crate::store::in_flight::notify;
+use crate::store::redis::codec::{ClaimReply, HolderState};
+use crate::store::{Claim, ClientSession, StoreEvent, StoreListener, StoreSession};
+
+/// The distance of two claim numbers in Redis: how often a holder may repeat its last claim, each time with a larger number.
+const NUMBERS_PER_CLAIM: u64 = 1 << 20;
+
+/// How often waiters poll if this process cannot be notified of slots; jittered.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Added to the time until something expires in Redis, so that it has expired when the claim arrives.
+const EXPIRY_MARGIN: Duration = Duration::from_millis(2);
+
+/// A holder and its last claim.
+pub(super) struct Holder {
+    /// The name of the state in Redis.
+    pub(super) name: Arc<str>,
+    /// The last claim of the limiter.
+    pub(super) claim: Claim,
+    /// The limiter, which is notified.
+    pub(super) listener: Arc<dyn StoreListener>,
+    /// How often the last claim was sent.
+    pub(super) attempts: u64,
+    /// The claim that has no reply yet, and when it was sent.
+    pub(super) pending: Option<(Instant, Claim)>,
+    /// The session with the key, by the last reply. Messages advance its number of writes.
+    pub(super) session: Option<StoreSession>,
+    /// Until when the last confirmed claim is valid.
+    pub(super) valid_until: Option<Instant>,
+    /// Whether the limiter was notified that its last confirmed claim has expired.
+    has_expired: bool,
+    /// The pauses between attempts. Set if the last attempt failed.
+    pub(super) backoff: Option<Backoff>,
+    /// The number of the last claim that has a reply.
+    pub(super) confirmed: u64,
+    /// A message that was received before the reply that was sent before it.
+    early: Option<HolderState>,
+    /// How many events about slots the limiter was sent.
+    events: u64,
+    /// When the holder is due next.
+    pub(super) timer: Option<Instant>,
+}
+
+impl Holder {
+    /// Makes a holder without a claim. `session` is what this process remembers of the key.
+    pub(super) fn new(
+        name: Arc<str>,
+        listener: Arc<dyn StoreListener>,
+        session: Option<StoreSession>,
+    ) -> Self {
+        Holder {
+            name,
+            claim: Claim::NONE,
+            listener,
+            attempts: 0,
+            pending: None,
+            session,
+            valid_until: None,
+            has_expired: false,
+            backoff: None,
+            confirmed: 0,
+            early: None,
+            events: 0,
+            timer: None,
+        }
+    }
+
+    /// Returns the number in Redis of the next attempt to send the last claim.
+    pub(super) fn next_number(&mut self) -> u64 {
+        let attempt = self.attempts.min(NUMBERS_PER_CLAIM - 1);
+        self.attempts += 1;
+        self.claim.number.saturating_mul(NUMBERS_PER_CLAIM) + attempt
+    }
+
+    /// Returns what the next claim tells the store of the session, while the session is of use.
+    pub(super) fn client_session(&self, now: Instant) -> ClientSession {
+        let is_of_use =
+            |session: &StoreSession| now.saturating_duration_since(session.received()) < self.claim.ttl;
+        let session = self.session.filter(is_of_use);
+        session.and_then(|session| session.client_session(now)).unwrap_or_default()
+    }
+
+    /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is repeated.
+    pub(super) fn on_reply(
+        &mut self,
+        sent: Instant,
+        claim: Claim,
+        reply: &ClaimReply,
+        now: Instant,
+        is_subscribed: bool,
+    ) -> Duration {
+        let valid_until = clock::after(sent, claim.ttl);
+        self.valid_until = Some(valid_until);
+        self.has_expired = false;
+        notify(self.listener.clone(), claim.key, claim.holder, StoreEvent::ClaimValidUntil(valid_until));
+        let HolderState { incarnation, changes, .. } = reply.state;
+        // A message that was published after the reply may have been received before it.
+        let is_newer = |state: &HolderState| state.incarnation == incarnation && state.changes > changes;
+        let newest = self.early.take().filter(is_newer).unwrap_or(reply.state);
+        let known = self.session.filter(|session| session.incarnation() == incarnation);
+        let known = known.map(|session| session.writes());
+        let is_new = known.is_none_or(|known| known <= newest.changes);
+        let changes = known.unwrap_or(0).max(newest.changes);
+        self.backoff = None;
+        self.confirmed = claim.number;
+        self.session = Some(StoreSession::new(incarnation, changes, reply.now, sent, now));
+        if is_new {
+            self.adopt(newest);
+        }
+        self.repeat_after(claim.ttl, reply, is_subscribed)
+    }
+
+    /// Returns after how long a claim is repeated: after a third of its time to live, or earlier if waiters may get slots earlier.
+    fn repeat_after(&self, ttl: Duration, reply: &ClaimReply, is_subscribed: bool) -> Duration {
+        let third = ttl / 3;
+        if self.claim.wanted == 0 {
+            return third;
+        }
+        let first_expiry = reply.first_expiry.map(|span| span + EXPIRY_MARGIN);
+        let recovered = (!reply.recovering.is_zero()).then(|| reply.recovering + EXPIRY_MARGIN);
+        let poll = (!is_subscribed || reply.is_mute).then(|| jittered(POLL_INTERVAL));
+        [first_expiry, recovered, poll].into_iter().flatten().fold(third, Duration::min)
+    }
+
+    /// Takes in a message about this holder. A message about a state that no reply described is kept until the next reply.
+    pub(super) fn on_message(&mut self, state: HolderState) {
+        match &mut self.session {
+            Some(session) if session.incarnation() == state.incarnation => {
+                if session.writes() < state.changes {
+                    session.set_writes(state.changes);
+                    self.adopt(state);
+                }
+            }
+            _ => self.early = Some(state),
+        }
+    }
+
+    /// Adopts the state of the holder in Redis, and notifies the limiter of it.
+    fn adopt(&mut self, state: HolderState) {
+        self.events += 1;
+        let HolderState { number, granted, others_wait, .. } = state;
+        let number = number / NUMBERS_PER_CLAIM;
+        let claim = &mut self.claim;
+        if number == claim.number {
+            // A repeated claim is the whole state, because a server that lost its state does not know what it granted.
+            let more = granted.saturating_sub(claim.granted_seen);
+            let slots = u32::try_from(more).unwrap_or(u32::MAX);
+            claim.granted_seen += more;
+            claim.in_use = claim.in_use.saturating_add(slots);
+            claim.wanted = claim.wanted.saturating_sub(slots);
+        }
+        let event = StoreEvent::in_flight(number, granted, others_wait, self.events);
+        notify(self.listener.clone(), self.claim.key, self.claim.holder, event);
+    }
+
+    /// Returns whether no claim is pending and the holder stays. A holder that leaves stays until the store has confirmed it.
+    pub(super) fn is_settled(&self) -> bool {
+        self.pending.is_none() && !self.claim.is_over()
+    }
+
+    /// Returns when slots in use lose their claim, if the limiter was not notified of that yet.
+    pub(super) fn expires_at(&self) -> Option<Instant> {
+        self.valid_until.filter(|_| !self.has_expired && self.claim.in_use > 0)
+    }
+
+    /// Notifies the limiter, once, if slots in use have lost their claim.
+    pub(super) fn notify_if_expired(&mut self, now: Instant) {
+        if self.expires_at().is_some_and(|expires| expires <= now) {
+            self.has_expired = true;
+            notify(self.listener.clone(), self.claim.key, self.claim.holder, StoreEvent::ClaimExpired);
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! The heartbeat of calls in flight: the claims of this process, sent when something changes, every third of their time to live,
+//! and again after Redis could not be reached. No limiter is needed for that, so the runtimes of limiters may have ended.
+//!
+//! A claim is the whole state of a holder. Only the last claim of each holder counts, and one at a time is sent.
+
+mod flush;
+mod holder;
+mod sessions;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+
+use super::backend::Backend;
+use super::codec::{self, ClaimReply};
+use super::script::{Argument, IN_FLIGHT, Script};
+use crate::clock;
+use crate::error::StoreError;
+use crate::events;
+use crate::rng::{Backoff, dice};
+use crate::store::in_flight::notify;
+use crate::store::{Claim, StoreEvent, StoreListener};
+use flush::Flush;
+use holder::Holder;
+use sessions::FormerSessions;
+
+/// The longest pause between two attempts while Redis cannot be reached.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The most claims without a reply while others are repeated, so that the last of many gets its reply in time.
+const MOST_PENDING: usize = 100;
+
+/// The claims of all holders of this process, with their timers.
+pub(super) struct Claims {
+    backend: Backend,
+    script: Arc<Script>,
+    /// The number of this store, unique in the fleet.
+    instance: u64,
+    store_timeout: Duration,
+    /// The holders, by their number.
+    holders: HashMap<u64, Holder>,
+    /// When each holder is due next, in order. A holder's own copy is [`Holder::timer`].
+    timers: BTreeSet<(Instant, u64)>,
+    /// The sessions of keys that no holder of this process claims any more.
+    former: FormerSessions,
+    /// The claims without a reply yet, by the number of the holder.
+    pending: JoinSet<(u64, Result<ClaimReply, StoreError>)>,
+    /// Whether this process receives messages about the claims of other processes.
+    is_subscribed: bool,
+    /// Whether it was reported that the server forbids messages.
+    is_warned: bool,
+    /// The flushes that are not complete.
+    flushes: Vec<Flush>,
+}
+
+impl Claims {
+    pub(super) fn new(backend: Backend, instance: u64, store_timeout: Duration) -> Self {
+        Claims {
+            backend,
+            script: Arc::new(Script::new(IN_FLIGHT)),
+            instance,
+            store_timeout,
+            holders: HashMap::new(),
+            timers: BTreeSet::new(),
+            former: FormerSessions::new(),
+            pending: JoinSet::new(),
+            is_subscribed: false,
+            is_warned: false,
+            flushes: Vec::new(),
+        }
+    }
+
+    /// Returns the script about calls in flight.
+    pub(super) fn script(&self) -> Arc<Script> {
+        self.script.clone()
+    }
+
+    /// Takes in a claim of a limiter. Sends it if the last claim of the holder has its reply.
+    pub(super) fn claim(&mut self, name: String, claim: Claim, listener: Arc<dyn StoreListener>) {
+        let id = claim.holder;
+        let name: Arc<str> = name.into();
+        let former = &mut self.former;
+        let holder = self.holders.entry(id).or_insert_with(|| {
+            let session = former.take(&name);
+            Holder::new(name, listener, session)
+        });
+        if claim.number <= holder.claim.number {
+            return;
+        }
+        holder.claim = claim;
+        holder.attempts = 0;
+        if holder.pending.is_none() {
+            self.send(id);
+        }
+    }
+
+    /// Returns when the next holder is due.
+    pub(super) fn due_at(&self) -> Option<Instant> {
+        let &(at, _) = self.timers.first()?;
+        // If too many claims are pending, their replies come first.
+        (self.pending.len() < MOST_PENDING).then_some(at)
+    }
+
+    /// Sends the claims of the holders that are due.
+    pub(super) fn send_due(&mut self) {
+        let now = clock::now();
+        while let Some(&(at, id)) = self.timers.first()
+            && at <= now
+            && self.pending.len() < MOST_PENDING
+        {
+            self.timers.pop_first();
+            let Some(holder) = self.holders.get_mut(&id) else { continue };
+            holder.timer = None;
+            holder.notify_if_expired(now);
+            if holder.pending.is_none() {
+                self.send(id);
+            } else {
+                self.set_timer(id, clock::after(now, self.store_timeout));
+            }
+        }
+    }
+
+    /// Waits for the next reply to a claim. The future may be dropped at any time.
+    pub(super) async fn next_reply(&mut self) -> Option<(u64, Result<ClaimReply, StoreError>)> {
+        self.pending.join_next().await?.ok()
+    }
+
+    /// Sends all claims again, because a panic may have left some of them without a timer.
+    pub(super) fn repeat_all(&mut self) {
+        self.pending = JoinSet::new();
+        self.timers.clear();
+        let now = clock::now();
+        for (id, holder) in &mut self.holders {
+            holder.pending = None;
+            holder.timer = Some(now);
+            self.timers.insert((now, *id));
+        }
+    }
+
+    /// Sets the timer of a holder to `at`, or to when its last claim expires if that is earlier.
+    fn set_timer(&mut self, id: u64, at: Instant) {
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let at = holder.expires_at().map_or(at, |expires| at.min(expires));
+        if let Some(timer) = holder.timer.replace(at) {
+            self.timers.remove(&(timer, id));
+        }
+        self.timers.insert((at, id));
+    }
+
+    /// Sends the claim of a holder.
+    fn send(&mut self, id: u64) {
+        let now = clock::now();
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        holder.notify_if_expired(now);
+        let claim = holder.claim;
+        let number = holder.next_number();
+        holder.pending = Some((now, claim));
+        let packed = codec::claim(&claim, number, self.instance, holder.client_session(now), dice());
+        // The number of a store follows the beginning of its channel's name.
+        let call = vec![Argument::Is(packed), Argument::Channel(String::new())];
+        let (script, backend, name) = (self.script.clone(), self.backend.clone(), holder.name.clone());
+        // A task of its own: a connection of the user's may panic, and then the claim has failed.
+        let running = tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
+        self.pending.spawn(async move {
+            let reply = running.await.unwrap_or(Err(StoreError::Lost));
+            (id, reply.and_then(|reply| codec::read_claim_reply(&reply).map_err(StoreError::failed)))
+        });
+        self.set_timer(id, clock::after(now, claim.ttl / 3));
+    }
+
+    /// Takes in the reply to a claim, and sends the holder's next claim if there is one.
+    pub(super) fn on_reply(&mut self, id: u64, reply: Result<ClaimReply, StoreError>) {
+        let now = clock::now();
+        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let Some((sent, claim)) = holder.pending.take() else { return };
+        let pause = match reply {
+            Ok(reply) => {
+                if reply.is_mute && !self.is_warned {
+                    self.is_warned = true;
+                    events::store_cannot_tell();
+                }
+                holder.on_reply(sent, claim, &reply, now, self.is_subscribed)
+            }
+            Err(error) => {
+                holder.notify_if_expired(now);
+                notify(holder.listener.clone(), claim.key, id, StoreEvent::Failed(error.clone()));
+                if holder.claim.is_over() {
+                    self.flushes.iter_mut().for_each(|flush| flush.on_error(id, &error));
+                    if holder.valid_until.is_none_or(|until| until <= now) {
+                        // The store does not count it any more.
+                        return self.forget(id);
+                    }
+                }
+                let longest = LONGEST_PAUSE.min(claim.ttl / 6);
+                holder.backoff.get_or_insert_with(|| Backoff::up_to(longest)).pause()
+            }
+        };
+        if holder.claim.number > claim.number {
+            self.send(id);
+        } else if holder.claim.is_over() && holder.backoff.is_none() {
+            self.forget(id);
+        } else {
+            self.set_timer(id, clock::after(now, pause));
+        }
+    }
+
+    /// Removes a holder. Its session with the key is kept for the next holder.
+    fn forget(&mut self, id: u64) {
+        let Some(Holder { name, claim, session, timer, .. }) = self.holders.remove(&id) else { return };
+        if let Some(timer) = timer {
+            self.timers.remove(&(timer, id));
+        }
+        if let Some(session) = session {
+            self.former.keep(name, session, claim.ttl);
+        }
+    }
+
+    /// Returns whether no claim is pending, and no holder is about to leave.
+    pub(super) fn are_all_settled(&self) -> bool {
+        self.holders.values().all(Holder::is_settled)
+    }
+
+    /// Completes `done` when the store has confirmed all present claims.
+    pub(super) fn flush(&mut self, done: oneshot::Sender<Result<(), StoreError>>) {
+        self.flushes.push(Flush::new(&self.holders, done));
+    }
+
+    /// Completes the flushes that are done. The caller has taken all jobs that were sent before.
+    pub(super) fn complete_flushes(&mut self) {
+        let holders = &self.holders;
+        for flush in self.flushes.extract_if(.., |flush| flush.update(holders)) {
+            flush.complete();
+        }
+    }
+
+    /// Takes in a message to a holder.
+    pub(super) fn on_message(&mut self, message: &[u8]) {
+        let Ok((id, state)) = codec::read_holder_message(message) else { return };
+        if let Some(holder) = self.holders.get_mut(&id) {
+            holder.on_message(state);
+        }
+    }
+
+    /// Notes whether this process receives messages from now on. The claims of holders with waiters are repeated at once, to learn
+    /// of what was missed.
+    pub(super) fn set_subscribed(&mut self, is_subscribed: bool) {
+        self.is_subscribed = is_subscribed;
+        let now = clock::now();
+        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.wanted > 0);
+        for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.set_timer(id, now);
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! The sessions of keys that no holder of this process claims any more.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::store::StoreSession;
+
+const SMALLEST_SWEEP: usize = 64;
+
+/// Sessions by the name of the state in Redis. With them, a new holder finds out that a server has lost the state of other
+/// processes.
+pub(super) struct FormerSessions {
+    /// Each session, and until when it is of use.
+    sessions: HashMap<Arc<str>, (StoreSession, Instant)>,
+    /// At this many, sessions that are of no more use are dropped.
+    sweep_at: usize,
+}
+
+impl FormerSessions {
+    pub(super) fn new() -> Self {
+        FormerSessions { sessions: HashMap::new(), sweep_at: SMALLEST_SWEEP }
+    }
+
+    /// Removes the session of a state, for a new holder.
+    pub(super) fn take(&mut self, name: &Arc<str>) -> Option<StoreSession> {
+        self.sessions.remove(name).map(|(session, _)| session)
+    }
+
+    /// Keeps a session, which is of use for `ttl` after its last reply.
+    pub(super) fn keep(&mut self, name: Arc<str>, session: StoreSession, ttl: Duration) {
+        self.sessions.insert(name, (session, clock::after(session.received(), ttl)));
+        self.drop_expired();
+    }
+
+    /// Drops sessions of no more use, if the sessions have doubled in number since the last time.
+    fn drop_expired(&mut self) {
+        if self.sessions.len() >= self.sweep_at {
+            let now = clock::now();
+            self.sessions.retain(|_, (_, until)| *until > now);
+            self.sweep_at = (2 * self.sessions.len()).max(SMALLEST_SWEEP);
+        }
+    }
+}
