@@ -1,8 +1,8 @@
 //! What was used of one limit, whichever kind it is.
 //!
-//! Twin: `rule_of` in `store/redis/lua/ledger.lua`, and the table of functions at the end of `window.lua`, `bucket.lua` and
-//! `fixed.lua`.
-//! After a change: `cargo test --all-features --lib differential`
+//! Twin: `rule_of` in `store/redis/lua/ledger.lua`, and the table of functions at the end of
+//! `window.lua`, `bucket.lua` and `fixed.lua`. After a change: `cargo test --all-features --lib
+//! differential`
 
 use super::bucket::Bucket;
 use super::fixed::Fixed;
@@ -10,7 +10,8 @@ use super::window::Window;
 use super::{Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
-/// When a permit may be used: for `life` after its slot, and not within `guard` of the boundary of a fixed window.
+/// When a permit may be used: for `life` after its slot, and not within `guard` of the boundary of
+/// a fixed window.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Open {
     pub(super) life: Micros,
@@ -66,7 +67,8 @@ impl Algorithm {
         }
     }
 
-    /// Counts units that were used without a permit, at `end` at the latest, whether or not there is room.
+    /// Counts units that were used without a permit, at `end` at the latest, whether or not there
+    /// is room.
     pub(super) fn charge(&mut self, now: Micros, end: Micros, transit_slack: Micros, units: u64) {
         let stamp = end + transit_slack;
         match self {

@@ -3,24 +3,24 @@
 use super::Micros;
 use crate::quota::Limit;
 
-/// Permits of one slot: each unit usable once, from `slot` to its deadline.
+/// Permits of one slot. Each is usable once, from the slot to its deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Booking {
-    /// The first moment.
+    /// The first moment at which the permits may be used.
     pub(crate) slot: Micros,
     /// How long after the slot the deadline is.
     pub(crate) life: Micros,
-    /// What the log keeps.
+    /// The stamp, which the log keeps: the deadline plus the transit slack.
     pub(crate) stamp: Micros,
-    /// How many permits.
+    /// How many permits were booked.
     pub(crate) count: u32,
 }
 
-/// No slot up to the latest one asked for.
+/// There is no slot up to the latest one that the caller can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TooLate {
-    /// The first slot there would have been.
+    /// The first slot there would have been. [`Micros::MAX`] if there is none.
     pub(crate) slot: Micros,
-    /// The limit that was the last to allow it.
+    /// The limit that allows this slot last.
     pub(crate) limit: Option<Limit>,
 }

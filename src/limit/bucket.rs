@@ -9,10 +9,12 @@ use super::{Micros, UnusedPermits};
 
 /// Allows at most `capacity` units back to back; `count` units are refilled every `window`.
 ///
-/// Keeps the *theoretical arrival time*: when the bucket will be full again. It is advanced from the stamp of each
-/// permit, not from its slot, so the bucket of an upstream is never empty, even if a permit arrives at the end of its life.
+/// Keeps the *theoretical arrival time*: when the bucket will be full again. It is advanced from
+/// the stamp of each permit, not from its slot, so the bucket of an upstream is never empty, even
+/// if a permit arrives at the end of its life.
 ///
-/// Moments are kept in microseconds times `count`: one unit is then exactly `window`, and no period is ever rounded.
+/// Moments are kept in microseconds times `count`: one unit is then exactly `window`, and no period
+/// is ever rounded.
 #[derive(Debug)]
 pub(super) struct Bucket {
     capacity: u128,
@@ -20,13 +22,16 @@ pub(super) struct Bucket {
     window: u128,
     /// When the bucket is full again.
     full_at: u128,
-    /// The stamp at which `full_at` last started anew. Permits with earlier stamps no longer affect it.
+    /// The stamp at which `full_at` last started anew. Permits with earlier stamps no longer affect
+    /// it.
     base: u128,
     /// How far `full_at` may move back without a permit since `base` losing what it stands on.
     slack: u128,
-    /// All permits booked ahead with this slot or a later one queued: each got the first slot for which the bucket had units.
+    /// All permits booked ahead with this slot or a later one queued: each got the first slot for
+    /// which the bucket had units.
     queued_from: Micros,
-    /// The last permits booked ahead that did not queue, because another limit made them wait longer.
+    /// The last permits booked ahead that did not queue, because another limit made them wait
+    /// longer.
     marks: VecDeque<Mark>,
 }
 
@@ -43,8 +48,8 @@ struct Mark {
 /// The greatest age of a statement by the upstream; an older one is treated as this old.
 const LONGEST_AGO: Micros = 5_000_000;
 
-/// The most marks that are kept. Beyond that, a booking without a mark can be taken back only as far as no later
-/// permit was granted after it.
+/// The most marks that are kept. Beyond that, a booking without a mark can be taken back only as
+/// far as no later permit was granted after it.
 const MOST_MARKS: usize = 32;
 
 impl Bucket {
@@ -85,8 +90,8 @@ impl Bucket {
         u64::try_from(self.capacity).unwrap_or(u64::MAX).saturating_sub(self.room(now))
     }
 
-    /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds at most these units and
-    /// the units refilled since. Returns whether it held more.
+    /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds
+    /// at most these units and the units refilled since. Returns whether it held more.
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
@@ -123,8 +128,9 @@ impl Bucket {
         }
     }
 
-    /// Counts units that were used without a permit. They leave the bucket empty at most, because the upstream that accepted
-    /// them had these units. If they are cut for that, earlier permits can no longer be taken back.
+    /// Counts units that were used without a permit. They leave the bucket empty at most, because
+    /// the upstream that accepted them had these units. If they are cut for that, earlier permits
+    /// can no longer be taken back.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         let empty = self.full_at.max(self.scaled(now) + self.capacity * self.window);
         let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);
@@ -141,8 +147,8 @@ impl Bucket {
 
     /// Takes units out again that were inserted and never used.
     ///
-    /// The last booking ahead is taken back whole, because no permit was granted after it. Any other booking is taken
-    /// back as far as no later permit was granted after it.
+    /// The last booking ahead is taken back whole, because no permit was granted after it. Any
+    /// other booking is taken back as far as no later permit was granted after it.
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let units = u128::from(unused.units) * self.window;
         if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {

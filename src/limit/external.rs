@@ -1,21 +1,25 @@
 //! What clients outside this fleet use of a limit, as the upstream's responses show it.
 //!
-//! An upstream states how much of a limit is left, and when the count starts anew. Units that are gone and were not granted
-//! here were used by other clients. That is a lower bound, since some of the granted units may still be on their way. If the
-//! upstream refuses units to a fleet that keeps the limit, other clients have used these units as well. All these units are
-//! reserved for the other clients until the upstream's window ends, and in the window after, less what was left over in the
-//! end. If the log did not see all of the first window, nothing is reserved in the second: the units may have been granted
-//! here, before a restart.
+//! An upstream states how much of a limit is left, and when the count starts anew. Units that are
+//! gone and were not granted here were used by other clients. That is a lower bound, since some of
+//! the granted units may still be on their way. If the upstream refuses units to a fleet that keeps
+//! the limit, other clients have used these units as well. All these units are reserved for the
+//! other clients until the upstream's window ends, and in the window after, less what was left over
+//! in the end. If the log did not see all of the first window, nothing is reserved in the second:
+//! the units may have been granted here, before a restart.
 //!
-//! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is reserved. From then on, until
-//! another response shows use by other clients, the units they were seen to use are free, and at most a quarter of the limit
-//! is kept of their expected use. A newer response that states more is left lowers the use that an older one showed.
+//! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is
+//! reserved. From then on, until another response shows use by other clients, the units they were
+//! seen to use are free, and at most a quarter of the limit is kept of their expected use. A newer
+//! response that states more is left lowers the use that an older one showed.
 //!
-//! A response also bounds the units that may be sent until the next one. If it states that less is left than the log knows of,
-//! the difference ([`ExternalUsage::short`]) is reserved until the next response, the reset, or `confirmed_until` of that
-//! response. This holds even if it is not yet known whether other clients used the difference.
+//! A response also bounds the units that may be sent until the next one. If it states that less is
+//! left than the log knows of, the difference ([`ExternalUsage::short`]) is reserved until the next
+//! response, the reset, or `confirmed_until` of that response. This holds even if it is not yet
+//! known whether other clients used the difference.
 //!
-//! If no other client uses the limit, nothing is reserved: the fleet has granted all units that the upstream counts.
+//! If no other client uses the limit, nothing is reserved: the fleet has granted all units that the
+//! upstream counts.
 //!
 //! Twin: `store/redis/lua/external.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -43,8 +47,8 @@ pub(super) struct ExternalUsage {
     said_until: Micros,
     /// Until when `seen` and `before` are reserved in full.
     confirmed_until: Micros,
-    /// Units by which less was left than the log knew of, by the newest response; and until when they are reserved. Less
-    /// than none if the log knew of more: permits that were not used yet.
+    /// Units by which less was left than the log knew of, by the newest response; and until when
+    /// they are reserved. Less than none if the log knew of more: permits that were not used yet.
     short: i64,
     short_until: Micros,
     /// Up to which stamp the log was counted for that.
@@ -69,7 +73,8 @@ pub(super) struct Word {
     pub(super) said: Micros,
     /// When the upstream starts its count anew.
     pub(super) resets: Option<Micros>,
-    /// Whether that moment stays where it is: then the log has all of this fleet's units that the upstream counts.
+    /// Whether that moment stays where it is: then the log has all of this fleet's units that the
+    /// upstream counts.
     pub(super) steady: bool,
     /// Units refused since the last response, because nothing was left.
     pub(super) refused: u32,
@@ -77,7 +82,8 @@ pub(super) struct Word {
     pub(super) valid_until: Micros,
 }
 
-/// The units that this fleet was granted and may have used: at least and at most, counted up to a stamp.
+/// The units that this fleet was granted and may have used: at least and at most, counted up to a
+/// stamp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
     pub(super) least: u64,
@@ -86,8 +92,8 @@ pub(super) struct Ours {
 }
 
 impl ExternalUsage {
-    /// Makes the record of a window that ends at `ends`, of which no response is known. `whole` states whether the log knows all
-    /// of the window.
+    /// Makes the record of a window that ends at `ends`, of which no response is known. `whole`
+    /// states whether the log knows all of the window.
     pub(super) fn new(ends: Micros, whole: bool) -> Self {
         ExternalUsage {
             ends,
@@ -106,7 +112,8 @@ impl ExternalUsage {
         }
     }
 
-    /// Sets the end of the window, if no use by other clients is known yet. `whole` states whether the log knows all of it.
+    /// Sets the end of the window, if no use by other clients is known yet. `whole` states whether
+    /// the log knows all of it.
     pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
         if (self.seen, self.before, self.refused) == (0, 0, 0) {
             let &mut ExternalUsage { said, said_until, short, short_until, counted_until, .. } = self;
@@ -127,7 +134,8 @@ impl ExternalUsage {
             return true;
         }
         let ends = self.ends.saturating_add(window);
-        // The units that other clients were seen to use, or the expected units, up to what they can have used.
+        // The units that other clients were seen to use, or the expected units, up to what they can
+        // have used.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
         let &mut ExternalUsage { said, said_until, .. } = self;
@@ -178,15 +186,16 @@ impl ExternalUsage {
         self.reserved_from(now, size).0 > reserved
     }
 
-    /// Takes in that permits were given back unused. If they were counted as used when the newest response was read, others used
-    /// these units.
+    /// Takes in that permits were given back unused. If they were counted as used when the newest
+    /// response was read, others used these units.
     pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
         if now < self.short_until && stamp <= self.counted_until {
             self.short = self.short.saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
         }
     }
 
-    /// Returns the units reserved at a moment, and when that number changes next if no response arrives.
+    /// Returns the units reserved at a moment, and when that number changes next if no response
+    /// arrives.
     pub(super) fn reserved_from(&self, at: Micros, Size { count, .. }: Size) -> (u32, Micros) {
         let is_confirmed = at < self.confirmed_until;
         let kept = |expected: u32| if is_confirmed { expected } else { expected.min(count / 4) };

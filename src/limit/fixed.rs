@@ -7,20 +7,22 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// Allows at most `limit` units in each window, and none within a guard of a boundary, because the upstream may count them
-/// on either side. The guard is the caller's ([`LimitSpec::boundary_guard`](super::LimitSpec::boundary_guard)).
+/// Allows at most `limit` units in each window, and none within a guard of a boundary, because the
+/// upstream may count them on either side. The guard is the caller's
+/// ([`LimitSpec::boundary_guard`](super::LimitSpec::boundary_guard)).
 ///
-/// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow. `phase` is how far the
-/// boundaries are ahead of the multiples of the window in the ledger's time. When a step moves it, the units of a window
-/// count in each new window that overlaps the old one, because the moments of their use are not kept. The limit is then
-/// never exceeded, and for one window at most less than the limit is used.
+/// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow.
+/// `phase` is how far the boundaries are ahead of the multiples of the window in the ledger's time.
+/// When a step moves it, the units of a window count in each new window that overlaps the old one,
+/// because the moments of their use are not kept. The limit is then never exceeded, and for one
+/// window at most less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Fixed {
     limit: u64,
     window: Micros,
     phase: Micros,
-    /// The units of each window that has any, sorted: from the one before the current one on, because the current one may
-    /// begin earlier when the clock is set.
+    /// The units of each window that has any, sorted: from the one before the current one on,
+    /// because the current one may begin earlier when the clock is set.
     used: VecDeque<(u64, u64)>,
     /// Windows before this one take nothing more.
     open_from: u64,
@@ -29,7 +31,8 @@ pub(super) struct Fixed {
 /// The most windows that are kept apart; when more are booked ahead, the earliest of them closes.
 const MOST_WINDOWS: usize = 64;
 
-/// A smaller move of the boundaries is a drift of the clocks: each unit was used in its window as the clock was then.
+/// A smaller move of the boundaries is a drift of the clocks: each unit was used in its window as
+/// the clock was then.
 const SMALLEST_STEP: Micros = 20_000;
 
 impl Fixed {
@@ -56,7 +59,8 @@ impl Fixed {
         }
     }
 
-    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries to where it puts them.
+    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries to
+    /// where it puts them.
     pub(super) fn align(&mut self, ahead: i64) {
         let phase = phase(ahead, self.window);
         if phase == self.phase {
@@ -87,8 +91,8 @@ impl Fixed {
         at.map_or(0, |index| self.used[index].1)
     }
 
-    /// The first moment not before `from` whose whole life lies in one window, `guard` away from its boundaries, that has
-    /// room besides `reserved` units, or nothing in it.
+    /// The first moment not before `from` whose whole life lies in one window, `guard` away from
+    /// its boundaries, that has room besides `reserved` units, or nothing in it.
     pub(super) fn first_slot(
         &self,
         from: Micros,

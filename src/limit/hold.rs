@@ -4,18 +4,22 @@ use std::cmp::Ordering;
 
 use super::Micros;
 
-/// Until when nothing may be sent, because the upstream refused a request or an operator put the key on hold.
+/// The hold of a key, which may send nothing because the upstream refused a request or an operator
+/// put it on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hold {
+    /// When the hold ends. 0 if there is none.
     pub(crate) until: Micros,
     /// Whether the upstream stated a longer hold.
     pub(crate) cut: bool,
-    /// How often holds were released. A hold from before a release is over, even if a later message names it.
+    /// How often holds were released. A hold with a smaller number is over, even if a later message
+    /// states it.
     pub(crate) releases: u32,
 }
 
 impl Hold {
-    /// Returns which of two holds applies. Its end only moves later, unless the hold was released.
+    /// Returns which of two holds applies. The end of a hold moves only later, unless the hold was
+    /// released.
     pub(super) fn or(self, other: Hold) -> Hold {
         match self.releases.cmp(&other.releases) {
             Ordering::Less => other,

@@ -1,18 +1,21 @@
-//! Calls in flight: which process uses how many slots of the limit, and which ones wait.
+//! The slots of an in-flight limit: how many each process uses, and which processes wait.
 //!
-//! A limit of `n` calls in flight has `n` **seats** (in-flight slots). Each process is a *holder*. It does not take and return single
-//! seats. It sends its *claim*, the whole state: how many seats it uses, and how many more it wants. A claim that is lost, repeated
-//! or late does no harm, because the next one replaces it. A claim is valid for its *life*; a holder that sends no claim for that
-//! long has left, and its seats are free.
+//! A limit of `n` calls in flight has `n` **in-flight slots**. Each process is a *holder*. A holder
+//! does not take and return single slots. It sends its *claim*, the whole state: how many slots it
+//! uses, and how many more it wants. A claim that is lost, repeated or late does no harm, because
+//! the next one replaces it. A claim is valid for its time to live. A holder that sends no claim
+//! for that long has left, and its slots are free.
 //!
-//! > The first in the queue gets a seat while fewer than `n` are taken. Taken seats are the seats that holders state they use, and
-//! > the seats they were given since.
+//! > The first in the queue gets a slot while fewer than `n` are taken. Taken slots are the slots
+//! > that holders state they use, and the slots they were granted since.
 //!
-//! *Why it is never over.* A holder uses no seat that it was not given, and none beyond the life of its last claim. A seat that it was
-//! given and does not know of yet is kept for it. So the seats counted as taken are never fewer than those in use, and at most `n` of
-//! them were ever given at the same time.
+//! *Why the limit is never exceeded.* A holder uses only slots that it was granted, and only while
+//! its last claim is valid. A slot that was granted to a holder is kept for it until the holder
+//! knows of it. So the slots that count as taken are never fewer than the slots in use. At most `n`
+//! slots count as taken at the same time.
 //!
-//! If holders state different limits, the smallest applies, for as long as a holder that states it lives.
+//! If holders state different limits, the smallest applies for as long as the claim that states it
+//! is valid.
 //!
 //! Twin: `store/redis/lua/in_flight.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -21,12 +24,14 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// The seats of one key.
+/// The in-flight slots of one key.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightSlots {
+    /// The holders that use slots or wait.
     holders: Vec<Holder>,
+    /// The waiters, in the order of their arrival.
     queue: VecDeque<Batch>,
-    /// How often this changed. Of two messages the one with the larger number is true.
+    /// How often the slots have changed. Of two updates, the one with the larger version is newer.
     version: u64,
 }
 
@@ -36,16 +41,17 @@ struct Holder {
     id: u64,
     /// The number of its last claim.
     number: u64,
-    /// The limit that it states.
+    /// The limit that its last claim states.
     limit: u32,
-    /// InFlightSlots that it uses, or was given.
+    /// Slots that it uses, or was granted since its last claim.
     taken: u32,
-    /// InFlightSlots that it was ever given and could use.
+    /// Slots that it was ever granted and could use.
     granted: u64,
-    /// Whether it knows that other holders wait.
-    told: bool,
-    /// Whether it was given seats since the last message to it.
-    notify: bool,
+    /// Whether it was notified that other holders wait.
+    knows_others_wait: bool,
+    /// Whether it was granted slots since its last update.
+    has_new_slots: bool,
+    /// When its last claim expires.
     until: Micros,
 }
 
@@ -56,41 +62,48 @@ struct Batch {
     count: u32,
 }
 
-/// The most batches. Further waiters join the last batch of their holder, so that the queue stays bounded.
+/// The most batches. Further waiters join the last batch of their holder, so that the queue stays
+/// bounded.
 const MOST_BATCHES: usize = 250;
 
-/// What a holder states.
+/// The claim of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HolderClaim {
+    /// The number of the holder.
     pub(crate) id: u64,
-    /// Larger than that of its claims before.
+    /// The number of the claim, which grows with each claim of the holder.
     pub(crate) number: u64,
+    /// The limit that the holder states.
     pub(crate) limit: u32,
-    /// InFlightSlots that it uses.
+    /// Slots that the holder uses.
     pub(crate) in_use: u32,
-    /// How many more it wants.
+    /// How many more slots the holder wants.
     pub(crate) wanted: u32,
-    /// How many seats it knows that it was ever given.
+    /// Slots that the holder was ever granted, as far as it knows.
     pub(crate) granted_seen: u64,
+    /// How long the claim is valid.
     pub(crate) ttl: Micros,
 }
 
-/// The answer to a holder.
+/// The slots of a holder: the reply to its claim, or an event after the claim of another holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HolderUpdate {
+    /// The number of the holder.
     pub(crate) id: u64,
-    /// The last of its claims that was taken in.
+    /// The number of its last claim that was taken in.
     pub(crate) number: u64,
-    /// InFlightSlots that it was ever given.
+    /// Slots that the holder was ever granted.
     pub(crate) granted: u64,
-    /// Whether other holders wait. Then a seat that becomes free goes back.
+    /// Whether other holders wait. Then the holder returns each slot that becomes free.
     pub(crate) others_wait: bool,
+    /// The version of the slots, which grows with each update.
     pub(crate) version: u64,
 }
 
 impl InFlightSlots {
-    /// Takes in a claim. Calls `tell` with the answer to its holder, and with events for the others.
-    pub(crate) fn claim(&mut self, now: Micros, claim: HolderClaim, mut tell: impl FnMut(HolderUpdate)) {
+    /// Takes in a claim. Calls `notify` with the update for its holder, and with those for other
+    /// holders.
+    pub(crate) fn claim(&mut self, now: Micros, claim: HolderClaim, mut notify: impl FnMut(HolderUpdate)) {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
         let index = index.unwrap_or_else(|| {
@@ -101,14 +114,16 @@ impl InFlightSlots {
         if self.holders[index].number < claim.number {
             self.take_in(now, claim, index);
         }
-        self.give();
+        self.grant();
         let InFlightSlots { holders, queue, version } = self;
         for holder in &mut *holders {
             let others_wait = queue.iter().any(|batch| batch.holder != holder.id);
-            if holder.id == claim.id || holder.notify || (others_wait && !holder.told && holder.taken > 0) {
-                (holder.told, holder.notify) = (others_wait, false);
-                let Holder { id, number, granted: given, .. } = *holder;
-                tell(HolderUpdate { id, number, granted: given, others_wait, version: *version });
+            let must_return_slots = others_wait && !holder.knows_others_wait && holder.taken > 0;
+            if holder.id == claim.id || holder.has_new_slots || must_return_slots {
+                holder.knows_others_wait = others_wait;
+                holder.has_new_slots = false;
+                let Holder { id, number, granted, .. } = *holder;
+                notify(HolderUpdate { id, number, granted, others_wait, version: *version });
             }
         }
         holders.retain(|holder| holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id));
@@ -121,49 +136,52 @@ impl InFlightSlots {
         queue.retain(|batch| holders.iter().any(|holder| holder.id == batch.holder));
     }
 
-    /// Returns how many seats are taken, and how many are free under a limit of `most`.
+    /// Returns how many slots are taken, and how many are free under a limit of `most`.
     pub(crate) fn usage(&self, most: u32) -> (u32, u32) {
         let taken = self.holders.iter().fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
         let most = self.holders.iter().map(|holder| holder.limit).min().unwrap_or(most).min(most);
         (taken, most.saturating_sub(taken))
     }
 
-    /// Returns whether `holder` uses seats or waits.
+    /// Returns whether `holder` uses slots or waits.
     pub(crate) fn knows(&self, holder: u64) -> bool {
         self.holders.iter().any(|known| known.id == holder)
     }
 
-    /// Returns whether no holder uses seats or waits.
+    /// Returns whether no holder uses slots or waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.holders.is_empty()
     }
 
+    /// Replaces the claim of the holder at `index`.
     fn take_in(&mut self, now: Micros, claim: HolderClaim, index: usize) {
         let holder = &mut self.holders[index];
-        // InFlightSlots that were given after the holder sent this claim go to the waiters that the claim names, up to their
-        // number. The messages about the other seats are older than the claim, so the holder ignores them.
-        let unheard = holder.granted.saturating_sub(claim.granted_seen).min(u64::from(holder.taken)) as u32;
-        let kept = unheard.min(claim.wanted);
-        (holder.number, holder.granted) = (claim.number, claim.granted_seen + u64::from(kept));
+        // Slots that were granted after the holder sent this claim go to the waiters that the claim
+        // states, up to their number. The updates about the other slots are older than the claim,
+        // so the holder ignores them.
+        let unseen = holder.granted.saturating_sub(claim.granted_seen).min(u64::from(holder.taken)) as u32;
+        let kept = unseen.min(claim.wanted);
+        holder.number = claim.number;
+        holder.granted = claim.granted_seen + u64::from(kept);
         holder.limit = claim.limit;
         holder.taken = claim.in_use.saturating_add(kept);
         holder.until = now.saturating_add(claim.ttl);
-        self.line_up(claim.id, claim.wanted - kept);
+        self.set_waiters(claim.id, claim.wanted - kept);
     }
 
-    /// Sets the number of waiters of `holder`. New waiters are last in the queue. If waiters leave, they are the last waiters of the
-    /// holder.
-    fn line_up(&mut self, holder: u64, wants: u32) {
+    /// Sets the number of waiters of `holder` to `count`. New waiters are last in the queue.
+    /// Waiters that leave are the last of the holder.
+    fn set_waiters(&mut self, holder: u64, count: u32) {
         let queue = &mut self.queue;
         let waiting = queue.iter().filter(|batch| batch.holder == holder).map(|batch| batch.count).sum();
-        let mut leaving = u32::saturating_sub(waiting, wants);
+        let mut leaving = u32::saturating_sub(waiting, count);
         for batch in queue.iter_mut().rev().filter(|batch| batch.holder == holder) {
             let left = batch.count.min(leaving);
             batch.count -= left;
             leaving -= left;
         }
         queue.retain(|batch| batch.count > 0);
-        let coming = wants.saturating_sub(waiting);
+        let coming = count.saturating_sub(waiting);
         if coming == 0 {
             return;
         }
@@ -178,7 +196,8 @@ impl InFlightSlots {
         }
     }
 
-    fn give(&mut self) {
+    /// Grants the free slots to the waiters that came first.
+    fn grant(&mut self) {
         let (_, mut free) = self.usage(u32::MAX);
         while free > 0
             && let Some(batch) = self.queue.front_mut()
@@ -192,7 +211,7 @@ impl InFlightSlots {
             if let Some(holder) = self.holders.iter_mut().find(|holder| holder.id == id) {
                 holder.taken += count;
                 holder.granted += u64::from(count);
-                holder.notify = true;
+                holder.has_new_slots = true;
             }
         }
     }

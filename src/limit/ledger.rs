@@ -14,48 +14,64 @@ use super::{
 };
 use crate::quota::Limit;
 
-/// The longest life of a permit: this, or a twentieth of the window if that is longer. A permit granted up to then may
-/// have been used.
+/// The longest validity of a permit is this, or a twentieth of the window if that is longer. An
+/// upstream may not know yet of permits that were granted within this time.
 const LONGEST_LIFE: Micros = 50_000;
 
-/// The most limits that are kept for one key. Limits that only other callers assert are foreign to the present caller.
+/// The most limits that are kept for one key. Limits that only other callers state are foreign to
+/// the present caller.
 pub(super) const MOST_LIMITS: usize = 32;
 
-/// The most rounds of the search for a slot that all limits allow. For some limits there is none, such as fixed windows
-/// with different guards.
+/// The most rounds of the search for a slot that all limits allow. Some limits have no such slot,
+/// for example fixed windows with different guards.
 const MOST_ROUNDS: usize = 1000;
 
-/// All limits of one key, taken all or nothing, and the slots that were returned before they were due.
+/// All limits of one key, and the slots that were returned before they were due. A permit is booked
+/// in all limits or in none.
 ///
-/// Callers that assert different terms for one key all get the strictest of them. A limit applies until no caller has asserted
-/// it for two windows and a second, or until there are too many limits.
+/// If callers state different limits for one key, all of these limits apply to all callers. A limit
+/// applies until no caller has stated it for two windows and a second, or until there are too many
+/// limits.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    /// Most keys have one limit.
+    /// The state of each limit. Most keys have one.
     accounts: SmallVec<[LimitState; 1]>,
+    /// Slots that were returned and lie ahead.
     pool: ReturnedSlots,
-    /// The slacks of the caller of this call.
+    /// The transit slack of the present caller.
     transit_slack: Micros,
+    /// The boundary guard of the present caller.
     boundary_guard: Micros,
     /// The ledger's time, which never goes back.
     now: Micros,
-    /// By how many microseconds the wall clock is ahead of `now`. Fixed windows follow the wall clock.
+    /// By how many microseconds the wall clock is ahead of `now`. Fixed windows follow the wall
+    /// clock.
     ahead: i64,
     /// When the ledger was made.
     born: Micros,
+    /// The hold of the key.
     hold: Hold,
 }
 
 impl Ledger {
+    /// Makes an empty ledger with the limits of `spec`.
     pub(crate) fn new(spec: &LimitSpec, now: Micros) -> Self {
-        let (accounts, pool, hold) = (SmallVec::new(), ReturnedSlots::default(), Hold::default());
-        let mut ledger =
-            Ledger { accounts, pool, transit_slack: 0, boundary_guard: 0, now, ahead: 0, born: now, hold };
+        let mut ledger = Ledger {
+            accounts: SmallVec::new(),
+            pool: ReturnedSlots::default(),
+            transit_slack: 0,
+            boundary_guard: 0,
+            now,
+            ahead: 0,
+            born: now,
+            hold: Hold::default(),
+        };
         ledger.advance(spec, now);
         ledger
     }
 
-    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries of fixed windows.
+    /// Moves the boundaries of fixed windows to a wall clock that is `ahead` microseconds ahead of
+    /// the ledger's time.
     pub(crate) fn align(&mut self, ahead: i64) {
         if ahead != self.ahead {
             self.ahead = ahead;
@@ -63,7 +79,8 @@ impl Ledger {
         }
     }
 
-    /// Brings the ledger to `now` and under `spec`; every call starts with this. Returns the ledger's time.
+    /// Advances the ledger to `now`, with the limits of `spec`. Every call starts with this.
+    /// Returns the ledger's time.
     pub(crate) fn advance(&mut self, spec: &LimitSpec, now: Micros) -> Micros {
         self.now = self.now.max(now);
         let now = self.now;
@@ -93,10 +110,12 @@ impl Ledger {
         now
     }
 
-    /// Forgets the limit that would be forgotten next, of the limits that `spec` do not have. Returns whether there was one.
+    /// Forgets one of the limits that `spec` does not have: the one that would be forgotten next.
+    /// Returns whether there was one.
     ///
-    /// The next caller that asserts it adds it again, with the use that the other limits remember. So if an upstream states
-    /// another limit to each process of a large fleet, no process loses a call.
+    /// The next caller that states the limit adds it again, with the use that the other limits
+    /// remember. So if an upstream states another limit to each process of a large fleet, all
+    /// processes go on.
     fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
         let ours = spec.quota().limits();
         let accounts = self.accounts.iter().enumerate();
@@ -105,7 +124,8 @@ impl Ledger {
         first.map(|index| self.accounts.remove(index)).is_some()
     }
 
-    /// Takes slots of the pool that no request can use any more out of the logs.
+    /// Removes the returned slots that no request can use any more, from the pool and from the
+    /// logs.
     fn drain(&mut self) {
         let from = self.from();
         while let Some(unused) = self.pool.pop_before(from) {
@@ -113,7 +133,8 @@ impl Ledger {
         }
     }
 
-    /// A rule for a limit that is new to this key: it starts with what the others remember.
+    /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
+    /// other limits remember.
     fn rule_for(&self, limit: Limit, now: Micros) -> Algorithm {
         let mut rule = Algorithm::new(limit, self.ahead);
         let longest = self.accounts.iter().filter(|account| matches!(account.rule, Algorithm::Window(_)));
@@ -139,27 +160,29 @@ impl Ledger {
         rule
     }
 
-    /// Grants nothing before the end of `hold`. Returns the hold that applies.
+    /// Adds a hold. From now on no slot is before its end. Returns the hold that applies.
     pub(crate) fn hold(&mut self, hold: Hold) -> Hold {
         self.hold = self.hold.or(hold);
         self.drain();
         self.hold
     }
 
-    /// Sets a hold that begins now. Earlier releases do not end it, even if the process that set it did not know of them.
+    /// Adds a hold that begins now. Earlier releases do not end it, even if the process that set it
+    /// did not know of them.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
         self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
     }
 
-    /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that applies.
+    /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that
+    /// applies.
     pub(crate) fn release(&mut self) -> Hold {
         self.accounts.iter_mut().for_each(LimitState::forget_others);
         self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
         self.hold
     }
 
-    /// Takes in what the upstream states is left of a limit. If less is allowed than before, the slots in the pool leave the
-    /// logs, because they were granted under the earlier state.
+    /// Takes in what the upstream states is left of a limit. If less is allowed than before, the
+    /// returned slots are removed, because they were granted under the earlier state.
     pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
         let (now, born) = (self.now, self.born);
         let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
@@ -173,15 +196,20 @@ impl Ledger {
         }
     }
 
-    /// The earliest moment at which a permit may be used, if no limit forbids it.
+    /// Returns the earliest moment at which a permit may be used, if no limit forbids it.
     fn from(&self) -> Micros {
         self.now.max(self.hold.until)
     }
 
-    /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none later than `latest`.
+    /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none
+    /// later than `latest`.
     ///
-    /// Hands each grant to `granted`. Stops with [`TooLate`] at the first permit whose slot would be later; that
-    /// permit and the permits after it leave no trace.
+    /// Calls `granted` with each booking.
+    ///
+    /// # Errors
+    ///
+    /// [`TooLate`] at the first permit whose slot would be later than `latest`. This permit and the
+    /// permits after it leave no trace.
     pub(crate) fn book(
         &mut self,
         latest: Micros,
@@ -220,7 +248,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Takes up to `most` units of what is free now, at most a quarter of it, so that a scarce limit is never hoarded.
+    /// Books up to `most` of the units that are free now, at most a quarter of them, so that one
+    /// process cannot hoard a scarce limit.
     pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Booking> {
         let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
         if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
@@ -233,8 +262,8 @@ impl Ledger {
         Some(Booking { slot: self.now, life, stamp, count })
     }
 
-    /// Counts units that were used without a permit, at `charge.age` ago at the latest, in every limit, whether or not
-    /// there is room.
+    /// Counts units that were used without a permit `charge.age` ago or earlier, in every limit,
+    /// even beyond the limit.
     pub(crate) fn charge(&mut self, charge: Charge) {
         let end = self.now.saturating_sub(micros_down(charge.age));
         if charge.units > 0 {
@@ -244,8 +273,8 @@ impl Ledger {
         }
     }
 
-    /// Takes back a permit that was not used. If its slot still lies ahead, the slot goes to the next caller; if it has
-    /// passed, it leaves the logs.
+    /// Takes back unused permits. If their slot lies ahead, it goes to the next caller, else the
+    /// permits are removed from the logs.
     pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -254,18 +283,21 @@ impl Ledger {
         if unused.slot <= self.now || unused.slot < self.from() || shared {
             self.subtract(unused);
         } else if let Some(last) = self.pool.put(unused) {
-            // The last of many: what was booked at the end of the logs can be booked anew.
+            // The pool was full and gave up its last slot. What was booked at the end of the logs
+            // can be booked anew.
             self.subtract(last);
         }
     }
 
+    /// Removes permits from the logs.
     fn subtract(&mut self, unused: UnusedPermits) {
         for account in &mut self.accounts {
             account.subtract(self.now, unused);
         }
     }
 
-    /// The first moment at which every limit allows `cost`, and the limit that was the last to.
+    /// Returns the first moment at which every limit allows `cost`, and the limit that allows it
+    /// last.
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
         let open = Open { life, guard: self.boundary_guard };
         let mut slot = self.from();
@@ -279,7 +311,8 @@ impl Ledger {
                     limit = Some(account.limit);
                 }
             }
-            // A slot that one limit moved must be free under the others too; each only ever moves it later.
+            // A slot that one limit moved must be free under the others too. Each limit moves it
+            // only later.
             if slot == before {
                 return (slot, limit);
             }
@@ -287,7 +320,7 @@ impl Ledger {
         (Micros::MAX, None)
     }
 
-    /// How many units could go now.
+    /// Returns how many units could leave now.
     pub(crate) fn free(&mut self) -> u64 {
         let now = self.now;
         if self.from() > now {
@@ -296,12 +329,13 @@ impl Ledger {
         self.accounts.iter_mut().map(|account| account.free(now)).min().unwrap_or(u64::MAX)
     }
 
-    /// Whether others are known to use a limit too.
+    /// Returns whether other clients are known to use a limit too.
     pub(crate) fn is_shared(&self) -> bool {
         self.accounts.iter().any(LimitState::is_shared)
     }
 
-    /// Returns each limit with its used units, its free units, and the units reserved for clients outside the fleet.
+    /// Returns each limit with its used units, its free units, and the units reserved for clients
+    /// outside the fleet.
     pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         let now = self.now;
         self.accounts.iter_mut().map(move |account| {
@@ -315,11 +349,13 @@ impl Ledger {
         self.pool.first(self.from(), 1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
     }
 
-    /// Returns the first moment from which a new ledger would grant the same. From then on, this ledger can be forgotten.
+    /// Returns the first moment from which a new ledger would grant the same. From then on, this
+    /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
         let accounts = self.accounts.iter().map(|account| account.fresh_from()).max().unwrap_or(0);
         let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
-        // The number of releases matters only while messages about an older hold may still arrive, so it keeps no ledger.
+        // The number of releases matters only while messages about an older hold may still arrive,
+        // so it keeps no ledger.
         accounts.max(pooled).max(self.hold.until)
     }
 }

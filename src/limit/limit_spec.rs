@@ -14,13 +14,14 @@ pub struct LimitSpec {
 }
 
 impl LimitSpec {
-    /// Makes the terms of `quota` with the slack for the way to the upstream (`transit_slack`) and around the boundaries of fixed
-    /// windows (`boundary_guard`).
+    /// Makes the terms of `quota` with the slack for the way to the upstream (`transit_slack`) and
+    /// around the boundaries of fixed windows (`boundary_guard`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_guard: Duration) -> Self {
         LimitSpec { quota, transit_slack, boundary_guard, life: LIFE }
     }
 
-    /// Returns the same terms, under which permits live for `life`, unless wake-ups or round trips to the store are late.
+    /// Returns the same terms, under which permits live for `life`, unless wake-ups or round trips
+    /// to the store are late.
     pub(crate) fn with_life(self, life: Duration) -> Self {
         LimitSpec { life, ..self }
     }

@@ -14,11 +14,13 @@ pub(super) struct LimitState {
     pub(super) limit: Limit,
     pub(super) rule: Algorithm,
     pub(super) asserted: Micros,
-    /// What clients outside the fleet use. Boxed: few limits are shared with other clients, and fewer upstreams state it.
+    /// What clients outside the fleet use. Boxed: few limits are shared with other clients, and
+    /// fewer upstreams state it.
     strangers: Option<Box<ExternalUsage>>,
 }
 
-/// The oldest response that bounds what may go until the next one: units may have left the log since an older one.
+/// The oldest response that bounds what may go until the next one: units may have left the log
+/// since an older one.
 const OLDEST_WORD: Micros = 250_000;
 
 impl LimitState {
@@ -85,8 +87,8 @@ impl LimitState {
         self.strangers = None;
     }
 
-    /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted until `sent` may have
-    /// reached the upstream. Returns whether that allows less than before.
+    /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted
+    /// until `sent` may have reached the upstream. Returns whether that allows less than before.
     pub(super) fn see(&mut self, left: &UpstreamRemaining, now: Micros, sent: Micros, born: Micros) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {
@@ -108,7 +110,8 @@ impl LimitState {
         }
         let (steady, refused) = (left.steady && resets.is_some(), left.refused);
         let ends = resets.filter(|_| steady).unwrap_or(now.saturating_add(window));
-        // Of a count whose beginning is not known, the log has to know the whole of the window until now.
+        // Of a count whose beginning is not known, the log has to know the whole of the window
+        // until now.
         let known_from = if steady { ends } else { now };
         let whole = born.saturating_add(window - window / 10) <= known_from;
         let strangers = self.strangers.get_or_insert_with(|| Box::new(ExternalUsage::new(ends, whole)));

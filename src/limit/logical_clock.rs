@@ -1,10 +1,11 @@
 //! The logical time of a state in Redis: the server's clock and an offset that the state keeps.
 //!
-//! No store in this process needs it, because its clock is never set. This is the model of the Lua, for tests.
+//! No store in this process needs it, because its clock is never set. This is the model of the Lua,
+//! for tests.
 //!
-//! Logical time never goes back. A caller that remembers a reply states the time that it expects. One call alone never turns
-//! the time back, because a call that is executed late, or that comes from a process that was suspended, expects too early a
-//! time as well.
+//! Logical time never goes back. A caller that remembers a reply states the time that it expects.
+//! One call alone never turns the time back, because a call that is executed late, or that comes
+//! from a process that was suspended, expects too early a time as well.
 //!
 //! Twin: `store/redis/lua/time.lua`, and abridged in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -34,7 +35,8 @@ impl Expected {
     }
 }
 
-/// Returns the logical time of a call, or `None` if the call must be sent again with the server's clock.
+/// Returns the logical time of a call, or `None` if the call must be sent again with the server's
+/// clock.
 ///
 /// `clock` is the server's clock plus the offset of the state.
 pub(crate) fn logical_time(
@@ -45,7 +47,8 @@ pub(crate) fn logical_time(
 ) -> Option<Micros> {
     let Some(expected) = expected else { return Some(clock.max(last_write)) };
     let tolerance = expected.tolerance();
-    // A state that was written at a later time than the caller expects has newer knowledge than the caller.
+    // A state that was written at a later time than the caller expects has newer knowledge than the
+    // caller.
     let is_state_later = last_write > expected.time + tolerance;
     let was_set_back = clock + tolerance < expected.time;
     let is_ahead = clock > expected.time + tolerance + expected.on_way;
@@ -53,8 +56,8 @@ pub(crate) fn logical_time(
         return Some(clock.max(last_write));
     }
     if is_ahead {
-        // Either this call is late, or the server's clock was set forward. If it advances now as the caller's clock does, it
-        // was set before.
+        // Either this call is late, or the server's clock was set forward. If it advances now as
+        // the caller's clock does, it was set before.
         let jump = server_time.cast_signed() - expected.server_time?.cast_signed();
         let is_steady =
             -tolerance.cast_signed() <= jump && jump <= (tolerance + expected.on_way).cast_signed();
@@ -107,7 +110,8 @@ mod tests {
             prop_assert_eq!(logical_time(NOW, clock, last, None), Some(clock.max(last)));
         }
 
-        /// A late call expects too early a time: without the server's clock it decides nothing, or takes no time back.
+        /// A late call expects too early a time: without the server's clock it decides nothing, or
+        /// takes no time back.
         #[test]
         fn late_calls_turn_no_time_back(clock in near(NOW), last in near(NOW), expected in expected()) {
             let late = Expected { server_time: None, ..expected };

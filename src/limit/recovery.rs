@@ -1,9 +1,10 @@
 //! Recovery of a store that lost its state: for how long it grants nothing.
 //!
-//! Permits that were granted before the loss may still be used, and the new state does not know them. A process uses such a
-//! permit only within its *trust* after the last reply of the store: a quarter of the window, at least 1.5 s. So the store
-//! grants nothing for the trust and a window after it made the new state. A limit that remembers for longer than a minute waits
-//! for a minute; it is charged what the caller was granted instead.
+//! Permits that were granted before the loss may still be used, and the new state does not know
+//! them. A process uses such a permit only within its *trust* after the last reply of the store: a
+//! quarter of the window, at least 1.5 s. So the store grants nothing for the trust and a window
+//! after it made the new state. A limit that remembers for longer than a minute waits for a minute;
+//! it is charged what the caller was granted instead.
 //!
 //! A store in this process never loses its state alone. This is the model of the Lua, for tests.
 //!
@@ -19,7 +20,8 @@ const LONGEST_LEARNING: Micros = 60_000_000;
 /// A process uses permits for at least this long after the last reply.
 const SHORTEST_TRUST: Micros = 1_500_000;
 
-/// Holders of calls in flight claim every third of their time to live. This much later, all of them have.
+/// Holders of calls in flight claim every third of their time to live. This much later, all of them
+/// have.
 const LATE: Micros = 1_000_000;
 
 /// What a caller remembers of a state.
@@ -53,8 +55,8 @@ pub(crate) fn is_charged(limit: Limit) -> bool {
     remembered(limit) > LONGEST_LEARNING
 }
 
-/// Returns until when a state that was made at `made_at` grants nothing, under the limits that the caller asserts. The time is
-/// even, because its last bit has another meaning in the state.
+/// Returns until when a state that was made at `made_at` grants nothing, under the limits that the
+/// caller asserts. The time is even, because its last bit has another meaning in the state.
 pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
     let longest = limits.iter().map(|limit| remembered(*limit)).max().unwrap_or(0).min(LONGEST_LEARNING);
     let until = made_at + longest + (longest / 4).max(SHORTEST_TRUST);
@@ -87,7 +89,8 @@ mod tests {
     }
 
     proptest! {
-        /// The process that got the last permit of the lost state uses it within its trust after the loss.
+        /// The process that got the last permit of the lost state uses it within its trust after
+        /// the loss.
         #[test]
         fn lost_permits_are_a_window_old_before_the_next(limit in limit()) {
             let window = remembered(limit).min(LONGEST_LEARNING);

@@ -1,6 +1,7 @@
 //! Slots that were booked, given back before they were due, and wait for the next caller.
 //!
-//! They stay in the logs as they are. So the next caller needs no arithmetic, and nothing is lost when many callers cancel.
+//! They stay in the logs as they are. So the next caller needs no arithmetic, and nothing is lost
+//! when many callers cancel.
 //!
 //! Twin: `find_returned`, `take_back` and `drain` in `store/redis/lua/ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -33,14 +34,16 @@ impl ReturnedSlots {
     }
 
     fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
-        // A process whose round trips grew asks for longer lives than it gave back. Half the life is better than a lost slot.
+        // A process whose round trips grew asks for longer lives than it gave back. Half the life
+        // is better than a lost slot.
         let long_enough = |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
         let fits =
             |unused: &UnusedPermits| unused.slot >= from && unused.units >= units && long_enough(unused);
         self.slots.iter().position(fits)
     }
 
-    /// Returns the first slot, not before `from`, that has `units` and lives for half of `life` at least.
+    /// Returns the first slot, not before `from`, that has `units` and lives for half of `life` at
+    /// least.
     pub(super) fn first(
         &self,
         from: Micros,
@@ -51,7 +54,8 @@ impl ReturnedSlots {
         self.position(from, units, life, transit_slack).map(|index| self.slots[index].slot)
     }
 
-    /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies within `span`.
+    /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies
+    /// within `span`.
     pub(super) fn take(
         &mut self,
         span: RangeInclusive<Micros>,

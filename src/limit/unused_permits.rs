@@ -1,21 +1,25 @@
 //! Permits that go back to the store.
 
-/// A permit that was surely not used, as it was granted: what a caller gives back.
+/// Permits of one slot that were surely not used, which a process gives back.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnusedPermits {
-    /// Its slot, in the store's time.
+    /// The slot, in microseconds of the store's time, as in
+    /// [`Grant::slot`](crate::store::Grant::slot).
     pub slot: u64,
-    /// Its stamp, in the store's time.
+    /// The stamp, in microseconds of the store's time, as in
+    /// [`Grant::stamp`](crate::store::Grant::stamp).
     pub stamp: u64,
-    /// How many units.
+    /// The units of all the permits.
     pub units: u64,
-    /// Which life of the state granted it: in another it is not taken back.
+    /// The incarnation of the state that granted the permits. A state of another incarnation does
+    /// not take them back.
     pub incarnation: u64,
 }
 
 impl UnusedPermits {
-    /// Makes `units` of a permit that was granted from `slot` with `stamp`, both in the store's time, in a life of the state.
+    /// Makes `units` of permits with this slot and stamp, both in the store's time, which a state
+    /// of `incarnation` granted.
     pub const fn new(slot: u64, stamp: u64, units: u64, incarnation: u64) -> Self {
         UnusedPermits { slot, stamp, units, incarnation }
     }

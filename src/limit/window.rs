@@ -9,11 +9,12 @@ use super::Micros;
 
 /// Allows at most `limit` units whose stamps are younger than `span`.
 ///
-/// The log is sorted by stamp, and its size is bounded for every limit. Units share chunks of a hundredth of the limit,
-/// each under the latest of their stamps. New slots depend only on the newest units, twice the limit. Beyond these, chunks
-/// grow coarse, up to `limit` units each: they matter again only when a long queue gives up. Beyond [`MOST_COARSE`] coarse
-/// chunks the oldest leave the log, and one `floor` stands for them. All of this only makes stamps later. So the limit is
-/// never exceeded, and at most a chunk less than the limit is used.
+/// The log is sorted by stamp, and its size is bounded for every limit. Units share chunks of a
+/// hundredth of the limit, each under the latest of their stamps. New slots depend only on the
+/// newest units, twice the limit. Beyond these, chunks grow coarse, up to `limit` units each: they
+/// matter again only when a long queue gives up. Beyond [`MOST_COARSE`] coarse chunks the oldest
+/// leave the log, and one `floor` stands for them. All of this only makes stamps later. So the
+/// limit is never exceeded, and at most a chunk less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Window {
     limit: u64,
@@ -26,15 +27,16 @@ pub(super) struct Window {
     fine: u64,
     /// The newest stamp of the chunks that left the log early.
     floor: Option<Micros>,
-    /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last search, from which
-    /// the next goes on.
+    /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last
+    /// search, from which the next goes on.
     cursor: Cursor,
 }
 
 /// The most coarse chunks: slots booked ahead are kept apart for this many windows.
 const MOST_COARSE: usize = 48;
 
-/// The most other chunks. Two limits of units fill 200; only give-backs and stamps out of order make more.
+/// The most other chunks. Two limits of units fill 200; only give-backs and stamps out of order
+/// make more.
 const MOST_FINE: usize = 204;
 
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +98,8 @@ impl Window {
         Some(oldest)
     }
 
-    /// Returns the first moment at which at most `limit - reserved - cost` units have younger stamps.
+    /// Returns the first moment at which at most `limit - reserved - cost` units have younger
+    /// stamps.
     pub(super) fn first_slot(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit.saturating_sub(cost + reserved);
         let last_to_leave = match self.total.checked_sub(others) {
@@ -106,7 +109,8 @@ impl Window {
         last_to_leave.map_or(from, |stamp| from.max(stamp.saturating_add(self.span)))
     }
 
-    /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <= total`.
+    /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <=
+    /// total`.
     fn seek(&mut self, rank: u64) -> Micros {
         let Cursor { mut index, mut before } = self.cursor;
         while before >= rank {
@@ -121,7 +125,8 @@ impl Window {
         self.chunks[index].stamp
     }
 
-    /// Returns how many units may be used at `slot`, which is not before the first slot of one unit.
+    /// Returns how many units may be used at `slot`, which is not before the first slot of one
+    /// unit.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         let Cursor { mut index, mut before } = self.cursor;
         let left = |chunk: &Chunk| chunk.stamp.saturating_add(self.span) <= slot;
@@ -138,7 +143,8 @@ impl Window {
         self.limit.saturating_sub(self.total - before)
     }
 
-    /// Returns how many units may be used now. All chunks that are left are younger than the window.
+    /// Returns how many units may be used now. All chunks that are left are younger than the
+    /// window.
     pub(super) fn free(&self, now: Micros) -> u64 {
         match self.floor {
             Some(floor) if floor.saturating_add(self.span) > now => 0,
@@ -150,8 +156,8 @@ impl Window {
         self.total
     }
 
-    /// Returns the units whose stamps are no later than `stamp`, and the same sum with the first later chunk, which may hold
-    /// such units as well.
+    /// Returns the units whose stamps are no later than `stamp`, and the same sum with the first
+    /// later chunk, which may hold such units as well.
     pub(super) fn used_until(&self, stamp: Micros) -> (u64, u64) {
         let first_later = self.chunks.partition_point(|chunk| chunk.stamp <= stamp);
         let later = self.chunks.iter().skip(first_later).map(|chunk| chunk.count);
@@ -226,8 +232,9 @@ impl Window {
 
     /// Takes `units` out again that were inserted under `stamp` and never used.
     ///
-    /// They lie in chunks with that stamp or a later one. They are taken from the first of these chunks, so that
-    /// each used unit keeps a unit of its own in the log, with a stamp that is not earlier.
+    /// They lie in chunks with that stamp or a later one. They are taken from the first of these
+    /// chunks, so that each used unit keeps a unit of its own in the log, with a stamp that is not
+    /// earlier.
     pub(super) fn subtract(&mut self, now: Micros, stamp: Micros, mut units: u64) {
         let gone = stamp.saturating_add(self.span) <= now || self.floor.is_some_and(|floor| stamp <= floor);
         if gone {
@@ -247,7 +254,8 @@ impl Window {
         }
     }
 
-    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of many small chunks.
+    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of
+    /// many small chunks.
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();

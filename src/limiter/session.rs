@@ -1,5 +1,5 @@
-//! What a limiter knows of a store with a server, for one key: how the store's clock relates to its own, and what it was granted
-//! lately.
+//! What a limiter knows of a store with a server, for one key: how the store's clock relates to its
+//! own, and what it was granted lately.
 
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,8 @@ use crate::store::{ClientSession, Grant, Lease, StoreSession, UnusedPermits};
 
 /// The session of one key with a store.
 ///
-/// The last reply shows the store's clock and state. All replies together bound the store's clock, so one slow round trip does
-/// not shorten the validity of permits.
+/// The last reply shows the store's clock and state. All replies together bound the store's clock,
+/// so one slow round trip does not shorten the validity of permits.
 pub(super) struct KeySession {
     /// The last reply of the store.
     reply: StoreSession,
@@ -24,7 +24,8 @@ pub(super) struct KeySession {
     doubted: bool,
     /// From this moment the store may have dropped the key because it was idle.
     until: Instant,
-    /// What was granted lately. Together with `granted_before` it is never less than what was used in the last window.
+    /// What was granted lately. Together with `granted_before` it is never less than what was used
+    /// in the last window.
     granted: GrantedUnits,
     /// What was granted before `granted`.
     granted_before: GrantedUnits,
@@ -42,7 +43,8 @@ struct GrantedUnits {
 }
 
 impl KeySession {
-    /// Begins a session with a reply to the call that was sent at `sent`. [`update`](KeySession::update) takes in the reply.
+    /// Begins a session with a reply to the call that was sent at `sent`.
+    /// [`update`](KeySession::update) takes in the reply.
     pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
         KeySession {
             reply: StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now),
@@ -56,7 +58,8 @@ impl KeySession {
         }
     }
 
-    /// Takes in a reply to the call that was sent at `sent`. The longest window of the quota is `window`.
+    /// Takes in a reply to the call that was sent at `sent`. The longest window of the quota is
+    /// `window`.
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
         self.bound_clock(lease.now, sent, now);
         self.reply = StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now);
@@ -75,7 +78,8 @@ impl KeySession {
 
     /// Counts the permits of a lease. The store's time is `store_now`.
     fn count_grants(&mut self, lease: &Lease, store_now: Micros, window: Duration, now: Instant) {
-        // Units that were granted a window ago become `granted_before` once those before them are a window old.
+        // Units that were granted a window ago become `granted_before` once those before them are a
+        // window old.
         let is_old =
             |granted: &GrantedUnits| granted.until.is_none_or(|until| clock::after(until, window) <= now);
         let since_a_window = self.granted.from.saturating_add(micros_down(window)) <= store_now;
@@ -92,8 +96,8 @@ impl KeySession {
 
     /// Takes in that the store's time was `seen` between `sent` and `now`.
     ///
-    /// Earlier replies bound it as well. The clocks may run apart by a two-thousandth. If the bounds contradict each other, one of
-    /// the clocks was set, and only the new bounds count.
+    /// Earlier replies bound it as well. The clocks may run apart by a two-thousandth. If the
+    /// bounds contradict each other, one of the clocks was set, and only the new bounds count.
     fn bound_clock(&mut self, seen: Micros, sent: Instant, now: Instant) {
         let last_seen = self.reply.seen();
         let passed = Duration::from_micros(seen.saturating_sub(last_seen));
@@ -118,7 +122,8 @@ impl KeySession {
         self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
-    /// Returns what the next call tells the store. After the session has expired, or the machine slept, it tells nothing.
+    /// Returns what the next call tells the store. After the session has expired, or the machine
+    /// slept, it tells nothing.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
         if now >= self.until || self.incarnation() == 0 {
             return ClientSession::default();
@@ -138,13 +143,15 @@ impl KeySession {
         self.reply.incarnation()
     }
 
-    /// Returns whether permits may be used without a new confirmation of the store, which confirms for `trust`.
+    /// Returns whether permits may be used without a new confirmation of the store, which confirms
+    /// for `trust`.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
         self.incarnation() == 0
             || (!self.doubted && now.saturating_duration_since(self.reply.sent()) <= trust)
     }
 
-    /// Notes that an event may have been missed. The store has to confirm earlier permits before they are used.
+    /// Notes that an event may have been missed. The store has to confirm earlier permits before
+    /// they are used.
     pub(super) fn doubt(&mut self) {
         self.doubted = true;
     }

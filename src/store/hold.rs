@@ -2,26 +2,30 @@
 
 use std::time::Duration;
 
-/// How long a key may send nothing, because the upstream refused a request or an operator put the key on hold.
+/// The hold of a key, which may send nothing because the upstream refused a request or an operator
+/// put it on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HoldState {
-    /// For how long, from now; zero when it is not held.
+    /// For how long from now the key may send nothing. Zero if the key is not on hold.
     pub remaining: Duration,
-    /// How often holds of the key were released. A hold from before a release is over, even if a later message names it.
+    /// How often holds of the key were released. A hold with a smaller number is over, even if a
+    /// later message states it.
     pub releases: u32,
-    /// Whether the upstream may refuse for longer: the hold was cut to `max_hold`, or the upstream states too short a wait. When
-    /// it ends, one request of each process leaves before the others.
+    /// Whether the upstream may refuse for longer, because the hold was cut to `max_hold` or the
+    /// upstream states waits that are too short. When such a hold ends, one request of each process
+    /// leaves before the others.
     pub cut: bool,
 }
 
 impl HoldState {
-    /// Makes a hold that lasts `left` from now, of a key whose holds were released `releases` times. It was not cut.
-    pub const fn new(left: Duration, releases: u32) -> Self {
-        HoldState { remaining: left, releases, cut: false }
+    /// Makes a hold that ends `remaining` from now and was not cut. The holds of the key were
+    /// released `releases` times.
+    pub const fn new(remaining: Duration, releases: u32) -> Self {
+        HoldState { remaining, releases, cut: false }
     }
 
-    /// Whether there is no hold and there was no release.
+    /// Returns whether there is no hold and there was no release.
     pub(crate) fn is_none(&self) -> bool {
         *self == HoldState::default()
     }

@@ -7,32 +7,35 @@ use std::time::{Duration, Instant};
 use super::{HoldState, Register, StoreError};
 use crate::key::Key;
 
-/// What a limiter states about the calls of a key: how many are in flight, and how many wait.
+/// How many calls of a key a limiter has in flight, and how many more in-flight slots it wants.
 ///
-/// It states the whole state, not what changed: a claim that is lost is replaced by the next.
+/// A claim states the whole state and not a change, so a lost claim is replaced by the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// The key.
+    /// The key whose calls are counted.
     pub key: Key,
-    /// The holder: another number for each limiter of a process, and a new one for each time that it opens the key.
+    /// The number of the holder. Each limiter of a process has another one, and a new one each time
+    /// it opens the key.
     pub holder: u64,
-    /// Grows with each claim of the holder. A claim that arrives after a later one is ignored.
+    /// The number of the claim, which grows with each claim of the holder. A store ignores a claim
+    /// that arrives after a later one.
     pub number: u64,
-    /// How many may be in flight at the same time.
+    /// How many calls may be in flight at the same time, over all holders.
     pub limit: u32,
-    /// How many seats it uses: calls in flight.
+    /// How many in-flight slots the holder uses: one for each of its calls in flight.
     pub in_use: u32,
-    /// How many more it wants, for its waiters.
+    /// How many more slots the holder wants, for its waiters.
     pub wanted: u32,
-    /// How many seats it knows that it was ever given.
+    /// How many slots the store has ever granted to the holder, as far as the holder knows.
     pub granted_seen: u64,
-    /// How long the claim is valid if it is not repeated, because its process died.
+    /// How long the claim is valid after it was sent, unless it is repeated. The slots of a process
+    /// that died are free after that.
     pub ttl: Duration,
 }
 
 impl Claim {
-    /// The claim of no holder.
+    /// A claim of no holder, which uses and wants no slot.
     #[cfg(feature = "redis")]
     pub(crate) const NONE: Claim = Claim {
         key: Key::ALL,
@@ -45,76 +48,85 @@ impl Claim {
         ttl: Duration::ZERO,
     };
 
-    /// Returns whether its holder uses no seat and wants none: it leaves.
+    /// Returns whether the holder leaves: it uses no slot and wants none.
     #[cfg(feature = "redis")]
     pub(crate) fn is_over(&self) -> bool {
         self.in_use == 0 && self.wanted == 0
     }
 }
 
-/// What a store notifies a listener of.
+/// An event of which a store notifies a listener.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum StoreEvent {
-    /// The seats of a holder.
+    /// The store changed the in-flight slots of a holder.
     #[non_exhaustive]
     InFlight {
-        /// The number of the last claim that the store took in. If that is not the last that was made, this is old.
+        /// The number of the last claim that the store took in. If the holder has sent a later
+        /// claim, it ignores this event.
         number: u64,
-        /// How many seats the holder was ever given.
+        /// How many slots the store has ever granted to the holder.
         granted: u64,
-        /// Whether other holders wait. Then a seat whose call has ended goes back, not to the next waiter here.
+        /// Whether other holders wait. Then the holder returns each slot whose call has ended, and
+        /// does not pass it to its next waiter.
         others_wait: bool,
-        /// Grows with each change: an event with a smaller version is older.
+        /// The version of the holder's slots, which grows with each event. An event with a smaller
+        /// version is older.
         version: u64,
     },
-    /// The claim failed. The store retries while any seats are in use.
+    /// The claim failed. The store retries while the holder uses slots.
     Failed(StoreError),
     /// The hold of the key has changed.
     Hold(HoldState),
-    /// An upstream stated that less is left of a limit than the store knew. Permits that are at hand or booked may be too many.
+    /// An upstream stated that less is left of a limit than the store knew. Permits that are
+    /// prefetched or booked may be too many.
     #[non_exhaustive]
     RemainingFell {
-        /// [`Lease::writes`](crate::store::Lease::writes) of the state that knows it. A limiter with an answer of at least this number
-        /// knows it, too.
+        /// [`Lease::writes`](crate::store::Lease::writes) of the state after it. A limiter with a
+        /// reply of at least this number knows what is left.
         writes: u64,
     },
     /// Another process has changed a register.
     Register(Register),
-    /// No events arrive from now on, until [`EventsMissed`](StoreEvent::EventsMissed).
+    /// The store receives no events from other processes until
+    /// [`EventsMissed`](StoreEvent::EventsMissed).
     Disconnected,
-    /// Events may have been missed: holds and registers have to be read again.
+    /// The store receives events again and may have missed some. A listener reads holds and
+    /// registers again.
     EventsMissed,
-    /// There is a new connection to the server, which may have lost its state meanwhile: bookings have to be confirmed as well, before
-    /// other processes are granted the same.
+    /// The store has a new connection to its server, which may have lost its state. A listener also
+    /// has the store confirm its bookings, before other processes are granted the same.
     Reconnected,
-    /// The store has confirmed the last claim. Its seats are valid until this moment, unless a claim is confirmed again. With a store that
-    /// never sends this they are valid for ever.
+    /// The store has confirmed the last claim. The holder's slots are valid until this moment,
+    /// unless a later claim is confirmed. The claims of a store that never sends this event do not
+    /// expire.
     ClaimValidUntil(Instant),
-    /// The last claim has expired and could not be repeated: other holders may be given the seats.
+    /// The last claim has expired and could not be repeated. Other holders may be granted the
+    /// slots.
     ClaimExpired,
 }
 
 impl StoreEvent {
     /// Makes [`StoreEvent::InFlight`], for stores of your own.
-    pub fn in_flight(number: u64, given: u64, others_wait: bool, version: u64) -> Self {
-        StoreEvent::InFlight { number, granted: given, others_wait, version }
+    pub fn in_flight(number: u64, granted: u64, others_wait: bool, version: u64) -> Self {
+        StoreEvent::InFlight { number, granted, others_wait, version }
     }
 }
 
 /// A limiter or throttle that a store notifies.
 pub trait StoreListener: Send + Sync + 'static {
-    /// Receives an event of `key`, or of its calls in flight that `holder` claimed. Must not block or panic.
+    /// Receives an event about `key`. If the event is about calls in flight, `holder` is the holder
+    /// of the claim, else 0. Must not block or panic.
     fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent);
 }
 
-/// Notifies `listener`. If the listener panics, no other listener is affected: the panic ends here, after the panic hook has
-/// reported it.
+/// Notifies `listener`. A panic of the listener ends here, after the panic hook has reported it,
+/// and affects no other listener.
 pub(super) fn notify(listener: Arc<dyn StoreListener>, key: Key, holder: u64, event: StoreEvent) {
     let _ = catch_unwind(AssertUnwindSafe(|| listener.on_event(key, holder, event)));
 }
 
-/// The listeners that are notified of holds and registers, for as long as they live.
+/// The listeners that are notified of holds and registers until they are dropped.
 #[derive(Default)]
 pub(super) struct StoreListeners(Mutex<Listening>);
 
@@ -130,8 +142,8 @@ impl StoreListeners {
 
     /// Notifies `listener` from now on.
     ///
-    /// A listener that was dropped is removed by the next notification, or when the list has doubled since the last
-    /// removal: a program that makes a layer for each tenant does not keep all of them.
+    /// A dropped listener is removed by the next notification, or when the list has doubled since
+    /// the last removal. So the list of a program that makes a layer for each tenant stays short.
     pub(super) fn add(&self, listener: Weak<dyn StoreListener>) {
         let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if listening.listeners.len() >= listening.sweep_at {
@@ -140,8 +152,8 @@ impl StoreListeners {
         listening.listeners.push(listener);
     }
 
-    /// Notifies all of them. Does not hold the lock while it does.
-    pub(super) fn tell(&self, key: Key, event: &StoreEvent) {
+    /// Notifies all listeners of an event about `key`. Does not hold the lock meanwhile.
+    pub(super) fn notify_all(&self, key: Key, event: &StoreEvent) {
         let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         listening.remove_dropped();
         let alive: Vec<_> = listening.listeners.iter().filter_map(Weak::upgrade).collect();
@@ -161,17 +173,17 @@ impl Listening {
 mod tests {
     use super::*;
 
-    struct Deaf;
+    struct Silent;
 
-    impl StoreListener for Deaf {
+    impl StoreListener for Silent {
         fn on_event(self: Arc<Self>, _key: Key, _holder: u64, _event: StoreEvent) {}
     }
 
     #[test]
     fn listeners_that_were_dropped_are_removed() {
-        let (listeners, kept) = (StoreListeners::default(), Arc::new(Deaf));
+        let (listeners, kept) = (StoreListeners::default(), Arc::new(Silent));
         for number in 0..10_000 {
-            let dropped: Weak<dyn StoreListener> = Arc::downgrade(&(Arc::new(Deaf) as _));
+            let dropped: Weak<dyn StoreListener> = Arc::downgrade(&(Arc::new(Silent) as _));
             listeners.add(dropped);
             if number % 1000 == 0 {
                 let alive: Arc<dyn StoreListener> = kept.clone();

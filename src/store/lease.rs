@@ -1,4 +1,4 @@
-//! What a process asks of a store for one key, and what the store grants.
+//! The request of a process for permits of one key, and the lease that a store grants.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,29 +15,33 @@ use crate::quota::Limit;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LeaseRequest<'a> {
-    /// The key.
+    /// The key whose limits are used.
     pub key: Key,
     /// The limits of the key.
     pub spec: &'a Arc<LimitSpec>,
-    /// The permits that waiters need, in their order.
+    /// The permits that waiters need, in the order of the waiters. Empty if the process only
+    /// exchanges state.
     pub demands: &'a [Demand],
-    /// How many units more to grant in advance, if they are free now. The store grants at most a quarter of what is free.
+    /// How many units to grant in advance, besides the demands. The store grants units that are
+    /// free now, at most a quarter of them.
     pub prefetch: u32,
-    /// The latest slot that a waiter can use, from now.
+    /// The latest slot that a waiter can use, counted from now.
     pub latest: Duration,
-    /// How long after its slot a permit must be valid; half of that is enough for a slot that was returned.
+    /// How long after its slot a permit must be valid. A slot that was returned is used again if
+    /// half of that is left.
     pub validity: Duration,
-    /// The same, for permits in advance.
+    /// How long after its slot a prefetched permit must be valid.
     pub prefetch_validity: Duration,
-    /// Permits that were not used.
+    /// Unused permits, which the store takes back.
     pub returns: &'a [UnusedPermits],
-    /// Units that were used without a permit, oldest first. At most [`Charge::MOST`] in a call.
+    /// Units that were used without a permit, oldest first. A store takes in the first
+    /// [`Charge::MOST`] of them.
     pub charges: &'a [Charge],
-    /// What the process knows from earlier answers.
+    /// What the process knows of the state of the key from earlier replies.
     pub session: ClientSession,
-    /// The hold that the process knows of, and the store may not.
+    /// A hold that the process knows of and the store may not know of.
     pub hold: HoldState,
-    /// What is left of a limit, as the upstream stated last.
+    /// What the upstream last stated is left of a limit. `None` if the store knows it already.
     pub remaining: Option<UpstreamRemaining>,
 }
 
@@ -45,36 +49,37 @@ pub struct LeaseRequest<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Demand {
-    /// The units of each permit; at least 1.
+    /// The units of each permit, at least 1.
     pub cost: u32,
-    /// How many permits.
+    /// How many permits are needed.
     pub count: u32,
 }
 
 impl Demand {
-    /// Makes a need of `count` permits of `cost` units each.
+    /// Makes a demand for `count` permits of `cost` units each.
     pub const fn new(cost: u32, count: u32) -> Self {
         Demand { cost, count }
     }
 }
 
-/// What a process knows of the state of a key. By it a store finds out that it lost the state.
+/// What a process knows of a store's state of a key. By it, the store finds out that it lost the
+/// state.
 ///
-/// A store that loses nothing answers with incarnation 0; then all fields are 0.
+/// A store that cannot lose its state replies with incarnation 0. Then all fields are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClientSession {
-    /// The incarnation of the state: a random number that is drawn when the state is made; 0 for none.
+    /// [`Lease::incarnation`] of the last reply. 0 if the process knows of no state.
     pub incarnation: u64,
-    /// [`Lease::writes`] of the last answer.
+    /// [`Lease::writes`] of the last reply.
     pub writes: u64,
-    /// [`Lease::now`] of the last answer.
+    /// [`Lease::now`] of the last reply.
     pub seen: u64,
-    /// How long ago the last answer arrived.
+    /// How long ago the last reply arrived.
     pub since: Duration,
-    /// The longest round trip of a call lately.
+    /// The longest round trip of a recent call.
     pub trip: Duration,
-    /// At least as many units as this process was granted within the longest window.
+    /// How many units this process was granted within the longest window of the quota, rounded up.
     pub granted: u64,
 }
 
@@ -82,31 +87,33 @@ pub struct ClientSession {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Lease {
-    /// Permits for the needs, in their order.
+    /// The permits for the demands, in the order of the demands.
     pub grants: Grants,
-    /// Permits in advance: a segment of cost 1.
+    /// Permits that were granted in advance, of cost 1. `None` if there are none.
     pub prefetched: Option<Grant>,
-    /// Set if not all needs were granted.
+    /// Why the demands after the last grant were not granted. `None` if all demands were granted.
     pub refused: Option<Refusal>,
-    /// Set if the store decided nothing of the needs: it lost its state, and learns for this long what it granted before. Ask
-    /// again then.
+    /// For how long the store grants nothing because it lost its state. Set if it decided nothing
+    /// about the demands: the process asks again after that time.
     pub recovering: Option<Duration>,
-    /// The incarnation of the state; 0 for a store that loses nothing.
+    /// The incarnation of the state: a random number that the store draws when it makes the state.
+    /// 0 for a store that cannot lose its state.
     pub incarnation: u64,
-    /// How often the state was written, for [`ClientSession::writes`].
+    /// How often the state has been written. Grows with each write of one incarnation.
     pub writes: u64,
-    /// The store's time, for [`ClientSession::seen`]. Waits count from it.
+    /// The store's time of this reply, in microseconds. [`Grant::wait`] counts from it.
     pub now: u64,
-    /// How long a [`ClientSession`] of this answer is of use.
+    /// How long a [`ClientSession`] of this reply is of use.
     pub session_ttl: Duration,
     /// The hold of the key.
     pub hold: HoldState,
-    /// A limit in force that these terms do not have: another process states it for the same key.
+    /// A limit in force that the request does not state, because another process states it for the
+    /// same key. `None` if there is none.
     pub foreign: Option<Limit>,
-    /// Whether clients that do not share this store use the limit too, as the upstream's headers show. Then the store needs each
-    /// [`LeaseRequest::remaining`].
+    /// Whether clients that do not share this store use the limit too, as responses of the upstream
+    /// show. While it is set, the store needs each [`LeaseRequest::remaining`].
     pub external_usage: bool,
-    /// How many more units could leave now; 0 if a need was refused.
+    /// How many more units could leave now. 0 if a demand was refused.
     pub free: u64,
     /// The ledger that granted the permits.
     pub(crate) source: Source,
@@ -132,12 +139,12 @@ impl Lease {
     }
 }
 
-/// The segments of a lease, in order. Two fit without allocation.
+/// The grants of a lease, in order. Two fit without an allocation.
 #[derive(Clone, Debug, Default)]
 pub struct Grants(SmallVec<[Grant; 2]>);
 
 impl Grants {
-    /// Adds a segment at the end.
+    /// Adds a grant at the end.
     pub fn push(&mut self, grant: Grant) {
         self.0.push(grant);
     }
@@ -157,46 +164,52 @@ impl std::ops::DerefMut for Grants {
     }
 }
 
-/// Permits of the same slot.
+/// Permits with the same slot and the same cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Grant {
     /// The units of each permit.
     pub cost: u32,
-    /// How many permits.
+    /// How many permits are granted.
     pub count: u32,
-    /// How long after the answer arrives their slot is.
+    /// How long after [`Lease::now`] the slot of the permits is. Zero if they may be used now.
     pub wait: Duration,
-    /// How long after their slot they are valid, counted from when the call was sent.
+    /// How long after their slot the permits are valid. A process counts it from when it sent the
+    /// call.
     pub validity: Duration,
-    /// The slot in the store's time, for [`UnusedPermits`].
+    /// The slot, in microseconds of the store's time. A process sends it back in [`UnusedPermits`].
     pub slot: u64,
-    /// The stamp in the store's time, for [`UnusedPermits`].
+    /// The stamp, in microseconds of the store's time. A process sends it back in
+    /// [`UnusedPermits`].
     pub stamp: u64,
 }
 
 impl Grant {
-    /// Makes a segment of `count` permits of `cost` units each, whose slot comes after `wait`, and that are valid for `life` from
-    /// then.
+    /// Makes a grant of `count` permits of `cost` units each. Their slot is after `wait`, and they
+    /// are valid for `validity` from then.
     ///
-    /// Its slot and stamp are 0. A store that takes permits back sets both, and receives them in [`UnusedPermits`].
-    pub const fn new(cost: u32, count: u32, wait: Duration, life: Duration) -> Self {
-        Grant { cost, count, wait, validity: life, slot: 0, stamp: 0 }
+    /// The slot and the stamp are 0. A store that takes permits back sets both, and receives them
+    /// in [`UnusedPermits`].
+    pub const fn new(cost: u32, count: u32, wait: Duration, validity: Duration) -> Self {
+        Grant { cost, count, wait, validity, slot: 0, stamp: 0 }
     }
 }
 
-/// There is no slot up to [`LeaseRequest::latest`]. Nothing was booked for this need and the needs after it.
+/// A demand has no slot up to [`LeaseRequest::latest`]. Nothing was booked for it and for the
+/// demands after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Refusal {
-    /// How long until the first slot; `None` if there will be none.
+    /// How long until the first slot of the demand. `None` if there will be no slot.
     pub wait: Option<Duration>,
-    /// The limit that allows it last.
+    /// The limit that allows the demand last. `None` if no limit refused it, for example because
+    /// the key is on hold.
     pub limit: Option<Limit>,
 }
 
 impl Refusal {
-    /// Makes a refusal because of `limit`: the first slot would come after `wait`, or never if that is `None`.
+    /// Makes a refusal because of `limit`. The first slot is after `wait`, or never if that is
+    /// `None`.
     pub const fn new(wait: Option<Duration>, limit: Option<Limit>) -> Self {
         Refusal { wait, limit }
     }

@@ -19,11 +19,12 @@ use crate::limit::{
 
 /// Counts permits in this process.
 ///
-/// Bounded: it holds at most `max_keys` keys. Keys whose limits have forgotten all use are forgotten too; a limited one
-/// never is, so when all are in use a new key is refused ([`StoreError::Full`]). No call looks at more than 64 keys for
-/// one that can be forgotten. So if very few of many keys can be forgotten, a new key may be refused as well.
+/// The store holds at most `max_keys` keys. It drops a key once the limits of the key have
+/// forgotten all use. If no key can be dropped, the store refuses a new key with
+/// [`StoreError::Full`]. A call looks at no more than 64 keys for one that can be dropped. So if
+/// very few of many keys can be dropped, the store may refuse a new key as well.
 ///
-/// Several layers may share one store, and then share the counts of equal keys.
+/// Layers that share one store share the counts of equal keys.
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -36,17 +37,20 @@ use crate::limit::{
 /// # }
 /// ```
 pub struct MemoryStore {
+    /// The ledgers of limits of rate.
     counts: KeyMap<Counts>,
+    /// The calls in flight.
     flights: KeyMap<Flight>,
     registers: Registers,
     listeners: StoreListeners,
     max_keys: usize,
 }
 
-/// The calls of a key in flight, and whom to tell about them.
+/// The in-flight slots of a key, and the listeners of their holders.
 #[derive(Default)]
 struct Flight {
-    seats: InFlightSlots,
+    slots: InFlightSlots,
+    /// The listener of each holder, by the number of the holder.
     listeners: Vec<(u64, Arc<dyn StoreListener>)>,
 }
 
@@ -54,15 +58,26 @@ impl MemoryStore {
     /// The default of `max_keys`.
     pub const DEFAULT_MAX_KEYS: usize = 100_000;
 
-    /// A store for at most `max_keys` keys that are limited at once. Default: 100,000.
+    /// Makes a store for at most `max_keys` keys that are limited at the same time. Default:
+    /// 100,000.
     ///
-    /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used up.
+    /// A key in use takes about 300 bytes, and up to 4 kB under a limit of 100 or more that is used
+    /// up.
     pub fn new(max_keys: usize) -> Self {
-        let (counts, flights) = (KeyMap::new(max_keys), KeyMap::new(max_keys));
-        let registers = Registers::new(max_keys);
-        MemoryStore { counts, flights, registers, listeners: StoreListeners::default(), max_keys }
+        MemoryStore {
+            counts: KeyMap::new(max_keys),
+            flights: KeyMap::new(max_keys),
+            registers: Registers::new(max_keys),
+            listeners: StoreListeners::default(),
+            max_keys,
+        }
     }
 
+    /// Runs `with` on the ledger of a key at `now`. Makes the ledger if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Full`] if there is no room for one more key.
     fn with<R>(
         &self,
         key: Key,
@@ -89,7 +104,7 @@ impl MemoryStore {
             Ok(held) => held,
             Err(full) => return StoreReply::Ready(Err(full)),
         };
-        self.listeners.tell(key, &StoreEvent::Hold(held));
+        self.listeners.notify_all(key, &StoreEvent::Hold(held));
         StoreReply::Ready(Ok(held))
     }
 }
@@ -106,13 +121,16 @@ impl std::fmt::Debug for MemoryStore {
     }
 }
 
-/// The ledger of a key, and when it can be forgotten, which is kept beside it so that a check does not read the ledger.
+/// The ledger of a key.
 struct Counts {
+    /// When the ledger can be dropped. A copy, so that a search for such a ledger does not read the
+    /// ledgers.
     fresh_from: Micros,
     ledger: Box<Ledger>,
 }
 
 impl Counts {
+    /// Runs `with` on the ledger at `now`, under `spec`.
     fn with<R>(&mut self, spec: &LimitSpec, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
         if spec.quota().has_fixed_window() {
             self.ledger.align(clock::wall_ahead_lately(clock::now()));
@@ -136,11 +154,13 @@ impl Evict for Flight {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        self.seats.is_empty().then_some(0)
+        self.slots.is_empty().then_some(0)
     }
 }
 
 impl Flight {
+    /// Takes in a claim. Returns the events that follow, and the holders and listeners that they
+    /// are for.
     fn claim(
         &mut self,
         claim: &Claim,
@@ -150,20 +170,21 @@ impl Flight {
         if !self.listeners.iter().any(|(holder, _)| *holder == id) {
             self.listeners.push((id, listener.clone()));
         }
-        // Within one process, no holder can fall silent without having left.
+        // Claims of the same process do not expire: a holder always states that it leaves.
         let claimed = HolderClaim { id, number, limit, in_use, wanted, granted_seen, ttl: Micros::MAX };
-        let (Flight { seats, listeners }, mut event) = (self, Vec::new());
-        seats.claim(0, claimed, |HolderUpdate { id, number, granted, others_wait, version }| {
+        let Flight { slots, listeners } = self;
+        let mut events = Vec::new();
+        slots.claim(0, claimed, |HolderUpdate { id, number, granted, others_wait, version }| {
             if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
-                event.push((
+                events.push((
                     id,
                     listener.clone(),
                     StoreEvent::in_flight(number, granted, others_wait, version),
                 ));
             }
         });
-        listeners.retain(|(holder, _)| seats.knows(*holder));
-        event
+        listeners.retain(|(holder, _)| slots.knows(*holder));
+        events
     }
 }
 
@@ -191,8 +212,10 @@ impl Store for MemoryStore {
             |_, _| (),
             |flight| flight.claim(&claim, listener),
         ) {
-            Ok(event) => {
-                event.into_iter().for_each(|(holder, listener, event)| listener.on_event(key, holder, event))
+            Ok(events) => {
+                for (holder, listener, event) in events {
+                    listener.on_event(key, holder, event);
+                }
             }
             Err(Full) => {
                 let full = StoreError::Full { max_keys: self.max_keys };
@@ -205,13 +228,13 @@ impl Store for MemoryStore {
         &self,
         key: Key,
         spec: &Arc<LimitSpec>,
-        held: HoldState,
-        left: Option<UpstreamRemaining>,
+        state: HoldState,
+        remaining: Option<UpstreamRemaining>,
     ) -> StoreReply<HoldState> {
         self.set_hold(key, spec, |ledger, now| {
-            let held = ledger.hold_anew(hold(held, now));
-            left.iter().for_each(|left| ledger.see(left));
-            held
+            let in_force = ledger.hold_anew(hold(state, now));
+            remaining.iter().for_each(|remaining| ledger.see(remaining));
+            in_force
         })
     }
 
@@ -226,15 +249,15 @@ impl Store for MemoryStore {
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let now = clock::micros(clock::now());
         let full = |Full| StoreError::Full { max_keys: self.max_keys };
-        let answer = self.registers.compare_and_set(&change, now).map_err(full);
-        if let (Ok(Register { changed: true, version, .. }), Some(value)) = (&answer, change.value)
+        let reply = self.registers.compare_and_set(&change, now).map_err(full);
+        if let (Ok(Register { changed: true, version, .. }), Some(value)) = (&reply, change.value)
             && change.notify != Recipients::None
         {
-            // They are all here.
+            // All listeners are in this process, so `Recipients::One` is all of them.
             let register = Register { kind: change.kind, version: *version, value, ..Register::default() };
-            self.listeners.tell(change.key, &StoreEvent::Register(register));
+            self.listeners.notify_all(change.key, &StoreEvent::Register(register));
         }
-        StoreReply::Ready(answer)
+        StoreReply::Ready(reply)
     }
 
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
@@ -242,24 +265,27 @@ impl Store for MemoryStore {
         let known = self.counts.find(key, |counts| counts.with(spec, now, usage));
         let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(spec, now), now));
         let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Ready(Ok(rates)) };
-        let taken = self.flights.find(key, |flight| flight.seats.usage(most));
-        let (taken, free) = taken.unwrap_or((0, most));
-        StoreReply::Ready(Ok(rates.in_flight(most, taken, free)))
+        let used = self.flights.find(key, |flight| flight.slots.usage(most));
+        let (used, free) = used.unwrap_or((0, most));
+        StoreReply::Ready(Ok(rates.in_flight(most, used, free)))
     }
 }
 
+/// Books a request in a ledger at `now`.
+///
+/// Twin: `store/redis/lua/main.lua`.
 pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>) -> Lease {
     let held = held(ledger.hold(hold(request.hold, now)), now);
     request.returns.iter().for_each(|&unused| ledger.take_back(unused));
     request.charges.iter().take(Charge::MOST).for_each(|&charge| ledger.charge(charge));
     // What is left is compared with what the log has: after the returns and the charges.
-    request.remaining.iter().for_each(|left| ledger.see(left));
+    request.remaining.iter().for_each(|remaining| ledger.see(remaining));
     let latest = now.saturating_add(micros_down(request.latest));
     let life = micros_up(request.validity);
     let mut lease = Lease { now, hold: held, ..Lease::default() };
     for demand in request.demands {
         let grants = &mut lease.grants;
-        let granted = |grant: Booking| grants.push(segment(grant, demand.cost, now));
+        let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
         if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
             lease.refused = Some(Refusal { wait, limit: late.limit });
@@ -268,39 +294,44 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>)
     }
     lease.external_usage = ledger.is_shared();
     if lease.refused.is_none() && request.prefetch > 0 {
-        let grant = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
-        lease.prefetched = grant.map(|grant| segment(grant, 1, now));
+        let booking = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
+        lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
     }
     lease.free = if lease.refused.is_none() { ledger.free() } else { 0 };
     lease
 }
 
-fn segment(grant: Booking, cost: u32, now: Micros) -> Grant {
-    let Booking { slot, life, stamp, count } = grant;
+/// Returns the grant of what a ledger booked.
+fn grant_of(booking: Booking, cost: u32, now: Micros) -> Grant {
+    let Booking { slot, life, stamp, count } = booking;
     Grant { cost, count, wait: span(now, slot), validity: Duration::from_micros(life), slot, stamp }
 }
 
+/// Returns how long after `now` a slot is.
 fn span(now: Micros, slot: Micros) -> Duration {
     Duration::from_micros(slot.saturating_sub(now))
 }
 
+/// Returns the usage of a ledger at `now`.
 pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
     let limits = ledger
         .usage()
         .map(|(limit, used, free, reserved)| LimitUsage { limit, used, free, reserved })
         .collect();
     let next_slot = span(now, ledger.next_slot(0));
-    let held = held(ledger.hold(Hold::default()), now);
-    Usage { limits, free: ledger.free(), next_slot, hold: held, degraded: false }
+    let hold = held(ledger.hold(Hold::default()), now);
+    Usage { limits, free: ledger.free(), next_slot, hold, degraded: false }
 }
 
-pub(super) fn hold(held: HoldState, now: Micros) -> Hold {
-    let HoldState { remaining: left, releases, cut } = held;
-    let until = if left.is_zero() { 0 } else { now.saturating_add(micros_up(left)) };
+/// Returns a hold in the time of a ledger.
+pub(super) fn hold(state: HoldState, now: Micros) -> Hold {
+    let HoldState { remaining, releases, cut } = state;
+    let until = if remaining.is_zero() { 0 } else { now.saturating_add(micros_up(remaining)) };
     Hold { until, cut, releases }
 }
 
+/// Returns a hold of a ledger, counted from `now`.
 fn held(hold: Hold, now: Micros) -> HoldState {
-    let left = span(now, hold.until);
-    HoldState { remaining: left, releases: hold.releases, cut: !left.is_zero() && hold.cut }
+    let remaining = span(now, hold.until);
+    HoldState { remaining, releases: hold.releases, cut: !remaining.is_zero() && hold.cut }
 }

@@ -1,35 +1,45 @@
 //! Where permits are counted: the [`Store`] trait and the contract that every store keeps.
 //!
-//! A store keeps one state per [`Key`] and decides in one atomic step. It answers at once
-//! ([`StoreReply::Ready`], as [`MemoryStore`] does) or when a server has answered ([`StoreReply::Pending`]).
+//! A store keeps one state for each [`Key`] and decides in one atomic step. It replies at once
+//! ([`StoreReply::Ready`], as [`MemoryStore`] does) or when a server has replied
+//! ([`StoreReply::Pending`]).
 //!
 //! # The contract
 //!
-//! 1. **Never over.** A permit is usable once, from its slot to its deadline. However its holder uses it within that
-//!    time, and however long the request then takes to the upstream, up to `transit_slack`, no limit of the quota is exceeded.
-//! 2. **One step.** [`Store::lease`] takes back what is returned, then books the needs in order, then permits in advance; all
-//!    limits of the quota or none. Concurrent calls count like calls one after the other.
-//! 3. **A refusal leaves no trace.** A need without a slot up to `latest` is not booked; the answer states when its slot would be.
-//! 4. **In order.** Needs are served in the order given. A later call gets no earlier slot while slots are scarce.
-//! 5. **Nothing twice.** A returned permit is counted back once; a slot that lies ahead goes to the next call.
-//! 6. **Nothing is kept for ever.** A permit that is neither used nor returned expires.
-//! 7. **A limited key is never forgotten** before its limits would have forgotten what it used.
-//! 8. **Every call is answered**, within a second, if only by an error.
+//! 1. **Limits are kept.** A permit is usable once, from its slot to its deadline. No limit of the
+//!    quota is exceeded, whenever the holder uses the permit in that time. The request may take up
+//!    to `transit_slack` to reach the upstream.
+//! 2. **One step.** [`Store::lease`] takes back returned permits, then books the demands in order,
+//!    then prefetches permits. It books in all limits of the quota or in none. Concurrent calls
+//!    count like calls one after the other.
+//! 3. **A refusal leaves no trace.** A demand without a slot up to `latest` is not booked. The
+//!    reply states when its slot would be.
+//! 4. **In order.** Demands are served in the order given. A later call gets no earlier slot while
+//!    slots are scarce.
+//! 5. **Returned once.** A returned permit is counted back once. A slot that lies ahead goes to the
+//!    next call.
+//! 6. **Permits expire.** A permit that is neither used nor returned expires.
+//! 7. **A limited key is kept** until its limits would have forgotten what it used.
+//! 8. **Every call gets a reply** within a second, even if it is an error.
 //! 9. **Keys are independent**, and [`Store::peek`] consumes nothing.
-//! 10. **A hold holds.** While a key is on hold, the store grants no permit that could be used before its end. A hold ends later
-//!     or not at all, unless it is released; and every listener is notified.
-//! 11. **Never over in flight.** Slots in use, over all holders with a live claim, never exceed the smallest limit that any of them
-//!     states. Waiters are served in the order in which they came.
-//! 12. **External usage.** Units that other clients use of a limit, as the upstream states ([`LeaseRequest::remaining`]), are not granted until
-//!     its window ends.
-//! 13. **Charges.** Charged units ([`LeaseRequest::charges`]) count from when they were used, whether or not there is room.
-//! 14. **Registers.** A register changes in one step, and only if it has not changed since it was read; versions never repeat.
+//! 10. **Holds are kept.** While a key is on hold, the store grants only permits whose slot is at
+//!     or after its end. The end of a hold moves only later, unless the hold is released. Every
+//!     listener is notified.
+//! 11. **In-flight limits are kept.** In-flight slots in use, over all holders with a live claim,
+//!     never exceed the smallest limit that any of them states. Waiters are served in the order of
+//!     their arrival.
+//! 12. **External usage.** The upstream may state that other clients used units of a limit
+//!     ([`LeaseRequest::remaining`]). The store reserves these units until the window of the limit
+//!     ends.
+//! 13. **Charges.** Charged units ([`LeaseRequest::charges`]) count from when they were used, even
+//!     beyond the limit.
+//! 14. **Registers.** A register changes in one step, and only if it has not changed since it was
+//!     read. Versions never repeat.
 //!
-//! With the feature `contract`, the module `contract` holds it as a suite that any store can run.
+//! With the feature `contract`, the module `contract` has a test suite that any store can run.
 //!
-//! A store never waits: it only states until when. The limiter waits.
+//! A store never waits. It states the slot of a permit, and the limiter waits for it.
 
-mod asked;
 #[cfg(feature = "contract")]
 #[cfg_attr(docsrs, doc(cfg(feature = "contract")))]
 pub mod contract;
@@ -39,6 +49,7 @@ mod hold;
 mod in_flight;
 mod lease;
 mod memory;
+mod owned_request;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 mod redis;
@@ -55,12 +66,12 @@ use std::time::Duration;
 pub use crate::error::StoreError;
 use crate::key::{Key, RequestRef};
 pub use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
-pub(crate) use asked::OwnedLeaseRequest;
 pub(crate) use fallback::{FallbackStore, Share};
 pub use hold::HoldState;
 pub use in_flight::{Claim, StoreEvent, StoreListener};
 pub use lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
 pub use memory::MemoryStore;
+pub(crate) use owned_request::OwnedLeaseRequest;
 #[cfg(feature = "redis")]
 #[cfg_attr(docsrs, doc(cfg(feature = "redis")))]
 pub use redis::{RedisStore, RedisStoreBuilder};
@@ -69,81 +80,111 @@ pub(crate) use session::StoreSession;
 pub(crate) use source::Source;
 pub use usage::{LimitUsage, Usage};
 
-/// Returns for how long after an answer earlier permits may be used. After that the store has to confirm them first. A store that
-/// lost its state grants nothing for a window and this span.
+/// Returns for how long after a reply earlier permits may be used. Later, the store has to confirm
+/// them first. A store that lost its state grants no permits for a window and this span.
 pub(crate) fn trust(longest_window: Duration) -> Duration {
     const SHORTEST: Duration = Duration::from_millis(1500);
     const LONGEST: Duration = Duration::from_secs(15);
     (longest_window / 4).clamp(SHORTEST, LONGEST)
 }
 
-/// Counts permits. The module's documentation has the contract.
+/// Counts permits. The [module](self) has the contract.
+///
+/// No method may block, because a limiter calls some of them while it holds a lock.
 pub trait Store: Send + Sync + 'static {
-    /// Takes back permits that were not used, then books what is needed.
+    /// Takes back unused permits, then books the demands of the request.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if nothing could be booked. An unknown outcome counts as spent: the caller does not repeat it.
+    /// [`StoreError`] if the store booked nothing, or if the outcome is unknown. The caller counts
+    /// permits of an unknown outcome as used, and does not repeat the call.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the caller drops the reply, the outcome is unknown. Permits that were granted expire.
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease>;
 
-    /// Takes back permits of `key` early that were not used. Does not block and cannot fail: a permit that is lost on the way
-    /// expires.
+    /// Takes back unused permits of `key`. Does not block and cannot fail: a permit that does not
+    /// arrive expires.
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]);
 
-    /// States how many calls of a key a limiter has in flight, and how many more it wants. Does not block: the store notifies
-    /// `listener` of the answer and of later changes, from any thread.
+    /// Takes in how many calls of a key a limiter has in flight, and how many more in-flight slots
+    /// it wants. Does not block.
     ///
-    /// A store whose claims expire repeats the last one every third of its life, until it claims nothing.
+    /// The store notifies `listener` of the outcome and of later changes, from any thread. A store
+    /// whose claims expire repeats the last claim every third of its [`ttl`](Claim::ttl), until a
+    /// claim uses and wants no slot.
     ///
-    /// The default is for a store without calls in flight: it fails with [`StoreError::Unsupported`].
+    /// The default is for a store that does not count calls in flight: it notifies of
+    /// [`StoreError::Unsupported`].
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let unsupported = StoreError::Unsupported("limits of calls in flight");
         listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
     }
 
-    /// Puts `key` on hold and notifies every listener; the same response stated what is `left` of a limit. Returns the hold in
-    /// force: a hold ends later or not at all, unless it is released. Takes effect whether or not the answer is awaited.
+    /// Puts `key` on hold and notifies every listener. Returns the hold in force, which may end
+    /// later than `hold`.
+    ///
+    /// `remaining` is what the same response of the upstream stated of a limit.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may not know of the hold; by default always, for a store without holds.
+    /// [`StoreError`] if other processes may not know of the hold. The default, for a store without
+    /// holds, always fails with [`StoreError::Unsupported`].
+    ///
+    /// # Cancel safety
+    ///
+    /// The hold takes effect even if the caller drops the reply.
     fn hold(
         &self,
         _key: Key,
-        _terms: &Arc<LimitSpec>,
-        _held: HoldState,
-        _left: Option<UpstreamRemaining>,
+        _spec: &Arc<LimitSpec>,
+        _hold: HoldState,
+        _remaining: Option<UpstreamRemaining>,
     ) -> StoreReply<HoldState> {
         StoreReply::Ready(Err(StoreError::Unsupported("holds")))
     }
 
-    /// Ends the hold of `key` and notifies every listener. Takes effect whether or not the answer is awaited.
+    /// Ends the hold of `key` and notifies every listener. Returns the state of the hold after it.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may not know of the release; by default always.
-    fn release(&self, _key: Key, _terms: &Arc<LimitSpec>) -> StoreReply<HoldState> {
+    /// [`StoreError`] if other processes may not know of the release. The default always fails with
+    /// [`StoreError::Unsupported`].
+    ///
+    /// # Cancel safety
+    ///
+    /// The release takes effect even if the caller drops the reply.
+    fn release(&self, _key: Key, _spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
         StoreReply::Ready(Err(StoreError::Unsupported("holds")))
     }
 
-    /// Notifies `listener` of holds and registers from now on, for as long as it lives. The default does nothing: then processes
-    /// learn of them from the store's answers only.
+    /// Notifies `listener` of holds and registers from now on, until the listener is dropped. The
+    /// default does nothing: then a process learns of them from the replies of the store only.
     fn listen(&self, _listener: Weak<dyn StoreListener>) {}
 
-    /// Changes a register of a key, if no other process has changed it since it was read, and notifies listeners by
-    /// [`StoreEvent::Register`]; or reads it.
+    /// Reads or changes a register of a key. A change is made only if no other process has changed
+    /// the register since it was read. Listeners are notified of a change by
+    /// [`StoreEvent::Register`].
     ///
-    /// The processes of a fleet share what an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) learns by registers.
+    /// By registers, the processes of a fleet share what an
+    /// [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer) learns.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the register may or may not have been changed; by default always, for a store without registers.
+    /// [`StoreError`] if it is unknown whether the register was changed. The default, for a store
+    /// without registers, always fails with [`StoreError::Unsupported`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the caller drops the reply, the register may or may not have been changed.
     fn compare_and_set(&self, _change: RegisterRequest) -> StoreReply<Register> {
         StoreReply::Ready(Err(StoreError::Unsupported("registers")))
     }
 
-    /// Returns the address at which other processes notify the [listeners](Store::listen) of this one, for [`Recipients::One`]. At most
-    /// 2^53. By default 0: listeners cannot be notified alone.
+    /// Returns the address at which other processes notify the [listeners](Store::listen) of this
+    /// store, for [`Recipients::One`]. At most 2^53. By default 0, which means that no process can
+    /// notify this store alone.
     fn address(&self) -> u64 {
         0
     }
@@ -153,21 +194,28 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`StoreError`] if the state could not be read.
+    ///
+    /// # Cancel safety
+    ///
+    /// The caller may drop the reply.
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage>;
 
-    /// Returns what errors and events call `key`, unless it is [`Key::ALL`] or a host. By default eight hex digits, different
-    /// in each process.
+    /// Returns the label of `key` in errors and events, for keys other than [`Key::ALL`] and hosts.
+    /// By default eight hex digits, different in each process.
     ///
-    /// A store that knows a secret makes the label with it, so that it is the same in all processes. It must not let a
-    /// reader confirm a guessed name: no digest without a secret.
+    /// A store with a secret makes the label with it, so that the label is the same in all
+    /// processes. A reader must not be able to confirm a guessed name, so a label is never a digest
+    /// without a secret.
     fn label(&self, key: Key) -> Box<str> {
         key.to_string().into()
     }
 
-    /// Returns what runs the limiter's tasks on a thread of the store's own: calls to the store, and the delays before them.
+    /// Returns the executor of the limiter's tasks, on a thread of the store's own. The tasks are
+    /// calls to the store, and the delays before them.
     ///
-    /// By default `None`: then a call runs in the runtime of the caller that made it, for all waiters of the key. If that runtime is
-    /// not driven, the call counts as lost after a second, and is made again.
+    /// By default `None`: then a call runs in the runtime of the caller that made it, for all
+    /// waiters of the key. If that runtime stops, the call counts as lost after a second, and is
+    /// made again.
     fn background(&self) -> Option<&dyn Background> {
         None
     }
@@ -176,7 +224,11 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if they may not have arrived.
+    /// [`StoreError`] if some of them may not have arrived.
+    ///
+    /// # Cancel safety
+    ///
+    /// The permits arrive even if the caller drops the reply.
     fn flush(&self) -> StoreReply<()> {
         StoreReply::Ready(Ok(()))
     }
@@ -186,12 +238,13 @@ pub trait Store: Send + Sync + 'static {
 pub trait Background: Send + Sync {
     /// Runs a task in a Tokio runtime with timers, to its end. Does not block.
     ///
-    /// A task that cannot be run, or is still running when the store is dropped, is dropped: its call ends as
-    /// [`StoreError::Lost`].
+    /// A task that cannot be run is dropped, and so is a task that is still running when the store
+    /// is dropped. The call of such a task ends as [`StoreError::Lost`].
     fn spawn(&self, task: Task);
 }
 
-/// Runs a task in the background of a store, or else in the current runtime; without either it is dropped.
+/// Runs a task in the background of a store, or else in the current runtime; without either it is
+/// dropped.
 pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + 'static) {
     if let Some(background) = store.background() {
         background.spawn(Box::pin(task));
@@ -200,20 +253,22 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
     }
 }
 
-/// Returns what errors and events call `key`, which came with `request`.
+/// Returns the label of `key` in errors and events. The key came with `request`, if that is known.
 pub(crate) fn label(store: &dyn Store, key: Key, request: Option<&RequestRef<'_>>) -> Box<str> {
     key.plain_label(request).unwrap_or_else(|| store.label(key))
 }
 
-/// A task for [`Background::spawn`]. It may be dropped at any `.await`: then its call ends as [`StoreError::Lost`].
+/// A task for [`Background::spawn`]. It may be dropped at any `.await`, and then its call ends as
+/// [`StoreError::Lost`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// The reply of a store: at once, or when a server has replied.
+/// The reply of a store, which is there at once or later.
 #[non_exhaustive]
 pub enum StoreReply<T> {
-    /// At once.
+    /// The store has replied.
     Ready(Result<T, StoreError>),
-    /// The output of this future. Dropping it leaves the outcome unknown.
+    /// The store replies later, by the output of this future. If the future is dropped, the outcome
+    /// is unknown.
     Pending(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>),
 }
 
@@ -221,8 +276,8 @@ impl<T> StoreReply<T> {
     /// Waits for the reply.
     pub(crate) async fn arrives(self) -> Result<T, StoreError> {
         match self {
-            StoreReply::Ready(answer) => answer,
-            StoreReply::Pending(answer) => answer.await,
+            StoreReply::Ready(reply) => reply,
+            StoreReply::Pending(reply) => reply.await,
         }
     }
 }

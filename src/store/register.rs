@@ -1,4 +1,4 @@
-//! Registers: small values that the processes of a fleet change in turn.
+//! Registers: small values that the processes of a fleet share and change.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,21 +7,23 @@ use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{Micros, micros_up};
 
-/// A change of a register, for [`Store::compare_and_set`](super::Store::compare_and_set).
+/// A request to read or change a register, for
+/// [`Store::compare_and_set`](super::Store::compare_and_set).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RegisterRequest {
     /// The key that the register belongs to.
     pub key: Key,
-    /// Which of the registers of that key.
+    /// Which register of the key. A key may have any number of registers.
     pub kind: u64,
-    /// The version that the caller saw last; 0 if there was no register.
+    /// The version that the caller read last. 0 if there was no register.
     pub version: u64,
-    /// The new value, which is set only if the register has not changed since `seen`. `None` only reads the register.
+    /// The new value, which is set only if the register still has the version `version`. `None`
+    /// only reads the register.
     pub value: Option<Vec<u8>>,
-    /// How long the register is kept unless it is changed again.
+    /// How long the register is kept, unless it is changed again.
     pub ttl: Duration,
-    /// Which listeners are notified of the change.
+    /// Which listeners are notified of a change.
     pub notify: Recipients,
 }
 
@@ -41,36 +43,48 @@ pub enum Recipients {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Register {
-    /// Which of the registers of its key.
+    /// Which register of the key.
     pub kind: u64,
-    /// Whether the change was made. If not, the register had changed since [`RegisterRequest::version`].
+    /// Whether the requested change was made. `false` if another process had changed the register
+    /// since [`RegisterRequest::version`].
     pub changed: bool,
-    /// The version, which differs after each change; 0 if there is no register. A version never repeats with another value.
+    /// The version, another one after each change. 0 if there is no register. A version never
+    /// repeats with another value.
     pub version: u64,
-    /// The value. Empty after a change that was made, or if there is no register.
+    /// The value. Empty if the requested change was made, or if there is no register.
     pub value: Vec<u8>,
-    /// How long ago the register was last changed.
+    /// How long ago the register was last changed. Zero if there is no register.
     pub age: Duration,
 }
 
-/// The registers of one process.
+/// The registers of a store in memory.
 pub(super) struct Registers {
     kept: KeyMap<Kept>,
+    /// How many changes were made. Each change takes the next version.
     versions: AtomicU64,
 }
 
+/// A register that is kept.
 struct Kept {
     version: u64,
     value: Vec<u8>,
+    /// When the register was last changed.
     changed: Micros,
+    /// When the register expires.
     until: Micros,
 }
 
 impl Registers {
+    /// Makes room for `max_keys` registers.
     pub(super) fn new(max_keys: usize) -> Self {
         Registers { kept: KeyMap::new(max_keys), versions: AtomicU64::new(0) }
     }
 
+    /// Reads or changes a register.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`] if there is no room for one more register.
     pub(super) fn compare_and_set(&self, change: &RegisterRequest, now: Micros) -> Result<Register, Full> {
         let kind = change.kind;
         let key = change.key.and(kind.to_le_bytes());
@@ -90,7 +104,8 @@ impl Registers {
                 }
                 kept.version = 1 + self.versions.fetch_add(1, Ordering::Relaxed);
                 kept.value.clone_from(value);
-                (kept.changed, kept.until) = (now, now.saturating_add(micros_up(change.ttl)));
+                kept.changed = now;
+                kept.until = now.saturating_add(micros_up(change.ttl));
                 Register {
                     kind,
                     changed: true,
@@ -104,11 +119,12 @@ impl Registers {
 }
 
 impl Kept {
-    /// The version; 0 once its life is over.
+    /// Returns the version, or 0 once the register has expired.
     fn version_at(&self, now: Micros) -> u64 {
         if self.until <= now { 0 } else { self.version }
     }
 
+    /// Returns the register, which is empty once it has expired.
     fn read(&self, kind: u64, now: Micros) -> Register {
         if self.version_at(now) == 0 {
             return Register { kind, ..Register::default() };

@@ -1,4 +1,5 @@
-//! What a process remembers of a store's last reply about one key, and how it maps the store's time to its own.
+//! What a process remembers of a store's last reply about one key, and how it maps the store's time
+//! to its own.
 
 use std::time::{Duration, Instant};
 
@@ -6,9 +7,11 @@ use super::ClientSession;
 use crate::clock;
 use crate::limit::Micros;
 
-/// The last reply of a store about one key: the state that it described, and what the store's clock showed.
+/// The last reply of a store about one key: the state that it described, and what the store's clock
+/// showed.
 ///
-/// A [`ClientSession`] of it tells the store what the process knows. By that, the store finds out that it lost the state.
+/// A [`ClientSession`] of it tells the store what the process knows. By that, the store finds out
+/// that it lost the state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreSession {
     /// The incarnation of the store's state; 0 for a store that loses nothing.
@@ -26,8 +29,9 @@ pub(crate) struct StoreSession {
 }
 
 impl StoreSession {
-    /// Makes the session that begins with a reply: the state's `incarnation` and number of `writes`, and the store's time
-    /// `seen`. The call was sent at `sent`, and the reply was received at `received`.
+    /// Makes the session that begins with a reply: the state's `incarnation` and number of
+    /// `writes`, and the store's time `seen`. The call was sent at `sent`, and the reply was
+    /// received at `received`.
     pub(crate) fn new(incarnation: u64, writes: u64, seen: Micros, sent: Instant, received: Instant) -> Self {
         StoreSession { incarnation, writes, seen, sent, received, wall_ahead: clock::wall_ahead() }
     }
@@ -74,8 +78,8 @@ impl StoreSession {
         self.seen.saturating_add(moment).saturating_sub(clock::micros(self.received))
     }
 
-    /// Returns what the next call tells the store. Returns `None` if the machine slept since the reply, because the monotonic
-    /// clock does not show for how long.
+    /// Returns what the next call tells the store. Returns `None` if the machine slept since the
+    /// reply, because the monotonic clock does not show for how long.
     pub(crate) fn client_session(&self, now: Instant) -> Option<ClientSession> {
         let since = now.saturating_duration_since(self.received);
         if clock::has_slept(self.wall_ahead, since) {

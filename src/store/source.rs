@@ -6,20 +6,22 @@ use crate::limit::UnusedPermits;
 
 /// The ledger that granted the permits of a [`Lease`](super::Lease), and whether the store replied.
 ///
-/// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source travels in the lease, as a
-/// private field: a reply of another type would have to pass through every decorator of a store, for one decorator.
+/// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source travels in
+/// the lease, as a private field: a reply of another type would have to pass through every
+/// decorator of a store, for one decorator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Source {
     /// The store granted the permits.
     #[default]
     Store,
-    /// The store did not reply. This process granted the permits of its fallback share, and knows nothing else of the key.
+    /// The store did not reply. This process granted the permits of its fallback share, and knows
+    /// nothing else of the key.
     Standalone {
         /// When this process granted them. Waits count from this moment.
         granted_at: Instant,
     },
-    /// The store replied, but this process granted the permits of its fallback share. All fields of the lease besides the
-    /// grants and the refusal are the store's.
+    /// The store replied, but this process granted the permits of its fallback share. All fields of
+    /// the lease besides the grants and the refusal are the store's.
     StandaloneWithReply {
         /// When this process granted the permits. Waits count from this moment.
         granted_at: Instant,

@@ -9,25 +9,26 @@ use crate::quota::Limit;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// The usage of each limit.
+    /// The usage of each limit of the key.
     pub limits: Vec<LimitUsage>,
-    /// How many units could leave now.
+    /// How many units could leave now under all limits.
     pub free: u64,
-    /// How long until one unit could leave.
+    /// How long until one unit could leave. Zero if one could leave now.
     pub next_slot: Duration,
     /// The hold of the key.
     pub hold: HoldState,
-    /// Whether the store cannot be reached, and these limits are the fallback share of this process: see
-    /// [`FallbackShare`](crate::OnStoreError::FallbackShare).
+    /// Whether the store cannot be reached. Then the limits are the [fallback
+    /// share](crate::OnStoreError::FallbackShare) of this process.
     pub degraded: bool,
 }
 
 impl Usage {
-    /// Adds a limit of `most` calls in flight, of which `taken` are in use and `free` are left.
-    pub(crate) fn in_flight(mut self, most: u32, taken: u32, free: u32) -> Self {
-        let (limit, used, free) = (Limit::InFlight { count: most }, u64::from(taken), u64::from(free));
-        self.limits.push(LimitUsage { limit, used, free, reserved: 0 });
-        self.free = self.free.min(free);
+    /// Adds a limit of `most` calls in flight, of whose slots `used` are in use and `free` are
+    /// free.
+    pub(crate) fn in_flight(mut self, most: u32, used: u32, free: u32) -> Self {
+        let limit = Limit::InFlight { count: most };
+        self.limits.push(LimitUsage::new(limit, u64::from(used), u64::from(free)));
+        self.free = self.free.min(u64::from(free));
         self
     }
 }
@@ -38,16 +39,18 @@ impl Usage {
 pub struct LimitUsage {
     /// The limit.
     pub limit: Limit,
-    /// The units that count against the limit now, including units booked ahead.
+    /// Units that count against the limit now. Units that are booked ahead are included.
     pub used: u64,
-    /// The units that the limit would allow now.
+    /// Units that the limit would allow now.
     pub free: u64,
-    /// The units reserved for clients that do not share this store, as the upstream's headers show.
+    /// Units that are reserved for clients that do not share this store, as responses of the
+    /// upstream show.
     pub reserved: u64,
 }
 
 impl LimitUsage {
-    /// Makes the usage of `limit`, of which `used` units count and `free` more could go now. None are reserved.
+    /// Makes the usage of `limit`: `used` units count against it, and `free` more could leave now.
+    /// No units are reserved.
     pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
         LimitUsage { limit, used, free, reserved: 0 }
     }

@@ -36,7 +36,8 @@ fn counting() -> impl Strategy<Value = Counting> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// For each way to count, with any requests on their way, and whether the response arrives at once or later.
+    /// For each way to count, with any requests on their way, and whether the response arrives at
+    /// once or later.
     #[test]
     fn a_fleet_that_is_alone_reserves_nothing_for_others(
         count in 4u32..60,
@@ -72,7 +73,8 @@ proptest! {
     }
 }
 
-/// Use by the fleet and by other clients in the window of an upstream, which states its count after each request of the fleet.
+/// Use by the fleet and by other clients in the window of an upstream, which states its count after
+/// each request of the fleet.
 #[test]
 fn external_usage_is_reserved_for_this_and_next_window() {
     let window = 10_000_000;

@@ -25,7 +25,7 @@ fn millis(span: u64) -> Duration {
     Duration::from_millis(span)
 }
 
-// ── what the upstream counts ────────────────────────────────────────────────────────────────────────────────────────
+// ── what the upstream counts ────────────────────────────────────────────────────────────────────
 
 /// Units that arrived at a moment.
 type Arrival = (Micros, u64);
@@ -39,7 +39,8 @@ fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
         Limit::Bucket { capacity, count, window } => {
             over_bucket(&arrivals, u64::from(capacity), u64::from(count), micros_up(window))
         }
-        // The clock of the upstream may differ, and the way takes time: up to the guard in both directions.
+        // The clock of the upstream may differ, and the way takes time: up to the guard in both
+        // directions.
         Limit::Fixed { count, window } => [0, GUARD - 1, 2 * GUARD - 2]
             .into_iter()
             .find_map(|offset| over_fixed(&arrivals, u64::from(count), micros_up(window), offset)),
@@ -79,7 +80,7 @@ fn over_fixed(arrivals: &[Arrival], count: u64, window: Micros, offset: Micros) 
     })
 }
 
-// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── random histories ────────────────────────────────────────────────────────────────────────────
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -192,7 +193,8 @@ impl World {
         (grants, booked)
     }
 
-    /// Uses a grant except for `unused` of its permits: at a share of its life, after a share of the slack.
+    /// Uses a grant except for `unused` of its permits: at a share of its life, after a share of
+    /// the slack.
     fn use_up(&mut self, grant: Booking, cost: u32, used_at: u8, jitter: u8, unused: u32) {
         let unused = unused.min(grant.count);
         let at = grant.slot + (grant.life - 1) * u64::from(used_at) / 255;
@@ -251,7 +253,8 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
-    /// No limit is exceeded, with costs, several limits, bookings ahead, prefetched permits, cancelled slots and late use.
+    /// No limit is exceeded, with costs, several limits, bookings ahead, prefetched permits,
+    /// cancelled slots and late use.
     #[test]
     fn no_window_of_any_history_is_over(quota in quota(), ops in prop::collection::vec(op(), 1..60)) {
         let mut world = World::new(quota);
@@ -334,13 +337,13 @@ proptest! {
     }
 }
 
-// ── the wall clock is set ───────────────────────────────────────────────────────────────────────────────────────────
+// ── the wall clock is set ───────────────────────────────────────────────────────────────────────
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// After the wall clock was set, no window of the new alignment gets more than the limit, for any grants under the old
-    /// alignment. A window later, the whole limit is available.
+    /// After the wall clock was set, no window of the new alignment gets more than the limit, for
+    /// any grants under the old alignment. A window later, the whole limit is available.
     #[test]
     fn fixed_windows_follow_a_wall_clock_that_is_set(
         count in 4u32..30,
@@ -410,10 +413,10 @@ fn a_longer_boundary_guard_counts_at_once() {
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
 }
 
-// ── never idle ──────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── never idle ──────────────────────────────────────────────────────────────────────────────────
 
-/// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is cancelled while it lies
-/// ahead.
+/// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is
+/// cancelled while it lies ahead.
 fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Option<usize>) -> u64 {
     let mut world = World::new(quota);
     let mut used = 0;
@@ -497,7 +500,8 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
                 .collect::<Vec<_>>()
         };
         let (again, fresh) = (slots(&mut world), slots(&mut next));
-        // Slots far ahead were kept in coarse chunks, so one window may be lost, for a queue of any length.
+        // Slots far ahead were kept in coarse chunks, so one window may be lost, for a queue of any
+        // length.
         let bound = fresh.last().map(|last| last + micros_up(quota.limits()[0].window()) + 20_000);
         assert!(again.last() <= bound.as_ref(), "{quota}: {:?} after {:?}", again.last(), fresh.last());
     }
@@ -531,9 +535,10 @@ fn give_backs_leave_no_crumbs() {
     assert!(window.chunk_count() <= 5, "{} chunks", window.chunk_count());
 }
 
-// ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
-/// Each step: the time of the call in ms, its cost, and the slot in ms. Life and slack are 10 ms each.
+/// Each step: the time of the call in ms, its cost, and the slot in ms. Life and slack are 10 ms
+/// each.
 fn replay(quota: Quota, calls: &[(u64, u32, Result<u64, u64>)]) {
     let mut world = World::new(quota);
     for (index, &(at, cost, expected)) in calls.iter().enumerate() {
@@ -670,7 +675,8 @@ fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
     assert_eq!(booked.map_err(|late| late.slot), Err(START + 1_020_000));
 }
 
-/// Each caller asserts another limit. The limits of earlier callers are forgotten, but their use is not.
+/// Each caller asserts another limit. The limits of earlier callers are forgotten, but their use is
+/// not.
 #[test]
 fn too_many_limits_are_bounded_and_forget_no_use() {
     let mut ledger = None;

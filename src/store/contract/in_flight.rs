@@ -62,14 +62,16 @@ impl Holder {
         self.store.claim(claim, &listener);
     }
 
-    /// Sends a claim. Returns how many seats the holder was given; `None` if the store does not count calls in flight.
+    /// Sends a claim. Returns how many seats the holder was given; `None` if the store does not
+    /// count calls in flight.
     async fn claim(&mut self, sits: u32, wants: u32) -> Option<u64> {
         self.number += 1;
         self.send(self.number, sits, wants);
         self.told(|_| true).await.ok()
     }
 
-    /// Waits until the news of the last claim meets `enough`. Returns how many seats the holder was given.
+    /// Waits until the news of the last claim meets `enough`. Returns how many seats the holder was
+    /// given.
     async fn told(&mut self, enough: impl Fn((u64, bool)) -> bool) -> Result<u64, StoreError> {
         for _ in 0..2000 {
             let told: Vec<_> = self.ear.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -96,8 +98,8 @@ impl Holder {
     }
 }
 
-/// Seats in use never exceed the smallest limit asserted, and waiters get seats in the order of their arrival, even if claims
-/// arrive late or twice.
+/// Seats in use never exceed the smallest limit asserted, and waiters get seats in the order of
+/// their arrival, even if claims arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "in flight", Quota::in_flight(3));
     let (mut one, mut two, mut three) = (Holder::new(&desk, 3), Holder::new(&desk, 3), Holder::new(&desk, 2));

@@ -10,9 +10,10 @@
 //! # }
 //! ```
 //!
-//! The suite checks the answers of a store: the slots, lives and stamps in the store's own time. So it finds the same faults
-//! on a slow machine as on a fast one, and no check depends on when a task wakes. It takes about two seconds; with a store that
-//! uses Tokio's clock, and this clock paused, it takes no time.
+//! The suite checks the answers of a store: the slots, lives and stamps in the store's own time. So
+//! it finds the same faults on a slow machine as on a fast one, and no check depends on when a task
+//! wakes. It takes about two seconds; with a store that uses Tokio's clock, and this clock paused,
+//! it takes no time.
 
 mod in_flight;
 mod registers;
@@ -54,7 +55,7 @@ pub async fn check(store: Arc<dyn Store>) {
     registers::changes_registers_in_one_step(&store).await;
 }
 
-// ── how the suite asks ──────────────────────────────────────────────────────────────────────────────────────────────
+// ── how the suite asks ──────────────────────────────────────────────────────────────────────────
 
 const LIFE: Duration = Duration::from_millis(10);
 const SLACK: Duration = Duration::from_millis(10);
@@ -148,7 +149,7 @@ fn slots(lease: &Lease) -> Vec<u64> {
     lease.grants.iter().flat_map(|grant| std::iter::repeat_n(grant.slot, grant.count as usize)).collect()
 }
 
-// ── the laws ────────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the laws ────────────────────────────────────────────────────────────────────────────────────
 
 async fn grants_at_once_what_is_free(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "free", Quota::per_minute(20));
@@ -262,7 +263,8 @@ async fn counts_what_passed_unused_back_once(store: &Arc<dyn Store>) {
     assert_eq!(granted(&again), 1, "one permit was returned, so one is granted: {again:?}");
 }
 
-/// More permits than a store may take back in one step: the rest may follow until [`Store::flush`] has been answered.
+/// More permits than a store may take back in one step: the rest may follow until [`Store::flush`]
+/// has been answered.
 async fn takes_back_any_number_of_permits(store: &Arc<dyn Store>) {
     const MANY: u32 = 1000;
     let desk = Desk::new(store, "many returns", Quota::per_minute(MANY));
@@ -327,7 +329,8 @@ async fn keeps_keys_apart_and_peeks_without_a_trace(store: &Arc<dyn Store>) {
     assert_eq!(granted(&other.book(1, 4, Duration::ZERO).await), 4);
 }
 
-/// Ten permits were granted, and the upstream states that 18 units of 100 are left and that it refused two of the ten.
+/// Ten permits were granted, and the upstream states that 18 units of 100 are left and that it
+/// refused two of the ten.
 async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     let quota = Quota::per_minute(100);
     let desk = Desk::new(store, "strangers", quota);
@@ -352,7 +355,8 @@ async fn leaves_to_others_what_they_use(store: &Arc<dyn Store>) {
     );
 }
 
-/// Units used without a permit count from the moment of their use, even beyond the limit, and leave the window accordingly.
+/// Units used without a permit count from the moment of their use, even beyond the limit, and leave
+/// the window accordingly.
 async fn counts_charges_by_their_age(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "charge", Quota::per_minute(100));
     desk.book(1, 90, Duration::ZERO).await;

@@ -65,9 +65,9 @@ impl Desk<'_> {
     }
 }
 
-/// A change is made only if the register has not changed since the version that the caller saw, and one of many concurrent
-/// changes wins. Versions never repeat. The listeners that the change names are notified. A store without registers returns
-/// [`StoreError::Unsupported`].
+/// A change is made only if the register has not changed since the version that the caller saw, and
+/// one of many concurrent changes wins. Versions never repeat. The listeners that the change names
+/// are notified. A store without registers returns [`StoreError::Unsupported`].
 pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let desk = Desk { store, key: key(store, "registers"), kind: 1 };
     let first = match desk.set(0, b"one", Recipients::None).await {

@@ -1,8 +1,12 @@
-//! What the store granted a process lately, from which its fallback share follows.
+//! The grants of the store to a process, from which its fallback share follows.
 //!
-//! Time is cut into windows as long as the longest of the quota, aligned in the store's time so that they are the same for all
-//! processes. The share of a process is the least that it was granted in one of the last windows. A process cannot know how long ago
-//! the others lost the store; the least of some windows is never more than what it had when the first of them did.
+//! Time is divided into windows as long as the longest window of the quota. They are aligned in the
+//! store's time, so they are the same for all processes. The share of a process is the least that
+//! it was granted in one of the last windows.
+//!
+//! *Why the least.* A process cannot know how long ago other processes lost the store. The least of
+//! some windows is never more than the process was granted when the first of them lost it. So the
+//! shares of all processes never add up to more than the limit.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -14,32 +18,36 @@ use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::store::{Grant, Lease, OwnedLeaseRequest, Source, StoreSession};
 
-/// The parts of a window.
+/// How many parts a window has.
 const PARTS: u64 = 20;
 
-/// Within this span all processes that call find out that the store cannot be reached. So far back the share is the least.
-const FINDING_OUT: Micros = 2_000_000;
+/// Within this span all processes that call the store find out that it cannot be reached. The share
+/// is the least of the windows in it.
+const DETECTION_TIME: Micros = 2_000_000;
 
-/// How many windows to look back, at least and at most.
+/// How many windows the share depends on, at least and at most.
 const WINDOWS: std::ops::RangeInclusive<u64> = 2..=8;
 
-/// The most parts that are kept. Some lie ahead.
+/// The most parts that are kept. The slots of some lie ahead.
 const MOST_PARTS: usize = 400;
 
+/// The recent grants of a key, and the process's own ledger while the store cannot be reached.
 #[derive(Default)]
 pub(super) struct GrantHistory {
-    /// What the store granted, by slots in the store's time, in order.
+    /// The units that the store granted, by their slots in the store's time, in order.
     granted: VecDeque<Part>,
-    /// The last reply of the store, which maps the store's time to the time of this process. `None` before the first reply.
+    /// The last reply of the store, which maps the store's time to the time of this process. `None`
+    /// before the first reply.
     session: Option<StoreSession>,
-    /// The length of a window: how long use counts, with the validity of a permit and the slack.
+    /// The length of a window: how long used units count, plus the validity of a permit and the
+    /// slack.
     window: Micros,
     /// The first window that was observed in full.
     first: u64,
-    /// The process's own ledger, while the store cannot be reached.
-    alone: Option<Box<StandaloneLedger>>,
+    /// The process's own ledger. Set from the first failed call until the limit is shared again.
+    standalone: Option<Box<StandaloneLedger>>,
     /// The share during the last outage.
-    last: Option<Share>,
+    last_share: Option<Share>,
 }
 
 /// Units with slots in one part of a window.
@@ -55,31 +63,33 @@ impl Evict for GrantHistory {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        let alone = self.alone.as_ref().map_or(0, |alone| alone.idle_from());
+        let standalone = self.standalone.as_ref().map_or(0, |ledger| ledger.idle_from());
         let last = self.granted.back().map_or(0, |part| self.local_time(part.last) + self.window);
-        Some(alone.max(last))
+        Some(standalone.max(last))
     }
 }
 
 impl GrantHistory {
-    pub(super) fn alone(&mut self) -> Option<&mut StandaloneLedger> {
-        self.alone.as_deref_mut()
+    /// Returns the process's own ledger, if it has one.
+    pub(super) fn standalone(&mut self) -> Option<&mut StandaloneLedger> {
+        self.standalone.as_deref_mut()
     }
 
-    /// The limit is shared again.
-    pub(super) fn join(&mut self) {
-        self.alone = None;
-        // Permits granted meanwhile do not show the share.
+    /// Drops the process's own ledger, because the limit is shared again.
+    pub(super) fn end_standalone(&mut self) {
+        self.standalone = None;
+        // The permits of the present window do not show the share.
         self.first = self.store_time(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
     }
 
+    /// Returns the length of a part.
     fn width(&self) -> Micros {
         (self.window / PARTS).max(1)
     }
 
-    /// Returns how many windows to look back.
+    /// Returns how many windows the share depends on.
     fn windows(&self) -> u64 {
-        (FINDING_OUT.div_ceil(self.window.max(1)) + 1).clamp(*WINDOWS.start(), *WINDOWS.end())
+        (DETECTION_TIME.div_ceil(self.window.max(1)) + 1).clamp(*WINDOWS.start(), *WINDOWS.end())
     }
 
     /// Maps a moment of the store's time to the time of this process.
@@ -110,6 +120,7 @@ impl GrantHistory {
         }
     }
 
+    /// Adds units with a slot. If there are too many parts, they count in the last part.
     fn add(&mut self, slot: Micros, units: u64) {
         let number = slot / self.width();
         let after = self.granted.partition_point(|part| part.number < number);
@@ -131,11 +142,11 @@ impl GrantHistory {
         }
     }
 
-    /// Takes back a permit that was not used.
+    /// Takes back unused permits, in the ledger that granted them.
     pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
         if Source::granted_standalone(&unused) {
-            if let Some(alone) = self.alone() {
-                alone.take_back(unused, now);
+            if let Some(ledger) = self.standalone() {
+                ledger.take_back(unused, now);
             }
             return;
         }
@@ -146,31 +157,35 @@ impl GrantHistory {
         }
     }
 
-    /// The store did not answer. If the process has a share, it goes on alone from now on. Its share is what it was granted in the last
-    /// windows before it asked, else `configured`.
-    pub(super) fn part(
+    /// Makes a ledger of the process's share, after the store failed to reply to `request`. Returns
+    /// `None` if the process has no share.
+    ///
+    /// The share is what the process was granted in the last windows before the request. If it was
+    /// granted nothing, the share is that of the last outage, else `configured`.
+    pub(super) fn start_standalone(
         &mut self,
-        asked: &OwnedLeaseRequest,
+        request: &OwnedLeaseRequest,
         now: Instant,
         configured: Option<Share>,
     ) -> Option<&mut StandaloneLedger> {
-        let OwnedLeaseRequest { spec, life, at, .. } = asked;
+        let OwnedLeaseRequest { spec, validity, sent, .. } = request;
         let (longest, all) = spec.quota().longest();
         let now = clock::micros(now);
-        let moment = self.store_time(clock::micros(*at));
-        let share = match (self.least_granted(moment), self.last) {
+        let moment = self.store_time(clock::micros(*sent));
+        let share = match (self.least_granted(moment), self.last_share) {
             (None, Some(last)) => last,
             (units, _) => match units.unwrap_or_else(|| self.granted_lately(moment)) {
                 0 => configured?,
                 units => Share { part: units.min(all), of: all },
             },
         };
-        self.last = Some(share);
+        self.last_share = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
             LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard()).with_life(spec.life())
         };
-        // What was granted before fits the longest limit; the others begin with what that one has seen.
+        // Earlier grants fit the longest limit. The other limits begin with what that one has
+        // counted.
         let longest = scaled(longest);
         let own = scaled(*spec.quota());
         let recently = self.store_time(now).saturating_sub(self.window) / self.width();
@@ -179,11 +194,11 @@ impl GrantHistory {
             recently.map(|part| (self.local_time(part.last), part.units)).take_while(|(at, _)| *at <= now);
         let mut ledger = Ledger::new(&longest, now);
         for (at, units) in counted {
-            let age = now.saturating_sub(at.saturating_add(micros_up(*life)));
+            let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
             ledger.charge(Charge::new(Duration::from_micros(age), units));
         }
         ledger.advance(&own, now);
-        Some(self.alone.insert(Box::new(StandaloneLedger::new(ledger, own, asked, now))))
+        Some(self.standalone.insert(Box::new(StandaloneLedger::new(ledger, own, request, now))))
     }
 
     /// Returns the least units of a window before a moment of the store's time, if there is one.
@@ -198,6 +213,7 @@ impl GrantHistory {
         self.granted_in(moment / (self.width() * PARTS))
     }
 
+    /// Returns the units of the window with this number.
     fn granted_in(&self, window: u64) -> u64 {
         self.granted.iter().filter(|part| part.number / PARTS == window).map(|part| part.units).sum()
     }

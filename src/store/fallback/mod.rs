@@ -1,16 +1,22 @@
-//! A store whose processes go on with a fallback share of the limit while it cannot be reached.
+//! A store decorator: while the store cannot be reached, each process goes on with a fallback share
+//! of the limit.
 //!
 //! ```text
-//!  together ──> the store fails: alone ──> it answers again: back ──> 2.5 s later: together
+//!  together ──> the store fails: alone ──> it replies again: back ──> 2.5 s later: together
 //! ```
 //!
-//! *Together*, the process notes what the store grants. *Alone*, it has a ledger of its own with its share of every limit, in which
-//! the noted grants count. *Back*, it charges the store with what it used alone, each unit once and with its age, and asks the
-//! store for no more than its share. After 2.5 s all processes have done so, and the limit is shared again.
+//! - *Together*: the process records what the store grants.
+//! - *Alone*: the process has a ledger of its own with its share of every limit. The recorded
+//!   grants count in it.
+//! - *Back*: the process charges the store with what it used alone, each unit once and with its
+//!   age. It requests no more than its share of the store. After 2.5 s all processes have done so,
+//!   and the limit is shared again.
 //!
-//! A charge is never repeated: before the first one, a call that books nothing finds out whether the store answers.
+//! A charge is never repeated. Before the first one, a call that books nothing finds out whether
+//! the store replies.
 //!
-//! Calls in flight have no shares: while the store cannot be reached, none is granted.
+//! In-flight limits have no shares: while the store cannot be reached, no in-flight slot is
+//! granted.
 
 mod history;
 mod standalone;
@@ -36,7 +42,7 @@ use crate::limit::Micros;
 use history::GrantHistory;
 use standalone::{Stage, StandaloneLedger};
 
-/// A share of a limit.
+/// A share of a limit: `part` of `of`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Share {
     pub(super) part: u64,
@@ -44,9 +50,10 @@ pub(crate) struct Share {
 }
 
 impl Share {
+    /// The denominator of a configured share.
     const WHOLE: u64 = 1_000_000_000;
 
-    /// Makes a share of more than nothing and at most all.
+    /// Makes a share of more than 0 and at most 1. Returns `None` for any other number.
     pub(crate) fn new(share: f64) -> Option<Self> {
         let part = (share * Share::WHOLE as f64).round();
         // NaN is in no range.
@@ -59,14 +66,16 @@ pub(crate) struct FallbackStore(Arc<Inner>);
 
 struct Inner {
     store: Arc<dyn Store>,
-    /// The share of a process that was granted nothing lately.
+    /// The share of a process that the store granted nothing lately. `None` if such a process gets
+    /// no share.
     share: Option<Share>,
     histories: KeyMap<GrantHistory>,
-    /// Whether a task charges the store for keys that no request asks for.
+    /// Whether a task charges the store for idle keys.
     is_charging: AtomicBool,
 }
 
 impl FallbackStore {
+    /// Decorates `store`. The grants of up to `max_keys` keys are recorded.
     pub(crate) fn new(store: Arc<dyn Store>, share: Option<Share>, max_keys: usize) -> Self {
         FallbackStore(Arc::new(Inner {
             store,
@@ -77,8 +86,8 @@ impl FallbackStore {
     }
 }
 
-/// Returns the needs that a lease grants.
-fn needs_of(lease: &Lease) -> SmallVec<[Demand; 2]> {
+/// Returns the demands that a lease grants.
+fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
     let mut demands: SmallVec<[Demand; 2]> = SmallVec::new();
     for grant in lease.grants.iter() {
         match demands.last_mut() {
@@ -89,7 +98,7 @@ fn needs_of(lease: &Lease) -> SmallVec<[Demand; 2]> {
     demands
 }
 
-/// Returns what the store granted, no earlier than it was planned.
+/// Returns the grants of the store, none with an earlier slot than in the plan.
 fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
     let mut planned: VecDeque<Grant> = plan.iter().copied().collect();
     let mut grants = Grants::default();
@@ -115,42 +124,45 @@ fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
     grants
 }
 
-/// Returns whether the process goes on alone after `error`.
-fn is_away(error: &StoreError) -> bool {
+/// Returns whether `error` means that the store cannot be reached, so that the process goes on
+/// alone.
+fn is_unreachable(error: &StoreError) -> bool {
     !matches!(error, StoreError::Full { .. } | StoreError::Unsupported(_))
 }
 
 impl Inner {
-    /// Takes in an answer to a call of a process that shares the limit.
-    fn answered(
+    /// Takes in the store's reply to a request while the limit is shared. Returns what the limiter
+    /// gets for it.
+    fn on_reply(
         self: &Arc<Self>,
-        asked: &OwnedLeaseRequest,
-        answer: Result<Lease, StoreError>,
+        request: &OwnedLeaseRequest,
+        reply: Result<Lease, StoreError>,
     ) -> Result<Lease, StoreError> {
         let now = clock::now();
-        match answer {
+        match reply {
             Ok(lease) => {
-                let note = |kept: &mut GrantHistory| kept.record(&lease, &asked.spec, asked.at, now);
-                // Without room for one more key, nothing is known of it.
+                let record =
+                    |history: &mut GrantHistory| history.record(&lease, &request.spec, request.sent, now);
+                // If there is no room for one more key, its grants are not recorded.
                 let _ = self.histories.enter(
-                    asked.key,
+                    request.key,
                     clock::micros(now),
                     GrantHistory::default,
                     |_, _| (),
-                    note,
+                    record,
                 );
                 Ok(lease)
             }
-            Err(error) if is_away(&error) => {
-                let part = |kept: &mut GrantHistory| {
-                    let alone = kept.part(asked, now, self.share)?;
-                    events::alone(&label(&*self.store, asked.key, None), alone.spec.quota(), &error);
-                    let plan = alone.book(&asked.request(&asked.demands), now);
-                    Some(plan.map(|plan| alone.grant(plan, now, None)))
+            Err(error) if is_unreachable(&error) => {
+                let go_alone = |history: &mut GrantHistory| {
+                    let ledger = history.start_standalone(request, now, self.share)?;
+                    events::alone(&label(&*self.store, request.key, None), ledger.spec.quota(), &error);
+                    let plan = ledger.book(&request.request(&request.demands), now);
+                    Some(plan.map(|plan| ledger.grant(plan, now, None)))
                 };
                 let lease = self
                     .histories
-                    .enter(asked.key, clock::micros(now), GrantHistory::default, |_, _| (), part)
+                    .enter(request.key, clock::micros(now), GrantHistory::default, |_, _| (), go_alone)
                     .ok();
                 let lease = lease.flatten();
                 if lease.is_some() {
@@ -162,36 +174,37 @@ impl Inner {
         }
     }
 
-    /// Asks for permits while the process is alone. `is_back` states whether the store answered the last call.
-    async fn ask_alone(
+    /// Requests permits while the process has a ledger of its own. `is_back` states whether the
+    /// store replied to the last call.
+    async fn lease_alone(
         self: &Arc<Self>,
-        mut asked: OwnedLeaseRequest,
+        mut request: OwnedLeaseRequest,
         is_back: bool,
     ) -> Result<Lease, StoreError> {
-        let word = match is_back {
+        let probed = match is_back {
             true => None,
-            false => match self.probe(&asked).await {
-                Ok(word) => Some(word),
-                Err(error) if is_away(&error) => None,
+            false => match self.probe(&request).await {
+                Ok(reply) => Some(reply),
+                Err(error) if is_unreachable(&error) => None,
                 Err(error) => return Err(error),
             },
         };
         let now = clock::now();
-        let stage = self.histories.find(asked.key, |kept| {
-            let alone = kept.alone()?;
-            if !is_back && word.as_ref().is_none_or(|word| word.recovering.is_some()) {
-                let plan = alone.book(&asked.request(&asked.demands), now);
-                return Some((Stage::Alone, plan.map(|plan| alone.grant(plan, now, word.as_ref()))));
+        let stage = self.histories.find(request.key, |history| {
+            let ledger = history.standalone()?;
+            if !is_back && probed.as_ref().is_none_or(|reply| reply.recovering.is_some()) {
+                let plan = ledger.book(&request.request(&request.demands), now);
+                return Some((Stage::Alone, plan.map(|plan| ledger.grant(plan, now, probed.as_ref()))));
             }
-            let stage = alone.back(now);
-            asked.charges = alone.take_charges(now);
+            let stage = ledger.on_reply(now);
+            request.charges = ledger.take_charges(now);
             Some(match stage {
                 Stage::Together => {
-                    kept.join();
-                    events::together(&label(&*self.store, asked.key, None));
+                    history.end_standalone();
+                    events::together(&label(&*self.store, request.key, None));
                     (stage, Ok(Lease::default()))
                 }
-                stage => (stage, alone.book(&asked.request(&asked.demands), now)),
+                stage => (stage, ledger.book(&request.request(&request.demands), now)),
             })
         });
         let (stage, plan) = match stage.flatten() {
@@ -201,44 +214,45 @@ impl Inner {
         if stage == Stage::Alone {
             return Ok(plan);
         }
-        if let Some(Lease { incarnation, writes, now: seen, .. }) = word {
-            let trip = now.saturating_duration_since(asked.at);
-            asked.memory =
-                ClientSession { incarnation, writes, seen, since: Duration::ZERO, trip, ..asked.memory };
+        if let Some(Lease { incarnation, writes, now: seen, .. }) = probed {
+            let trip = now.saturating_duration_since(request.sent);
+            request.session =
+                ClientSession { incarnation, writes, seen, since: Duration::ZERO, trip, ..request.session };
         }
-        asked.returns.clear();
-        asked.at = now;
+        request.returns.clear();
+        request.sent = now;
         if stage == Stage::Back {
-            asked.prefetch = 0;
-            asked.demands = needs_of(&plan);
+            request.prefetch = 0;
+            request.demands = granted_demands(&plan);
             // The store may have room earlier than the share.
             let last = plan.grants.iter().map(|grant| grant.wait).max().unwrap_or_default();
-            asked.life = asked.life.saturating_add(last);
+            request.validity = request.validity.saturating_add(last);
         }
-        let answer = self.store.lease(asked.request(&asked.demands)).arrives().await;
+        let reply = self.store.lease(request.request(&request.demands)).arrives().await;
         if stage == Stage::Back
-            && let Err(error) = &answer
-            && is_away(error)
+            && let Err(error) = &reply
+            && is_unreachable(error)
         {
             let now = clock::now();
-            let grant = |kept: &mut GrantHistory| Some(kept.alone()?.gone_again(plan, now));
-            return self.histories.find(asked.key, grant).flatten().ok_or(StoreError::Lost);
+            let grant =
+                |history: &mut GrantHistory| Some(history.standalone()?.grant_after_failure(plan, now));
+            return self.histories.find(request.key, grant).flatten().ok_or(StoreError::Lost);
         }
-        let mut lease = self.answered(&asked, answer)?;
+        let mut lease = self.on_reply(&request, reply)?;
         if stage == Stage::Back {
             lease.grants = no_earlier(&lease.grants, &plan.grants);
         }
         Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
     }
 
-    /// Calls the store without needs, to find out whether it answers and knows its state.
-    fn probe(&self, asked: &OwnedLeaseRequest) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
-        let probe = LeaseRequest { prefetch: 0, remaining: None, returns: &[], ..asked.request(&[]) };
+    /// Calls the store without demands, to find out whether it replies and has its state.
+    fn probe(&self, request: &OwnedLeaseRequest) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+        let probe = LeaseRequest { prefetch: 0, remaining: None, returns: &[], ..request.request(&[]) };
         self.store.lease(probe).arrives()
     }
 
-    /// Starts the task that charges the store for keys that no request asks for. Other processes rely on it that the store is charged
-    /// soon after it answers again.
+    /// Starts the task that charges the store for idle keys. Other processes rely on it: the store
+    /// is charged soon after it replies again.
     fn keep_charging(self: &Arc<Self>) {
         if self.is_charging.swap(true, Ordering::Relaxed) {
             return;
@@ -246,51 +260,59 @@ impl Inner {
         let keeper = Keeper(Arc::downgrade(self));
         spawn(&*self.store, async move {
             loop {
-                clock::sleep_until(clock::after(clock::now(), OFTEN)).await;
+                clock::sleep_until(clock::after(clock::now(), CHARGE_INTERVAL)).await;
                 let Some(inner) = keeper.0.upgrade() else { return };
-                if inner.charge_quiet_keys().await == 0 {
+                if inner.charge_idle_keys().await == 0 {
                     return;
                 }
             }
         });
     }
 
-    /// Charges the store for keys that no request asks for. Returns how many keys are alone.
-    async fn charge_quiet_keys(&self) -> usize {
+    /// Charges the store for keys without requests. Returns how many keys have a ledger of their
+    /// own.
+    async fn charge_idle_keys(&self) -> usize {
         let now = clock::micros(clock::now());
-        let (mut alone, mut quiet) = (0, Vec::new());
-        self.histories.for_each(|key, kept| {
-            alone += usize::from(kept.alone().is_some());
-            quiet.extend(kept.alone().and_then(|alone| alone.call_in_its_place(key, now)));
+        let mut alone = 0;
+        let mut idle = Vec::new();
+        self.histories.for_each(|key, history| {
+            if let Some(ledger) = history.standalone() {
+                alone += 1;
+                idle.extend(ledger.own_request(key, now));
+            }
         });
-        for (mut asked, is_back) in quiet {
+        for (mut request, is_back) in idle {
             if !is_back {
-                let Ok(word) = self.probe(&asked).await else { continue };
-                if word.recovering.is_some() {
+                let Ok(reply) = self.probe(&request).await else { continue };
+                if reply.recovering.is_some() {
                     continue;
                 }
             }
-            let charges = |kept: &mut GrantHistory| Some(kept.alone()?.take_charges(clock::now()));
-            let Some(charges) = self.histories.find(asked.key, charges).flatten() else { continue };
-            asked.charges = charges;
-            let answer = self.store.lease(asked.request(&[])).arrives().await;
-            let charged = |kept: &mut GrantHistory| {
-                // If permits lie ahead, the key joins when the limiter asks: it gives them up then.
-                let joins = |alone: &mut StandaloneLedger| alone.charged(answer.is_ok(), clock::now());
-                if kept.alone().is_some_and(joins) {
-                    kept.join();
-                    events::together(&label(&*self.store, asked.key, None));
+            let charges = |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
+            let Some(charges) = self.histories.find(request.key, charges).flatten() else { continue };
+            request.charges = charges;
+            let reply = self.store.lease(request.request(&[])).arrives().await;
+            let charged = |history: &mut GrantHistory| {
+                // If permits lie ahead, the limit is shared again when the limiter gives them up,
+                // with its next request.
+                let is_shared =
+                    |ledger: &mut StandaloneLedger| ledger.on_charged(reply.is_ok(), clock::now());
+                if history.standalone().is_some_and(is_shared) {
+                    history.end_standalone();
+                    events::together(&label(&*self.store, request.key, None));
                 }
             };
-            self.histories.find(asked.key, charged);
+            self.histories.find(request.key, charged);
         }
         alone
     }
 
-    /// Takes back permits where they were granted.
+    /// Takes back unused permits, each in the ledger that granted it.
     fn take_back(&self, key: Key, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
-        self.histories.find(key, |kept| unused.iter().for_each(|unused| kept.take_back(*unused, now)));
+        self.histories.find(key, |history| {
+            unused.iter().for_each(|unused| history.take_back(*unused, now));
+        });
     }
 }
 
@@ -299,22 +321,23 @@ impl Store for FallbackStore {
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let inner = &self.0;
-        let mut asked = OwnedLeaseRequest::new(&request);
-        asked.returns.retain(|unused| !Source::granted_standalone(unused));
+        let mut owned = OwnedLeaseRequest::new(&request);
+        owned.returns.retain(|unused| !Source::granted_standalone(unused));
         if !request.returns.is_empty() {
             inner.take_back(request.key, request.returns);
         }
-        let asks =
-            |kept: &mut GrantHistory| Some(kept.alone()?.asks(request.session, clock::micros(asked.at)));
-        if let Some(is_back) = inner.histories.find(request.key, asks).flatten() {
+        let on_request = |history: &mut GrantHistory| {
+            Some(history.standalone()?.on_request(owned.session, clock::micros(owned.sent)))
+        };
+        if let Some(is_back) = inner.histories.find(owned.key, on_request).flatten() {
             let inner = inner.clone();
-            return StoreReply::Pending(Box::pin(async move { inner.ask_alone(asked, is_back).await }));
+            return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned, is_back).await }));
         }
-        match inner.store.lease(asked.request(&asked.demands)) {
-            StoreReply::Ready(answer) => StoreReply::Ready(inner.answered(&asked, answer)),
-            StoreReply::Pending(answer) => {
+        match inner.store.lease(owned.request(&owned.demands)) {
+            StoreReply::Ready(reply) => StoreReply::Ready(inner.on_reply(&owned, reply)),
+            StoreReply::Pending(reply) => {
                 let inner = inner.clone();
-                StoreReply::Pending(Box::pin(async move { inner.answered(&asked, answer.await) }))
+                StoreReply::Pending(Box::pin(async move { inner.on_reply(&owned, reply.await) }))
             }
         }
     }
@@ -329,13 +352,13 @@ impl Store for FallbackStore {
     }
 
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
-        let (inner, answer) = (self.0.clone(), self.0.store.peek(key, spec));
+        let inner = self.0.clone();
         let own = move |error| {
-            let look =
-                |alone: &mut StandaloneLedger| Usage { degraded: true, ..alone.look(clock::now(), usage) };
-            inner.histories.find(key, |kept| kept.alone().map(look)).flatten().ok_or(error)
+            let read =
+                |ledger: &mut StandaloneLedger| Usage { degraded: true, ..ledger.read(clock::now(), usage) };
+            inner.histories.find(key, |history| history.standalone().map(read)).flatten().ok_or(error)
         };
-        match answer {
+        match self.0.store.peek(key, spec) {
             StoreReply::Ready(usage) => StoreReply::Ready(usage.or_else(own)),
             StoreReply::Pending(usage) => {
                 StoreReply::Pending(Box::pin(async move { usage.await.or_else(own) }))
@@ -344,7 +367,7 @@ impl Store for FallbackStore {
     }
 }
 
-/// The task that charges the store. When it ends, a new one may start.
+/// The task that charges the store. When it ends, another may start.
 struct Keeper(Weak<Inner>);
 
 impl Drop for Keeper {
@@ -355,11 +378,12 @@ impl Drop for Keeper {
     }
 }
 
-/// How often the task calls the store for a key that no request asks for, while it fails; jittered.
-const LOOK: Duration = Duration::from_millis(1000);
+/// How often the task calls the store for an idle key while the store fails; jittered.
+const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
 
-/// How often it charges the store once that answers.
-const OFTEN: Duration = Duration::from_millis(100);
+/// How often the task charges the store once the store replies.
+const CHARGE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long a process uses its share only after the store answers again. The other processes call the store once a second.
-const OTHERS: Micros = 2_500_000;
+/// For how long a process uses only its share after the store replies again. The other processes
+/// call the store once a second, and so charge it within this time.
+const SWITCH_TIME: Micros = 2_500_000;

@@ -13,7 +13,8 @@ use super::link::{Connections, Link, Links};
 use crate::clock;
 use crate::error::StoreError;
 
-/// The channel of all stores with the same prefix and database; the others have the number of one store.
+/// The channel of all stores with the same prefix and database; the others have the number of one
+/// store.
 pub(super) const TO_ALL: &str = "all";
 
 /// Clones share the connections.
@@ -75,13 +76,14 @@ impl Backend {
         }
     }
 
-    /// The name of a channel. What is published on it reaches the stores with the same prefix and database: channels of Redis
-    /// know no databases, so the name has it.
+    /// The name of a channel. What is published on it reaches the stores with the same prefix and
+    /// database: channels of Redis know no databases, so the name has it.
     pub(super) fn channel(&self, database: i64, channel: &str) -> String {
         format!("{}{database}:{channel}", self.channels)
     }
 
-    /// The database of the connection. Waits for a connection until `deadline` at most, as a factory may choose any.
+    /// The database of the connection. Waits for a connection until `deadline` at most, as a
+    /// factory may choose any.
     pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
         match &self.servers {
             Servers::One(link, _) => link.database(deadline).await,
@@ -90,8 +92,8 @@ impl Backend {
         }
     }
 
-    /// Sends a command about `key` and waits for its answer, until `deadline` at most. A command that may have been executed
-    /// is never sent again.
+    /// Sends a command about `key` and waits for its answer, until `deadline` at most. A command
+    /// that may have been executed is never sent again.
     pub(super) async fn ask(
         &self,
         key: &str,

@@ -32,10 +32,11 @@ impl RedisStoreBuilder {
         }
     }
 
-    /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces and spaces.
+    /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces
+    /// and spaces.
     ///
-    /// Processes share a limit when their stores use the same database of the same Redis with the same prefix, and their layers
-    /// give the same [`Key`].
+    /// Processes share a limit when their stores use the same database of the same Redis with the
+    /// same prefix, and their layers give the same [`Key`].
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
@@ -43,11 +44,12 @@ impl RedisStoreBuilder {
 
     /// A secret that goes into the names of keys. Default: none.
     ///
-    /// Redis only ever sees digests of keys. Without a secret, a reader of Redis who guesses an id (a host, an e-mail
-    /// address) can check whether it is there; with a secret, this check is impossible. All processes that share limits need the same.
+    /// Redis only ever sees digests of keys. Without a secret, a reader of Redis who guesses an id
+    /// (a host, an e-mail address) can check whether it is there; with a secret, this check is
+    /// impossible. All processes that share limits need the same.
     ///
-    /// With a secret, a key has the same label in the errors and events of all processes: the first eight digits of its name
-    /// in Redis. Without one, each process has labels of its own.
+    /// With a secret, a key has the same label in the errors and events of all processes: the first
+    /// eight digits of its name in Redis. Without one, each process has labels of its own.
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Key::new(secret));
         self
@@ -55,7 +57,8 @@ impl RedisStoreBuilder {
 
     /// The longest that one call may take, connecting included. Default: 250 ms; from 1 ms to 60 s.
     ///
-    /// After it, the call's outcome is unknown: what it may have granted counts as spent, and it is not repeated.
+    /// After it, the call's outcome is unknown: what it may have granted counts as spent, and it is
+    /// not repeated.
     pub fn store_timeout(mut self, store_timeout: Duration) -> Self {
         self.store_timeout = store_timeout;
         self

@@ -56,7 +56,8 @@ impl RedisFailure {
         }
     }
 
-    /// Returns whether the server would answer the next call, because `error` concerns only this call.
+    /// Returns whether the server would answer the next call, because `error` concerns only this
+    /// call.
     fn is_answer(error: &RedisError) -> bool {
         match error.kind() {
             ErrorKind::Server(

@@ -1,7 +1,7 @@
 //! The numbers that Rust and the scripts share.
 //!
-//! Each has one literal, in `lua/layout.lua`. Rust reads it there when the crate is compiled, so the two cannot differ. A number
-//! that is missing there does not compile.
+//! Each has one literal, in `lua/layout.lua`. Rust reads it there when the crate is compiled, so
+//! the two cannot differ. A number that is missing there does not compile.
 
 const LAYOUT: &[u8] = include_str!("lua/layout.lua").as_bytes();
 
@@ -57,7 +57,8 @@ const fn byte(name: &str) -> u8 {
     value as u8
 }
 
-/// The version of calls and replies about rates and about calls in flight. A script knows one, as it travels with its client.
+/// The version of calls and replies about rates and about calls in flight. A script knows one, as
+/// it travels with its client.
 pub(super) const CALL_VERSION: u8 = byte("CALL_VERSION");
 /// The version of calls and replies about registers, and of their state.
 pub(super) const REGISTER_VERSION: u8 = byte("REGISTER_VERSION");
@@ -92,7 +93,8 @@ pub(super) const GRANTED: u8 = byte("GRANTED");
 pub(super) const REFUSED: u8 = byte("REFUSED");
 /// The status of a call to a state that was lost, and grants nothing yet.
 pub(super) const LEARNING: u8 = byte("LEARNING");
-/// The status of a call that did nothing, because the server's clock is ahead of what the caller expects.
+/// The status of a call that did nothing, because the server's clock is ahead of what the caller
+/// expects.
 pub(super) const UNSURE: u8 = byte("UNSURE");
 /// Added to the status if other clients use a limit too.
 pub(super) const SHARED: u8 = byte("SHARED");

@@ -1,5 +1,5 @@
-//! The link to one server: its connection is made when it is first needed, made anew when it breaks, and known to be broken meanwhile,
-//! so that no caller waits for it.
+//! The link to one server: its connection is made when it is first needed, made anew when it
+//! breaks, and known to be broken meanwhile, so that no caller waits for it.
 //!
 //! One connection serves all keys: commands of the same moment are sent together.
 
@@ -21,9 +21,9 @@ use crate::rng::Backoff;
 /// How long making a connection may take: names and certificates need longer than a call.
 pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
-/// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget idle connections, usually
-/// after a minute or more. The PING keeps the connection in use. If the network has forgotten it, the PING finds that out
-/// before a request does.
+/// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget
+/// idle connections, usually after a minute or more. The PING keeps the connection in use. If the
+/// network has forgotten it, the PING finds that out before a request does.
 const QUIET: Duration = Duration::from_secs(30);
 
 /// What all links of a store share.
@@ -107,8 +107,8 @@ impl Link {
                     *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
                     self.state.send_replace(State::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
-                    // In a task of its own, because a connection of the user's may panic. The information about the server
-                    // is optional, and some servers forbid `INFO`.
+                    // In a task of its own, because a connection of the user's may panic. The
+                    // information about the server is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
                         let info = timeout(LONGEST_CONNECTING, connection.ask(redis::cmd("INFO").into()));
                         if let Ok(Ok(info)) = info.await {
@@ -194,7 +194,8 @@ impl Link {
         let _ = self.state.subscribe().wait_for(|state| matches!(state, State::Down(_))).await;
     }
 
-    /// Sends one command and waits for its answer, until `deadline` at most. It is never sent twice.
+    /// Sends one command and waits for its answer, until `deadline` at most. It is never sent
+    /// twice.
     pub(super) async fn ask(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
@@ -233,8 +234,8 @@ impl Link {
         }
     }
 
-    /// If `condition` holds for the state, lets calls fail at once from now on, until there is a new connection. Returns whether
-    /// it held.
+    /// If `condition` holds for the state, lets calls fail at once from now on, until there is a
+    /// new connection. Returns whether it held.
     fn give_up(&self, condition: impl Fn(&State) -> bool, failure: &RedisFailure) -> bool {
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);
@@ -284,8 +285,8 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_millis(250);
 
-    /// A server behind a network that forgets a connection after a minute without traffic, or at once. What is sent on a
-    /// forgotten connection gets no answer.
+    /// A server behind a network that forgets a connection after a minute without traffic, or at
+    /// once. What is sent on a forgotten connection gets no answer.
     #[derive(Default)]
     struct Network {
         connections: AtomicUsize,

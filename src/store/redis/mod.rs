@@ -7,7 +7,8 @@
 //!  backend: the server, or the server of a cluster that has the key ──> link (one connection to each)
 //! ```
 //!
-//! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why it is so.
+//! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why
+//! it is so.
 
 mod backend;
 mod builder;

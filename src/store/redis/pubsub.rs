@@ -1,5 +1,5 @@
-//! A connection on which this process receives messages of other processes: a subscription to the channel of its store, and
-//! to the channel of all stores.
+//! A connection on which this process receives messages of other processes: a subscription to the
+//! channel of its store, and to the channel of all stores.
 
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -29,11 +29,13 @@ pub(super) enum Heard {
     MessageToAll(Vec<u8>),
 }
 
-/// After this long without a message, the process publishes an empty message to its own channel: a connection may be lost
-/// silently, and a user of Redis may be allowed to subscribe but not to publish.
+/// After this long without a message, the process publishes an empty message to its own channel: a
+/// connection may be lost silently, and a user of Redis may be allowed to subscribe but not to
+/// publish.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// How long the empty message may take, and how often it is published before the connection counts as lost.
+/// How long the empty message may take, and how often it is published before the connection counts
+/// as lost.
 const ECHO: Duration = Duration::from_millis(500);
 const MOST_ECHOES: u32 = 3;
 

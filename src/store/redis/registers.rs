@@ -1,5 +1,5 @@
-//! Calls and answers of the script for registers, packed. [`guide::redis_format`](crate::guide::redis_format) has the
-//! formats, for other languages.
+//! Calls and answers of the script for registers, packed.
+//! [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
 
 use super::backend::TO_ALL;
 use super::codec::{CallWriter, Garbled, ReplyReader};
@@ -41,7 +41,8 @@ pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
     Ok(Register { kind, changed, version, value: answer.0.to_vec(), age })
 }
 
-/// Reads a message about a register. Returns its key and the register, or `None` if the message is about something else.
+/// Reads a message about a register. Returns its key and the register, or `None` if the message is
+/// about something else.
 pub(super) fn read_event(message: &[u8], secret: Option<Key>) -> Option<(Key, StoreEvent)> {
     let mut message = ReplyReader(message.strip_prefix(&[REGISTER_MESSAGE])?);
     let version = message.long().ok()?;

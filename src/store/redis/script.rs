@@ -1,11 +1,12 @@
 //! The Lua scripts, and how they are run.
 //!
-//! Each script is several files of `lua/`, one after the other: a file may use the locals of the files before it, and lists at
-//! its top which it needs. `layout.lua` has the bytes of all records and all numbers that Rust and Lua share.
+//! Each script is several files of `lua/`, one after the other: a file may use the locals of the
+//! files before it, and lists at its top which it needs. `layout.lua` has the bytes of all records
+//! and all numbers that Rust and Lua share.
 //!
-//! There are three scripts. [`RATES`] decides about permits: `short.lua` decides what most calls need, and the files after it
-//! decide everything, with one file for each rule of `src/limit`. [`IN_FLIGHT`] decides about calls in flight, and [`REGISTER`]
-//! about registers.
+//! There are three scripts. [`RATES`] decides about permits: `short.lua` decides what most calls
+//! need, and the files after it decide everything, with one file for each rule of `src/limit`.
+//! [`IN_FLIGHT`] decides about calls in flight, and [`REGISTER`] about registers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,9 +55,10 @@ pub(super) const RATES: &str = concat!(
 
 /// Returns a script with its named constants replaced by their values.
 ///
-/// A constant is a line `local NAME = value` whose name is in capitals. Redis makes the function of a script anew for each call,
-/// and each function in it anew with a reference to every constant that it uses. With the names, the way of most calls took
-/// 0.8 % longer and the others 8 % to 28 %. A client may also send the text as it stands in the files: it decides the same.
+/// A constant is a line `local NAME = value` whose name is in capitals. Redis makes the function of
+/// a script anew for each call, and each function in it anew with a reference to every constant
+/// that it uses. With the names, the way of most calls took 0.8 % longer and the others 8 % to 28
+/// %. A client may also send the text as it stands in the files: it decides the same.
 pub(super) fn with_inlined_constants(text: &str) -> String {
     let constants: BTreeMap<&str, &str> = text.lines().filter_map(constant).collect();
     let mut inlined = String::with_capacity(text.len());
@@ -103,7 +105,8 @@ pub(super) struct Script {
     hash: String,
     /// How often the text was sent.
     loads: AtomicU64,
-    /// Locked by the call that sends the text. The calls that wait for it find the script on the server.
+    /// Locked by the call that sends the text. The calls that wait for it find the script on the
+    /// server.
     loading: Mutex<()>,
 }
 
@@ -119,10 +122,11 @@ impl Script {
         }
     }
 
-    /// Runs a script whose first argument states the time that the caller expects; it was packed at `packed`.
+    /// Runs a script whose first argument states the time that the caller expects; it was packed at
+    /// `packed`.
     ///
-    /// If the server's clock is ahead of that time, the script does nothing and returns the server's clock. Then it is run once
-    /// more with that clock.
+    /// If the server's clock is ahead of that time, the script does nothing and returns the
+    /// server's clock. Then it is run once more with that clock.
     pub(super) async fn run_by_memory(
         &self,
         backend: &Backend,
@@ -143,7 +147,8 @@ impl Script {
         }
     }
 
-    /// Runs the script once. A server that does not have it has done nothing; then the text is sent instead of the hash.
+    /// Runs the script once. A server that does not have it has done nothing; then the text is sent
+    /// instead of the hash.
     pub(super) async fn run(
         &self,
         backend: &Backend,

@@ -29,8 +29,8 @@ use crate::store::{
 
 /// Counts permits in Redis, for many processes.
 ///
-/// The page [many processes](crate::guide::many_processes) describes what is shared, what Redis must be, and what happens
-/// when Redis is unreachable.
+/// The page [many processes](crate::guide::many_processes) describes what is shared, what Redis
+/// must be, and what happens when Redis is unreachable.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -46,10 +46,10 @@ use crate::store::{
 /// # }
 /// ```
 ///
-/// It sends calls to Redis on one connection and listens on another, both from a thread of its own. So it serves callers of
-/// any runtime, and permits that are dropped with a runtime are still given back. When the store is dropped, the thread
-/// sends the permits that were given back and ends. At the end of a program,
-/// [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
+/// It sends calls to Redis on one connection and listens on another, both from a thread of its own.
+/// So it serves callers of any runtime, and permits that are dropped with a runtime are still given
+/// back. When the store is dropped, the thread sends the permits that were given back and ends. At
+/// the end of a program, [`Limiter::shutdown`](crate::Limiter::shutdown) waits for that.
 pub struct RedisStore {
     pub(super) prefix: String,
     pub(super) secret: Option<Key>,
@@ -57,7 +57,8 @@ pub struct RedisStore {
     /// The number of this store, which names its channel: other processes publish to it.
     pub(super) instance: u64,
     pub(super) connecting: Connecting,
-    /// The thread that talks to Redis. It starts when it is first needed, and again when it is needed and has ended.
+    /// The thread that talks to Redis. It starts when it is first needed, and again when it is
+    /// needed and has ended.
     pub(super) thread: RwLock<Option<Thread>>,
     /// The listeners for holds and registers.
     pub(super) listeners: Arc<StoreListeners>,
@@ -92,11 +93,13 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::server(url))
     }
 
-    /// A builder of a store in a cluster that the servers at `urls` belong to: name several, so that one may be down.
+    /// A builder of a store in a cluster that the servers at `urls` belong to: name several, so
+    /// that one may be down.
     ///
-    /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store has a connection to each
-    /// server that it needs, so a server that hangs or is down fails its own keys only. A call that may have been executed is
-    /// never repeated. If a server replies that another one has the key, the call is sent to that one, once.
+    /// Each limit of a key is one key of the cluster, so limits spread over its servers. The store
+    /// has a connection to each server that it needs, so a server that hangs or is down fails its
+    /// own keys only. A call that may have been executed is never repeated. If a server replies
+    /// that another one has the key, the call is sent to that one, once.
     ///
     /// All URLs need the same scheme, user, password and database.
     ///
@@ -113,12 +116,12 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::cluster(urls))
     }
 
-    /// A builder of a store on a master that Sentinels watch. For each new connection they are asked for the master's
-    /// address, so a failover needs no restart.
+    /// A builder of a store on a master that Sentinels watch. For each new connection they are
+    /// asked for the master's address, so a failover needs no restart.
     ///
-    /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any. `master` is a URL with the
-    /// name by which they know the master instead of a host; user, password, database and `rediss://` in it are for the
-    /// master.
+    /// `sentinels` are the URLs of some Sentinels, with their own credentials if they need any.
+    /// `master` is a URL with the name by which they know the master instead of a host; user,
+    /// password, database and `rediss://` in it are for the master.
     ///
     /// ```
     /// use tollgate::store::RedisStore;
@@ -136,8 +139,8 @@ impl RedisStore {
         RedisStoreBuilder::of(endpoint::sentinel(sentinels, master))
     }
 
-    /// A builder of a store over a connection of your own: a `ConnectionManager`, a `ClusterConnection`, anything that is
-    /// `ConnectionLike`.
+    /// A builder of a store over a connection of your own: a `ConnectionManager`, a
+    /// `ClusterConnection`, anything that is `ConnectionLike`.
     ///
     /// When it breaks it is asked again from time to time: give one that makes itself anew, or a
     /// [factory](RedisStore::with_factory).
@@ -153,11 +156,13 @@ impl RedisStore {
         RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
     }
 
-    /// A builder of a store over connections that `factory` makes: one when it is first needed, and another whenever
-    /// that breaks. For Sentinel, for credentials that change, for settings that a URL cannot say.
+    /// A builder of a store over connections that `factory` makes: one when it is first needed, and
+    /// another whenever that breaks. For Sentinel, for credentials that change, for settings that a
+    /// URL cannot say.
     ///
-    /// It runs on the store's own thread, in a Tokio runtime. The store publishes to the stores of the database that the
-    /// connection names ([`get_db`](ConnectionLike::get_db)), and listens to none.
+    /// It runs on the store's own thread, in a Tokio runtime. The store publishes to the stores of
+    /// the database that the connection names ([`get_db`](ConnectionLike::get_db)), and listens to
+    /// none.
     ///
     /// ```
     /// use tollgate::store::RedisStore;
@@ -270,8 +275,8 @@ impl RedisStore {
         let answer = self.submit(|answer| Job::Call { about, key, call, packed: asked, answer });
         Box::pin(async move {
             let answer = answer.await?;
-            // The process or the call was stopped meanwhile. The script took the call's time for recent, so its decision
-            // may be off by the same time.
+            // The process or the call was stopped meanwhile. The script took the call's time for
+            // recent, so its decision may be off by the same time.
             if clock::now().saturating_duration_since(asked) > store_timeout {
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }

@@ -14,7 +14,8 @@ use crate::quota::Quota;
 use crate::store::Store;
 use crate::{Limited, OnStoreError};
 
-/// A claim is good for its life only: if the thread forgot it, another process would be given the place.
+/// A claim is good for its life only: if the thread forgot it, another process would be given the
+/// place.
 #[tokio::test]
 async fn a_panic_in_the_thread_forgets_no_claims() {
     const LIFE: Duration = Duration::from_secs(1);

@@ -1,8 +1,9 @@
 //! Whether rustls has a provider of cryptography.
 //!
-//! rustls uses the provider that the process has installed, else the only provider that its crate features name. It panics if
-//! they name none or two. The program chooses: tollgate neither installs a provider nor turns on a feature that names one,
-//! because both would change what other code in the program does. It only checks.
+//! rustls uses the provider that the process has installed, else the only provider that its crate
+//! features name. It panics if they name none or two. The program chooses: tollgate neither
+//! installs a provider nor turns on a feature that names one, because both would change what other
+//! code in the program does. It only checks.
 
 use std::any::TypeId;
 
@@ -28,8 +29,8 @@ mod left_out {
 #[allow(unused_imports, reason = "they are used where rustls does not have them")]
 use left_out::{aws_lc_rs, ring};
 
-/// Returns how many providers the features of rustls name. A crate cannot ask for the features of another one, but names tell:
-/// those of an inner scope go before those of an outer one.
+/// Returns how many providers the features of rustls name. A crate cannot ask for the features of
+/// another one, but names tell: those of an inner scope go before those of an outer one.
 fn named_by_features() -> usize {
     #[allow(unused_imports, reason = "rustls may have neither")]
     use rustls::crypto::*;

@@ -1,7 +1,8 @@
 //! The thread on which a store talks to Redis. It outlives all callers and their runtimes.
 //!
-//! A call is a job that is answered over a channel, so a caller that is dropped drops nothing else. Permits that are given back
-//! need no answer: they are gathered for a moment, so that many of them make one call.
+//! A call is a job that is answered over a channel, so a caller that is dropped drops nothing else.
+//! Permits that are given back need no answer: they are gathered for a moment, so that many of them
+//! make one call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -50,7 +51,8 @@ pub(super) enum Job {
         spec: Arc<LimitSpec>,
         unused: Vec<UnusedPermits>,
     },
-    /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not wait.
+    /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not
+    /// wait.
     Hold {
         name: String,
         call: Vec<u8>,
@@ -137,8 +139,8 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
 
 /// Runs the thread.
 fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
-    // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would be if the thread could
-    // not be started.
+    // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would
+    // be if the thread could not be started.
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -176,7 +178,8 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         tasks: JoinSet::new(),
     };
     let mut backoff = Backoff::new();
-    // After a panic the worker keeps its state, because only the worker repeats the claims of calls in flight.
+    // After a panic the worker keeps its state, because only the worker repeats the claims of calls
+    // in flight.
     while catch_unwind(AssertUnwindSafe(|| runtime.block_on(worker.run(&mut incoming)))).is_err() {
         runtime.block_on(clock::sleep(backoff.pause()));
         worker.claims.repeat_all();
@@ -248,7 +251,7 @@ impl Worker {
                 Some((id, reply)) = self.claims.next_reply() => self.claims.on_reply(id, reply),
                 Some(heard) = self.heard.recv() => self.on_event(heard),
                 // The new connection may lead to another server, or to one that lost its state.
-                () = self.connections.next() => self.listeners.tell(Key::ALL, &StoreEvent::Reconnected),
+                () = self.connections.next() => self.listeners.notify_all(Key::ALL, &StoreEvent::Reconnected),
                 Some(_) = calls.join_next() => {}
                 Some(_) = self.tasks.join_next() => {}
                 Some(released) = releases.join_next() => self.note(released.unwrap_or(Err(StoreError::Lost))),
@@ -328,18 +331,18 @@ impl Worker {
         match heard {
             Heard::Open => {
                 self.claims.set_subscribed(true);
-                self.listeners.tell(Key::ALL, &StoreEvent::EventsMissed);
+                self.listeners.notify_all(Key::ALL, &StoreEvent::EventsMissed);
             }
             Heard::Deaf => {
                 self.claims.set_subscribed(false);
-                self.listeners.tell(Key::ALL, &StoreEvent::Disconnected);
+                self.listeners.notify_all(Key::ALL, &StoreEvent::Disconnected);
             }
             Heard::Message(message) if !self.hear_of_register(&message) => self.claims.on_message(&message),
             Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
                 if let Ok((event, token)) = codec::read_event(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
-                    self.listeners.tell(key, &event);
+                    self.listeners.notify_all(key, &event);
                 }
             }
             Heard::Message(_) | Heard::MessageToAll(_) => {}
@@ -349,7 +352,7 @@ impl Worker {
     /// Returns whether it is a message about a register.
     fn hear_of_register(&self, message: &[u8]) -> bool {
         let event = registers::read_event(message, self.secret);
-        event.map(|(key, event)| self.listeners.tell(key, &event)).is_some()
+        event.map(|(key, event)| self.listeners.notify_all(key, &event)).is_some()
     }
 
     fn note(&mut self, released: Result<(), StoreError>) {

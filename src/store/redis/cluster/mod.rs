@@ -1,9 +1,10 @@
-//! The servers of a cluster. Each has a link of its own, so a server that hangs or is down affects its own keys only.
+//! The servers of a cluster. Each has a link of its own, so a server that hangs or is down affects
+//! its own keys only.
 //!
-//! A call goes to the primary of its slot, by a map that any server can send. The map is asked for again when it may be out of
-//! date: when a link breaks, while one is down, and after a server has answered `MOVED`. A call is sent a second time only if
-//! the first server has replied that it did not execute the call and which server would (`MOVED`, `ASK`). It is never sent a
-//! third time.
+//! A call goes to the primary of its slot, by a map that any server can send. The map is asked for
+//! again when it may be out of date: when a link breaks, while one is down, and after a server has
+//! answered `MOVED`. A call is sent a second time only if the first server has replied that it did
+//! not execute the call and which server would (`MOVED`, `ASK`). It is never sent a third time.
 //!
 //! ```text
 //!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379
@@ -45,12 +46,12 @@ use slots::{SlotMap, slot_of};
 /// At most this many servers are asked for the map at a time.
 const MOST_ASKED: usize = 8;
 
-/// The longest pause between two maps while all servers are well. While a cluster is resharded, many calls are answered
-/// with `MOVED`, and each of these answers corrects the map by itself.
+/// The longest pause between two maps while all servers are well. While a cluster is resharded,
+/// many calls are answered with `MOVED`, and each of these answers corrects the map by itself.
 const SPACING: Duration = Duration::from_secs(1);
 
-/// The longest pause between two maps while a server is down. At most this long after a failover, calls go to the new
-/// primary.
+/// The longest pause between two maps while a server is down. At most this long after a failover,
+/// calls go to the new primary.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 pub(super) struct Cluster {
@@ -94,7 +95,7 @@ impl Cluster {
         }
     }
 
-    // ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    // ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     /// Why a call about `key` would fail now, if that is known without asking.
     pub(super) fn down(&self, key: &str) -> Option<StoreError> {
@@ -110,8 +111,9 @@ impl Cluster {
         self.seeds.settings.redis_settings().db()
     }
 
-    /// Sends a command about `key` to the primary of its slot. If that server replies that another one has the
-    /// key, it has not executed the command. The command is then sent to the other server, once.
+    /// Sends a command about `key` to the primary of its slot. If that server replies that another
+    /// one has the key, it has not executed the command. The command is then sent to the other
+    /// server, once.
     pub(super) async fn ask(
         &self,
         key: &str,
@@ -246,7 +248,7 @@ impl Cluster {
         })
     }
 
-    // ── the map ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    // ── the map ─────────────────────────────────────────────────────────────────────────────────
 
     /// Keeps the map up to date while it is polled.
     pub(super) async fn keep(self: Arc<Self>) {
@@ -269,8 +271,8 @@ impl Cluster {
         }
     }
 
-    /// Pings all connected servers. If one server is silent, others may be silent as well, and the first caller of each such
-    /// server would wait for `store_timeout`.
+    /// Pings all connected servers. If one server is silent, others may be silent as well, and the
+    /// first caller of each such server would wait for `store_timeout`.
     fn check_others(&self) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for link in table.nodes.values().map(|node| node.link.clone()).filter(|link| link.is_up()) {

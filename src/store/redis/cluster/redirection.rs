@@ -5,7 +5,8 @@ use redis::{ErrorKind, ServerErrorKind};
 use super::Address;
 use crate::store::redis::failure::RedisFailure;
 
-/// The server that has a key, as another server replied. That other server has not executed the call.
+/// The server that has a key, as another server replied. That other server has not executed the
+/// call.
 pub(super) struct Redirection {
     pub(super) to: Address,
     /// Whether the key is being moved there, so that only this call is sent there.

@@ -28,7 +28,8 @@ pub(in crate::store::redis) struct Address {
 }
 
 impl Address {
-    /// Reads `host:port`, as a server writes it into a redirection. Without a host it is that of the server that wrote it.
+    /// Reads `host:port`, as a server writes it into a redirection. Without a host it is that of
+    /// the server that wrote it.
     pub(super) fn read(text: &str, written_by: &Address) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         Address::new(host, port.parse().ok()?, written_by)
@@ -72,8 +73,8 @@ impl SlotMap {
 
     /// Reads the answer to `CLUSTER SLOTS`. What cannot be understood of it is left out.
     ///
-    /// Each entry is the first and the last slot of a range, its primary and its replicas; a server begins with its host and
-    /// its port.
+    /// Each entry is the first and the last slot of a range, its primary and its replicas; a server
+    /// begins with its host and its port.
     pub(super) fn read(answer: &Value, answered_by: &Address) -> Self {
         let mut map = SlotMap::empty();
         let Value::Array(ranges) = answer else { return map };

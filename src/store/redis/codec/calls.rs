@@ -9,7 +9,8 @@ use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining, micros_d
 use crate::store::redis::layout::{CLAIM, HOLD, LEASE, NEVER, PEEK, RELEASE, RETURN};
 use crate::store::{Claim, ClientSession, Demand, HoldState, LeaseRequest};
 
-/// The most permits that one call gives back, so that the script does not keep the server busy for long.
+/// The most permits that one call gives back, so that the script does not keep the server busy for
+/// long.
 pub(in crate::store::redis) const MOST_RETURNS: usize = 256;
 
 /// Where a call states how long ago the last reply arrived.
@@ -17,7 +18,8 @@ const SINCE: usize = 2 + 4 * LONG;
 /// Where a call states the server's time, and then how long ago that was read.
 const SERVER_SEEN: usize = 2 + 6 * LONG;
 
-/// What a call about rates states besides its operation and the limits. [`LeaseRequest`] describes the fields.
+/// What a call about rates states besides its operation and the limits. [`LeaseRequest`] describes
+/// the fields.
 #[derive(Default)]
 struct RateCall<'a> {
     session: ClientSession,
@@ -83,7 +85,8 @@ impl RateCall<'_> {
     }
 }
 
-/// Packs a request for permits. It returns at most [`MOST_RETURNS`] permits, and only those of the incarnation that it names.
+/// Packs a request for permits. It returns at most [`MOST_RETURNS`] permits, and only those of the
+/// incarnation that it names.
 pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     let mut session = request.session;
     if let (0, Some(last)) = (session.incarnation, request.returns.last()) {
@@ -173,7 +176,8 @@ fn in_flight_call(
     call.0
 }
 
-/// Changes a packed call for another attempt, `later` than it was packed, to a server whose clock has just shown `server_seen`.
+/// Changes a packed call for another attempt, `later` than it was packed, to a server whose clock
+/// has just shown `server_seen`.
 pub(in crate::store::redis) fn set_server_time(call: &mut [u8], later: Duration, server_seen: u64) {
     let mut since = [0; 8];
     since[..LONG].copy_from_slice(&call[SINCE..SINCE + LONG]);

@@ -1,10 +1,12 @@
-//! Reads the messages that the scripts publish. [`registers`](super::super::registers) reads those about registers.
+//! Reads the messages that the scripts publish. [`registers`](super::super::registers) reads those
+//! about registers.
 
 use super::{Garbled, HolderState, ReplyReader};
 use crate::store::redis::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
 use crate::store::{HoldState, StoreEvent};
 
-/// Reads a message to a holder, from the channel of this store. Returns the number of the holder, and its state.
+/// Reads a message to a holder, from the channel of this store. Returns the number of the holder,
+/// and its state.
 pub(in crate::store::redis) fn read_holder_message(message: &[u8]) -> Result<(u64, HolderState), Garbled> {
     let mut message = ReplyReader(message);
     message.begins_with(IN_FLIGHT_MESSAGE)?;
@@ -14,7 +16,8 @@ pub(in crate::store::redis) fn read_holder_message(message: &[u8]) -> Result<(u6
     Ok((holder, HolderState::read(&mut message, incarnation, changes)?))
 }
 
-/// Reads a message about a key, from the channel of all stores. Returns the event, and the key as its sender sealed it.
+/// Reads a message about a key, from the channel of all stores. Returns the event, and the key as
+/// its sender sealed it.
 pub(in crate::store::redis) fn read_event(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
     let mut message = ReplyReader(message);
     let cut = match message.byte()? {

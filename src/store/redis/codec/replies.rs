@@ -86,7 +86,8 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
     Ok(Usage { limits, free, next_slot, hold, degraded: false })
 }
 
-/// The state of a holder in Redis: in the reply to its claim, or in a message after the claim of another holder.
+/// The state of a holder in Redis: in the reply to its claim, or in a message after the claim of
+/// another holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::store::redis) struct HolderState {
     /// The incarnation of the key's state.
@@ -125,7 +126,8 @@ pub(in crate::store::redis) struct ClaimReply {
     pub(in crate::store::redis) now: u64,
     /// How long until the first claim of another holder expires, unless it is repeated.
     pub(in crate::store::redis) first_expiry: Option<Duration>,
-    /// For how long the script grants no slot, because it recovers a lost state. Zero if it does not.
+    /// For how long the script grants no slot, because it recovers a lost state. Zero if it does
+    /// not.
     pub(in crate::store::redis) recovering: Duration,
 }
 
@@ -142,7 +144,8 @@ pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimRep
     Ok(ClaimReply { state, is_mute, now, first_expiry, recovering: reply.span()? })
 }
 
-/// Reads the reply to [`peek_in_flight`](super::peek_in_flight). Returns the slots in use and the free slots.
+/// Reads the reply to [`peek_in_flight`](super::peek_in_flight). Returns the slots in use and the
+/// free slots.
 pub(in crate::store::redis) fn read_peek_in_flight(reply: &[u8]) -> Result<(u32, u32), Garbled> {
     let mut reply = ReplyReader(reply);
     reply.version()?;

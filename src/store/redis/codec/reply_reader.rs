@@ -18,7 +18,8 @@ impl std::fmt::Display for Garbled {
 
 impl std::error::Error for Garbled {}
 
-/// Reads a packed reply or message, field by field. The bytes that are left follow the last field that was read.
+/// Reads a packed reply or message, field by field. The bytes that are left follow the last field
+/// that was read.
 pub(in crate::store::redis) struct ReplyReader<'a>(pub(in crate::store::redis) &'a [u8]);
 
 impl ReplyReader<'_> {

@@ -1,5 +1,6 @@
-//! This release reads the states that an earlier release wrote. The earlier release reads the states that this one writes,
-//! unless they contain something new. `tests/formats/1` has the scripts of format 1, and states written by them.
+//! This release reads the states that an earlier release wrote. The earlier release reads the
+//! states that this one writes, unless they contain something new. `tests/formats/1` has the
+//! scripts of format 1, and states written by them.
 
 use super::*;
 
@@ -8,7 +9,8 @@ const SEATS_1: &str = include_str!("../../../../tests/formats/1/seats.lua");
 const REGISTER_1: &str = include_str!("../../../../tests/formats/1/register.lua");
 const STATES_1: &str = include_str!("../../../../tests/formats/1/states.txt");
 
-/// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, and no charges.
+/// Returns a call of format 1 for one of format 2 that has nothing new: no server's time, and no
+/// charges.
 fn call_1(call: &[u8]) -> Vec<u8> {
     const BEFORE_SERVER: usize = 2 + 6 * 7;
     const BEFORE_CUT: usize = BEFORE_SERVER + 2 * 7 + 5 * 7 + 4 + 7 + 7 + 4;
@@ -218,7 +220,8 @@ fn histories_go_on_through_an_upgrade() {
         .unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Returns whether the first constants of a line of a script of format 1 have the values of constants of today.
+/// Returns whether the first constants of a line of a script of format 1 have the values of
+/// constants of today.
 fn has_values(script: &str, line: &str, today: &[&str]) -> bool {
     let values: Vec<&str> = today.iter().map(|name| literal(name)).collect();
     let line = script.lines().find(|other| other.starts_with(line)).expect("a line of the script");
@@ -235,7 +238,8 @@ fn in_flight_and_register_records_have_not_changed() {
     assert!(has_values(REGISTER_1, "local HEAD, HEAD_SIZE", &["REGISTER_HEAD", "REGISTER_HEAD_SIZE"]));
 }
 
-/// The scripts of format 1 and of today, each on a register of its own: they return and write the same.
+/// The scripts of format 1 and of today, each on a register of its own: they return and write the
+/// same.
 #[test]
 fn registers_of_format_1_go_on_unchanged() {
     let server = RedisServer::start().expect("a server of our own");

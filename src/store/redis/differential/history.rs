@@ -32,7 +32,8 @@ pub(super) struct Step {
     pub(super) left: Option<Said>,
     /// Uses without a permit: the units, and how long ago.
     pub(super) charges: Vec<(u64, u64)>,
-    /// By how many microseconds the clock of the server is set before the call: the wall clock, not the time of the state.
+    /// By how many microseconds the clock of the server is set before the call: the wall clock, not
+    /// the time of the state.
     pub(super) clock: i64,
 }
 

@@ -1,4 +1,5 @@
-//! Calls in flight: the same claims get the same slots in Redis as in memory, and the same holders are notified.
+//! Calls in flight: the same claims get the same slots in Redis as in memory, and the same holders
+//! are notified.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

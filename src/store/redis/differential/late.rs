@@ -1,4 +1,5 @@
-//! Late calls, clocks that are set, and processes that were suspended: no window exceeds its limit because of them.
+//! Late calls, clocks that are set, and processes that were suspended: no window exceeds its limit
+//! because of them.
 
 use super::*;
 
@@ -29,7 +30,8 @@ fn late_calls_age_no_permit_of_others() {
     world.begin();
     let spec = terms();
     let first = ask(&mut world, &spec, 1, ClientSession::default());
-    // The server was suspended: it executes at 3 s a call that was sent at 0.1 s. The caller has given up.
+    // The server was suspended: it executes at 3 s a call that was sent at 0.1 s. The caller has
+    // given up.
     world.now = START + 3_000_000;
     let demands = [Demand { cost: 1, count: 1 }];
     let late =
@@ -80,7 +82,8 @@ fn server_clocks_set_forward_grant_nothing_twice() {
     }
 }
 
-/// A process that was suspended remembers an old time. The state was written later, so the script knows better.
+/// A process that was suspended remembers an old time. The state was written later, so the script
+/// knows better.
 #[test]
 fn processes_that_slept_turn_no_time_back() {
     let server = RedisServer::start().expect("a server of our own");

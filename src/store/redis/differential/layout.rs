@@ -1,5 +1,6 @@
-//! The layout: Lua reads each record that Rust packs, field by field with the formats of `lua/layout.lua`, and Rust reads the
-//! records of Lua. Constants of a rule and of its twin are equal.
+//! The layout: Lua reads each record that Rust packs, field by field with the formats of
+//! `lua/layout.lua`, and Rust reads the records of Lua. Constants of a rule and of its twin are
+//! equal.
 
 use super::super::layout::{CUT_HOLD_MESSAGE, HOLD_MESSAGE, IN_FLIGHT_MESSAGE, REMAINING_MESSAGE};
 use super::super::registers;
@@ -166,7 +167,8 @@ fn claims_and_register_calls_are_read_field_by_field() {
 #[test]
 fn replies_about_rates_are_read_field_by_field() {
     with_lua(|lua| {
-        // Version; refused, shared and cut; incarnation to hold; releases; the limit that refused; another; prefetched; segments.
+        // Version; refused, shared and cut; incarnation to hold; releases; the limit that refused;
+        // another; prefetched; segments.
         let reply =
             [2, 1 + 4 + 8, 3, 4, 5, 6, 7, 8, 9, 10, 1, 11, 12, 0, 2, 13, 14, 15, 16, 17, 1, 21, 22, 23, 24];
         let lease =

@@ -1,4 +1,5 @@
-//! Compares the rules of `src/limit` with their twins in Lua: the same history gets the same grants, to the microsecond.
+//! Compares the rules of `src/limit` with their twins in Lua: the same history gets the same
+//! grants, to the microsecond.
 //!
 //! The scripts run in a real server, at the time that the test states.
 
@@ -39,7 +40,8 @@ fn millis(span: u64) -> Duration {
 const READS_CLOCK: &str =
     "local server_time = redis.call('TIME')\nserver_time = server_time[1] * 1000000 + server_time[2]\n";
 
-/// Returns a script that takes the server's clock from argument `argument`. Nothing else of it changes.
+/// Returns a script that takes the server's clock from argument `argument`. Nothing else of it
+/// changes.
 fn at_time_of_argument(text: &str, argument: u32) -> String {
     assert_eq!(text.matches(READS_CLOCK).count(), 1, "a script reads the clock once");
     text.replace(READS_CLOCK, &format!("local server_time = tonumber(ARGV[{argument}])\n"))
@@ -131,8 +133,9 @@ fn memory_and_redis_grant_plain_calls_the_same() {
     check(400, Mix::Plain, 200);
 }
 
-/// A call that only returns permits does not know the time, so it does not change the clock. Earlier versions stopped the
-/// clock then, and permits that were booked ahead were valid too early.
+/// A call that only returns permits does not know the time, so it does not change the clock.
+/// Earlier versions stopped the clock then, and permits that were booked ahead were valid too
+/// early.
 #[test]
 fn returns_do_not_stop_the_clock() {
     let server = RedisServer::start().expect("a server of our own");
@@ -171,7 +174,8 @@ fn returns_do_not_stop_the_clock() {
     }
 }
 
-/// Each process of a large fleet may assert another limit. Their calls go on, and each stays within its own limit.
+/// Each process of a large fleet may assert another limit. Their calls go on, and each stays within
+/// its own limit.
 #[test]
 fn memory_and_redis_forget_the_same_excess_limits() {
     let server = RedisServer::start().expect("a server of our own");

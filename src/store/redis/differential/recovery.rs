@@ -1,4 +1,5 @@
-//! Recovery after a lost state: the scripts grant nothing for as long as their twin in `src/limit` grants nothing.
+//! Recovery after a lost state: the scripts grant nothing for as long as their twin in `src/limit`
+//! grants nothing.
 
 use proptest::test_runner::TestRunner;
 

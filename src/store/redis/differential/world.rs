@@ -152,7 +152,8 @@ impl World {
         (ours, theirs)
     }
 
-    /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is asserted.
+    /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is
+    /// asserted.
     pub(super) fn forget_what_redis_does_not_keep(&mut self) {
         if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
             (self.ledger, self.incarnation) = (None, 0);

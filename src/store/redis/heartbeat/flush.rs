@@ -9,8 +9,8 @@ use crate::error::StoreError;
 
 /// A caller that waits until the store has confirmed all claims.
 pub(super) struct Flush {
-    /// The holders whose claims are not confirmed yet, and their last claim when the flush began. The reply to a later claim is
-    /// enough, so that a busy holder does not delay the flush.
+    /// The holders whose claims are not confirmed yet, and their last claim when the flush began.
+    /// The reply to a later claim is enough, so that a busy holder does not delay the flush.
     unconfirmed: HashMap<u64, u64>,
     /// The error of the first holder whose last claim failed.
     result: Result<(), StoreError>,

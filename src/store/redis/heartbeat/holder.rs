@@ -1,4 +1,5 @@
-//! One holder: a limiter of this process with calls of one key in flight, or with waiters for a slot.
+//! One holder: a limiter of this process with calls of one key in flight, or with waiters for a
+//! slot.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,13 +10,15 @@ use crate::store::in_flight::notify;
 use crate::store::redis::codec::{ClaimReply, HolderState};
 use crate::store::{Claim, ClientSession, StoreEvent, StoreListener, StoreSession};
 
-/// The distance of two claim numbers in Redis: how often a holder may repeat its last claim, each time with a larger number.
+/// The distance of two claim numbers in Redis: how often a holder may repeat its last claim, each
+/// time with a larger number.
 const NUMBERS_PER_CLAIM: u64 = 1 << 20;
 
 /// How often waiters poll if this process cannot be notified of slots; jittered.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Added to the time until something expires in Redis, so that it has expired when the claim arrives.
+/// Added to the time until something expires in Redis, so that it has expired when the claim
+/// arrives.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(2);
 
 /// A holder and its last claim.
@@ -87,7 +90,8 @@ impl Holder {
         session.and_then(|session| session.client_session(now)).unwrap_or_default()
     }
 
-    /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is repeated.
+    /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is
+    /// repeated.
     pub(super) fn on_reply(
         &mut self,
         sent: Instant,
@@ -117,7 +121,8 @@ impl Holder {
         self.repeat_after(claim.ttl, reply, is_subscribed)
     }
 
-    /// Returns after how long a claim is repeated: after a third of its time to live, or earlier if waiters may get slots earlier.
+    /// Returns after how long a claim is repeated: after a third of its time to live, or earlier if
+    /// waiters may get slots earlier.
     fn repeat_after(&self, ttl: Duration, reply: &ClaimReply, is_subscribed: bool) -> Duration {
         let third = ttl / 3;
         if self.claim.wanted == 0 {
@@ -129,7 +134,8 @@ impl Holder {
         [first_expiry, recovered, poll].into_iter().flatten().fold(third, Duration::min)
     }
 
-    /// Takes in a message about this holder. A message about a state that no reply described is kept until the next reply.
+    /// Takes in a message about this holder. A message about a state that no reply described is
+    /// kept until the next reply.
     pub(super) fn on_message(&mut self, state: HolderState) {
         match &mut self.session {
             Some(session) if session.incarnation() == state.incarnation => {
@@ -149,7 +155,8 @@ impl Holder {
         let number = number / NUMBERS_PER_CLAIM;
         let claim = &mut self.claim;
         if number == claim.number {
-            // A repeated claim is the whole state, because a server that lost its state does not know what it granted.
+            // A repeated claim is the whole state, because a server that lost its state does not
+            // know what it granted.
             let more = granted.saturating_sub(claim.granted_seen);
             let slots = u32::try_from(more).unwrap_or(u32::MAX);
             claim.granted_seen += more;
@@ -160,7 +167,8 @@ impl Holder {
         notify(self.listener.clone(), self.claim.key, self.claim.holder, event);
     }
 
-    /// Returns whether no claim is pending and the holder stays. A holder that leaves stays until the store has confirmed it.
+    /// Returns whether no claim is pending and the holder stays. A holder that leaves stays until
+    /// the store has confirmed it.
     pub(super) fn is_settled(&self) -> bool {
         self.pending.is_none() && !self.claim.is_over()
     }

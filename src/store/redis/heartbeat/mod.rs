@@ -1,7 +1,9 @@
-//! The heartbeat of calls in flight: the claims of this process, sent when something changes, every third of their time to live,
-//! and again after Redis could not be reached. No limiter is needed for that, so the runtimes of limiters may have ended.
+//! The heartbeat of calls in flight: the claims of this process, sent when something changes, every
+//! third of their time to live, and again after Redis could not be reached. No limiter is needed
+//! for that, so the runtimes of limiters may have ended.
 //!
-//! A claim is the whole state of a holder. Only the last claim of each holder counts, and one at a time is sent.
+//! A claim is the whole state of a holder. Only the last claim of each holder counts, and one at a
+//! time is sent.
 
 mod flush;
 mod holder;
@@ -30,7 +32,8 @@ use sessions::FormerSessions;
 /// The longest pause between two attempts while Redis cannot be reached.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The most claims without a reply while others are repeated, so that the last of many gets its reply in time.
+/// The most claims without a reply while others are repeated, so that the last of many gets its
+/// reply in time.
 const MOST_PENDING: usize = 100;
 
 /// The claims of all holders of this process, with their timers.
@@ -244,8 +247,8 @@ impl Claims {
         }
     }
 
-    /// Notes whether this process receives messages from now on. The claims of holders with waiters are repeated at once, to learn
-    /// of what was missed.
+    /// Notes whether this process receives messages from now on. The claims of holders with waiters
+    /// are repeated at once, to learn of what was missed.
     pub(super) fn set_subscribed(&mut self, is_subscribed: bool) {
         self.is_subscribed = is_subscribed;
         let now = clock::now();

@@ -9,8 +9,8 @@ use crate::store::StoreSession;
 
 const SMALLEST_SWEEP: usize = 64;
 
-/// Sessions by the name of the state in Redis. With them, a new holder finds out that a server has lost the state of other
-/// processes.
+/// Sessions by the name of the state in Redis. With them, a new holder finds out that a server has
+/// lost the state of other processes.
 pub(super) struct FormerSessions {
     /// Each session, and until when it is of use.
     sessions: HashMap<Arc<str>, (StoreSession, Instant)>,

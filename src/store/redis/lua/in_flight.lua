@@ -114,7 +114,7 @@ local holders, queue = {}, {}
 if bytes then
   local format, holder_count, batch_count, offset, last_write = string.byte(bytes), nil, nil, nil, nil
   if format ~= IN_FLIGHT_FORMAT or #bytes < IN_FLIGHT_HEAD_SIZE then
-    return redis.error_reply('TOLLGATE the seats of this key have format ' .. format .. ', this release understands '
+    return redis.error_reply('TOLLGATE the in-flight slots of this key have format ' .. format .. ', this release understands '
       .. IN_FLIGHT_FORMAT)
   end
   format, holder_count, batch_count, incarnation, changes, made_at, offset, last_write, learning_until =

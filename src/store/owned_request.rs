@@ -1,4 +1,4 @@
-//! What was asked of a store, kept while it answers.
+//! A request for permits that is kept while the store replies.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,24 +10,26 @@ use crate::clock;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
 
-/// An [`LeaseRequest`] that outlives its call.
+/// A [`LeaseRequest`] that outlives its call. The fields are those of the request.
 pub(crate) struct OwnedLeaseRequest {
     pub(crate) key: Key,
     pub(crate) spec: Arc<LimitSpec>,
     pub(crate) demands: SmallVec<[Demand; 2]>,
     pub(crate) prefetch: u32,
     pub(crate) latest: Duration,
-    pub(crate) life: Duration,
-    pub(crate) prefetch_life: Duration,
+    pub(crate) validity: Duration,
+    pub(crate) prefetch_validity: Duration,
     pub(crate) returns: SmallVec<[UnusedPermits; 4]>,
     pub(crate) charges: Vec<Charge>,
-    pub(crate) memory: ClientSession,
-    pub(crate) held: HoldState,
-    pub(crate) left: Option<UpstreamRemaining>,
-    pub(crate) at: Instant,
+    pub(crate) session: ClientSession,
+    pub(crate) hold: HoldState,
+    pub(crate) remaining: Option<UpstreamRemaining>,
+    /// When the call was made.
+    pub(crate) sent: Instant,
 }
 
 impl OwnedLeaseRequest {
+    /// Copies a request.
     pub(crate) fn new(request: &LeaseRequest<'_>) -> Self {
         OwnedLeaseRequest {
             key: request.key,
@@ -35,50 +37,51 @@ impl OwnedLeaseRequest {
             demands: request.demands.into(),
             prefetch: request.prefetch,
             latest: request.latest,
-            life: request.validity,
-            prefetch_life: request.prefetch_validity,
+            validity: request.validity,
+            prefetch_validity: request.prefetch_validity,
             returns: request.returns.into(),
             charges: request.charges.to_vec(),
-            memory: request.session,
-            held: request.hold,
-            left: request.remaining,
-            at: clock::now(),
+            session: request.session,
+            hold: request.hold,
+            remaining: request.remaining,
+            sent: clock::now(),
         }
     }
 
-    /// Makes a call that asks for no permits.
-    pub(crate) fn without_needs(key: Key, spec: &Arc<LimitSpec>, memory: ClientSession) -> Self {
+    /// Makes a request without demands.
+    pub(crate) fn without_demands(key: Key, spec: &Arc<LimitSpec>, session: ClientSession) -> Self {
         OwnedLeaseRequest {
             key,
             spec: spec.clone(),
             demands: SmallVec::new(),
             prefetch: 0,
             latest: Duration::ZERO,
-            life: Duration::ZERO,
-            prefetch_life: Duration::ZERO,
+            validity: Duration::ZERO,
+            prefetch_validity: Duration::ZERO,
             returns: SmallVec::new(),
             charges: Vec::new(),
-            memory,
-            held: HoldState::default(),
-            left: None,
-            at: clock::now(),
+            session,
+            hold: HoldState::default(),
+            remaining: None,
+            sent: clock::now(),
         }
     }
 
+    /// Returns the request, with other demands.
     pub(crate) fn request<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
         LeaseRequest {
             key: self.key,
             spec: &self.spec,
-            demands: demands,
+            demands,
             prefetch: self.prefetch,
             latest: self.latest,
-            validity: self.life,
-            prefetch_validity: self.prefetch_life,
+            validity: self.validity,
+            prefetch_validity: self.prefetch_validity,
             returns: &self.returns,
             charges: &self.charges,
-            session: self.memory,
-            hold: self.held,
-            remaining: self.left,
+            session: self.session,
+            hold: self.hold,
+            remaining: self.remaining,
         }
     }
 }
