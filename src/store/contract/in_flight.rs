@@ -1,4 +1,4 @@
-//! The law of calls in flight.
+//! The law of in-flight limits.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,14 +9,14 @@ use crate::key::Key;
 use crate::quota::Quota;
 use crate::store::{Claim, Store, StoreError, StoreEvent, StoreListener};
 
-/// The messages to each holder.
+/// Records the events of each holder.
 #[derive(Default)]
-struct Ear(Mutex<Vec<(u64, StoreEvent)>>);
+struct Recorder(Mutex<Vec<(u64, StoreEvent)>>);
 
-impl StoreListener for Ear {
+impl StoreListener for Recorder {
     fn on_event(self: Arc<Self>, _: Key, holder: u64, event: StoreEvent) {
-        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        told.push((holder, event));
+        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        events.push((holder, event));
     }
 }
 
@@ -27,8 +27,8 @@ struct Holder {
     id: u64,
     number: u64,
     most: u32,
-    given: u64,
-    ear: Arc<Ear>,
+    granted: u64,
+    recorder: Arc<Recorder>,
 }
 
 impl Holder {
@@ -41,51 +41,43 @@ impl Holder {
             id,
             number: 0,
             most,
-            given: 0,
-            ear: Arc::default(),
+            granted: 0,
+            recorder: Arc::default(),
         }
     }
 
-    fn send(&self, number: u64, sits: u32, wants: u32) {
-        let &Holder { key, id: holder, most, given: heard, .. } = self;
-        let claim = Claim {
-            key,
-            holder,
-            number,
-            limit: most,
-            in_use: sits,
-            wanted: wants,
-            granted_seen: heard,
-            ttl: LONG,
-        };
-        let listener: Arc<dyn StoreListener> = self.ear.clone();
+    fn send(&self, number: u64, in_use: u32, wanted: u32) {
+        let &Holder { key, id: holder, most, granted, .. } = self;
+        let claim =
+            Claim { key, holder, number, limit: most, in_use, wanted, granted_seen: granted, ttl: LONG };
+        let listener: Arc<dyn StoreListener> = self.recorder.clone();
         self.store.claim(claim, &listener);
     }
 
-    /// Sends a claim. Returns how many seats the holder was given; `None` if the store does not
+    /// Sends a claim. Returns how many slots the holder was granted; `None` if the store does not
     /// count calls in flight.
-    async fn claim(&mut self, sits: u32, wants: u32) -> Option<u64> {
+    async fn claim(&mut self, in_use: u32, wanted: u32) -> Option<u64> {
         self.number += 1;
-        self.send(self.number, sits, wants);
-        self.told(|_| true).await.ok()
+        self.send(self.number, in_use, wanted);
+        self.granted_when(|_| true).await.ok()
     }
 
-    /// Waits until the news of the last claim meets `enough`. Returns how many seats the holder was
-    /// given.
-    async fn told(&mut self, enough: impl Fn((u64, bool)) -> bool) -> Result<u64, StoreError> {
+    /// Waits until an event about the last claim meets `enough`. Returns how many slots the holder
+    /// was granted.
+    async fn granted_when(&mut self, enough: impl Fn((u64, bool)) -> bool) -> Result<u64, StoreError> {
         for _ in 0..2000 {
-            let told: Vec<_> = self.ear.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let events: Vec<_> = self.recorder.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let newest =
-                told.iter().filter(|(holder, _)| *holder == self.id).max_by_key(|(_, event)| match event {
+                events.iter().filter(|(holder, _)| *holder == self.id).max_by_key(|(_, event)| match event {
                     StoreEvent::InFlight { version, .. } => *version,
                     _ => 0,
                 });
             match newest {
-                Some((_, StoreEvent::InFlight { number, granted: given, others_wait, .. }))
-                    if *number == self.number && enough((*given, *others_wait)) =>
+                Some((_, StoreEvent::InFlight { number, granted, others_wait, .. }))
+                    if *number == self.number && enough((*granted, *others_wait)) =>
                 {
-                    let more = given - self.given;
-                    self.given = *given;
+                    let more = granted - self.granted;
+                    self.granted = *granted;
                     return Ok(more);
                 }
                 Some((_, StoreEvent::Failed(error @ StoreError::Unsupported(_)))) => {
@@ -94,41 +86,45 @@ impl Holder {
                 _ => pass(Duration::from_millis(1)).await,
             }
         }
-        panic!("no such news within two seconds; holder {} received {:?}", self.id, self.ear.0);
+        panic!("no such event within two seconds; holder {} received {:?}", self.id, self.recorder.0);
     }
 }
 
-/// Seats in use never exceed the smallest limit asserted, and waiters get seats in the order of
+/// Slots in use never exceed the smallest limit asserted, and waiters get slots in the order of
 /// their arrival, even if claims arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "in flight", Quota::in_flight(3));
     let (mut one, mut two, mut three) = (Holder::new(&desk, 3), Holder::new(&desk, 3), Holder::new(&desk, 2));
-    let Some(given) = one.claim(0, 2).await else { return };
-    assert_eq!(given, 2, "free seats are given at once");
-    assert_eq!(two.claim(0, 2).await, Some(1), "no seat beyond the limit");
+    let Some(granted) = one.claim(0, 2).await else { return };
+    assert_eq!(granted, 2, "free slots are granted at once");
+    assert_eq!(two.claim(0, 2).await, Some(1), "no slot beyond the limit");
     assert!(
-        one.told(|(_, others_wait)| others_wait).await.is_ok(),
-        "a holder with seats is notified that others wait"
+        one.granted_when(|(_, others_wait)| others_wait).await.is_ok(),
+        "a holder with slots is notified that others wait"
     );
     // An older claim that arrives late is ignored; a repeated claim changes nothing.
     one.send(one.number - 1, 0, 0);
     one.send(one.number, 0, 2);
-    assert_eq!(two.claim(1, 1).await, Some(0), "no seat has become free");
+    assert_eq!(two.claim(1, 1).await, Some(0), "no slot has become free");
     assert_eq!(one.claim(1, 1).await, Some(0), "a new waiter is last");
-    assert_eq!(two.told(|(given, _)| given > 1).await.ok(), Some(1), "the first waiter gets the free seat");
+    assert_eq!(
+        two.granted_when(|(granted, _)| granted > 1).await.ok(),
+        Some(1),
+        "the first waiter gets the free slot"
+    );
     assert_eq!(two.claim(1, 0).await, Some(0));
     assert_eq!(
-        one.told(|(given, _)| given > 2).await.ok(),
+        one.granted_when(|(granted, _)| granted > 2).await.ok(),
         Some(1),
-        "the next waiter gets the next free seat"
+        "the next waiter gets the next free slot"
     );
-    // Two seats are taken, and the new holder asserts a limit of two.
+    // Two slots are taken, and the new holder asserts a limit of two.
     assert_eq!(two.claim(0, 0).await, Some(0));
     assert_eq!(three.claim(0, 1).await, Some(0), "the smallest limit holds");
     assert_eq!(one.claim(1, 0).await, Some(0));
-    assert_eq!(three.told(|(given, _)| given > 0).await.ok(), Some(1));
+    assert_eq!(three.granted_when(|(granted, _)| granted > 0).await.ok(), Some(1));
     let usage = desk.peek().await;
-    assert_eq!((usage.limits[0].used, usage.free), (2, 0), "two of two seats are taken: {usage:?}");
+    assert_eq!((usage.limits[0].used, usage.free), (2, 0), "two of two slots are taken: {usage:?}");
     for holder in [&mut one, &mut three] {
         assert_eq!(holder.claim(0, 0).await, Some(0));
     }

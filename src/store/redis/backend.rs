@@ -1,4 +1,5 @@
-//! Where calls go: to the one server, or to the server of a cluster that has the key.
+//! The servers: one server, or the servers of a cluster, of which each call goes to the one that
+//! has the key.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,20 +8,20 @@ use redis::{Cmd, Value};
 
 #[cfg(feature = "redis-cluster")]
 use super::cluster::Cluster;
-use super::endpoint::{Connecting, Ears};
+use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
 use super::link::{Connections, Link, Links};
 use crate::clock;
 use crate::error::StoreError;
 
-/// The channel of all stores with the same prefix and database; the others have the number of one
-/// store.
+/// The channel of all stores with the same prefix and database. The channel of
+/// one store has its number.
 pub(super) const TO_ALL: &str = "all";
 
-/// Clones share the connections.
+/// The connections to the servers. Clones share them.
 #[derive(Clone)]
 pub(super) struct Backend {
-    /// What the names of channels begin with.
+    /// The beginning of all channel names.
     channels: Arc<str>,
     links: Links,
     servers: Servers,
@@ -28,7 +29,7 @@ pub(super) struct Backend {
 
 #[derive(Clone)]
 enum Servers {
-    One(Arc<Link>, Option<Ears>),
+    One(Arc<Link>, Option<FindServer>),
     #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Cluster>),
 }
@@ -37,8 +38,8 @@ impl Backend {
     pub(super) fn new(connecting: Connecting, store_timeout: Duration, channels: &str) -> Self {
         let links = Links::new(store_timeout);
         let servers = match connecting {
-            Connecting::Server { factory, ears } => {
-                Servers::One(Arc::new(Link::new(None, factory, links.clone())), ears)
+            Connecting::Server { factory, find_server } => {
+                Servers::One(Arc::new(Link::new(None, factory, links.clone())), find_server)
             }
             #[cfg(feature = "redis-cluster")]
             Connecting::Cluster(seeds) => Servers::Cluster(Arc::new(Cluster::new(seeds, links.clone()))),
@@ -60,12 +61,12 @@ impl Backend {
         self.links.connections()
     }
 
-    /// Until when an operation that begins now must have ended.
+    /// Returns the deadline of an operation that begins now.
     pub(super) fn deadline(&self) -> Instant {
         clock::after(clock::now(), self.links.store_timeout)
     }
 
-    /// Why a call about `key` would fail now, if that is known without asking.
+    /// Returns why a call about `key` would fail now, if that is known without a call.
     pub(super) fn down(&self, key: &str) -> Option<StoreError> {
         #[cfg(not(feature = "redis-cluster"))]
         let _ = key;
@@ -76,14 +77,14 @@ impl Backend {
         }
     }
 
-    /// The name of a channel. What is published on it reaches the stores with the same prefix and
-    /// database: channels of Redis know no databases, so the name has it.
+    /// Returns the name of a channel of the stores with the same prefix and database. Channels of
+    /// Redis belong to no database, so the name states it.
     pub(super) fn channel(&self, database: i64, channel: &str) -> String {
         format!("{}{database}:{channel}", self.channels)
     }
 
-    /// The database of the connection. Waits for a connection until `deadline` at most, as a
-    /// factory may choose any.
+    /// Returns the database of the connection, which a factory may choose. Waits for a connection
+    /// until `deadline` at most.
     pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
         match &self.servers {
             Servers::One(link, _) => link.database(deadline).await,
@@ -92,9 +93,9 @@ impl Backend {
         }
     }
 
-    /// Sends a command about `key` and waits for its answer, until `deadline` at most. A command
+    /// Sends a command about `key` and waits for its reply, until `deadline` at most. A command
     /// that may have been executed is never sent again.
-    pub(super) async fn ask(
+    pub(super) async fn send(
         &self,
         key: &str,
         command: Cmd,
@@ -103,27 +104,27 @@ impl Backend {
         #[cfg(not(feature = "redis-cluster"))]
         let _ = key;
         match &self.servers {
-            Servers::One(link, _) => link.ask(command.into(), deadline).await,
+            Servers::One(link, _) => link.send(command.into(), deadline).await,
             #[cfg(feature = "redis-cluster")]
-            Servers::Cluster(cluster) => cluster.ask(key, command.into(), deadline).await,
+            Servers::Cluster(cluster) => cluster.send(key, command.into(), deadline).await,
         }
     }
 
-    /// The same with a command that any server can execute.
-    pub(super) async fn ask_any(&self, command: Cmd, deadline: Instant) -> Result<Value, RedisFailure> {
+    /// Sends a command that any server can execute, and waits for its reply.
+    pub(super) async fn send_any(&self, command: Cmd, deadline: Instant) -> Result<Value, RedisFailure> {
         match &self.servers {
-            Servers::One(link, _) => link.ask(command.into(), deadline).await,
+            Servers::One(link, _) => link.send(command.into(), deadline).await,
             #[cfg(feature = "redis-cluster")]
-            Servers::Cluster(cluster) => cluster.ask_any(command.into(), deadline).await,
+            Servers::Cluster(cluster) => cluster.send_any(command.into(), deadline).await,
         }
     }
 
-    /// Finds a server to listen to, if that is possible.
-    pub(super) fn ears(&self) -> Option<Ears> {
+    /// Returns how to find a server for a subscription, if there is a way.
+    pub(super) fn find_server(&self) -> Option<FindServer> {
         match &self.servers {
-            Servers::One(_, ears) => ears.clone(),
+            Servers::One(_, find_server) => find_server.clone(),
             #[cfg(feature = "redis-cluster")]
-            Servers::Cluster(cluster) => Some(cluster.clone().ears()),
+            Servers::Cluster(cluster) => Some(cluster.clone().find_server()),
         }
     }
 }

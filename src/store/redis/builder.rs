@@ -32,21 +32,21 @@ impl RedisStoreBuilder {
         }
     }
 
-    /// What the names of all keys begin with. Default: `tollgate`; at most 64 bytes, without braces
+    /// Sets the beginning of all key names. Default: `tollgate`. At most 64 bytes, without braces
     /// and spaces.
     ///
-    /// Processes share a limit when their stores use the same database of the same Redis with the
+    /// Processes share a limit if their stores use the same database of the same Redis with the
     /// same prefix, and their layers give the same [`Key`].
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// A secret that goes into the names of keys. Default: none.
+    /// Sets a secret that goes into the names of keys. Default: no secret.
     ///
-    /// Redis only ever sees digests of keys. Without a secret, a reader of Redis who guesses an id
-    /// (a host, an e-mail address) can check whether it is there; with a secret, this check is
-    /// impossible. All processes that share limits need the same.
+    /// Redis has only digests of keys. Without a secret, a reader of Redis who guesses an id (a
+    /// host, an e-mail address) can check whether it is there. With a secret, this check is
+    /// impossible. All processes that share limits need the same secret.
     ///
     /// With a secret, a key has the same label in the errors and events of all processes: the first
     /// eight digits of its name in Redis. Without one, each process has labels of its own.
@@ -55,10 +55,11 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The longest that one call may take, connecting included. Default: 250 ms; from 1 ms to 60 s.
+    /// Sets the longest time that one call may take, which includes making a connection. Default:
+    /// 250 ms. From 1 ms to 60 s.
     ///
-    /// After it, the call's outcome is unknown: what it may have granted counts as spent, and it is
-    /// not repeated.
+    /// After that time the outcome of the call is unknown. The call is not repeated, and permits
+    /// that it may have granted count as used.
     pub fn store_timeout(mut self, store_timeout: Duration) -> Self {
         self.store_timeout = store_timeout;
         self

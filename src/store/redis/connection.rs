@@ -7,31 +7,32 @@ use std::sync::Arc;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, RedisResult, Value};
 
-/// Makes connections.
+/// Makes a connection with each call.
 pub(super) type Factory = Arc<dyn Fn() -> Connecting + Send + Sync>;
 pub(super) type Connecting = Pin<Box<dyn Future<Output = RedisResult<Connection>> + Send>>;
 
 /// A connection of any kind. Clones share it.
 #[derive(Clone)]
 pub(super) struct Connection {
-    pub(super) ask: Arc<dyn Fn(Request) -> Answering + Send + Sync>,
-    /// The database that the connection states it uses.
+    pub(super) send: Arc<dyn Fn(Request) -> ReplyFuture + Send + Sync>,
+    /// The database that the connection uses, as it states.
     pub(super) database: i64,
 }
 
 impl Connection {
-    pub(super) fn ask(&self, request: Request) -> Answering {
-        (self.ask)(request)
+    /// Sends a command. The future completes with the reply of the server.
+    pub(super) fn send(&self, request: Request) -> ReplyFuture {
+        (self.send)(request)
     }
 }
 
-pub(super) type Answering = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
+pub(super) type ReplyFuture = Pin<Box<dyn Future<Output = RedisResult<Value>> + Send>>;
 
 /// A command to a server. Clones share the command.
 #[derive(Clone)]
 pub(super) struct Request {
     pub(super) command: Arc<Cmd>,
-    /// Whether it is about a key that is being moved to this server of a cluster.
+    /// Whether the key of the command is being moved to this server of a cluster.
     pub(super) asking: bool,
 }
 
@@ -47,24 +48,24 @@ where
     C: ConnectionLike + Clone + Send + Sync + 'static,
 {
     let database = connection.get_db();
-    let ask = Arc::new(move |request: Request| {
+    let send = Arc::new(move |request: Request| {
         let mut connection = connection.clone();
         Box::pin(async move {
             let Request { command, asking } = request;
             if !asking {
                 return connection.req_packed_command(&command).await?.extract_error();
             }
-            // It counts for the next command on the connection, so no other may come between.
+            // `ASKING` counts for the next command on the connection, so both are sent together.
             let mut both = redis::pipe();
             both.cmd("ASKING").add_command((*command).clone());
-            let answers = connection.req_packed_commands(&both, 1, 1).await?;
-            answers.into_iter().next().unwrap_or(Value::Nil).extract_error()
+            let replies = connection.req_packed_commands(&both, 1, 1).await?;
+            replies.into_iter().next().unwrap_or(Value::Nil).extract_error()
         }) as _
     });
-    Connection { ask, database }
+    Connection { send, database }
 }
 
-/// Makes connections to the server that `client` knows.
+/// Returns a factory of connections to the server of `client`.
 pub(super) fn factory_of(client: Client) -> Factory {
     Arc::new(move || {
         let client = client.clone();
@@ -72,9 +73,9 @@ pub(super) fn factory_of(client: Client) -> Factory {
     })
 }
 
-/// A connection to the server that `client` knows.
+/// Makes a connection to the server of `client`.
 pub(super) async fn connect(client: &Client) -> RedisResult<Connection> {
-    // The deadlines are ours: one for the whole of each operation.
+    // The link sets one deadline for the whole of each operation.
     let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
     let made: MultiplexedConnection = client.get_multiplexed_async_connection_with_config(&config).await?;
     Ok(connection(made))

@@ -1,4 +1,4 @@
-//! Where Redis is: one server, a master that Sentinels know, or a cluster.
+//! The endpoint: one server, a master that Sentinels know, or a cluster.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,44 +22,50 @@ use super::tls;
 use crate::config_error::ConfigError;
 use crate::error::StoreError;
 
-/// How to get to Redis. Clones share it.
+/// How to connect to Redis.
 #[derive(Clone)]
 pub(super) enum Connecting {
+    /// One server at a time.
     Server {
+        /// Makes connections for commands.
         factory: Factory,
-        /// Where to listen to what other processes do; a connection of the user's is for commands.
-        ears: Option<Ears>,
+        /// Finds the server for a subscription. `None` if the user makes the connections, because
+        /// these are for commands.
+        find_server: Option<FindServer>,
     },
+    /// A cluster.
     #[cfg(feature = "redis-cluster")]
     Cluster(Arc<Seeds>),
 }
 
-/// Finds the server to listen to, each time anew.
-pub(super) type Ears =
-    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<Listening, StoreError>> + Send>> + Send + Sync>;
+/// Finds the server for a subscription, each time anew.
+pub(super) type FindServer =
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<PubSubServer, StoreError>> + Send>> + Send + Sync>;
 
-/// A server to listen to.
-pub(super) struct Listening {
+/// A server for a subscription.
+pub(super) struct PubSubServer {
     pub(super) client: Client,
-    /// Completes when the server is found to be unreachable; it may never complete.
+    /// Completes when the server is found to be unreachable. It may never complete.
     pub(super) away: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-impl Listening {
+impl PubSubServer {
     fn to(client: Client) -> Self {
-        Listening { client, away: Box::pin(std::future::pending()) }
+        PubSubServer { client, away: Box::pin(std::future::pending()) }
     }
 }
 
-/// One server.
+/// Returns how to connect to the server at `url`.
 pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
     let client = Client::open(info(url)?).map_err(|error| no_url(&error))?;
-    let heard = client.clone();
-    let ears: Ears = Arc::new(move || Box::pin(std::future::ready(Ok(Listening::to(heard.clone())))));
-    Ok(Connecting::Server { factory: connection::factory_of(client), ears: Some(ears) })
+    let pubsub = client.clone();
+    let find_server: FindServer =
+        Arc::new(move || Box::pin(std::future::ready(Ok(PubSubServer::to(pubsub.clone())))));
+    Ok(Connecting::Server { factory: connection::factory_of(client), find_server: Some(find_server) })
 }
 
-/// The master that the Sentinels at `sentinels` know by the name that is the host of `master`.
+/// Returns how to connect to a master. The Sentinels at `sentinels` know it by the name that is the
+/// host of `master`.
 #[cfg(feature = "redis-sentinel")]
 pub(super) fn sentinel<S: AsRef<str>>(
     sentinels: impl IntoIterator<Item = S>,
@@ -89,7 +95,7 @@ pub(super) fn sentinel<S: AsRef<str>>(
             Some(node.clone()),
             SentinelServerType::Master,
         );
-        // Asked each time: after a failover it is another one.
+        // The Sentinels are asked each time, because a failover changes the master.
         async move { known?.async_get_client().await }
     };
     let found = find.clone();
@@ -97,14 +103,14 @@ pub(super) fn sentinel<S: AsRef<str>>(
         let finding = find();
         Box::pin(async move { connection::connect(&finding.await?).await }) as _
     });
-    let ears: Ears = Arc::new(move || {
+    let find_server: FindServer = Arc::new(move || {
         let finding = found();
-        Box::pin(async move { Ok(Listening::to(finding.await.map_err(StoreError::away)?)) })
+        Box::pin(async move { Ok(PubSubServer::to(finding.await.map_err(StoreError::away)?)) })
     });
-    Ok(Connecting::Server { factory, ears: Some(ears) })
+    Ok(Connecting::Server { factory, find_server: Some(find_server) })
 }
 
-/// The cluster that the servers at `nodes` belong to.
+/// Returns how to connect to the cluster of the servers at `nodes`.
 #[cfg(feature = "redis-cluster")]
 pub(super) fn cluster<S: AsRef<str>>(nodes: impl IntoIterator<Item = S>) -> Result<Connecting, ConfigError> {
     let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.into() };
@@ -126,7 +132,7 @@ pub(super) fn cluster<S: AsRef<str>>(nodes: impl IntoIterator<Item = S>) -> Resu
     Ok(Connecting::Cluster(Arc::new(Seeds { servers, settings })))
 }
 
-/// Whether two servers are connected to in the same way, but for their addresses.
+/// Returns whether two servers need the same settings, apart from their addresses.
 #[cfg(feature = "redis-cluster")]
 fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
     let tls = |info: &ConnectionInfo| match info.addr() {
@@ -141,12 +147,13 @@ fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
         && ones.protocol() == others.protocol()
 }
 
-/// Without it, a call may wait for the acknowledgement of the one before.
+/// Returns the settings of TCP. Without `nodelay`, a call may wait for the acknowledgement of the
+/// call before.
 fn tcp() -> TcpSettings {
     TcpSettings::default().set_nodelay(true)
 }
 
-/// The text of a URL may hold a password, so no error shows it.
+/// Reads a URL. Its text may have a password, so no error shows it.
 fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
     let scheme = url.split_once("://").map(|(scheme, _)| scheme);
     if matches!(scheme, Some("rediss" | "valkeys")) {

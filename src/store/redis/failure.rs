@@ -9,7 +9,7 @@ use redis::{ErrorKind, RedisError, ServerErrorKind};
 
 use crate::error::{BoxError, StoreError};
 
-/// Why a command has no answer.
+/// Why a command has no result.
 pub(super) struct RedisFailure {
     pub(super) why: Why,
     /// The server of the command, if it is one of several.
@@ -20,45 +20,46 @@ pub(super) enum Why {
     /// There is no connection.
     Down(StoreError),
     /// The server replied with an error, or the connection broke.
-    Said(RedisError),
-    /// No answer arrived in time.
+    Error(RedisError),
+    /// No reply arrived in time.
     Silent(Duration),
 }
 
 impl RedisFailure {
-    /// There is no server to ask.
+    /// Makes the failure of a command for which there is no server.
     #[cfg(feature = "redis-cluster")]
     pub(super) fn down(error: StoreError) -> Self {
         RedisFailure { why: Why::Down(error), server: None }
     }
 
-    /// No answer came within `after`.
+    /// Makes the failure of a command without a reply within `after`.
     pub(super) fn silent(after: Duration) -> Self {
         RedisFailure { why: Why::Silent(after), server: None }
     }
 
-    /// Whether the server does not have the script: then it did nothing.
+    /// Returns whether the server does not have the script. Then it did nothing.
     pub(super) fn is_no_script(&self) -> bool {
-        matches!(&self.why, Why::Said(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
+        matches!(&self.why, Why::Error(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript))
     }
 
+    /// Returns whether the server did not reply in time.
     #[cfg(feature = "redis-cluster")]
     pub(super) fn is_silent(&self) -> bool {
         matches!(self.why, Why::Silent(_))
     }
 
-    /// The error that the server replied, if it did.
+    /// Returns the error of the server or the connection, if there was one.
     #[cfg(feature = "redis-cluster")]
-    pub(super) fn said(&self) -> Option<&RedisError> {
+    pub(super) fn error(&self) -> Option<&RedisError> {
         match &self.why {
-            Why::Said(error) => Some(error),
+            Why::Error(error) => Some(error),
             Why::Down(_) | Why::Silent(_) => None,
         }
     }
 
-    /// Returns whether the server would answer the next call, because `error` concerns only this
-    /// call.
-    fn is_answer(error: &RedisError) -> bool {
+    /// Returns whether `error` concerns only this call, so that the server would execute the next
+    /// one.
+    fn is_reply(error: &RedisError) -> bool {
         match error.kind() {
             ErrorKind::Server(
                 ServerErrorKind::ReadOnly
@@ -73,22 +74,24 @@ impl RedisFailure {
         }
     }
 
+    /// Returns whether the connection is of no more use.
     pub(super) fn breaks(&self) -> bool {
         match &self.why {
             Why::Down(_) => false,
-            Why::Said(error) => !RedisFailure::is_answer(error),
+            Why::Error(error) => !RedisFailure::is_reply(error),
             Why::Silent(_) => true,
         }
     }
 
+    /// Returns the error for the caller of the store.
     pub(super) fn to_error(&self) -> StoreError {
         let of_server = |error| of_server(self.server.as_ref(), error);
         match &self.why {
             Why::Down(error) => error.clone(),
-            Why::Said(error) if RedisFailure::is_answer(error) => {
+            Why::Error(error) if RedisFailure::is_reply(error) => {
                 StoreError::failed(of_server(error.clone().into()))
             }
-            Why::Said(error) => StoreError::away(of_server(error.clone().into())),
+            Why::Error(error) => StoreError::away(of_server(error.clone().into())),
             Why::Silent(after) => StoreError::away(of_server(format!("no answer within {after:?}").into())),
         }
     }

@@ -18,7 +18,8 @@ use crate::error::{BoxError, StoreError};
 use crate::events;
 use crate::rng::Backoff;
 
-/// How long making a connection may take: names and certificates need longer than a call.
+/// The longest time that making a connection may take. Name resolution and certificates take longer
+/// than a call.
 pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
 /// After this time without a command a PING is sent. Some networks (NAT, a load balancer) forget
@@ -26,7 +27,7 @@ pub(super) const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 /// network has forgotten it, the PING finds that out before a request does.
 const QUIET: Duration = Duration::from_secs(30);
 
-/// What all links of a store share.
+/// The state that all links of a store share.
 #[derive(Clone)]
 pub(super) struct Links {
     pub(super) store_timeout: Duration,
@@ -52,7 +53,7 @@ impl Links {
     }
 }
 
-/// The connections that are made.
+/// A subscription to new connections.
 pub(super) struct Connections(watch::Receiver<u64>);
 
 impl Connections {
@@ -64,17 +65,20 @@ impl Connections {
     }
 }
 
+/// The link to one server.
 pub(super) struct Link {
     links: Links,
-    /// Host and port, if the server is one of several: then errors name it.
+    /// Host and port, which errors name. `None` if there is only one server.
     server: Option<Arc<str>>,
     factory: Factory,
     state: watch::Sender<State>,
+    /// Notified when a command finds that the connection is broken.
     broken: Notify,
     /// When a command was last sent.
     used_at: Mutex<Instant>,
 }
 
+/// Whether there is a connection.
 enum State {
     /// The first attempt to connect is under way, or no caller needed a connection yet.
     New,
@@ -110,7 +114,7 @@ impl Link {
                     // In a task of its own, because a connection of the user's may panic. The
                     // information about the server is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
-                        let info = timeout(LONGEST_CONNECTING, connection.ask(redis::cmd("INFO").into()));
+                        let info = timeout(LONGEST_CONNECTING, connection.send(redis::cmd("INFO").into()));
                         if let Ok(Ok(info)) = info.await {
                             warn_of_eviction(&info);
                         }
@@ -139,24 +143,26 @@ impl Link {
                 // A task of its own: a connection of the user's may panic.
                 let asking = tokio::spawn(async move {
                     let deadline = clock::after(clock::now(), link.links.store_timeout);
-                    link.ask(redis::cmd("PING").into(), deadline).await.is_ok()
+                    link.send(redis::cmd("PING").into(), deadline).await.is_ok()
                 });
                 let _ = asking.await;
             }
         }
     }
 
+    /// Returns when the next PING is due.
     fn quiet_at(&self) -> Instant {
         clock::after(*self.used_at.lock().unwrap_or_else(PoisonError::into_inner), QUIET)
     }
 
+    /// Makes a connection.
     async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
         let link = self.clone();
-        // A task of its own: a factory that panics must not take the keeper along.
+        // A task of its own, so that a panic of a factory does not end the keeper.
         let mut connecting = JoinSet::new();
         connecting.spawn(async move {
             let connection = (link.factory)().await?;
-            connection.ask(redis::cmd("PING").into()).await?;
+            connection.send(redis::cmd("PING").into()).await?;
             Ok::<_, RedisError>(connection)
         });
         let soon = self.links.store_timeout.min(LONGEST_CONNECTING);
@@ -194,16 +200,16 @@ impl Link {
         let _ = self.state.subscribe().wait_for(|state| matches!(state, State::Down(_))).await;
     }
 
-    /// Sends one command and waits for its answer, until `deadline` at most. It is never sent
+    /// Sends one command and waits for its reply, until `deadline` at most. It is never sent
     /// twice.
-    pub(super) async fn ask(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
+    pub(super) async fn send(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
-        let answer = timeout_at(deadline.into(), connection.ask(request)).await.map_err(silent);
-        let failure = match answer {
+        let reply = timeout_at(deadline.into(), connection.send(request)).await.map_err(silent);
+        let failure = match reply {
             Ok(Ok(value)) => return Ok(value),
-            Ok(Err(error)) => self.failure(Why::Said(error)),
+            Ok(Err(error)) => self.failure(Why::Error(error)),
             Err(silent) => silent,
         };
         if failure.breaks()
@@ -214,12 +220,14 @@ impl Link {
         Err(failure)
     }
 
-    /// The database of the connection. Waits for a connection until `deadline` at most.
+    /// Returns the database of the connection. Waits for a connection until `deadline` at most.
     pub(super) async fn database(&self, deadline: Instant) -> Result<i64, RedisFailure> {
         let (connection, _) = self.connection(deadline).await?;
         Ok(connection.database)
     }
 
+    /// Returns the connection and its number. Waits for the first connection until `deadline` at
+    /// most.
     async fn connection(&self, deadline: Instant) -> Result<(Connection, u64), RedisFailure> {
         let mut states = self.state.subscribe();
         loop {
@@ -286,7 +294,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_millis(250);
 
     /// A server behind a network that forgets a connection after a minute without traffic, or at
-    /// once. What is sent on a forgotten connection gets no answer.
+    /// once. What is sent on a forgotten connection gets no reply.
     #[derive(Default)]
     struct Network {
         connections: AtomicUsize,
@@ -297,7 +305,7 @@ mod tests {
         fn connect(self: &Arc<Self>) -> Connection {
             let number = self.connections.fetch_add(1, Ordering::Relaxed) + 1;
             let (network, used_at) = (self.clone(), Arc::new(Mutex::new(clock::now())));
-            let ask = Arc::new(move |_| {
+            let send = Arc::new(move |_| {
                 let last = std::mem::replace(&mut *used_at.lock().unwrap(), clock::now());
                 let idle = clock::now().saturating_duration_since(last);
                 let newest = number == network.connections.load(Ordering::Relaxed);
@@ -309,7 +317,7 @@ mod tests {
                     Ok(Value::Okay)
                 }) as _
             });
-            Connection { ask, database: 0 }
+            Connection { send, database: 0 }
         }
 
         fn link(self: &Arc<Self>) -> Arc<Link> {
@@ -321,8 +329,8 @@ mod tests {
         }
     }
 
-    async fn answers(link: &Link) -> bool {
-        link.ask(redis::cmd("GET").into(), clock::after(clock::now(), TIMEOUT)).await.is_ok()
+    async fn replies(link: &Link) -> bool {
+        link.send(redis::cmd("GET").into(), clock::after(clock::now(), TIMEOUT)).await.is_ok()
     }
 
     #[tokio::test(start_paused = true)]
@@ -330,7 +338,7 @@ mod tests {
         let network = Arc::new(Network::default());
         let link = network.link();
         for _ in 0..3 {
-            assert!(answers(&link).await);
+            assert!(replies(&link).await);
             clock::sleep(Duration::from_secs(600)).await;
         }
         assert_eq!(network.connections.load(Ordering::Relaxed), 1);
@@ -340,10 +348,10 @@ mod tests {
     async fn pings_find_forgotten_connections_before_requests_do() {
         let network = Arc::new(Network::default());
         let link = network.link();
-        assert!(answers(&link).await);
+        assert!(replies(&link).await);
         network.forgets_all.store(true, Ordering::Relaxed);
         clock::sleep(QUIET + TIMEOUT + Duration::from_secs(2)).await;
-        assert!(answers(&link).await);
+        assert!(replies(&link).await);
         assert_eq!(network.connections.load(Ordering::Relaxed), 2);
     }
 }

@@ -1,14 +1,13 @@
-//! Counts shared by many processes: the store in Redis.
+//! The store in Redis: counts that many processes share.
 //!
 //! ```text
-//!  lease, give back, peek, hold, claim, register ──> worker (a thread of its own) ──> script (one key, one step) ──> backend
-//!                                      what others did <── worker <── ears (a connection to listen on)
-//!
-//!  backend: the server, or the server of a cluster that has the key ──> link (one connection to each)
+//!  lease, give back, peek, hold, claim, register
+//!      ──> worker (a thread) ──> script (one key, one step) ──> backend ──> link (one connection)
+//!  events of other processes <── worker <── pubsub (a connection with a subscription)
 //! ```
 //!
-//! [`wire`] packs calls and reads answers; [`crate::guide::redis_format`] has the format, and why
-//! it is so.
+//! The backend is one server, or the servers of a cluster with a link to each. `codec` packs calls
+//! and reads replies. [`crate::guide::redis_format`] describes the format, and the reasons for it.
 
 mod backend;
 mod builder;

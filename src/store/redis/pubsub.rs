@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::backend::{Backend, TO_ALL};
-use super::endpoint::{Ears, Listening};
+use super::endpoint::{FindServer, PubSubServer};
 use crate::clock;
 use crate::error::StoreError;
 use crate::rng::{Backoff, jittered};
@@ -17,19 +17,19 @@ use crate::rng::{Backoff, jittered};
 /// How long making the connection may take.
 const LONGEST_CONNECTING: Duration = Duration::from_secs(5);
 
-/// An event of the subscription.
-pub(super) enum Heard {
-    /// From now on no message is missed: a message was received on the subscription.
-    Open,
+/// What arrives on the subscription.
+pub(super) enum Incoming {
+    /// From now on no message is missed. A message was received on the subscription.
+    Subscribed,
     /// From now on all messages are missed.
-    Deaf,
+    Disconnected,
     /// A message to this store.
     Message(Vec<u8>),
     /// A message to all stores.
     MessageToAll(Vec<u8>),
 }
 
-/// After this long without a message, the process publishes an empty message to its own channel: a
+/// After this time without a message, the process publishes an empty message to its own channel: a
 /// connection may be lost silently, and a user of Redis may be allowed to subscribe but not to
 /// publish.
 const QUIET: Duration = Duration::from_secs(5);
@@ -40,14 +40,19 @@ const ECHO: Duration = Duration::from_millis(500);
 const MOST_ECHOES: u32 = 3;
 
 /// The pause before the next attempt, if the server allows the subscription and no message arrives.
-const FORBIDDEN: Duration = Duration::from_secs(30);
+const FORBIDDEN_PAUSE: Duration = Duration::from_secs(30);
 
-/// Subscribes and forwards messages to `heard`, while it is polled.
-pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: mpsc::UnboundedSender<Heard>) {
+/// Subscribes and forwards messages to `incoming`, while it is polled.
+pub(super) async fn listen(
+    find_server: FindServer,
+    instance: u64,
+    backend: Backend,
+    incoming: mpsc::UnboundedSender<Incoming>,
+) {
     let mut backoff = Backoff::new();
     loop {
         let subscribing = async {
-            let Listening { client, away } = ears().await?;
+            let PubSubServer { client, away } = find_server().await?;
             let database = client.get_connection_info().redis_settings().db();
             let channels =
                 [instance.to_string().as_str(), TO_ALL].map(|name| backend.channel(database, name));
@@ -66,39 +71,39 @@ pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: m
                     (false, 0) => Duration::ZERO,
                     _ => ECHO,
                 };
-                let heard_or_quiet = async {
+                let message_or_quiet = async {
                     tokio::select! {
                         message = timeout(quiet, next(messages.as_mut())) => message,
                         // Treated like a closed connection.
                         () = &mut away => Ok(None),
                     }
                 };
-                match heard_or_quiet.await {
+                match message_or_quiet.await {
                     Ok(Some(message)) => {
                         if !std::mem::replace(&mut open, true) {
-                            let _ = heard.send(Heard::Open);
+                            let _ = incoming.send(Incoming::Subscribed);
                         }
                         echoes = 0;
                         let payload = message.get_payload_bytes().to_vec();
                         let _ = match message.get_channel_name() == all {
-                            true => heard.send(Heard::MessageToAll(payload)),
+                            true => incoming.send(Incoming::MessageToAll(payload)),
                             false if payload.is_empty() => Ok(()),
-                            false => heard.send(Heard::Message(payload)),
+                            false => incoming.send(Incoming::Message(payload)),
                         };
                     }
                     Ok(None) => break,
                     Err(_) if echoes == MOST_ECHOES => break,
                     Err(_) => {
                         echoes += 1;
-                        say(backend.clone(), &ours);
+                        publish_empty(backend.clone(), &ours);
                     }
                 }
             }
-            let _ = heard.send(Heard::Deaf);
+            let _ = incoming.send(Incoming::Disconnected);
             if open {
                 backoff = Backoff::new();
             } else {
-                clock::sleep(jittered(FORBIDDEN)).await;
+                clock::sleep(jittered(FORBIDDEN_PAUSE)).await;
             }
         }
         clock::sleep(backoff.pause()).await;
@@ -106,11 +111,11 @@ pub(super) async fn listen(ears: Ears, instance: u64, backend: Backend, heard: m
 }
 
 /// Publishes an empty message to `channel`. The subscription receives it if both connections work.
-fn say(backend: Backend, channel: &str) {
+fn publish_empty(backend: Backend, channel: &str) {
     let mut command = redis::cmd("PUBLISH");
     command.arg(channel).arg("");
     tokio::spawn(async move {
-        let _ = backend.ask_any(command, backend.deadline()).await;
+        let _ = backend.send_any(command, backend.deadline()).await;
     });
 }
 

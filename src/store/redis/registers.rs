@@ -1,4 +1,4 @@
-//! Calls and answers of the script for registers, packed.
+//! Calls and replies of the script for registers, packed.
 //! [`guide::redis_format`](crate::guide::redis_format) has the formats, for other languages.
 
 use super::backend::TO_ALL;
@@ -11,10 +11,10 @@ use crate::limit::micros_up;
 use crate::rng::dice;
 use crate::store::{Recipients, Register, RegisterRequest, StoreEvent};
 
-/// How a key is named in a message.
+/// The bytes of a sealed key in a message.
 const TOKEN: usize = 24;
 
-/// What the script is called with.
+/// Returns the arguments of the script for a request.
 pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argument> {
     let mut call = CallWriter(Vec::new());
     call.byte(REGISTER_VERSION);
@@ -32,13 +32,14 @@ pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argumen
     vec![Argument::Is(call.0), Argument::Is(value), channel, Argument::Is(named.0)]
 }
 
-/// Reads the answer.
-pub(super) fn read(answer: &[u8], kind: u64) -> Result<Register, Garbled> {
-    let mut answer = ReplyReader(answer);
-    answer.begins_with(REGISTER_VERSION)?;
-    let changed = answer.byte()? != 0;
-    let (version, age) = (answer.long()?, answer.span()?);
-    Ok(Register { kind, changed, version, value: answer.0.to_vec(), age })
+/// Reads the reply to [`call`] about a register of `kind`.
+pub(super) fn read(reply: &[u8], kind: u64) -> Result<Register, Garbled> {
+    let mut reply = ReplyReader(reply);
+    reply.begins_with(REGISTER_VERSION)?;
+    let changed = reply.byte()? != 0;
+    let version = reply.long()?;
+    let age = reply.span()?;
+    Ok(Register { kind, changed, version, value: reply.0.to_vec(), age })
 }
 
 /// Reads a message about a register. Returns its key and the register, or `None` if the message is

@@ -134,15 +134,15 @@ impl Script {
         mut call: Vec<Argument>,
         packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        let answer = self.run(backend, key, &call).await?;
-        let Some(server_seen) = codec::read_unsure(&answer) else { return Ok(answer) };
+        let reply = self.run(backend, key, &call).await?;
+        let Some(server_seen) = codec::read_unsure(&reply) else { return Ok(reply) };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
             codec::set_server_time(call, later, server_seen);
         }
-        let answer = self.run(backend, key, &call).await?;
-        match codec::read_unsure(&answer) {
-            None => Ok(answer),
+        let reply = self.run(backend, key, &call).await?;
+        match codec::read_unsure(&reply) {
+            None => Ok(reply),
             Some(_) => Err(StoreError::failed("its clock does not advance evenly")),
         }
     }
@@ -174,24 +174,24 @@ impl Script {
         };
         let late = || StoreError::away("the script was not loaded in time");
         let loads = self.loads.load(Ordering::Relaxed);
-        let mut answer = backend.ask(key, command("EVALSHA", &self.hash), deadline).await;
-        if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
+        let mut reply = backend.send(key, command("EVALSHA", &self.hash), deadline).await;
+        if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
             let loading = timeout_at(deadline.into(), self.loading.lock()).await.map_err(|_| late())?;
-            answer = if self.loads.load(Ordering::Relaxed) == loads {
-                let answer = backend.ask(key, command("EVAL", &self.text), deadline).await;
-                self.loads.fetch_add(u64::from(answer.is_ok()), Ordering::Relaxed);
-                answer
+            reply = if self.loads.load(Ordering::Relaxed) == loads {
+                let reply = backend.send(key, command("EVAL", &self.text), deadline).await;
+                self.loads.fetch_add(u64::from(reply.is_ok()), Ordering::Relaxed);
+                reply
             } else {
                 drop(loading);
-                backend.ask(key, command("EVALSHA", &self.hash), deadline).await
+                backend.send(key, command("EVALSHA", &self.hash), deadline).await
             };
             // In a cluster, the other call may have sent it to another server.
-            if answer.as_ref().is_err_and(RedisFailure::is_no_script) {
-                answer = backend.ask(key, command("EVAL", &self.text), deadline).await;
+            if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
+                reply = backend.send(key, command("EVAL", &self.text), deadline).await;
             }
         }
-        match answer {
-            Ok(Value::BulkString(answer)) => Ok(answer),
+        match reply {
+            Ok(Value::BulkString(reply)) => Ok(reply),
             Ok(_) => Err(StoreError::failed(Garbled)),
             Err(failure) => Err(failure.to_error()),
         }

@@ -1,4 +1,4 @@
-//! The store in Redis.
+//! The store in Redis, as a limiter calls it: it turns each call into a job of the worker.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -65,18 +65,18 @@ pub struct RedisStore {
 }
 
 impl RedisStore {
-    /// A store at `url`, such as `redis://127.0.0.1:6379/`, with the default settings.
+    /// Makes a store at `url`, such as `redis://127.0.0.1:6379/`, with the default settings.
     ///
     /// Nothing is connected yet: see [`connect`](RedisStore::connect).
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] when the URL makes no sense.
+    /// [`ConfigError`] if the URL is invalid.
     pub fn new(url: &str) -> Result<Self, ConfigError> {
         RedisStore::builder(url).build()
     }
 
-    /// A builder of a store at `url`, to change the defaults.
+    /// Returns a builder of a store at `url`, to change the defaults.
     ///
     /// ```
     /// use std::time::Duration;
@@ -153,7 +153,7 @@ impl RedisStore {
     {
         let connection = connection::connection(connection);
         let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
-        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, find_server: None }))
     }
 
     /// A builder of a store over connections that `factory` makes: one when it is first needed, and
@@ -185,7 +185,7 @@ impl RedisStore {
             let making = factory();
             Box::pin(async move { Ok(connection::connection(making.await?)) }) as _
         });
-        RedisStoreBuilder::of(Ok(Connecting::Server { factory, ears: None }))
+        RedisStoreBuilder::of(Ok(Connecting::Server { factory, find_server: None }))
     }
 
     /// Waits until Redis replies, for programs that should not start without it.
@@ -197,7 +197,7 @@ impl RedisStore {
         self.submit(Job::Ping).await
     }
 
-    /// The name of `key` in Redis: a digest, so that no text of a user's ever gets there.
+    /// Returns the name of `key` in Redis. It is a digest, so no text of a user gets into Redis.
     pub(super) fn name(&self, key: Key) -> String {
         let digest = match &self.secret {
             Some(secret) => key.sealed(*secret),
@@ -206,12 +206,16 @@ impl RedisStore {
         format!("{}:{{{}}}", self.prefix, digest.hex())
     }
 
-    /// The name of the calls of `key` in flight, in the same slot of a cluster.
+    /// Returns the name of the in-flight slots of `key`, which has the same cluster slot.
     fn in_flight_name(&self, key: Key) -> String {
         format!("{}:seats", self.name(key))
     }
 
-    /// Sends a job to the thread, and starts the thread if there is none.
+    /// Sends a job to the thread. Starts the thread if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`] if the thread cannot be started.
     pub(super) fn send(&self, mut job: Job) -> Result<(), StoreError> {
         if let Some(thread) = &*self.thread.read().unwrap_or_else(PoisonError::into_inner) {
             match thread.jobs.send(job) {
@@ -229,7 +233,7 @@ impl RedisStore {
         thread.insert(running).jobs.send(job).map_err(|_| StoreError::Lost)
     }
 
-    /// What a thread is started with.
+    /// Returns the settings of a thread.
     fn setup(&self) -> Setup {
         Setup {
             connecting: self.connecting.clone(),
@@ -241,46 +245,47 @@ impl RedisStore {
         }
     }
 
-    /// Why a call about `key` would fail now, if that is known without asking.
+    /// Returns why a call about `key` would fail now, if that is known without a call.
     fn down(&self, key: &str) -> Option<StoreError> {
         let thread = self.thread.read().unwrap_or_else(PoisonError::into_inner);
         thread.as_ref().and_then(|thread| thread.backend.down(key))
     }
 
-    /// Sends a job that is answered.
+    /// Sends a job that has a reply.
     fn submit<T: Send + 'static>(
         &self,
         job: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Job,
-    ) -> Asking<T> {
-        let (answer, answered) = oneshot::channel();
-        let sent = self.send(job(answer));
+    ) -> ReplyFuture<T> {
+        let (reply, replied) = oneshot::channel();
+        let sent = self.send(job(reply));
         Box::pin(async move {
             sent?;
-            answered.await.unwrap_or(Err(StoreError::Lost))
+            replied.await.unwrap_or(Err(StoreError::Lost))
         })
     }
 
-    /// Runs a script, and reads what it answers.
+    /// Runs a script, and reads its reply.
     fn call<T: Send + 'static>(
         &self,
         about: About,
         key: String,
         call: Vec<Argument>,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
-    ) -> Asking<T> {
+    ) -> ReplyFuture<T> {
         if let Some(away) = self.down(&key) {
             return Box::pin(std::future::ready(Err(away)));
         }
-        let (asked, store_timeout) = (clock::now(), self.store_timeout);
-        let answer = self.submit(|answer| Job::Call { about, key, call, packed: asked, answer });
+        let packed = clock::now();
+        let store_timeout = self.store_timeout;
+        let reply = self.submit(|reply| Job::Call { about, key, call, packed, reply });
         Box::pin(async move {
-            let answer = answer.await?;
+            let reply = reply.await?;
             // The process or the call was stopped meanwhile. The script took the call's time for
             // recent, so its decision may be off by the same time.
-            if clock::now().saturating_duration_since(asked) > store_timeout {
+            if clock::now().saturating_duration_since(packed) > store_timeout {
                 return Err(RedisFailure::silent(store_timeout).to_error());
             }
-            read(&answer).map_err(StoreError::failed)
+            read(&reply).map_err(StoreError::failed)
         })
     }
 }
@@ -289,9 +294,9 @@ impl RedisStore {
     /// Changes the hold of `key`, and notifies all processes.
     fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let answer = self.submit(|answer| Job::Hold { name, call, token, answer });
+        let reply = self.submit(|reply| Job::Hold { name, call, token, reply });
         StoreReply::Pending(Box::pin(async move {
-            let lease = codec::read_lease(&answer.await?, Duration::ZERO).map_err(StoreError::failed)?;
+            let lease = codec::read_lease(&reply.await?, Duration::ZERO).map_err(StoreError::failed)?;
             Ok(lease.hold)
         }))
     }
@@ -311,9 +316,7 @@ impl Store for RedisStore {
             let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(
-            self.call(About::Rates, key, call, move |answer| codec::read_lease(answer, slack)),
-        )
+        StoreReply::Pending(self.call(About::Rates, key, call, move |reply| codec::read_lease(reply, slack)))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -357,7 +360,7 @@ impl Store for RedisStore {
         let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
         let call = registers::call(&change, self.secret);
         StoreReply::Pending(
-            self.call(About::Registers, name, call, move |answer| registers::read(answer, kind)),
+            self.call(About::Registers, name, call, move |reply| registers::read(reply, kind)),
         )
     }
 
@@ -401,4 +404,4 @@ impl std::fmt::Debug for RedisStore {
     }
 }
 
-type Asking<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
+type ReplyFuture<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;

@@ -1,7 +1,7 @@
 //! The thread on which a store talks to Redis. It outlives all callers and their runtimes.
 //!
-//! A call is a job that is answered over a channel, so a caller that is dropped drops nothing else.
-//! Permits that are given back need no answer: they are gathered for a moment, so that many of them
+//! A call is a job with a channel for its reply, so a caller that is dropped affects no other job.
+//! Permits that are given back need no reply: they are gathered for a moment, so that many of them
 //! make one call.
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use super::codec::{self, MOST_RETURNS};
 use super::endpoint::Connecting;
 use super::heartbeat::Claims;
 use super::link::Connections;
-use super::pubsub::{self, Heard};
+use super::pubsub::{self, Incoming};
 use super::registers;
 use super::script::{Argument, RATES, REGISTER, Script};
 use super::sealed_key;
@@ -30,27 +30,25 @@ use crate::rng::{Backoff, dice};
 use crate::store::in_flight::{StoreListeners, notify};
 use crate::store::{Claim, StoreEvent, StoreListener, Task};
 
-/// How long permits that are given back wait for more.
+/// How long permits that are given back are gathered before they are sent.
 const GATHERING: Duration = Duration::from_millis(2);
 
 pub(super) type Jobs = mpsc::UnboundedSender<Job>;
 
-/// A task of the thread.
+/// A job of the thread.
 pub(super) enum Job {
     /// Runs a script once, if its caller still waits.
     Call {
+        /// Which script is run.
         about: About,
         key: String,
         call: Vec<Argument>,
         /// When the call was packed.
         packed: Instant,
-        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+        reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
-    GiveBack {
-        key: String,
-        spec: Arc<LimitSpec>,
-        unused: Vec<UnusedPermits>,
-    },
+    /// Gives back permits, together with others of the same key.
+    GiveBack { key: String, spec: Arc<LimitSpec>, unused: Vec<UnusedPermits> },
     /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not
     /// wait.
     Hold {
@@ -58,18 +56,15 @@ pub(super) enum Job {
         call: Vec<u8>,
         /// The sealed key, for the other processes.
         token: Vec<u8>,
-        answer: oneshot::Sender<Result<Vec<u8>, StoreError>>,
+        reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
-    Claim {
-        name: String,
-        claim: Claim,
-        listener: Arc<dyn StoreListener>,
-    },
+    /// Takes in the claim of a holder, which is repeated from then on.
+    Claim { name: String, claim: Claim, listener: Arc<dyn StoreListener> },
     /// Runs a task for as long as the thread lives.
     Run(Task),
     /// Completes when all permits that were given back before have arrived.
     Flush(oneshot::Sender<Result<(), StoreError>>),
-    /// Completes when Redis answers.
+    /// Completes when Redis replies to a `PING`.
     Ping(oneshot::Sender<Result<(), StoreError>>),
     /// Panics, for tests.
     #[cfg(test)]
@@ -79,15 +74,18 @@ pub(super) enum Job {
 /// The subject of a script.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum About {
+    /// Permits under limits of rate.
     Rates,
+    /// In-flight slots.
     InFlight,
+    /// Registers.
     Registers,
 }
 
 /// The handle of the thread.
 pub(super) struct Thread {
     pub(super) jobs: Jobs,
-    /// Why there is no connection now, if there is none.
+    /// The connections. The store asks them whether a call would fail now.
     pub(super) backend: Backend,
 }
 
@@ -97,7 +95,7 @@ pub(super) struct Setup {
     pub(super) store_timeout: Duration,
     /// The prefix of channel names.
     pub(super) channels: String,
-    /// The number of this store among all of the fleet.
+    /// The number of this store, unique in the fleet.
     pub(super) instance: u64,
     pub(super) secret: Option<Key>,
     /// The listeners for holds and registers. The store adds to them.
@@ -108,11 +106,11 @@ impl Job {
     /// Completes the job with an error.
     fn refuse(self, error: StoreError) {
         match self {
-            Job::Call { answer, .. } | Job::Hold { answer, .. } => {
-                let _ = answer.send(Err(error));
+            Job::Call { reply, .. } | Job::Hold { reply, .. } => {
+                let _ = reply.send(Err(error));
             }
-            Job::Flush(answer) | Job::Ping(answer) => {
-                let _ = answer.send(Err(error));
+            Job::Flush(reply) | Job::Ping(reply) => {
+                let _ = reply.send(Err(error));
             }
             Job::Claim { claim, listener, .. } => {
                 notify(listener, claim.key, claim.holder, StoreEvent::Failed(error));
@@ -153,12 +151,12 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         }
     };
     let Setup { store_timeout, instance, secret, listeners, .. } = setup;
-    let (told, heard) = mpsc::unbounded_channel();
+    let (to_worker, subscription) = mpsc::unbounded_channel();
     let connections = backend.connections();
-    if let Some(ears) = backend.ears() {
+    if let Some(find_server) = backend.find_server() {
         let backend = backend.clone();
         runtime.spawn(again_after_panics(move || {
-            pubsub::listen(ears.clone(), instance, backend.clone(), told.clone())
+            pubsub::listen(find_server.clone(), instance, backend.clone(), to_worker.clone())
         }));
     }
     let kept = backend.clone();
@@ -172,7 +170,7 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
         returns: Returns::new(),
         release_at: None,
         lost: None,
-        heard,
+        subscription,
         listeners,
         secret,
         tasks: JoinSet::new(),
@@ -219,7 +217,8 @@ struct Worker {
     /// Why some of them did not arrive. The next flush returns it.
     lost: Option<StoreError>,
     claims: Claims,
-    heard: mpsc::UnboundedReceiver<Heard>,
+    /// What arrives on the subscription.
+    subscription: mpsc::UnboundedReceiver<Incoming>,
     /// The listeners for holds and registers.
     listeners: Arc<StoreListeners>,
     secret: Option<Key>,
@@ -228,6 +227,7 @@ struct Worker {
 }
 
 impl Worker {
+    /// Runs until the last sender of jobs is dropped and all claims are settled.
     async fn run(&mut self, jobs: &mut mpsc::UnboundedReceiver<Job>) {
         let (mut calls, mut releases) = (JoinSet::new(), Releases::new());
         // Until the last handle is dropped, and Redis has confirmed the last claims.
@@ -249,7 +249,7 @@ impl Worker {
                     self.claims.send_due();
                 }
                 Some((id, reply)) = self.claims.next_reply() => self.claims.on_reply(id, reply),
-                Some(heard) = self.heard.recv() => self.on_event(heard),
+                Some(incoming) = self.subscription.recv() => self.on_incoming(incoming),
                 // The new connection may lead to another server, or to one that lost its state.
                 () = self.connections.next() => self.listeners.notify_all(Key::ALL, &StoreEvent::Reconnected),
                 Some(_) = calls.join_next() => {}
@@ -262,11 +262,12 @@ impl Worker {
         releases.join_all().await;
     }
 
+    /// Starts a job.
     fn take(&mut self, job: Job, calls: &mut JoinSet<()>, releases: &mut Releases) {
         match job {
             // The caller was dropped, so the call is not needed.
-            Job::Call { answer, .. } if answer.is_closed() => {}
-            Job::Call { about, key, call, packed, answer } => {
+            Job::Call { reply, .. } if reply.is_closed() => {}
+            Job::Call { about, key, call, packed, reply } => {
                 let script = match about {
                     About::Rates => self.script.clone(),
                     About::InFlight => self.claims.script(),
@@ -281,7 +282,7 @@ impl Worker {
                         About::Registers => script.run(&backend, &key, &call).await,
                     };
                     // The caller may have been dropped meanwhile. Then the granted permits expire.
-                    let _ = answer.send(ran);
+                    let _ = reply.send(ran);
                 });
             }
             Job::GiveBack { key, spec, unused } => {
@@ -291,20 +292,20 @@ impl Worker {
                 }
                 self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
-            Job::Hold { name, call, token, answer } => {
+            Job::Hold { name, call, token, reply } => {
                 let (script, backend) = (self.script.clone(), self.backend.clone());
                 calls.spawn(async move {
                     let to_all = Argument::Channel(TO_ALL.into());
                     let call = vec![Argument::Is(call), to_all, Argument::Is(token)];
                     let held = script.run(&backend, &name, &call).await;
-                    let _ = answer.send(held);
+                    let _ = reply.send(held);
                 });
             }
             Job::Claim { name, claim, listener } => {
                 self.claims.claim(name, claim, listener);
             }
             Job::Run(task) => drop(self.tasks.spawn(task)),
-            Job::Flush(answer) => {
+            Job::Flush(reply) => {
                 self.release(releases);
                 let (releases, lost) = (std::mem::take(releases), self.lost.take());
                 let (all_left, left) = oneshot::channel();
@@ -312,49 +313,52 @@ impl Worker {
                 calls.spawn(async move {
                     let flushed: Result<(), StoreError> = releases.join_all().await.into_iter().collect();
                     let left = left.await.unwrap_or(Err(StoreError::Lost));
-                    let _ = answer.send(lost.map_or(flushed.and(left), Err));
+                    let _ = reply.send(lost.map_or(flushed.and(left), Err));
                 });
             }
             #[cfg(test)]
             Job::Panic => panic!("a test asked for it"),
-            Job::Ping(answer) => {
+            Job::Ping(reply) => {
                 let backend = self.backend.clone();
                 calls.spawn(async move {
-                    let pong = backend.ask_any(redis::cmd("PING"), backend.deadline()).await;
-                    let _ = answer.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
+                    let pong = backend.send_any(redis::cmd("PING"), backend.deadline()).await;
+                    let _ = reply.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
                 });
             }
         }
     }
 
-    fn on_event(&mut self, heard: Heard) {
-        match heard {
-            Heard::Open => {
+    fn on_incoming(&mut self, incoming: Incoming) {
+        match incoming {
+            Incoming::Subscribed => {
                 self.claims.set_subscribed(true);
                 self.listeners.notify_all(Key::ALL, &StoreEvent::EventsMissed);
             }
-            Heard::Deaf => {
+            Incoming::Disconnected => {
                 self.claims.set_subscribed(false);
                 self.listeners.notify_all(Key::ALL, &StoreEvent::Disconnected);
             }
-            Heard::Message(message) if !self.hear_of_register(&message) => self.claims.on_message(&message),
-            Heard::MessageToAll(message) if !self.hear_of_register(&message) => {
+            Incoming::Message(message) if !self.on_register_message(&message) => {
+                self.claims.on_message(&message)
+            }
+            Incoming::MessageToAll(message) if !self.on_register_message(&message) => {
                 if let Ok((event, token)) = codec::read_event(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
                     self.listeners.notify_all(key, &event);
                 }
             }
-            Heard::Message(_) | Heard::MessageToAll(_) => {}
+            Incoming::Message(_) | Incoming::MessageToAll(_) => {}
         }
     }
 
-    /// Returns whether it is a message about a register.
-    fn hear_of_register(&self, message: &[u8]) -> bool {
+    /// Notifies the listeners if `message` is about a register. Returns whether it is.
+    fn on_register_message(&self, message: &[u8]) -> bool {
         let event = registers::read_event(message, self.secret);
         event.map(|(key, event)| self.listeners.notify_all(key, &event)).is_some()
     }
 
+    /// Keeps the first error of permits that were given back, for the next flush.
     fn note(&mut self, released: Result<(), StoreError>) {
         self.lost = self.lost.take().or(released.err());
     }

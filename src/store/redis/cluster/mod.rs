@@ -3,14 +3,14 @@
 //!
 //! A call goes to the primary of its slot, by a map that any server can send. The map is asked for
 //! again when it may be out of date: when a link breaks, while one is down, and after a server has
-//! answered `MOVED`. A call is sent a second time only if the first server has replied that it did
+//! replied `MOVED`. A call is sent a second time only if the first server has replied that it did
 //! not execute the call and which server would (`MOVED`, `ASK`). It is never sent a third time.
 //!
 //! ```text
 //!            ┌─ slot map ─┐        ┌─> link to 10.0.0.1:6379
 //!  call ──>  │ key ─> slot│ ──────>├─> link to 10.0.0.2:6379   (each with its keeper, up or down for itself)
 //!            └─────▲──────┘        └─> link to 10.0.0.3:6379
-//!                  └── CLUSTER SLOTS <── any server that answers
+//!                  └── CLUSTER SLOTS <── any server that replies
 //! ```
 
 mod hedge;
@@ -29,7 +29,7 @@ use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
 use super::connection::{self, Request};
-use super::endpoint::{Ears, Listening};
+use super::endpoint::{FindServer, PubSubServer};
 use super::failure::RedisFailure;
 use super::link::{LONGEST_CONNECTING, Link, Links};
 use super::worker::again_after_panics;
@@ -44,16 +44,18 @@ pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
 
 /// At most this many servers are asked for the map at a time.
-const MOST_ASKED: usize = 8;
+const MOST_TRIED: usize = 8;
 
 /// The longest pause between two maps while all servers are well. While a cluster is resharded,
-/// many calls are answered with `MOVED`, and each of these answers corrects the map by itself.
+/// many calls get the
+/// reply `MOVED`, and each of these replies corrects the map.
 const SPACING: Duration = Duration::from_secs(1);
 
 /// The longest pause between two maps while a server is down. At most this long after a failover,
 /// calls go to the new primary.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
+/// The servers of a cluster, and the map of its slots.
 pub(super) struct Cluster {
     seeds: Arc<Seeds>,
     links: Links,
@@ -72,6 +74,7 @@ enum State {
     Failed(StoreError),
 }
 
+/// The map of slots, and the links to servers.
 struct Table {
     map: SlotMap,
     nodes: HashMap<Address, Node>,
@@ -97,7 +100,7 @@ impl Cluster {
 
     // ── calls ───────────────────────────────────────────────────────────────────────────────────
 
-    /// Why a call about `key` would fail now, if that is known without asking.
+    /// Returns why a call about `key` would fail now, if that is known without a call.
     pub(super) fn down(&self, key: &str) -> Option<StoreError> {
         if let State::Failed(error) = &*self.state.borrow() {
             return Some(error.clone());
@@ -106,7 +109,7 @@ impl Cluster {
         table.nodes.get(table.map.primary(slot_of(key))?)?.link.down()
     }
 
-    /// The database of all connections.
+    /// Returns the database of all connections.
     pub(super) fn database(&self) -> i64 {
         self.seeds.settings.redis_settings().db()
     }
@@ -114,7 +117,7 @@ impl Cluster {
     /// Sends a command about `key` to the primary of its slot. If that server replies that another
     /// one has the key, it has not executed the command. The command is then sent to the other
     /// server, once.
-    pub(super) async fn ask(
+    pub(super) async fn send(
         &self,
         key: &str,
         request: Request,
@@ -131,8 +134,8 @@ impl Cluster {
             let error = StoreError::away(format!("no server of the cluster has slot {slot}"));
             return Err(RedisFailure::down(error));
         };
-        let failure = match self.ask_server(&primary, request.clone(), deadline).await {
-            Ok(answer) => return Ok(answer),
+        let failure = match self.send_to(&primary, request.clone(), deadline).await {
+            Ok(reply) => return Ok(reply),
             Err(failure) => failure,
         };
         match redirection(&failure, &primary) {
@@ -140,34 +143,35 @@ impl Cluster {
                 if !asking {
                     self.moved(slot, &to);
                 }
-                self.ask_server(&to, Request { asking, ..request }, deadline).await
+                self.send_to(&to, Request { asking, ..request }, deadline).await
             }
             None => Err(failure),
         }
     }
 
-    /// Sends a command that any server can execute to one that answers.
-    pub(super) async fn ask_any(
+    /// Sends a command that any server can execute to a server that replies.
+    pub(super) async fn send_any(
         self: &Arc<Self>,
         request: Request,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let (server, _) = self.responsive(deadline).await?;
-        self.ask_server(&server, request, deadline).await
+        self.send_to(&server, request, deadline).await
     }
 
-    async fn ask_server(
+    /// Sends a command to one server. If the server is silent, the others are checked.
+    async fn send_to(
         &self,
         server: &Address,
         request: Request,
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
-        let answer = self.link(server).ask(request, deadline).await;
-        if answer.as_ref().is_err_and(RedisFailure::is_silent) {
+        let reply = self.link(server).send(request, deadline).await;
+        if reply.as_ref().is_err_and(RedisFailure::is_silent) {
             self.silent.store(true, Ordering::Relaxed);
             self.links.broke.notify_one();
         }
-        answer
+        reply
     }
 
     /// Waits until there is a map.
@@ -207,7 +211,7 @@ impl Cluster {
         node.link.clone()
     }
 
-    /// Finds a server that answers, without waiting long for one that does not.
+    /// Finds a server that replies, without waiting long for one that does not.
     async fn responsive(self: &Arc<Self>, deadline: Instant) -> Result<(Address, Arc<Link>), RedisFailure> {
         self.known(deadline).await?;
         let (mut servers, mut failure) = (Vec::new(), RedisFailure::silent(self.links.store_timeout));
@@ -223,10 +227,10 @@ impl Cluster {
         }
         // Servers with a connection come first.
         servers.sort_by_key(|(without, dice, _)| (*without, *dice));
-        let asks = servers.into_iter().take(MOST_ASKED).map(|(_, _, server)| {
+        let asks = servers.into_iter().take(MOST_TRIED).map(|(_, _, server)| {
             let cluster = self.clone();
             async move {
-                cluster.ask_server(&server, redis::cmd("PING").into(), deadline).await?;
+                cluster.send_to(&server, redis::cmd("PING").into(), deadline).await?;
                 let link = cluster.link(&server);
                 Ok((server, link))
             }
@@ -234,8 +238,9 @@ impl Cluster {
         first(asks, failure).await
     }
 
-    /// Finds servers to listen to: a message published to one server of a cluster reaches all.
-    pub(super) fn ears(self: Arc<Self>) -> Ears {
+    /// Returns how to find a server for a subscription. A message that is published to one server
+    /// of a cluster reaches the subscribers of all.
+    pub(super) fn find_server(self: Arc<Self>) -> FindServer {
         Arc::new(move || {
             let cluster = self.clone();
             Box::pin(async move {
@@ -243,7 +248,7 @@ impl Cluster {
                 let found = cluster.responsive(deadline).await;
                 let (server, link) = found.map_err(|failure| failure.to_error())?;
                 let client = cluster.seeds.client(&server).map_err(StoreError::away)?;
-                Ok(Listening { client, away: Box::pin(async move { link.is_down().await }) })
+                Ok(PubSubServer { client, away: Box::pin(async move { link.is_down().await }) })
             })
         })
     }
@@ -277,11 +282,11 @@ impl Cluster {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for link in table.nodes.values().map(|node| node.link.clone()).filter(|link| link.is_up()) {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
-            tokio::spawn(async move { link.ask(redis::cmd("PING").into(), deadline).await.is_ok() });
+            tokio::spawn(async move { link.send(redis::cmd("PING").into(), deadline).await.is_ok() });
         }
     }
 
-    /// Asks for the map: first servers that are connected, then all others that are known.
+    /// Requests the map from connected servers first, then from all other known servers.
     async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
         let mut servers = Vec::new();
         {
@@ -296,9 +301,9 @@ impl Cluster {
             }
         }
         servers.sort_by_key(|(without, dice, ..)| (*without, *dice));
-        let asks = servers.into_iter().take(MOST_ASKED).map(|(_, _, address, link)| {
+        let asks = servers.into_iter().take(MOST_TRIED).map(|(_, _, address, link)| {
             let cluster = self.clone();
-            async move { cluster.ask_for_map(&address, link).await }
+            async move { cluster.request_map(&address, link).await }
         });
         let learning = first(asks, StoreError::away("no server of the cluster is known"));
         let mut learning = std::pin::pin!(learning);
@@ -314,33 +319,35 @@ impl Cluster {
         }
     }
 
-    async fn ask_for_map(&self, server: &Address, link: Option<Arc<Link>>) -> Result<SlotMap, StoreError> {
+    /// Requests the map from one server.
+    async fn request_map(&self, server: &Address, link: Option<Arc<Link>>) -> Result<SlotMap, StoreError> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
         let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
-        let answer = if let Some(link) = link {
+        let reply = if let Some(link) = link {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
-            link.ask(command.into(), deadline).await.map_err(|failure| failure.to_error())?
+            link.send(command.into(), deadline).await.map_err(|failure| failure.to_error())?
         } else {
             let asking = async {
                 let connection = connection::connect(&self.seeds.client(server)?).await?;
-                connection.ask(command.into()).await
+                connection.send(command.into()).await
             };
             match timeout(LONGEST_CONNECTING, asking).await {
-                Ok(answer) => answer.map_err(|error| StoreError::away(at(&error)))?,
+                Ok(reply) => reply.map_err(|error| StoreError::away(at(&error)))?,
                 Err(_) => {
                     let silent = format!("no answer within {LONGEST_CONNECTING:?}");
                     return Err(StoreError::away(at(&silent)));
                 }
             }
         };
-        let map = SlotMap::read(&answer, server);
+        let map = SlotMap::read(&reply, server);
         if map.is_empty() {
             return Err(StoreError::away(at(&"it knows of no server that has slots")));
         }
         Ok(map)
     }
 
+    /// Replaces the map, and drops the links to servers that are no longer primaries.
     fn adopt(&self, map: SlotMap) {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.nodes.retain(|server, _| map.primaries().contains(server));
@@ -349,7 +356,7 @@ impl Cluster {
         self.state.send_replace(State::Known);
     }
 
-    /// There is no new map. Where there is an old one, it is as good as it was.
+    /// Notes that there is no new map. An old map stays in use.
     fn fail(&self, error: StoreError) {
         let failed = self.state.send_if_modified(|state| {
             let unknown = !matches!(state, State::Known);
@@ -363,7 +370,7 @@ impl Cluster {
         }
     }
 
-    /// Takes in the reply of a server that another one has the slot.
+    /// Changes the primary of a slot in the map, as another server has replied.
     fn moved(&self, slot: u16, to: &Address) {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.map.set_primary(slot, to);

@@ -13,8 +13,9 @@ pub(super) struct Redirection {
     pub(super) asking: bool,
 }
 
+/// Returns the redirection that `by` replied, if the failure is one.
 pub(super) fn redirection(failure: &RedisFailure, by: &Address) -> Option<Redirection> {
-    let error = failure.said()?;
+    let error = failure.error()?;
     let (address, _) = error.redirect_node()?;
     let asking = error.kind() == ErrorKind::Server(ServerErrorKind::Ask);
     Some(Redirection { to: Address::read(address, by)?, asking })

@@ -4,7 +4,7 @@ use redis::{Client, ConnectionAddr, ConnectionInfo};
 
 use super::Address;
 
-/// The servers that were named, of which at least one has to answer.
+/// The servers that were named, of which at least one has to be reachable.
 pub(in crate::store::redis) struct Seeds {
     pub(in crate::store::redis) servers: Vec<Address>,
     /// How to connect to any server of the cluster: everything but its address.
@@ -12,6 +12,7 @@ pub(in crate::store::redis) struct Seeds {
 }
 
 impl Seeds {
+    /// Returns a client of `server`, with the settings of the seeds.
     pub(super) fn client(&self, server: &Address) -> redis::RedisResult<Client> {
         let (host, port) = (server.host.to_string(), server.port);
         let address = match *self.settings.addr() {

@@ -71,18 +71,18 @@ impl SlotMap {
         SlotMap { primaries: Vec::new(), of_slot: vec![None; usize::from(SLOTS)], servers: Vec::new() }
     }
 
-    /// Reads the answer to `CLUSTER SLOTS`. What cannot be understood of it is left out.
+    /// Reads the reply to `CLUSTER SLOTS`. What cannot be understood of it is left out.
     ///
     /// Each entry is the first and the last slot of a range, its primary and its replicas; a server
     /// begins with its host and its port.
-    pub(super) fn read(answer: &Value, answered_by: &Address) -> Self {
+    pub(super) fn read(reply: &Value, sent_by: &Address) -> Self {
         let mut map = SlotMap::empty();
-        let Value::Array(ranges) = answer else { return map };
+        let Value::Array(ranges) = reply else { return map };
         for range in ranges {
             let Value::Array(range) = range else { continue };
             let [Value::Int(first), Value::Int(last), servers @ ..] = &range[..] else { continue };
             let server = |server: &Value| match server {
-                Value::Array(server) => read_server(server, answered_by),
+                Value::Array(server) => read_server(server, sent_by),
                 _ => None,
             };
             let servers: Vec<_> = servers.iter().map(server).collect();
@@ -129,7 +129,7 @@ impl SlotMap {
     }
 }
 
-fn read_server(server: &[Value], answered_by: &Address) -> Option<Address> {
+fn read_server(server: &[Value], sent_by: &Address) -> Option<Address> {
     let [host, Value::Int(port), ..] = server else { return None };
     let host = match host {
         Value::Nil => "",
@@ -137,7 +137,7 @@ fn read_server(server: &[Value], answered_by: &Address) -> Option<Address> {
         Value::SimpleString(host) => host,
         _ => return None,
     };
-    Address::new(host, u16::try_from(*port).ok()?, answered_by)
+    Address::new(host, u16::try_from(*port).ok()?, sent_by)
 }
 
 #[cfg(test)]
@@ -177,7 +177,7 @@ mod tests {
         let range = |first, last, servers: Vec<Value>| {
             Value::Array([vec![Value::Int(first), Value::Int(last)], servers].concat())
         };
-        let answer = Value::Array(vec![
+        let reply = Value::Array(vec![
             range(0, 99, vec![server(text("a"), 1), server(text("b"), 2)]),
             range(100, 199, vec![server(Value::Nil, 3)]),
             range(200, 299, vec![server(text("?"), 4), server(text("c"), 5)]),
@@ -187,7 +187,7 @@ mod tests {
             Value::Int(7),
             Value::Array(vec![text("odd")]),
         ]);
-        let mut map = SlotMap::read(&answer, &address("seed", 9));
+        let mut map = SlotMap::read(&reply, &address("seed", 9));
         let primary = |map: &SlotMap, slot| map.primary(slot).map(Address::to_string);
         assert_eq!(primary(&map, 99).as_deref(), Some("a:1"));
         assert_eq!(primary(&map, 100).as_deref(), Some("seed:3"));
