@@ -79,7 +79,7 @@ async fn call_past_in_flight_ttl_is_revoked_or_continues() {
     let (one, two) = (closed.acquire(Key::ALL).await.unwrap(), open.acquire(Key::ALL).await.unwrap());
     server.kill();
     let lost = one.revoked().await;
-    assert!(matches!(lost, StoreError::SeatLost), "{lost:?}");
+    assert!(matches!(lost, StoreError::InFlightSlotLost), "{lost:?}");
     let goes_on = tokio::time::timeout(millis(500), two.revoked()).await;
     assert!(goes_on.is_err(), "{goes_on:?}");
     // A call that lost its slot ends like any other.

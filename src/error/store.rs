@@ -39,8 +39,8 @@ pub enum StoreError {
     /// The store's answer was lost. What it may have granted counts as spent.
     Lost,
     /// This process lost contact with the store for longer than `in_flight_ttl`, so that other processes may have been granted
-    /// the call's place in flight. The call was cancelled.
-    SeatLost,
+    /// the call's in-flight slot. The call was cancelled.
+    InFlightSlotLost,
     /// The store cannot be reached, and the request costs more than the fallback share of this process allows at once.
     AboveShare {
         /// The cost of the request.
@@ -81,7 +81,7 @@ impl fmt::Display for StoreError {
             ),
             StoreError::NoAnswer { waited } => write!(f, "the store has not answered for {waited:.1?}"),
             StoreError::Lost => write!(f, "the store's answer was lost"),
-            StoreError::SeatLost => {
+            StoreError::InFlightSlotLost => {
                 write!(f, "lost contact with the store for longer than in_flight_ttl; call cancelled")
             }
             StoreError::AboveShare { cost, share } => write!(

@@ -14,7 +14,7 @@ use super::service::{Gated, GatedFuture};
 use crate::error::{BoxError, Error};
 use crate::key::RequestInfo;
 use crate::layer::RateLimitLayer;
-use crate::limiter::Seat;
+use crate::limiter::InFlightSlot;
 use crate::signal::ResponseInfo;
 
 impl RateLimitLayer {
@@ -129,14 +129,14 @@ where
 /// A call in flight. Dropping the value ends the call.
 #[must_use = "dropping it ends the call"]
 #[derive(Debug)]
-pub struct InFlight(pub(super) Option<Seat>);
+pub struct InFlight(pub(super) Option<InFlightSlot>);
 
 impl InFlight {
     /// Polls for the error of a call that must be cancelled, because the store may have given its in-flight slot to another call;
     /// see [`Permit::revoked`](crate::Permit::revoked).
     pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
         match &self.0 {
-            Some(seat) => seat.poll_limited(cx).map(Error::from),
+            Some(in_flight_slot) => in_flight_slot.poll_limited(cx).map(Error::from),
             None => Poll::Pending,
         }
     }

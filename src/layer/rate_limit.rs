@@ -17,7 +17,7 @@ use super::service::{gated_future, gated_service};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{RequestInfo, RequestRef};
-use crate::limiter::{Entry, Limiter, Permit, Seat, Sent, Started, Waiter};
+use crate::limiter::{Entry, InFlightSlot, Limiter, Permit, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
 
@@ -95,10 +95,10 @@ impl RateLimitLayer {
         &self,
         entry: &Entry,
         now: Instant,
-        seat: Option<Seat>,
+        in_flight_slot: Option<InFlightSlot>,
         label: impl FnOnce() -> Box<str>,
     ) -> Sent {
-        let sent = Sent::at_once(self.limiter.id(), entry, now, seat);
+        let sent = Sent::at_once(self.limiter.id(), entry, now, in_flight_slot);
         if self.extractors.policy.error_on_limit() { sent.named(label()) } else { sent }
     }
 }
@@ -119,7 +119,9 @@ impl Gate for RateLimitLayer {
             Err(now) => now,
         };
         match self.limiter.start_slow(&entry, now, label) {
-            Started::Granted(_, seat) => Admission::Go(self.sent(&entry, now, seat, label)),
+            Started::Granted(_, in_flight_slot) => {
+                Admission::Go(self.sent(&entry, now, in_flight_slot, label))
+            }
             Started::Waiting(waiter) => Admission::Wait(waiter),
             Started::Limited(limited) => Admission::No(limited),
         }
@@ -160,7 +162,7 @@ impl Gate for RateLimitLayer {
         _repeat: Option<T>,
     ) -> Departure<Box<Waiter>, T> {
         if policy.is_default() && !call.is_listened_for() && !Signal::is_any_in(response) {
-            return Departure::Pass(InFlight(call.into_seat()));
+            return Departure::Pass(InFlight(call.into_in_flight_slot()));
         }
         read(call, response, policy)
     }
@@ -173,7 +175,7 @@ fn read<T>(call: Sent, response: &impl ResponseInfo, policy: &ResponsePolicy) ->
     let signal = policy.signal(call.key(), call.host(), response);
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
-        (seat, _) => Departure::Pass(InFlight(seat)),
+        (in_flight_slot, _) => Departure::Pass(InFlight(in_flight_slot)),
     }
 }
 

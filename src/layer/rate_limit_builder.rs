@@ -219,8 +219,8 @@ impl RateLimitBuilder {
     /// 10 s; from 300 ms to an hour.
     ///
     /// A running process renews its calls at every third of this time. If it cannot reach the store for all of it, it cancels its
-    /// calls with [`StoreError::SeatLost`](crate::store::StoreError::SeatLost). So calls in flight survive a store outage of that
-    /// length. With a store in memory, the setting has no effect.
+    /// calls with [`StoreError::InFlightSlotLost`](crate::store::StoreError::InFlightSlotLost). So calls in flight survive a
+    /// store outage of that length. With a store in memory, the setting has no effect.
     pub fn in_flight_ttl(mut self, in_flight_ttl: Duration) -> Self {
         self.in_flight_ttl = in_flight_ttl;
         self

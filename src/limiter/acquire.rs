@@ -66,8 +66,8 @@ impl Future for Acquire {
                     let started = core.start(entry, || core.label(entry.key, None));
                     let Step::New(core, entry) = mem::replace(&mut self.0, Step::Done) else { continue };
                     match started {
-                        Started::Granted(slot, seat) => {
-                            return Poll::Ready(Ok(Permit::new(core, entry.key, slot, seat)));
+                        Started::Granted(slot, in_flight_slot) => {
+                            return Poll::Ready(Ok(Permit::new(core, entry.key, slot, in_flight_slot)));
                         }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
                         Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::hosts::host_hold;
+use super::in_flight_slot::InFlightSlot;
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
-use super::seat::Seat;
 use super::settings::Settings;
 use crate::clock;
 use crate::error::{Reason, StoreError};
@@ -46,12 +46,12 @@ pub(super) enum Admission {
         /// `None` if the request costs nothing, or if rates are not limited.
         slot: Option<Reservation>,
         /// `None` if calls in flight are not limited, or could not be counted.
-        seat: Option<Seat>,
+        in_flight_slot: Option<InFlightSlot>,
     },
     /// The request may leave without a slot, because the store failed and the limiter fails open.
-    Uncounted { cause: StoreError, seat: Option<Seat> },
-    /// The request waits, and keeps its `seat` meanwhile.
-    Waits { wait: WaitFor, seat: Option<Seat> },
+    Uncounted { cause: StoreError, in_flight_slot: Option<InFlightSlot> },
+    /// The request waits, and keeps its `in_flight_slot` meanwhile.
+    Waits { wait: WaitFor, in_flight_slot: Option<InFlightSlot> },
     /// The request is refused by this process.
     Refused(Reason, Refusal),
     /// The request is refused because the store failed.
@@ -64,7 +64,7 @@ pub(super) enum WaitFor {
     /// The end of its host's hold, expected at this moment.
     HostHold(Instant),
     /// An in-flight slot, under this number.
-    Seat(Number),
+    InFlightSlot(Number),
     /// A slot, under this number.
     Slot(Number),
     /// The end of its key's hold, expected at this moment.
@@ -72,8 +72,8 @@ pub(super) enum WaitFor {
 }
 
 impl Admission {
-    fn waits(wait: WaitFor, seat: Option<Seat>) -> Self {
-        Admission::Waits { wait, seat }
+    fn waits(wait: WaitFor, in_flight_slot: Option<InFlightSlot>) -> Self {
+        Admission::Waits { wait, in_flight_slot }
     }
 
     /// Refuses a request because of a hold that ends after `left`.
@@ -125,7 +125,7 @@ impl Core {
         now: Instant,
     ) -> Admission {
         match self.admit_in_flight(entry.key, bound, now) {
-            Ok(seat) => self.admit_with_seat(entry, seat, number, bound, now),
+            Ok(in_flight_slot) => self.admit_with_in_flight_slot(entry, in_flight_slot, number, bound, now),
             Err(stopped) => stopped,
         }
     }
@@ -135,14 +135,14 @@ impl Core {
         key: Key,
         bound: WaitBound,
         now: Instant,
-    ) -> Result<Option<Seat>, Admission> {
+    ) -> Result<Option<InFlightSlot>, Admission> {
         if self.flights.is_none() {
             return Ok(None);
         }
         let number = next_number();
         match self.enter_flight(key, number, bound.latest <= now, now) {
-            Ok(None) => Err(Admission::waits(WaitFor::Seat(number), None)),
-            Ok(Some(settled)) => self.seat_settled(key, bound, settled),
+            Ok(None) => Err(Admission::waits(WaitFor::InFlightSlot(number), None)),
+            Ok(Some(settled)) => self.in_flight_slot_settled(key, bound, settled),
             Err(Full) => {
                 let reason = Reason::TooManyKeys(self.settings.max_keys);
                 Err(Admission::Refused(reason, Refusal::NEVER))
@@ -151,15 +151,15 @@ impl Core {
     }
 
     /// Returns the in-flight slot that a request got, if it needs one, or what stops the request.
-    pub(super) fn seat_settled(
+    pub(super) fn in_flight_slot_settled(
         self: &Arc<Self>,
         key: Key,
         bound: WaitBound,
         settled: Settled<Number>,
-    ) -> Result<Option<Seat>, Admission> {
+    ) -> Result<Option<InFlightSlot>, Admission> {
         let Settings { max_wait, max_queue, .. } = self.settings;
         match settled {
-            Settled::Granted(number) => Ok(Some(Seat::new(self.clone(), key, number))),
+            Settled::Granted(number) => Ok(Some(InFlightSlot::new(self.clone(), key, number))),
             Settled::Failed(source) if self.passes(&source) => Ok(None),
             Settled::Failed(source) => Err(Admission::Failed(source)),
             Settled::Refused(_) => Err(Admission::Refused(bound.reason(max_wait), self.flight_refusal())),
@@ -170,23 +170,23 @@ impl Core {
     }
 
     /// Enters a request at the third stage. `number` is its number in the queue, if it has waited before.
-    pub(super) fn admit_with_seat(
+    pub(super) fn admit_with_in_flight_slot(
         self: &Arc<Self>,
         entry: &Entry,
-        seat: Option<Seat>,
+        in_flight_slot: Option<InFlightSlot>,
         number: Option<Number>,
         bound: WaitBound,
         now: Instant,
     ) -> Admission {
         if self.settings.spec.quota().limits().is_empty() {
-            return self.admit_without_rates(entry.key, seat, bound, now);
+            return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
         let entered = self.with_new_line(entry.key, now, |line, ctx, wakers| {
             line.enter(ctx, entry.cost, bound, number, wakers)
         });
         let settled = match entered {
-            Ok(None) => return Admission::waits(WaitFor::Slot(number), seat),
+            Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
             Ok(Some(settled)) => settled,
             Err(Full) => Settled::Failed(StoreError::Full { max_keys: self.settings.max_keys }),
         };
@@ -201,14 +201,14 @@ impl Core {
             // No request passes uncounted while its key is on hold.
             return Admission::held(left);
         }
-        self.slot_settled(entry.key, bound, settled, seat, now)
+        self.slot_settled(entry.key, bound, settled, in_flight_slot, now)
     }
 
     /// Enters a request whose key has no limits of rates: only a hold stops it.
     fn admit_without_rates(
         self: &Arc<Self>,
         key: Key,
-        seat: Option<Seat>,
+        in_flight_slot: Option<InFlightSlot>,
         bound: WaitBound,
         now: Instant,
     ) -> Admission {
@@ -216,10 +216,12 @@ impl Core {
         if self.lines.find(key, |_| ()).is_none() {
             self.inquire(key, now);
         }
-        let Some(left) = self.blocked(key, now) else { return Admission::Granted { slot: None, seat } };
+        let Some(left) = self.blocked(key, now) else {
+            return Admission::Granted { slot: None, in_flight_slot };
+        };
         let until = clock::after(now, left);
         if until <= bound.latest {
-            Admission::waits(WaitFor::Hold(until), seat)
+            Admission::waits(WaitFor::Hold(until), in_flight_slot)
         } else {
             Admission::held(until.saturating_duration_since(now))
         }
@@ -231,16 +233,16 @@ impl Core {
         key: Key,
         bound: WaitBound,
         settled: Settled,
-        seat: Option<Seat>,
+        in_flight_slot: Option<InFlightSlot>,
         now: Instant,
     ) -> Admission {
         match settled {
-            Settled::Granted(slot) => Admission::Granted { slot: Some(slot), seat },
+            Settled::Granted(slot) => Admission::Granted { slot: Some(slot), in_flight_slot },
             Settled::Refused(refusal) => self.refused(key, bound, refusal, now),
             Settled::QueueFull => {
                 Admission::Refused(Reason::QueueFull(self.settings.max_queue), Refusal::NEVER)
             }
-            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted { cause, seat },
+            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted { cause, in_flight_slot },
             Settled::Failed(source) => Admission::Failed(source),
         }
     }
@@ -262,7 +264,7 @@ impl Core {
     pub(super) fn queued(&self, key: Key, wait: WaitFor) -> usize {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
-            WaitFor::Seat(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
+            WaitFor::InFlightSlot(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
             WaitFor::Slot(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
         }
     }

@@ -14,7 +14,7 @@
 // | `in_flight` | the calls in flight of all keys |
 // | `engine` | `Core`: the state of all keys |
 // | `effects` | access to the state of a key, and the effects that it returns |
-// | `holds`, `seat` | holds of keys, in-flight slots |
+// | `holds`, `in_flight_slot` | holds of keys, in-flight slots |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `admission` | the way of a request to its permit |
 // | `permit` | the right to send one request |
@@ -32,6 +32,7 @@ mod in_flight;
 mod key_state;
 mod limited;
 // The type, and the folder around it: `crate::limiter::Limiter` is the path to it.
+mod in_flight_slot;
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
@@ -40,7 +41,6 @@ mod prefetched;
 mod queue;
 mod reservation;
 mod responses;
-mod seat;
 mod session;
 mod settings;
 mod start;
@@ -49,11 +49,11 @@ mod waiter;
 
 pub use acquire::Acquire;
 pub(crate) use admission::Entry;
+pub(crate) use in_flight_slot::InFlightSlot;
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
 pub use permit::Permit;
 pub(crate) use permit::Sent;
-pub(crate) use seat::Seat;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, Settings};
 pub(crate) use start::Started;

@@ -10,10 +10,10 @@ use http::StatusCode;
 use super::admission::Entry;
 use super::engine::{Core, CoreId};
 use super::hosts::host_hold;
+use super::in_flight_slot::InFlightSlot;
 use super::key_state::is_any_uncertain;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
-use super::seat::Seat;
 use crate::clock;
 use crate::error::{Facts, Limited, LimitedInfo, StoreError};
 use crate::events;
@@ -35,7 +35,7 @@ pub struct Permit {
     /// `None` if the request costs nothing, or if rates are not limited.
     slot: Option<Reservation>,
     /// `None` if calls in flight are not limited, or could not be counted.
-    seat: Option<Seat>,
+    in_flight_slot: Option<InFlightSlot>,
     /// `None` if the request did not wait.
     wait: Option<Box<Wait>>,
 }
@@ -54,8 +54,13 @@ pub(super) struct Wait {
 
 impl Permit {
     #[inline]
-    pub(super) fn new(core: Arc<Core>, key: Key, slot: Option<Reservation>, seat: Option<Seat>) -> Self {
-        Permit { core, key, slot, seat, wait: None }
+    pub(super) fn new(
+        core: Arc<Core>,
+        key: Key,
+        slot: Option<Reservation>,
+        in_flight_slot: Option<InFlightSlot>,
+    ) -> Self {
+        Permit { core, key, slot, in_flight_slot, wait: None }
     }
 
     /// Adds how the request waited.
@@ -92,8 +97,8 @@ impl Permit {
     ///
     /// The future may be dropped at any time.
     pub async fn revoked(&self) -> StoreError {
-        poll_fn(|cx| match &self.seat {
-            Some(seat) => seat.poll_lost(cx),
+        poll_fn(|cx| match &self.in_flight_slot {
+            Some(in_flight_slot) => in_flight_slot.poll_lost(cx),
             None => Poll::Pending,
         })
         .await
@@ -113,16 +118,17 @@ impl Permit {
 
     /// Marks the request as sent.
     pub(crate) fn sent(self) -> Sent {
-        let Permit { core, key, slot, seat, wait } = self;
+        let Permit { core, key, slot, in_flight_slot, wait } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let host = wait.as_ref().and_then(|wait| wait.host);
-        let more = (seat.is_some() || wait.is_some()).then(|| Box::new(More { seat, wait }));
+        let more =
+            (in_flight_slot.is_some() || wait.is_some()).then(|| Box::new(More { in_flight_slot, wait }));
         Sent { core: core.id, cost, key, host, at, more }
     }
 
     /// Takes the permit apart: its slot, and its in-flight slot.
-    pub(super) fn into_parts(self) -> (Option<Reservation>, Option<Seat>) {
-        (self.slot, self.seat)
+    pub(super) fn into_parts(self) -> (Option<Reservation>, Option<InFlightSlot>) {
+        (self.slot, self.in_flight_slot)
     }
 
     /// Ends the permit of a request that was surely not sent. Its slot goes to the next waiter, else to the store.
@@ -151,16 +157,22 @@ pub(crate) struct Sent {
 /// What only few requests have on their way.
 #[derive(Default)]
 struct More {
-    seat: Option<Seat>,
+    in_flight_slot: Option<InFlightSlot>,
     wait: Option<Box<Wait>>,
 }
 
 impl Sent {
     /// Makes one for a request that got its permit at once.
     #[inline]
-    pub(crate) fn at_once(core: CoreId, entry: &Entry, at: Instant, seat: Option<Seat>) -> Self {
+    pub(crate) fn at_once(
+        core: CoreId,
+        entry: &Entry,
+        at: Instant,
+        in_flight_slot: Option<InFlightSlot>,
+    ) -> Self {
         let &Entry { key, cost, host, .. } = entry;
-        let more = seat.map(|seat| Box::new(More { seat: Some(seat), wait: None }));
+        let more = in_flight_slot
+            .map(|in_flight_slot| Box::new(More { in_flight_slot: Some(in_flight_slot), wait: None }));
         Sent { core, cost, key, host, at, more }
     }
 
@@ -186,28 +198,28 @@ impl Sent {
         is_any_uncertain()
     }
 
-    /// Ends the request after a response that states nothing about limits. Its call is in flight until the seat
-    /// is dropped.
+    /// Ends the request after a response that states nothing about limits. Its call is in flight until the
+    /// in-flight slot is dropped.
     #[inline]
-    pub(crate) fn into_seat(self) -> Option<Seat> {
-        self.more?.seat
+    pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
+        self.more?.in_flight_slot
     }
 
     /// Ends the request with what its response states. Returns the error of a response that is a refusal. The
-    /// call is in flight until the seat is dropped.
-    pub(crate) fn answered(mut self, signal: &Signal) -> (Option<Seat>, Option<Limited>) {
+    /// call is in flight until the in-flight slot is dropped.
+    pub(crate) fn answered(mut self, signal: &Signal) -> (Option<InFlightSlot>, Option<Limited>) {
         let Sent { key, host, cost, at, .. } = self;
         let hold = host_hold(key, host).unwrap_or(key);
         AnsweredCall { key, hold, cost, sent: at }.tell(self.core, signal);
         let limited = signal.refusal().map(|status| self.upstream_limited(status, signal));
-        (self.into_seat(), limited)
+        (self.into_in_flight_slot(), limited)
     }
 
     /// Ready with an error if the call has to end, because it may no longer be counted as in flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let seat = self.more.as_ref().and_then(|more| more.seat.as_ref());
-        seat.map_or(Poll::Pending, |seat| seat.poll_limited(cx))
+        let in_flight_slot = self.more.as_ref().and_then(|more| more.in_flight_slot.as_ref());
+        in_flight_slot.map_or(Poll::Pending, |in_flight_slot| in_flight_slot.poll_limited(cx))
     }
 
     #[cold]

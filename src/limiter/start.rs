@@ -6,10 +6,10 @@ use std::time::Instant;
 use super::admission::{Admission, Entry, WaitFor};
 use super::engine::Core;
 use super::hosts::host_hold;
+use super::in_flight_slot::InFlightSlot;
 use super::key_state::KeyState;
 use super::limited::Request;
 use super::reservation::{Reservation, WaitBound};
-use super::seat::Seat;
 use super::waiter::Waiter;
 use crate::clock;
 use crate::error::{Limited, Reason};
@@ -18,9 +18,9 @@ use crate::store::Refusal;
 
 /// What a request gets when it enters.
 pub(crate) enum Started {
-    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The seat is
-    /// `None` if calls in flight are not limited.
-    Granted(Option<Reservation>, Option<Seat>),
+    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The in-flight
+    /// slot is `None` if calls in flight are not limited.
+    Granted(Option<Reservation>, Option<InFlightSlot>),
     Waiting(Box<Waiter>),
     Limited(Limited),
 }
@@ -90,10 +90,10 @@ impl Core {
             return refuse(label(), Reason::Deadline, Refusal::NEVER);
         }
         match self.admit(entry, bound, now) {
-            Admission::Granted { slot, seat } => {
+            Admission::Granted { slot, in_flight_slot } => {
                 let Some(left) = host_hold(entry.key, entry.host).and_then(|hold| self.blocked(hold, now))
                 else {
-                    return Started::Granted(slot, seat);
+                    return Started::Granted(slot, in_flight_slot);
                 };
                 // Another request has become the probe of the host meanwhile.
                 if let Some(slot) = slot {
@@ -102,14 +102,14 @@ impl Core {
                 let wait = WaitFor::HostHold(clock::after(now, left));
                 Started::Waiting(Waiter::new(self, entry, bound, now, label()).waits(wait, None, now))
             }
-            Admission::Uncounted { cause, seat } => {
+            Admission::Uncounted { cause, in_flight_slot } => {
                 events::passed(&label(), &cause);
-                Started::Granted(None, seat)
+                Started::Granted(None, in_flight_slot)
             }
-            Admission::Waits { wait, seat } => {
+            Admission::Waits { wait, in_flight_slot } => {
                 let label = label();
                 events::waiting(&label, self.queued(entry.key, wait));
-                Started::Waiting(Waiter::new(self, entry, bound, now, label).waits(wait, seat, now))
+                Started::Waiting(Waiter::new(self, entry, bound, now, label).waits(wait, in_flight_slot, now))
             }
             Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
             Admission::Failed(source) => Started::Limited(Request::new(label(), now).fail(source, now)),

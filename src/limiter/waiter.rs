@@ -9,12 +9,12 @@ use std::time::Instant;
 use super::admission::{Admission, Entry, WaitFor};
 use super::engine::Core;
 use super::hosts::host_hold;
+use super::in_flight_slot::InFlightSlot;
 use super::key_state::Ticket;
 use super::limited::Request;
 use super::permit::{Permit, Wait};
 use super::queue::{Number, next_number};
 use super::reservation::{Reservation, Settled, WaitBound};
-use super::seat::Seat;
 use crate::clock::{self, Timer};
 use crate::error::{Limited, StoreError};
 use crate::events;
@@ -32,15 +32,15 @@ pub(crate) struct Waiter {
     ticket: Ticket,
     stage: Stage,
     /// Its in-flight slot, once it has one.
-    seat: Option<Seat>,
+    in_flight_slot: Option<InFlightSlot>,
     /// When the wait began.
     since: Instant,
     /// The name of its key in errors and events.
     label: Box<str>,
 }
 
-// HostHold => Seat | Slot | Hold | Done
-// Seat => Slot | Hold | Done
+// HostHold => InFlightSlot | Slot | Hold | Done
+// InFlightSlot => Slot | Hold | Done
 // Slot, Hold => Done, and HostHold if the host was held meanwhile
 // Done => Slot, if the permit expired before it could be used
 #[derive(Debug)]
@@ -48,7 +48,7 @@ enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
     HostHold { until: Instant, timer: Option<Timer> },
     /// Waits for an in-flight slot, but not longer than `until`.
-    Seat { number: Number, until: Instant },
+    InFlightSlot { number: Number, until: Instant },
     /// Waits for a slot.
     Slot,
     /// Waits until its key is not on hold. Only for keys without limits of rates.
@@ -69,20 +69,34 @@ impl Waiter {
         // Under this number the waiter watches its host's hold, in all stages.
         let number = if host_hold(key, host).is_some() { next_number() } else { 0 };
         let ticket = Ticket { number, cost, bound, turns: 1 };
-        Waiter { core: core.clone(), key, host, ticket, stage: Stage::Done, seat: None, since, label }
+        Waiter {
+            core: core.clone(),
+            key,
+            host,
+            ticket,
+            stage: Stage::Done,
+            in_flight_slot: None,
+            since,
+            label,
+        }
     }
 
     /// Begins a wait.
-    pub(super) fn waits(mut self, wait: WaitFor, seat: Option<Seat>, now: Instant) -> Box<Self> {
-        self.wait(wait, seat, now);
+    pub(super) fn waits(
+        mut self,
+        wait: WaitFor,
+        in_flight_slot: Option<InFlightSlot>,
+        now: Instant,
+    ) -> Box<Self> {
+        self.wait(wait, in_flight_slot, now);
         Box::new(self)
     }
 
-    fn wait(&mut self, wait: WaitFor, seat: Option<Seat>, now: Instant) {
-        self.seat = seat;
+    fn wait(&mut self, wait: WaitFor, in_flight_slot: Option<InFlightSlot>, now: Instant) {
+        self.in_flight_slot = in_flight_slot;
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
-            WaitFor::Seat(number) => Stage::Seat { number, until: answer_by(self.ticket.bound.latest, now) },
+            WaitFor::InFlightSlot(number) => Stage::InFlightSlot { number, until: answer_by(self.ticket.bound.latest, now) },
             WaitFor::Slot(number) => {
                 self.ticket.number = number;
                 Stage::Slot
@@ -98,8 +112,8 @@ impl Waiter {
 
     /// Waits again, in its old place in the queue, because `permit` expired before it could be used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
-        let (slot, seat) = permit.into_parts();
-        self.seat = seat;
+        let (slot, in_flight_slot) = permit.into_parts();
+        self.in_flight_slot = in_flight_slot;
         let Some(slot) = slot else { return };
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
@@ -115,14 +129,14 @@ impl Waiter {
     /// Goes on to the next stage, or ends the wait. If it is pending, the caller polls the new stage.
     fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Permit, Limited>> {
         let result = match admission {
-            Admission::Waits { wait, seat } => {
-                self.wait(wait, seat, now);
+            Admission::Waits { wait, in_flight_slot } => {
+                self.wait(wait, in_flight_slot, now);
                 return Poll::Pending;
             }
-            Admission::Granted { slot, seat } => Ok(self.permit(slot, seat, now)),
-            Admission::Uncounted { cause, seat } => {
+            Admission::Granted { slot, in_flight_slot } => Ok(self.permit(slot, in_flight_slot, now)),
+            Admission::Uncounted { cause, in_flight_slot } => {
                 events::passed(&self.label, &cause);
-                Ok(self.permit(None, seat, now))
+                Ok(self.permit(None, in_flight_slot, now))
             }
             Admission::Refused(reason, refusal) => Err(self.request().refuse(reason, refusal, now)),
             Admission::Failed(source) => Err(self.request().fail(source, now)),
@@ -131,11 +145,16 @@ impl Waiter {
         Poll::Ready(result)
     }
 
-    fn permit(&self, slot: Option<Reservation>, seat: Option<Seat>, now: Instant) -> Permit {
+    fn permit(
+        &self,
+        slot: Option<Reservation>,
+        in_flight_slot: Option<InFlightSlot>,
+        now: Instant,
+    ) -> Permit {
         let (turns, label) = (self.ticket.turns, self.label.clone());
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
-        let permit = Permit::new(self.core.clone(), self.key, slot, seat);
+        let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
         permit.after(Wait { label, waited, turns, host: self.host })
     }
 
@@ -193,20 +212,20 @@ impl Waiter {
 
     /// Polls what the waiter waits for, its host's hold aside.
     fn poll_stage(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        if matches!(self.stage, Stage::Seat { .. })
-            && let Poll::Ready(result) = self.poll_seat(now, cx)
+        if matches!(self.stage, Stage::InFlightSlot { .. })
+            && let Poll::Ready(result) = self.poll_in_flight_slot(now, cx)
         {
             return Poll::Ready(result);
         }
         match self.stage {
             Stage::Slot => self.poll_slot(now, cx),
             Stage::Hold { .. } => self.poll_hold(now, cx),
-            Stage::HostHold { .. } | Stage::Seat { .. } | Stage::Done => Poll::Pending,
+            Stage::HostHold { .. } | Stage::InFlightSlot { .. } | Stage::Done => Poll::Pending,
         }
     }
 
-    fn poll_seat(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let Stage::Seat { number, until } = self.stage else { return Poll::Pending };
+    fn poll_in_flight_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+        let Stage::InFlightSlot { number, until } = self.stage else { return Poll::Pending };
         let settled = ready!(self.core.poll_flight(self.key, number, until, now, cx));
         self.stage = Stage::Done;
         let bound = &mut self.ticket.bound;
@@ -215,8 +234,10 @@ impl Waiter {
             bound.latest = bound.latest.max(now);
         }
         let bound = *bound;
-        let admission = match self.core.seat_settled(self.key, bound, settled) {
-            Ok(seat) => self.core.admit_with_seat(&self.entry(), seat, self.number(), bound, now),
+        let admission = match self.core.in_flight_slot_settled(self.key, bound, settled) {
+            Ok(in_flight_slot) => {
+                self.core.admit_with_in_flight_slot(&self.entry(), in_flight_slot, self.number(), bound, now)
+            }
             Err(stopped) => stopped,
         };
         self.proceed(admission, now)
@@ -228,15 +249,15 @@ impl Waiter {
             self.core.with_line(self.key, now, |line, ctx, wakers| line.poll(ctx, ticket, cx, wakers));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
-        let seat = self.seat.take();
+        let in_flight_slot = self.in_flight_slot.take();
         if let Settled::Granted(slot) = settled
-            && seat.as_ref().is_some_and(|seat| seat.is_lost(now))
+            && in_flight_slot.as_ref().is_some_and(|in_flight_slot| in_flight_slot.is_lost(now))
         {
             // The process stood still while the request waited for its slot.
             self.core.give_back(self.key, slot);
-            return self.proceed(Admission::Failed(StoreError::SeatLost), now);
+            return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
         }
-        let admission = self.core.slot_settled(self.key, self.ticket.bound, settled, seat, now);
+        let admission = self.core.slot_settled(self.key, self.ticket.bound, settled, in_flight_slot, now);
         self.proceed(admission, now)
     }
 
@@ -244,15 +265,16 @@ impl Waiter {
         let Stage::Hold { until, timer } = &mut self.stage else { return Poll::Pending };
         let Ticket { number, bound, .. } = self.ticket;
         let Some(left) = self.core.poll_hold(self.key, number, now, cx) else {
-            let seat = self.seat.take();
-            return self.proceed(Admission::Granted { slot: None, seat }, now);
+            let in_flight_slot = self.in_flight_slot.take();
+            return self.proceed(Admission::Granted { slot: None, in_flight_slot }, now);
         };
         let end = clock::after(now, left);
         if end > bound.latest {
             self.core.leave_hold(self.key, number);
             let refusal = Refusal { wait: Some(left), limit: None };
-            let seat = self.seat.take();
-            let admission = self.core.slot_settled(self.key, bound, Settled::Refused(refusal), seat, now);
+            let in_flight_slot = self.in_flight_slot.take();
+            let admission =
+                self.core.slot_settled(self.key, bound, Settled::Refused(refusal), in_flight_slot, now);
             return self.proceed(admission, now);
         }
         if end != *until {
@@ -280,10 +302,10 @@ impl Waiter {
     /// Gives up what the waiter waits for, and its in-flight slot. A wait for its host's hold
     /// goes on.
     fn leave_stage(&mut self) {
-        self.seat = None;
+        self.in_flight_slot = None;
         match self.stage {
             Stage::HostHold { .. } => return,
-            Stage::Seat { number, .. } => self.core.leave_flight(self.key, number),
+            Stage::InFlightSlot { number, .. } => self.core.leave_flight(self.key, number),
             Stage::Slot => {
                 let ticket = &self.ticket;
                 self.core

@@ -94,7 +94,7 @@ impl Desk {
         LeaseRequest {
             key: self.key,
             spec: &self.spec,
-            demands: demands,
+            demands,
             prefetch: 0,
             latest: Duration::ZERO,
             validity: LIFE,

@@ -47,8 +47,7 @@ use slots::{SlotMap, slot_of};
 const MOST_TRIED: usize = 8;
 
 /// The longest pause between two maps while all servers are well. While a cluster is resharded,
-/// many calls get the
-/// reply `MOVED`, and each of these replies corrects the map.
+/// many calls get the reply `MOVED`, and each of these replies corrects the map.
 const SPACING: Duration = Duration::from_secs(1);
 
 /// The longest pause between two maps while a server is down. At most this long after a failover,

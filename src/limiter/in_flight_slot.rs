@@ -22,7 +22,7 @@ use crate::wakers::Wakers;
 ///
 /// Boxed, so that calls without a limit in flight stay small.
 #[derive(Debug)]
-pub(crate) struct Seat(Box<Taken>);
+pub(crate) struct InFlightSlot(Box<Taken>);
 
 #[derive(Debug)]
 struct Taken {
@@ -32,9 +32,9 @@ struct Taken {
     number: Number,
 }
 
-impl Seat {
+impl InFlightSlot {
     pub(super) fn new(core: Arc<Core>, key: Key, number: Number) -> Self {
-        Seat(Box::new(Taken { core, key, number }))
+        InFlightSlot(Box::new(Taken { core, key, number }))
     }
 
     /// Returns whether the store may have given the place to another call. Always `false` with
@@ -49,10 +49,10 @@ impl Seat {
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
         let Taken { core, key, number } = &*self.0;
         let lost = core.at_guarded_flight(*key, |flight| flight.poll_lost(*number, cx));
-        lost.unwrap_or(Poll::Pending).map(|()| StoreError::SeatLost)
+        lost.unwrap_or(Poll::Pending).map(|()| StoreError::InFlightSlotLost)
     }
 
-    /// The same as [`poll_lost`](Seat::poll_lost), with the error of the call.
+    /// The same as [`poll_lost`](InFlightSlot::poll_lost), with the error of the call.
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost(cx).map(|source| {
             let now = clock::now();
@@ -61,7 +61,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for InFlightSlot {
     fn drop(&mut self) {
         let now = clock::now();
         let Taken { core, key, number } = &*self.0;
