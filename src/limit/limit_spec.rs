@@ -1,10 +1,11 @@
-//! What a caller asserts.
+//! The limits of a key, as a process states them.
 
 use std::time::Duration;
 
 use crate::quota::{LIFE, Quota};
 
-/// What a caller asserts about a key: its quota, and the slack that the way to the upstream takes.
+/// The limits of a key, as a process states them: its quota, and the slack for the
+/// way to the upstream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitSpec {
     quota: Quota,
@@ -14,39 +15,39 @@ pub struct LimitSpec {
 }
 
 impl LimitSpec {
-    /// Makes the terms of `quota` with the slack for the way to the upstream (`transit_slack`) and
-    /// around the boundaries of fixed windows (`boundary_guard`).
+    /// Makes the limits of `quota`, with the slack for the way to the upstream (`transit_slack`)
+    /// and around the boundaries of fixed windows (`boundary_guard`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_guard: Duration) -> Self {
         LimitSpec { quota, transit_slack, boundary_guard, life: LIFE }
     }
 
-    /// Returns the same terms, under which permits live for `life`, unless wake-ups or round trips
-    /// to the store are late.
+    /// Returns the same limits, with permits that are valid for `life`. They are valid for longer
+    /// if wake-ups or round trips to the store are late.
     pub(crate) fn with_life(self, life: Duration) -> Self {
         LimitSpec { life, ..self }
     }
 
-    /// How long after its slot a permit is usable.
+    /// Returns how long after its slot a permit is valid.
     pub(crate) fn life(&self) -> Duration {
         self.life
     }
 
-    /// Nothing is asserted.
+    /// Returns limits that allow everything.
     pub(crate) fn none() -> Self {
         LimitSpec::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
     }
 
-    /// What is allowed.
+    /// Returns what is allowed.
     pub fn quota(&self) -> &Quota {
         &self.quota
     }
 
-    /// How much later than its deadline a permit may arrive at the upstream.
+    /// Returns how much later than the deadline of its permit a request may arrive at the upstream.
     pub fn transit_slack(&self) -> Duration {
         self.transit_slack
     }
 
-    /// How long before and after the boundary of a fixed window nothing is sent.
+    /// Returns for how long before and after each boundary of a fixed window no request is sent.
     pub fn boundary_guard(&self) -> Duration {
         self.boundary_guard
     }

@@ -8,14 +8,17 @@ use super::external::{ExternalUsage, Ours, Size, Word};
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
-/// One limit of a key, and when it was last asserted.
+/// The state of one limit of a key.
 #[derive(Debug)]
 pub(super) struct LimitState {
+    /// The limit.
     pub(super) limit: Limit,
+    /// The algorithm of the limit, with the permits that count against it.
     pub(super) rule: Algorithm,
+    /// When a caller last stated the limit.
     pub(super) asserted: Micros,
-    /// What clients outside the fleet use. Boxed: few limits are shared with other clients, and
-    /// fewer upstreams state it.
+    /// The units that clients outside the fleet use. Boxed, because few limits are shared with
+    /// other clients, and fewer upstreams state it.
     strangers: Option<Box<ExternalUsage>>,
 }
 
@@ -28,7 +31,7 @@ impl LimitState {
         LimitState { limit, rule, asserted: now, strangers: None }
     }
 
-    /// Until when the limit holds, unless it is asserted again.
+    /// Returns until when the limit applies, unless a caller states it again.
     pub(super) fn holds_until(&self) -> Micros {
         let window = micros_up(self.limit.window());
         self.asserted.saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
@@ -38,7 +41,7 @@ impl LimitState {
         Size { count: self.limit.count(), window: micros_up(self.limit.window()) }
     }
 
-    /// The first moment, not before `from`, at which `cost` units may go.
+    /// Returns the first moment, not before `from`, at which `cost` units may leave.
     pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
         let size = self.size();
         let Some(strangers) = &self.strangers else { return self.rule.first_slot(from, cost, open, 0) };
@@ -52,7 +55,7 @@ impl LimitState {
         }
     }
 
-    /// How many units may go at `slot`, which is a first slot.
+    /// Returns how many units may leave at `slot`, which is a first slot.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         let reserved = self.reserved(slot);
         self.rule.room(slot).saturating_sub(reserved)

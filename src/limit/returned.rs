@@ -10,9 +10,10 @@ use std::ops::RangeInclusive;
 
 use super::{Booking, Micros, UnusedPermits};
 
+/// The returned slots of a key.
 #[derive(Debug, Default)]
 pub(super) struct ReturnedSlots {
-    /// Sorted by slot.
+    /// The slots, sorted by slot and stamp.
     slots: Vec<UnusedPermits>,
 }
 
@@ -33,6 +34,7 @@ impl ReturnedSlots {
         if self.slots.len() > MOST { self.slots.pop() } else { None }
     }
 
+    /// Returns the index of the first slot that fits.
     fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
         // A process whose round trips grew asks for longer lives than it gave back. Half the life
         // is better than a lost slot.

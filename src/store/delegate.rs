@@ -1,11 +1,11 @@
 //! Forwarding for stores around another store.
 
-/// Forwards every method of [`Store`](crate::store::Store) that the decorator does not implement to
-/// the store inside.
+/// Forwards every method of [`Store`](crate::store::Store) that a decorator does not implement to
+/// the inner store.
 ///
-/// The default methods of the trait are for stores of your own. A store around another one that
-/// does not implement them would lose what the inner store can do, without an error. Name the
-/// methods that the decorator implements itself; the macro adds the others.
+/// The default methods of the trait are for stores that lack a capability. A decorator with these
+/// defaults would hide what the inner store can do, without an error. The decorator names the
+/// methods that it implements itself, and the macro adds the others.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-//! The contract every store keeps, as a suite that any store can run.
+//! The contract of a store, as a test suite that any store can run.
 //!
 //! ```
 //! # #[tokio::main(flavor = "current_thread", start_paused = true)]
@@ -10,10 +10,10 @@
 //! # }
 //! ```
 //!
-//! The suite checks the answers of a store: the slots, lives and stamps in the store's own time. So
-//! it finds the same faults on a slow machine as on a fast one, and no check depends on when a task
-//! wakes. It takes about two seconds; with a store that uses Tokio's clock, and this clock paused,
-//! it takes no time.
+//! The suite checks the replies of a store: the slots, validity and stamps of grants in the store's
+//! own time. No check depends on when a task wakes, so the suite finds the same faults on a slow
+//! machine as on a fast one. It takes about two seconds. If the store uses Tokio's clock and that
+//! is paused, the suite takes no time.
 
 mod in_flight;
 mod registers;
@@ -33,7 +33,7 @@ use crate::quota::{Limit, Quota};
 ///
 /// # Panics
 ///
-/// If the store breaks a law. The message names the law and shows the store's answer.
+/// If the store breaks a law. The message names the law and shows the store's reply.
 pub async fn check(store: Arc<dyn Store>) {
     grants_at_once_what_is_free(&store).await;
     is_never_over(&store).await;
@@ -55,7 +55,7 @@ pub async fn check(store: Arc<dyn Store>) {
     registers::changes_registers_in_one_step(&store).await;
 }
 
-// ── how the suite asks ──────────────────────────────────────────────────────────────────────────
+// ── requests of the suite ──────────────────────────────────────────────────────────────────────────
 
 const LIFE: Duration = Duration::from_millis(10);
 const SLACK: Duration = Duration::from_millis(10);
@@ -89,7 +89,7 @@ impl Desk {
         self.ask(LeaseRequest { prefetch, latest, returns, ..self.asks_for(demands) }).await
     }
 
-    /// Makes a call that asks for `demands` now, and for nothing else.
+    /// Makes a request for `demands` now, and for nothing else.
     fn asks_for<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
         LeaseRequest {
             key: self.key,

@@ -1,22 +1,25 @@
-//! How a key is named to the other processes when it is held: with a secret, only they can read it.
+//! The sealed key: the name of a key in messages to other processes. With a secret, only processes
+//! that know the secret can read it.
 
 use crate::key::Key;
 
+/// The bytes of a nonce.
 const NONCE: usize = 8;
 
-/// Names `key` under a `nonce` that is not used twice.
+/// Seals `key` with a `nonce` that is not used twice.
 pub(super) fn of(key: Key, secret: Option<Key>, nonce: u64) -> Vec<u8> {
     let nonce = nonce.to_le_bytes();
     [&nonce[..], &masked(key.bytes(), secret, nonce)].concat()
 }
 
-/// Whose key it is.
+/// Opens a sealed key. Returns `None` if it has the wrong length. With another secret, the key is
+/// another one.
 pub(super) fn read(token: &[u8], secret: Option<Key>) -> Option<Key> {
     let (nonce, bytes) = token.split_first_chunk::<NONCE>()?;
     Some(Key::of_bytes(masked(bytes.try_into().ok()?, secret, *nonce)))
 }
 
-/// Adds what follows from the secret and the nonce; twice, it takes it away.
+/// Applies the mask that follows from the secret and the nonce. A second time, it removes the mask.
 fn masked(bytes: [u8; 16], secret: Option<Key>, nonce: [u8; NONCE]) -> [u8; 16] {
     let Some(secret) = secret else { return bytes };
     let mask = secret.and("token").and(nonce).bytes();

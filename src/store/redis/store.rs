@@ -330,11 +330,11 @@ impl Store for RedisStore {
         let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
         let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Pending(rates) };
         let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
-        let seats = self.call(About::InFlight, self.in_flight_name(key), call, codec::read_peek_in_flight);
+        let slots = self.call(About::InFlight, self.in_flight_name(key), call, codec::read_peek_in_flight);
         StoreReply::Pending(Box::pin(async move {
             let rates = rates.await?;
-            let (taken, free) = seats.await?;
-            Ok(rates.in_flight(most, taken, free))
+            let (used, free) = slots.await?;
+            Ok(rates.in_flight(most, used, free))
         }))
     }
 
