@@ -96,7 +96,9 @@ impl Waiter {
         self.in_flight_slot = in_flight_slot;
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
-            WaitFor::InFlightSlot(number) => Stage::InFlightSlot { number, until: answer_by(self.ticket.bound.latest, now) },
+            WaitFor::InFlightSlot(number) => {
+                Stage::InFlightSlot { number, until: answer_by(self.ticket.bound.latest, now) }
+            }
             WaitFor::Slot(number) => {
                 self.ticket.number = number;
                 Stage::Slot
