@@ -96,7 +96,7 @@ impl Core {
         let hold = host_hold(entry.key, entry.host)?;
         self.hosts.notice(entry.host?);
         let Settings { max_hold, max_queue, .. } = self.settings;
-        let look = || self.lines.find(hold, |line| (line.waits(max_hold, now), line.waiting_for_hold()));
+        let look = || self.states.find(hold, |state| (state.waits(max_hold, now), state.waiting_for_hold()));
         let (left, waiting) = look().or_else(|| {
             // Another process may know of a hold.
             self.inquire(hold, now);
@@ -105,8 +105,8 @@ impl Core {
         let left = left?;
         let until = clock::after(now, left);
         if until > bound.latest {
-            self.at_line(hold, now, |line, ctx, wakers| {
-                if line.asks_for_release(now) { line.confirm(ctx, wakers) } else { None }
+            self.at_state(hold, now, |state, ctx, wakers| {
+                if state.asks_for_release(now) { state.confirm(ctx, wakers) } else { None }
             });
             return Some(Admission::held(left));
         }
@@ -182,8 +182,8 @@ impl Core {
             return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
-        let entered = self.with_new_line(entry.key, now, |line, ctx, wakers| {
-            line.enter(ctx, entry.cost, bound, number, wakers)
+        let entered = self.with_new_state(entry.key, now, |state, ctx, wakers| {
+            state.enter(ctx, entry.cost, bound, number, wakers)
         });
         let settled = match entered {
             Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
@@ -213,7 +213,7 @@ impl Core {
         now: Instant,
     ) -> Admission {
         // The requests of this key do not ask the store for slots, so the first one asks for a hold.
-        if self.lines.find(key, |_| ()).is_none() {
+        if self.states.find(key, |_| ()).is_none() {
             self.inquire(key, now);
         }
         let Some(left) = self.blocked(key, now) else {
@@ -265,7 +265,7 @@ impl Core {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
             WaitFor::InFlightSlot(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
-            WaitFor::Slot(_) => self.lines.find(key, |line| line.waiting()).unwrap_or(1),
+            WaitFor::Slot(_) => self.states.find(key, |state| state.waiting()).unwrap_or(1),
         }
     }
 }

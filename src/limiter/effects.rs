@@ -1,7 +1,7 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
 //! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and
-//! an [`Effect`]. [`Core::with_line`] and its siblings lock the state, call a closure, release the lock and run
+//! an [`Effect`]. [`Core::with_state`] and its siblings lock the state, call a closure, release the lock and run
 //! the rest. They are the only callers of [`Core::run`].
 
 use std::future::Future;
@@ -30,17 +30,17 @@ const LONGEST_TURN: Duration = Duration::from_millis(5);
 
 impl Core {
     /// Runs `act` on the state of `key`, then the effect it returns. Returns `None` if the key has no state.
-    pub(super) fn with_line<R>(
+    pub(super) fn with_state<R>(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
     ) -> Option<R> {
         let mut wakers = Wakers::default();
-        let (done, effect) = self.lines.find(key, |line| {
+        let (done, effect) = self.states.find(key, |state| {
             self.hosts.touch(key);
-            let learned = self.learned(line, now);
-            act(line, &self.ctx(key, now, learned.as_ref()), &mut wakers)
+            let learned = self.learned(state, now);
+            act(state, &self.ctx(key, now, learned.as_ref()), &mut wakers)
         })?;
         self.run(key, now, effect, wakers);
         Some(done)
@@ -51,7 +51,7 @@ impl Core {
     /// # Errors
     ///
     /// [`Full`] if the key has no state and there is no room for one.
-    pub(super) fn with_new_line<R>(
+    pub(super) fn with_new_state<R>(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
@@ -59,44 +59,44 @@ impl Core {
     ) -> Result<R, Full> {
         let mut wakers = Wakers::default();
         let new = || KeyState::new(self.settings.spec.life(), now);
-        let forgotten = |key, mut line: KeyState| {
-            let learned = self.learned(&mut line, now);
-            line.forgotten(&self.ctx(key, now, learned.as_ref()));
+        let forgotten = |key, mut state: KeyState| {
+            let learned = self.learned(&mut state, now);
+            state.forgotten(&self.ctx(key, now, learned.as_ref()));
         };
-        let with = |line: &mut KeyState| {
+        let with = |state: &mut KeyState| {
             self.hosts.touch(key);
-            let learned = self.learned(line, now);
-            act(line, &self.ctx(key, now, learned.as_ref()), &mut wakers)
+            let learned = self.learned(state, now);
+            act(state, &self.ctx(key, now, learned.as_ref()), &mut wakers)
         };
-        let (done, effect) = self.lines.enter(key, now, new, forgotten, with)?;
+        let (done, effect) = self.states.enter(key, now, new, forgotten, with)?;
         self.run(key, now, effect, wakers);
         Ok(done)
     }
 
-    /// The same as [`with_line`](Core::with_line) for an `act` whose result is its effect. Returns whether the
+    /// The same as [`with_state`](Core::with_state) for an `act` whose result is its effect. Returns whether the
     /// key has a state.
-    pub(super) fn at_line(
+    pub(super) fn at_state(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
     ) -> bool {
-        self.with_line(key, now, |line, ctx, wakers| ((), act(line, ctx, wakers))).is_some()
+        self.with_state(key, now, |state, ctx, wakers| ((), act(state, ctx, wakers))).is_some()
     }
 
-    /// The same as [`with_new_line`](Core::with_new_line) for an `act` whose result is its effect.
-    pub(super) fn at_new_line(
+    /// The same as [`with_new_state`](Core::with_new_state) for an `act` whose result is its effect.
+    pub(super) fn at_new_state(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
     ) -> Result<(), Full> {
-        self.with_new_line(key, now, |line, ctx, wakers| ((), act(line, ctx, wakers)))
+        self.with_new_state(key, now, |state, ctx, wakers| ((), act(state, ctx, wakers)))
     }
 
     /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
-        if !self.at_line(key, clock::now(), |line, ctx, wakers| line.give_back(ctx, slot, wakers)) {
+        if !self.at_state(key, clock::now(), |state, ctx, wakers| state.give_back(ctx, slot, wakers)) {
             let Settings { store, spec, .. } = &self.settings;
             store.give_back(key, spec, &[slot.unused()]);
         }
@@ -122,7 +122,7 @@ impl Core {
                 self.spawn(async move {
                     wait_for(now, delay).await;
                     if let Some(core) = core.upgrade() {
-                        core.at_line(key, clock::now(), |line, ctx, wakers| line.pass_on_now(ctx, wakers));
+                        core.at_state(key, clock::now(), |state, ctx, wakers| state.pass_on_now(ctx, wakers));
                     }
                 });
             }
@@ -165,7 +165,7 @@ impl Core {
             while let Some(at) = next {
                 clock::sleep_until(at).await;
                 let Some(core) = core.upgrade() else { return };
-                next = core.with_line(key, clock::now(), |line, ctx, _| (line.sweep(ctx), None)).flatten();
+                next = core.with_state(key, clock::now(), |state, ctx, _| (state.sweep(ctx), None)).flatten();
             }
         });
     }
@@ -202,10 +202,10 @@ impl PendingCall {
             events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
-        let sweep_at = self.core.with_line(self.key, clock::now(), |line, ctx, wakers| {
+        let sweep_at = self.core.with_state(self.key, clock::now(), |state, ctx, wakers| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let effect = line.call_answered(ctx, self.number, answer, self.since, wakers);
-            (line.start_sweep(ctx.now), effect)
+            let effect = state.call_answered(ctx, self.number, answer, self.since, wakers);
+            (state.start_sweep(ctx.now), effect)
         });
         if let Some(at) = sweep_at.flatten() {
             self.core.sweep(self.key, at);
@@ -252,7 +252,7 @@ impl BatchDelay {
     fn end(&self, joined: bool) {
         let Some(core) = self.core.upgrade() else { return };
         if !self.over.swap(true, Ordering::Relaxed) {
-            core.at_line(self.key, clock::now(), |line, ctx, wakers| line.gathered(ctx, joined, wakers));
+            core.at_state(self.key, clock::now(), |state, ctx, wakers| state.gathered(ctx, joined, wakers));
         }
     }
 }

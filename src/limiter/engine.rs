@@ -25,7 +25,7 @@ use crate::store;
 pub(super) struct Core {
     pub(super) id: CoreId,
     /// The rate limits: the state of each key.
-    pub(super) lines: KeyMap<KeyState>,
+    pub(super) states: KeyMap<KeyState>,
     /// The calls in flight of each key. `None` if their number is not limited.
     pub(super) flights: Option<Flights>,
     pub(super) settings: Settings,
@@ -74,7 +74,7 @@ impl Core {
     pub(super) fn new(settings: Settings) -> Arc<Self> {
         let core = Arc::new(Core {
             id: CoreId::next(),
-            lines: KeyMap::new(settings.max_keys),
+            states: KeyMap::new(settings.max_keys),
             flights: Flights::new(&settings),
             settings,
             warned: AtomicBool::new(false),
@@ -104,15 +104,15 @@ impl Core {
         }
     }
 
-    /// Returns the limits that the key of `line` has learned, if any.
-    pub(super) fn learned(&self, line: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
+    /// Returns the limits that the key of `state` has learned, if any.
+    pub(super) fn learned(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
         let Settings { spec, learn, .. } = &self.settings;
-        line.learned_terms(*learn, spec, now)
+        state.learned_terms(*learn, spec, now)
     }
 
     /// Returns the limits of `key`: the learned limits, or the configured ones.
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
-        let learned = self.lines.find(key, |line| self.learned(line, clock::now())).flatten();
+        let learned = self.states.find(key, |state| self.learned(state, clock::now())).flatten();
         learned.unwrap_or_else(|| self.settings.spec.clone())
     }
 
@@ -123,7 +123,7 @@ impl Core {
 
     /// Returns how long `key` stays on hold, as far as this process knows.
     pub(super) fn held(&self, key: Key, now: Instant) -> Option<Duration> {
-        self.lines.find(key, |line| line.held(now)).flatten()
+        self.states.find(key, |state| state.held(now)).flatten()
     }
 
     /// Returns whether a request passes uncounted after `error` of the store.
@@ -135,9 +135,9 @@ impl Core {
     pub(super) async fn shutdown(&self) -> Result<(), StoreError> {
         let Settings { store, spec, .. } = &self.settings;
         let now = clock::now();
-        self.lines.for_each(|key, line| {
-            if let Some(unused) = line.clear() {
-                store.give_back(key, self.learned(line, now).as_ref().unwrap_or(spec), &[unused]);
+        self.states.for_each(|key, state| {
+            if let Some(unused) = state.clear() {
+                store.give_back(key, self.learned(state, now).as_ref().unwrap_or(spec), &[unused]);
             }
         });
         store.flush().arrives().await

@@ -26,7 +26,7 @@ impl Core {
     /// Holds `key` for `span`, here and in all processes that share the store.
     pub(super) async fn hold_for(self: &Arc<Self>, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
-        let releases = self.lines.find(key, |line| line.releases()).unwrap_or(0);
+        let releases = self.states.find(key, |state| state.releases()).unwrap_or(0);
         let held = HoldState { remaining: span.min(LONGEST_HOLD), releases, cut: false };
         self.set_hold(key, held, now);
         let held = self.settings.store.hold(key, &self.terms(key), held, None).arrives().await?;
@@ -45,7 +45,7 @@ impl Core {
     /// Takes in a hold of `key` that this process has seen itself.
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
-        let _ = self.at_new_line(key, now, |line, ctx, wakers| line.hold(ctx, held, true, wakers));
+        let _ = self.at_new_state(key, now, |state, ctx, wakers| state.hold(ctx, held, true, wakers));
     }
 
     /// Takes in that another process has held or released `key`.
@@ -55,34 +55,34 @@ impl Core {
     /// go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
-        let hear = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-            line.hold(ctx, held, false, wakers)
+        let hear = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
+            state.hold(ctx, held, false, wakers)
         };
         let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.remaining.is_zero() {
-            self.at_line(key, now, hear);
+            self.at_state(key, now, hear);
         } else {
-            let _ = self.at_new_line(key, now, hear);
+            let _ = self.at_new_state(key, now, hear);
         }
     }
 
     /// Takes in that an upstream told another process that less is left.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
-        self.at_line(key, clock::now(), |line, ctx, wakers| line.less_heard(ctx, writes, wakers));
+        self.at_state(key, clock::now(), |state, ctx, wakers| state.less_heard(ctx, writes, wakers));
     }
 
     /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If
     /// it was `reconnected`, it may also have lost its state, and is asked about bookings as well.
     pub(super) fn events_missed(self: &Arc<Self>, reconnected: bool, now: Instant) {
         let mut keys = Vec::new();
-        self.lines.for_each(|key, line| {
-            line.doubt();
-            if line.held(now).is_some() || (reconnected && line.is_booked()) {
+        self.states.for_each(|key, state| {
+            state.doubt();
+            if state.held(now).is_some() || (reconnected && state.is_booked()) {
                 keys.push(key);
             }
         });
         for key in keys {
-            self.at_line(key, now, |line, ctx, wakers| line.confirm(ctx, wakers));
+            self.at_state(key, now, |state, ctx, wakers| state.confirm(ctx, wakers));
         }
     }
 
@@ -90,7 +90,7 @@ impl Core {
     /// on probation becomes the probe.
     pub(super) fn blocked(&self, key: Key, now: Instant) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.lines.find(key, |line| line.blocked(max_hold, now)).flatten()
+        self.states.find(key, |state| state.blocked(max_hold, now)).flatten()
     }
 
     /// The same as [`blocked`](Core::blocked) for the waiter `number`, whose task is woken when the answer changes.
@@ -102,7 +102,7 @@ impl Core {
         cx: &Context<'_>,
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.lines.find(key, |line| line.poll_hold(number, max_hold, now, cx)).flatten()
+        self.states.find(key, |state| state.poll_hold(number, max_hold, now, cx)).flatten()
     }
 
     /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter becomes
@@ -115,12 +115,12 @@ impl Core {
         cx: &Context<'_>,
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.lines.find(hold, |line| line.watch_hold(number, max_hold, now, cx)).flatten()
+        self.states.find(hold, |state| state.watch_hold(number, max_hold, now, cx)).flatten()
     }
 
     /// Forgets the waiter `number`, which no longer waits for the hold of `key`.
     pub(super) fn leave_hold(&self, key: Key, number: Number) {
-        self.lines.find(key, |line| line.leave_hold(number));
+        self.states.find(key, |state| state.leave_hold(number));
     }
 
     /// Returns whether no hold is known that stops requests to `host` under `key` and no others.
@@ -132,20 +132,20 @@ impl Core {
             return true;
         }
         let max_hold = self.settings.max_hold;
-        let look = |line: &mut KeyState| {
-            let is_clear = line.is_clear(max_hold, now);
+        let look = |state: &mut KeyState| {
+            let is_clear = state.is_clear(max_hold, now);
             if let Some(first) = first {
                 first.set_clear(is_clear);
             }
             is_clear
         };
-        self.lines.find(hold, look).unwrap_or(false)
+        self.states.find(hold, look).unwrap_or(false)
     }
 
     /// Asks the store about a hold of `key`, of which this process has no state. If the answer takes a trip, it
     /// comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
         // If there is no room for one more key, the request goes on without.
-        let _ = self.at_new_line(key, now, |line, ctx, wakers| line.inquire(ctx, wakers));
+        let _ = self.at_new_state(key, now, |state, ctx, wakers| state.inquire(ctx, wakers));
     }
 }

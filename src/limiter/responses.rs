@@ -55,23 +55,23 @@ impl Core {
         let &AnsweredCall { key, hold, sent, .. } = call;
         let now = clock::now();
         let limited = signal.refusal().is_some();
-        let accept = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-            if !limited && line.accepted_upstream(sent, now) {
-                (true, line.hold_changed(ctx, wakers))
+        let accept = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
+            if !limited && state.accepted_upstream(sent, now) {
+                (true, state.hold_changed(ctx, wakers))
             } else {
                 (false, None)
             }
         };
         let mut is_released = false;
         if hold == key {
-            let take_in = |line: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-                let (is_released, effect) = accept(line, ctx, wakers);
-                (is_released, self.learn(call, signal, line, ctx, wakers, effect))
+            let take_in = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
+                let (is_released, effect) = accept(state, ctx, wakers);
+                (is_released, self.learn(call, signal, state, ctx, wakers, effect))
             };
-            is_released |= self.with_line(key, now, take_in) == Some(true);
+            is_released |= self.with_state(key, now, take_in) == Some(true);
         } else {
-            is_released |= self.with_line(hold, now, accept) == Some(true);
-            self.at_line(key, now, |line, ctx, wakers| self.learn(call, signal, line, ctx, wakers, None));
+            is_released |= self.with_state(hold, now, accept) == Some(true);
+            self.at_state(key, now, |state, ctx, wakers| self.learn(call, signal, state, ctx, wakers, None));
         }
         if is_released {
             // The probe was accepted, so the other requests may leave, in all processes. The answer is of no
@@ -89,7 +89,7 @@ impl Core {
         if limited || retry_after.is_some() {
             self.hold_by_signal(call, signal, retry_after, now);
         }
-        self.at_line(key, now, |line, ctx, wakers| line.pass_on(ctx, wakers));
+        self.at_state(key, now, |state, ctx, wakers| state.pass_on(ctx, wakers));
     }
 
     /// Takes in the limits that a response states and how much of them is left. Returns the effect: `effect`,
@@ -98,7 +98,7 @@ impl Core {
         &self,
         call: &AnsweredCall,
         signal: &Signal,
-        line: &mut KeyState,
+        state: &mut KeyState,
         ctx: &KeyContext<'_>,
         wakers: &mut Wakers,
         effect: Option<Effect>,
@@ -110,15 +110,15 @@ impl Core {
             return effect;
         }
         let limited = signal.refusal().is_some();
-        line.learn(*learn, spec, signal, ctx);
+        state.learn(*learn, spec, signal, ctx);
         // What is left is left of the limits that count from now on.
-        let learned = self.learned(line, ctx.now);
+        let learned = self.learned(state, ctx.now);
         let refused = if limited { call.cost } else { 0 };
         let is_less =
-            line.upstream_said(learned.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
+            state.upstream_said(learned.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
         if effect.is_none() && is_less && (!limited || by_host) {
-            return line.tighten(ctx, wakers);
+            return state.tighten(ctx, wakers);
         }
         effect
     }
@@ -138,9 +138,9 @@ impl Core {
             _ => Some(call.hold),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
-        let held = self.with_new_line(key, now, |line, ctx, _| {
-            let held = line.refused_upstream(retry_after, *max_hold, call.sent, now);
-            let left = held.filter(|(_, tells)| *tells).and_then(|_| line.left(ctx.spec, *max_hold, now));
+        let held = self.with_new_state(key, now, |state, ctx, _| {
+            let held = state.refused_upstream(retry_after, *max_hold, call.sent, now);
+            let left = held.filter(|(_, tells)| *tells).and_then(|_| state.left(ctx.spec, *max_hold, now));
             (held.map(|(held, tells)| (held, tells, left)), None)
         });
         let Ok(Some((held, tells, left))) = held else { return };

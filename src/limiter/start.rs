@@ -50,7 +50,7 @@ impl Core {
         if entry.deadline.is_some_and(|deadline| deadline < now) {
             return Err(now);
         }
-        let taken = self.lines.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
+        let taken = self.states.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
         taken.map(|taken| (Some(taken), now)).ok_or(now)
     }
 

@@ -40,11 +40,11 @@ impl Core {
         let answer = self.settings.store.peek(key, &self.terms(key));
         let Usage { limits, free: free_in_store, next_slot, hold, degraded } = answer.arrives().await?;
         let now = clock::now();
-        let local = self.lines.find(key, |line| Local {
-            queued: line.waiting(),
-            prefetched: line.at_hand(now),
-            held: line.held(now),
-            learned: line.learned(),
+        let local = self.states.find(key, |state| Local {
+            queued: state.waiting(),
+            prefetched: state.at_hand(now),
+            held: state.held(now),
+            learned: state.learned(),
         });
         let Local { queued, prefetched, held: held_here, learned } = local.unwrap_or_default();
         let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));

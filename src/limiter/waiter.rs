@@ -119,8 +119,8 @@ impl Waiter {
         let Some(slot) = slot else { return };
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
-        let opened = self.core.at_new_line(self.key, clock::now(), |line, ctx, wakers| {
-            line.return_late(ctx, ticket, slot, wakers)
+        let opened = self.core.at_new_state(self.key, clock::now(), |state, ctx, wakers| {
+            state.return_late(ctx, ticket, slot, wakers)
         });
         // Without room for the key's state, the next poll finds no place and ends the wait.
         if opened.is_err() {
@@ -248,7 +248,7 @@ impl Waiter {
     fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         let ticket = &mut self.ticket;
         let polled =
-            self.core.with_line(self.key, now, |line, ctx, wakers| line.poll(ctx, ticket, cx, wakers));
+            self.core.with_state(self.key, now, |state, ctx, wakers| state.poll(ctx, ticket, cx, wakers));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
@@ -311,7 +311,7 @@ impl Waiter {
             Stage::Slot => {
                 let ticket = &self.ticket;
                 self.core
-                    .at_line(self.key, clock::now(), |line, ctx, wakers| line.leave(ctx, ticket, wakers));
+                    .at_state(self.key, clock::now(), |state, ctx, wakers| state.leave(ctx, ticket, wakers));
             }
             Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),
             Stage::Done => {}

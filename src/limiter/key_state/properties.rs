@@ -162,7 +162,7 @@ enum Pending {
 }
 
 struct World {
-    line: KeyState,
+    state: KeyState,
     wire: Arc<Wire>,
     store: Arc<dyn Store>,
     spec: Arc<LimitSpec>,
@@ -186,7 +186,7 @@ impl World {
             returned: AtomicU64::new(0),
         });
         World {
-            line: KeyState::new(ms(10), clock::now()),
+            state: KeyState::new(ms(10), clock::now()),
             store: wire.clone(),
             wire,
             spec: Arc::new(LimitSpec::new(quota, ms(10), ms(10))),
@@ -205,11 +205,11 @@ impl World {
         act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers, &mut [One]) -> (R, Option<Effect>),
     ) -> R {
         let now = clock::now();
-        let in_line = |line: &KeyState, one: &One| {
+        let is_waiting = |state: &KeyState, one: &One| {
             let Ticket { number, cost, .. } = one.place;
-            line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+            state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
         };
-        let before: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
+        let before: Vec<bool> = self.all.iter().map(|one| is_waiting(&self.state, one)).collect();
         let mut wakers = Wakers::default();
         let ctx = KeyContext {
             key: Key::ALL,
@@ -220,14 +220,14 @@ impl World {
             fails_open: false,
             max_hold: ms(60_000),
         };
-        let (result, effect) = act(&mut self.line, &ctx, &mut wakers, &mut self.all);
+        let (result, effect) = act(&mut self.state, &ctx, &mut wakers, &mut self.all);
         wakers.wake();
         self.errands.extend(effect.map(|effect| match effect {
             Effect::Call(number, call) => Pending::Call(number, call, now),
             Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
             Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
         }));
-        let after: Vec<bool> = self.all.iter().map(|one| in_line(&self.line, one)).collect();
+        let after: Vec<bool> = self.all.iter().map(|one| is_waiting(&self.state, one)).collect();
         for index in 0..before.len() {
             let Ticket { number, cost, .. } = self.all[index].place;
             let earlier = |(other, waits): (&One, &bool)| {
@@ -245,11 +245,11 @@ impl World {
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
         let bound = WaitBound::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
         let number = next_number();
-        let entered = self.act(|line, ctx, wakers, _| line.enter(ctx, cost, bound, number, wakers));
+        let entered = self.act(|state, ctx, wakers, _| state.enter(ctx, cost, bound, number, wakers));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                let waits = |one: &One| one.place.cost == cost && self.is_in_line(one);
+                let waits = |one: &One| one.place.cost == cost && self.is_waiting(one);
                 assert!(!self.all.iter().any(waits), "a later request overtook a waiter");
                 (0, Stage::Has(slot))
             }
@@ -265,15 +265,15 @@ impl World {
         self.all.push(One { place, task, stage, overtakes: false });
     }
 
-    fn is_in_line(&self, one: &One) -> bool {
+    fn is_waiting(&self, one: &One) -> bool {
         let Ticket { number, cost, .. } = one.place;
-        self.line.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+        self.state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
     }
 
     fn assert_usable(&self, slot: &Reservation) {
         let now = clock::now();
         assert!(slot.at <= now && now < slot.until, "a permit is granted when it can be used");
-        assert!(self.line.held(now).is_none(), "no request leaves while the key is held");
+        assert!(self.state.held(now).is_none(), "no request leaves while the key is held");
     }
 
     fn poll(&mut self, index: usize) {
@@ -285,10 +285,10 @@ impl World {
         let waker = Waker::from(one.task.clone());
         let mut cx = Context::from_waker(&waker);
         let polled =
-            self.act(|line, ctx, wakers, all| line.poll(ctx, &mut all[index].place, &mut cx, wakers));
+            self.act(|state, ctx, wakers, all| state.poll(ctx, &mut all[index].place, &mut cx, wakers));
         let stage = match polled {
             Poll::Pending => {
-                let waits = self.is_in_line(&self.all[index]);
+                let waits = self.is_waiting(&self.all[index]);
                 self.all[index].overtakes &= !waits;
                 return;
             }
@@ -314,7 +314,7 @@ impl World {
     fn leave(&mut self, index: usize) {
         if matches!(self.all[index].stage, Stage::Waiting) {
             self.all[index].stage = Stage::Ended;
-            self.act(|line, ctx, wakers, all| ((), line.leave(ctx, &all[index].place, wakers)));
+            self.act(|state, ctx, wakers, all| ((), state.leave(ctx, &all[index].place, wakers)));
         }
     }
 
@@ -325,8 +325,8 @@ impl World {
             self.uses.push((now, slot.cost));
             one.stage = Stage::Ended;
             // The upstream lets it pass at once.
-            let passed = self.act(|line, ctx, wakers, _| match line.accepted_upstream(now, now) {
-                true => (true, line.hold_changed(ctx, wakers)),
+            let passed = self.act(|state, ctx, wakers, _| match state.accepted_upstream(now, now) {
+                true => (true, state.hold_changed(ctx, wakers)),
                 false => (false, None),
             });
             if passed {
@@ -335,13 +335,13 @@ impl World {
         } else if one.place.number == 0 {
             // A request that never waited has no place to return to.
             one.stage = Stage::Ended;
-            self.act(|line, ctx, wakers, _| ((), line.give_back(ctx, slot, wakers)));
+            self.act(|state, ctx, wakers, _| ((), state.give_back(ctx, slot, wakers)));
         } else {
             one.stage = Stage::Waiting;
             one.overtakes = false;
             one.task.woken.store(true, Ordering::Relaxed);
-            self.act(|line, ctx, wakers, all| {
-                ((), line.return_late(ctx, &mut all[index].place, slot, wakers))
+            self.act(|state, ctx, wakers, all| {
+                ((), state.return_late(ctx, &mut all[index].place, slot, wakers))
             });
         }
     }
@@ -349,7 +349,7 @@ impl World {
     fn give_back(&mut self, index: usize) {
         if let Stage::Has(slot) = self.all[index].stage {
             self.all[index].stage = Stage::Ended;
-            self.act(|line, ctx, wakers, _| ((), line.give_back(ctx, slot, wakers)));
+            self.act(|state, ctx, wakers, _| ((), state.give_back(ctx, slot, wakers)));
         }
     }
 
@@ -367,13 +367,13 @@ impl World {
                 self.answered(number, answer, since);
             }
             Pending::Gather(_) => {
-                self.act(|line, ctx, wakers, _| ((), line.gathered(ctx, true, wakers)));
+                self.act(|state, ctx, wakers, _| ((), state.gathered(ctx, true, wakers)));
             }
             Pending::PassOn(_) => {
-                self.act(|line, ctx, wakers, _| ((), line.pass_on_now(ctx, wakers)));
+                self.act(|state, ctx, wakers, _| ((), state.pass_on_now(ctx, wakers)));
             }
             Pending::Sweep(_) => {
-                let next = self.act(|line, ctx, _, _| (line.sweep(ctx), None));
+                let next = self.act(|state, ctx, _, _| (state.sweep(ctx), None));
                 self.errands.extend(next.map(Pending::Sweep));
             }
         }
@@ -381,9 +381,9 @@ impl World {
     }
 
     fn answered(&mut self, number: CallNumber, answer: Result<Lease, StoreError>, since: Instant) {
-        let sweep = self.act(|line, ctx, wakers, _| {
-            let effect = line.call_answered(ctx, number, answer, since, wakers);
-            (line.start_sweep(ctx.now), effect)
+        let sweep = self.act(|state, ctx, wakers, _| {
+            let effect = state.call_answered(ctx, number, answer, since, wakers);
+            (state.start_sweep(ctx.now), effect)
         });
         self.errands.extend(sweep.map(Pending::Sweep));
     }
@@ -392,14 +392,14 @@ impl World {
         match self.errands.swap_remove(index) {
             Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
             Pending::Gather(_) => {
-                self.act(|line, ctx, wakers, _| ((), line.gathered(ctx, false, wakers)));
+                self.act(|state, ctx, wakers, _| ((), state.gathered(ctx, false, wakers)));
             }
             Pending::PassOn(_) | Pending::Sweep(_) => {}
         }
     }
 
     fn hold(&mut self, held: HoldState) {
-        self.act(|line, ctx, wakers, _| ((), line.hold(ctx, held, true, wakers)));
+        self.act(|state, ctx, wakers, _| ((), state.hold(ctx, held, true, wakers)));
     }
 
     fn release(&mut self) {
@@ -429,14 +429,14 @@ impl World {
                 }
             }
             Step::Hold(span, cut) => {
-                let held = HoldState { remaining: ms(span), releases: self.line.releases(), cut };
+                let held = HoldState { remaining: ms(span), releases: self.state.releases(), cut };
                 self.hold(held);
                 if let StoreReply::Ready(Ok(held)) = self.wire.store.hold(Key::ALL, &self.spec, held, None) {
                     self.hold(held);
                 }
             }
             Step::Release => self.release(),
-            Step::Doubt => self.line.doubt(),
+            Step::Doubt => self.state.doubt(),
             Step::Away(away) => self.wire.away.store(away && self.faults, Ordering::Relaxed),
             Step::Passes(span) => {
                 // Only a fault makes a call take longer than permits live.
@@ -518,7 +518,7 @@ impl World {
     /// Each permit that was granted and not used was given back exactly once.
     fn assert_nothing_is_lost(&mut self) {
         // Permits at hand are given back when the state of the key is forgotten.
-        self.act(|line, ctx, _, _| (line.forgotten(ctx), None));
+        self.act(|state, ctx, _, _| (state.forgotten(ctx), None));
         let [granted, returned] =
             [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
         let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();
@@ -538,12 +538,12 @@ async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]
             world.give_back(index);
         }
     }
-    let held = world.line.held(clock::now()).unwrap_or_default();
+    let held = world.state.held(clock::now()).unwrap_or_default();
     let left = world.all.iter().filter(|one| !matches!(one.stage, Stage::Ended));
     let units: u32 = left.map(|one| one.place.cost).sum();
     let took = world.settle().await;
-    assert_eq!(world.line.waiting(), 0);
-    assert!(world.line.queue.is_none(), "an empty queue is dropped");
+    assert_eq!(world.state.waiting(), 0);
+    assert!(world.state.queue.is_none(), "an empty queue is dropped");
     let most = world.most_used(ms(1000));
     assert!(most <= count, "{most} units within a second; at most {count} are allowed");
     if !world.spoilt {
@@ -569,7 +569,7 @@ async fn permits_of_waiters_that_leave_early_go_back() {
     while let Some(index) = world.errands.iter().position(|effect| effect.due() <= clock::now()) {
         world.run(index);
     }
-    let booked = world.line.queue.as_ref().and_then(|queue| queue.last_booked());
+    let booked = world.state.queue.as_ref().and_then(|queue| queue.last_booked());
     assert!(booked.is_some(), "it has a slot");
     world.enter(1, LONGEST, false);
     for index in [5, 6] {
@@ -590,8 +590,8 @@ async fn permits_of_waiters_held_too_long_go_back() {
     world.enter(1, 2000, false);
     // Another request hands the permit out, and the key is held before the waiter is polled.
     tokio::time::advance(ms(1025)).await;
-    world.act(|line, ctx, wakers, _| ((), line.step(ctx, None, wakers)));
-    assert_eq!(world.line.waiting(), 0, "the permit was handed out");
+    world.act(|state, ctx, wakers, _| ((), state.step(ctx, None, wakers)));
+    assert_eq!(world.state.waiting(), 0, "the permit was handed out");
     world.hold(HoldState { remaining: ms(5000), ..HoldState::default() });
     world.poll(5);
     assert!(matches!(world.all[5].stage, Stage::Ended), "it is refused");
