@@ -105,8 +105,10 @@ impl Core {
         let left = left?;
         let until = clock::after(now, left);
         if until > bound.latest {
-            self.at_state(hold, now, |state, ctx, wakers| {
-                if state.asks_for_release(now) { state.confirm(ctx, wakers) } else { None }
+            self.with_state(hold, now, |state, ctx| {
+                if state.asks_for_release(now) {
+                    state.confirm(ctx);
+                }
             });
             return Some(Admission::held(left));
         }
@@ -182,9 +184,8 @@ impl Core {
             return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
-        let entered = self.with_new_state(entry.key, now, |state, ctx, wakers| {
-            state.enter(ctx, entry.cost, bound, number, wakers)
-        });
+        let entered =
+            self.with_new_state(entry.key, now, |state, ctx| state.enter(ctx, entry.cost, bound, number));
         let settled = match entered {
             Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
             Ok(Some(settled)) => settled,

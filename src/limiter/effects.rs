@@ -1,8 +1,8 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
-//! The state of a key never awaits, sends or wakes anything. It returns what is to be done: tasks to wake, and
-//! an [`Effect`]. [`Core::with_state`] and its siblings lock the state, call a closure, release the lock and run
-//! the rest. They are the only callers of [`Core::run`].
+//! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its [`KeyContext`]: tasks to wake,
+//! and [`Effect`]s. [`Core::with_state`] and [`Core::with_new_state`] lock the state, call a closure, release the lock
+//! and do the work. They are the only callers of [`Core::run`].
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 
 use super::engine::Core;
-use super::key_state::{Effect, KeyContext, KeyState};
+use super::key_state::{Call, Effect, KeyContext, KeyState, Work};
 use super::queue::CallNumber;
 use super::reservation::Reservation;
 use super::settings::Settings;
@@ -22,31 +22,25 @@ use crate::events;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::store::{Lease, spawn};
-use crate::wakers::Wakers;
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime does
 /// not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
 
 impl Core {
-    /// Runs `act` on the state of `key`, then the effect it returns. Returns `None` if the key has no state.
+    /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key has no state.
     pub(super) fn with_state<R>(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
+        act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Option<R> {
-        let mut wakers = Wakers::default();
-        let (done, effect) = self.states.find(key, |state| {
-            self.hosts.touch(key);
-            let learned = self.learned(state, now);
-            act(state, &self.ctx(key, now, learned.as_ref()), &mut wakers)
-        })?;
-        self.run(key, now, effect, wakers);
+        let (done, work) = self.states.find(key, |state| self.visit(key, state, now, act))?;
+        self.run(key, now, work);
         Some(done)
     }
 
-    /// Runs `act` on the state of `key`, which is made if there is none, then the effect it returns.
+    /// Runs `act` on the state of `key`, which is made if there is none, then does the work it leaves.
     ///
     /// # Errors
     ///
@@ -55,79 +49,75 @@ impl Core {
         self: &Arc<Self>,
         key: Key,
         now: Instant,
-        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> (R, Option<Effect>),
+        act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Result<R, Full> {
-        let mut wakers = Wakers::default();
         let new = || KeyState::new(self.settings.spec.life(), now);
         let forgotten = |key, mut state: KeyState| {
             let learned = self.learned(&mut state, now);
             state.forgotten(&self.ctx(key, now, learned.as_ref()));
         };
-        let with = |state: &mut KeyState| {
-            self.hosts.touch(key);
-            let learned = self.learned(state, now);
-            act(state, &self.ctx(key, now, learned.as_ref()), &mut wakers)
-        };
-        let (done, effect) = self.states.enter(key, now, new, forgotten, with)?;
-        self.run(key, now, effect, wakers);
+        let visit = |state: &mut KeyState| self.visit(key, state, now, act);
+        let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;
+        self.run(key, now, work);
         Ok(done)
     }
 
-    /// The same as [`with_state`](Core::with_state) for an `act` whose result is its effect. Returns whether the
-    /// key has a state.
-    pub(super) fn at_state(
-        self: &Arc<Self>,
+    /// Runs `act` on the state of `key`, whose lock the caller holds. Returns its result and the work it leaves.
+    fn visit<R>(
+        &self,
         key: Key,
+        state: &mut KeyState,
         now: Instant,
-        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
-    ) -> bool {
-        self.with_state(key, now, |state, ctx, wakers| ((), act(state, ctx, wakers))).is_some()
-    }
-
-    /// The same as [`with_new_state`](Core::with_new_state) for an `act` whose result is its effect.
-    pub(super) fn at_new_state(
-        self: &Arc<Self>,
-        key: Key,
-        now: Instant,
-        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers) -> Option<Effect>,
-    ) -> Result<(), Full> {
-        self.with_new_state(key, now, |state, ctx, wakers| ((), act(state, ctx, wakers)))
+        act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
+    ) -> (R, Work) {
+        self.hosts.touch(key);
+        let learned = self.learned(state, now);
+        let mut ctx = self.ctx(key, now, learned.as_ref());
+        let done = act(state, &mut ctx);
+        (done, ctx.work)
     }
 
     /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
-        if !self.at_state(key, clock::now(), |state, ctx, wakers| state.give_back(ctx, slot, wakers)) {
+        if self.with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot)).is_none() {
             let Settings { store, spec, .. } = &self.settings;
             store.give_back(key, spec, &[slot.unused()]);
         }
     }
 
-    /// Wakes the tasks and starts the effect that the state of `key` has left.
+    /// Does the work that a visit to the state of `key` has left: wakes the tasks and starts the effects.
     ///
     /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime
     /// is dropped, or there is none, a call ends as lost and a delay ends at once.
-    fn run(self: &Arc<Self>, key: Key, now: Instant, effect: Option<Effect>, wakers: Wakers) {
-        wakers.wake();
-        match effect {
-            Some(Effect::Call(number, call)) => {
-                let mut pending = PendingCall { core: self.clone(), key, since: now, number, open: true };
-                self.spawn(async move {
-                    let answer = call.await;
-                    pending.answered(answer);
-                });
+    fn run(self: &Arc<Self>, key: Key, now: Instant, work: Work) {
+        work.wakers.wake();
+        for effect in work.effects {
+            match effect {
+                Effect::Call(number, call) => self.call(key, now, number, call),
+                Effect::Gather(delay) => self.gather(key, now, delay),
+                Effect::PassOn(delay) => self.pass_on(key, now, delay),
             }
-            Some(Effect::Gather(delay)) => self.gather(key, now, delay),
-            Some(Effect::PassOn(delay)) => {
-                let core = Arc::downgrade(self);
-                self.spawn(async move {
-                    wait_for(now, delay).await;
-                    if let Some(core) = core.upgrade() {
-                        core.at_state(key, clock::now(), |state, ctx, wakers| state.pass_on_now(ctx, wakers));
-                    }
-                });
-            }
-            None => {}
         }
+    }
+
+    /// Runs a call of `key` that was sent at `since` to its end.
+    fn call(self: &Arc<Self>, key: Key, since: Instant, number: CallNumber, call: Call) {
+        let mut pending = PendingCall { core: self.clone(), key, since, number, open: true };
+        self.spawn(async move {
+            let answer = call.await;
+            pending.answered(answer);
+        });
+    }
+
+    /// Sends the store what the upstream states about `key` until `delay` after `now`.
+    fn pass_on(self: &Arc<Self>, key: Key, now: Instant, delay: Duration) {
+        let core = Arc::downgrade(self);
+        self.spawn(async move {
+            wait_for(now, delay).await;
+            if let Some(core) = core.upgrade() {
+                core.with_state(key, clock::now(), KeyState::pass_on_now);
+            }
+        });
     }
 
     /// Starts the batching delay of the next call of `key`.
@@ -165,7 +155,7 @@ impl Core {
             while let Some(at) = next {
                 clock::sleep_until(at).await;
                 let Some(core) = core.upgrade() else { return };
-                next = core.with_state(key, clock::now(), |state, ctx, _| (state.sweep(ctx), None)).flatten();
+                next = core.with_state(key, clock::now(), |state, ctx| state.sweep(ctx)).flatten();
             }
         });
     }
@@ -202,10 +192,10 @@ impl PendingCall {
             events::foreign_limit(&self.core.label(self.key, None), *limit, quota);
         }
         let mut answer = Some(answer);
-        let sweep_at = self.core.with_state(self.key, clock::now(), |state, ctx, wakers| {
+        let sweep_at = self.core.with_state(self.key, clock::now(), |state, ctx| {
             let answer = answer.take().unwrap_or(Err(StoreError::Lost));
-            let effect = state.call_answered(ctx, self.number, answer, self.since, wakers);
-            (state.start_sweep(ctx.now), effect)
+            state.call_answered(ctx, self.number, answer, self.since);
+            state.start_sweep(ctx.now)
         });
         if let Some(at) = sweep_at.flatten() {
             self.core.sweep(self.key, at);
@@ -252,7 +242,7 @@ impl BatchDelay {
     fn end(&self, joined: bool) {
         let Some(core) = self.core.upgrade() else { return };
         if !self.over.swap(true, Ordering::Relaxed) {
-            core.at_state(self.key, clock::now(), |state, ctx, wakers| state.gathered(ctx, joined, wakers));
+            core.with_state(self.key, clock::now(), |state, ctx| state.gathered(ctx, joined));
         }
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::hosts::Hosts;
 use super::in_flight::Flights;
-use super::key_state::{KeyContext, KeyState};
+use super::key_state::{KeyContext, KeyState, Work};
 use super::settings::{OnStoreError, Settings};
 use crate::clock;
 use crate::error::StoreError;
@@ -101,6 +101,7 @@ impl Core {
             max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
             max_hold: *max_hold,
+            work: Work::default(),
         }
     }
 

@@ -17,7 +17,6 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::HoldState;
-use crate::wakers::Wakers;
 
 /// The longest hold: 366 days. Longer ones are cut to this.
 const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
@@ -45,7 +44,7 @@ impl Core {
     /// Takes in a hold of `key` that this process has seen itself.
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
-        let _ = self.at_new_state(key, now, |state, ctx, wakers| state.hold(ctx, held, true, wakers));
+        let _ = self.with_new_state(key, now, |state, ctx| state.hold(ctx, held, true));
     }
 
     /// Takes in that another process has held or released `key`.
@@ -55,20 +54,18 @@ impl Core {
     /// go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
-        let hear = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-            state.hold(ctx, held, false, wakers)
-        };
+        let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.hold(ctx, held, false);
         let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.remaining.is_zero() {
-            self.at_state(key, now, hear);
+            self.with_state(key, now, hear);
         } else {
-            let _ = self.at_new_state(key, now, hear);
+            let _ = self.with_new_state(key, now, hear);
         }
     }
 
     /// Takes in that an upstream told another process that less is left.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
-        self.at_state(key, clock::now(), |state, ctx, wakers| state.less_heard(ctx, writes, wakers));
+        self.with_state(key, clock::now(), |state, ctx| state.less_heard(ctx, writes));
     }
 
     /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If
@@ -82,7 +79,7 @@ impl Core {
             }
         });
         for key in keys {
-            self.at_state(key, now, |state, ctx, wakers| state.confirm(ctx, wakers));
+            self.with_state(key, now, KeyState::confirm);
         }
     }
 
@@ -146,6 +143,6 @@ impl Core {
     /// comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
         // If there is no room for one more key, the request goes on without.
-        let _ = self.at_new_state(key, now, |state, ctx, wakers| state.inquire(ctx, wakers));
+        let _ = self.with_new_state(key, now, KeyState::inquire);
     }
 }

@@ -4,14 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, CoreId};
-use super::key_state::{Effect, HeaderTrust, KeyContext, KeyState, is_any_uncertain, is_of_use};
+use super::key_state::{HeaderTrust, KeyContext, KeyState, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::signal::{ObservedQuota, Signal};
-use crate::wakers::Wakers;
 
 /// A response that takes no longer than this states how things are when it arrives.
 const QUICK: Duration = Duration::from_millis(250);
@@ -55,23 +54,24 @@ impl Core {
         let &AnsweredCall { key, hold, sent, .. } = call;
         let now = clock::now();
         let limited = signal.refusal().is_some();
-        let accept = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-            if !limited && state.accepted_upstream(sent, now) {
-                (true, state.hold_changed(ctx, wakers))
-            } else {
-                (false, None)
+        let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            let is_released = !limited && state.accepted_upstream(sent, now);
+            if is_released {
+                state.hold_changed(ctx);
             }
+            is_released
         };
         let mut is_released = false;
         if hold == key {
-            let take_in = |state: &mut KeyState, ctx: &KeyContext<'_>, wakers: &mut Wakers| {
-                let (is_released, effect) = accept(state, ctx, wakers);
-                (is_released, self.learn(call, signal, state, ctx, wakers, effect))
-            };
-            is_released |= self.with_state(key, now, take_in) == Some(true);
+            let released = self.with_state(key, now, |state, ctx| {
+                let is_released = accept(state, ctx);
+                self.learn(call, signal, state, ctx);
+                is_released
+            });
+            is_released |= released == Some(true);
         } else {
             is_released |= self.with_state(hold, now, accept) == Some(true);
-            self.at_state(key, now, |state, ctx, wakers| self.learn(call, signal, state, ctx, wakers, None));
+            self.with_state(key, now, |state, ctx| self.learn(call, signal, state, ctx));
         }
         if is_released {
             // The probe was accepted, so the other requests may leave, in all processes. The answer is of no
@@ -89,25 +89,16 @@ impl Core {
         if limited || retry_after.is_some() {
             self.hold_by_signal(call, signal, retry_after, now);
         }
-        self.at_state(key, now, |state, ctx, wakers| state.pass_on(ctx, wakers));
+        self.with_state(key, now, KeyState::pass_on);
     }
 
-    /// Takes in the limits that a response states and how much of them is left. Returns the effect: `effect`,
-    /// if there is one already.
-    fn learn(
-        &self,
-        call: &AnsweredCall,
-        signal: &Signal,
-        state: &mut KeyState,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-        effect: Option<Effect>,
-    ) -> Option<Effect> {
+    /// Takes in the limits that a response states and how much of them is left.
+    fn learn(&self, call: &AnsweredCall, signal: &Signal, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
         let Settings { spec, learn, .. } = &self.settings;
         let by_host = call.hold != call.key;
         // Each of several hosts under one key has quotas of its own.
         if *learn == HeaderTrust::Ignore || (by_host && self.hosts.are_several()) {
-            return effect;
+            return;
         }
         let limited = signal.refusal().is_some();
         state.learn(*learn, spec, signal, ctx);
@@ -117,10 +108,9 @@ impl Core {
         let is_less =
             state.upstream_said(learned.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
-        if effect.is_none() && is_less && (!limited || by_host) {
-            return state.tighten(ctx, wakers);
+        if ctx.work.effects.is_empty() && is_less && (!limited || by_host) {
+            state.tighten(ctx);
         }
-        effect
     }
 
     /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds
@@ -138,10 +128,10 @@ impl Core {
             _ => Some(call.hold),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
-        let held = self.with_new_state(key, now, |state, ctx, _| {
+        let held = self.with_new_state(key, now, |state, ctx| {
             let held = state.refused_upstream(retry_after, *max_hold, call.sent, now);
             let left = held.filter(|(_, tells)| *tells).and_then(|_| state.left(ctx.spec, *max_hold, now));
-            (held.map(|(held, tells)| (held, tells, left)), None)
+            held.map(|(held, tells)| (held, tells, left))
         });
         let Ok(Some((held, tells, left))) = held else { return };
         events::held(&self.label(key, None), held.remaining);

@@ -119,9 +119,9 @@ impl Waiter {
         let Some(slot) = slot else { return };
         self.stage = Stage::Slot;
         let ticket = &mut self.ticket;
-        let opened = self.core.at_new_state(self.key, clock::now(), |state, ctx, wakers| {
-            state.return_late(ctx, ticket, slot, wakers)
-        });
+        let opened = self
+            .core
+            .with_new_state(self.key, clock::now(), |state, ctx| state.return_late(ctx, ticket, slot));
         // Without room for the key's state, the next poll finds no place and ends the wait.
         if opened.is_err() {
             self.core.give_back(self.key, slot);
@@ -247,8 +247,7 @@ impl Waiter {
 
     fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         let ticket = &mut self.ticket;
-        let polled =
-            self.core.with_state(self.key, now, |state, ctx, wakers| state.poll(ctx, ticket, cx, wakers));
+        let polled = self.core.with_state(self.key, now, |state, ctx| state.poll(ctx, ticket, cx));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
@@ -310,8 +309,7 @@ impl Waiter {
             Stage::InFlightSlot { number, .. } => self.core.leave_flight(self.key, number),
             Stage::Slot => {
                 let ticket = &self.ticket;
-                self.core
-                    .at_state(self.key, clock::now(), |state, ctx, wakers| state.leave(ctx, ticket, wakers));
+                self.core.with_state(self.key, clock::now(), |state, ctx| state.leave(ctx, ticket));
             }
             Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),
             Stage::Done => {}

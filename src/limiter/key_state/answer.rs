@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::KeyState;
+use super::context::KeyContext;
 use super::refused::Refused;
-use super::{KeyContext, KeyState};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
@@ -12,7 +13,6 @@ use crate::limiter::reservation::{Reservation, Settled};
 use crate::limiter::session::KeySession;
 use crate::quota::LIFE;
 use crate::store::{Grant, Lease, Refusal, Source, trust};
-use crate::wakers::Wakers;
 
 /// The longest validity of a permit, for windows that are not longer than twenty times that.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
@@ -24,41 +24,33 @@ impl KeyState {
     /// Takes in the answer to the call that was sent at `sent`.
     pub(super) fn answered(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         answer: Result<Lease, StoreError>,
         sent: Instant,
         now: Instant,
-        wakers: &mut Wakers,
     ) {
         match answer {
-            Ok(lease) => self.granted(ctx, &lease, sent, now, wakers),
-            Err(error) => self.failed(ctx, error, now, wakers),
+            Ok(lease) => self.granted(ctx, &lease, sent, now),
+            Err(error) => self.failed(ctx, error, now),
         }
         if self.queue.is_some() {
-            self.obey(now, wakers);
+            self.obey(now, &mut ctx.work.wakers);
         }
     }
 
     /// The store answered with a lease.
-    fn granted(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        lease: &Lease,
-        sent: Instant,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) {
+    fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
         let precedes_release = lease.source.has_reply() && !self.hold_answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {
-            return queue.pause(wait, now, wakers);
+            return queue.pause(wait, now, &mut ctx.work.wakers);
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
         let end = (!precedes_release).then_some(&end);
-        let Answered { died, refused } = queue.answered(slots, end, least, now, wakers);
+        let Answered { died, refused } = queue.answered(slots, end, least, now, &mut ctx.work.wakers);
         if precedes_release {
             // The store decided while the key was on hold: all waiters are asked for again.
             queue.give_up_slots();
@@ -73,19 +65,19 @@ impl KeyState {
     }
 
     /// The store failed.
-    fn failed(&mut self, ctx: &KeyContext<'_>, error: StoreError, now: Instant, wakers: &mut Wakers) {
+    fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
         let (trusted, held) = (self.is_trusted(ctx, now), self.held(now));
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(left) = held.filter(|_| ctx.fails_open) {
             // No request passes uncounted while the key is on hold.
-            return queue.pause(left, now, wakers);
+            return queue.pause(left, now, &mut ctx.work.wakers);
         }
         if !trusted && queue.is_due(now) {
             // The store may have lost what it booked.
             queue.void();
         }
-        queue.answered([], Some(&Settled::Failed(error)), least, now, wakers);
+        queue.answered([], Some(&Settled::Failed(error)), least, now, &mut ctx.work.wakers);
     }
 
     /// Turns an answer that took longer than any permit is valid into an error, and gives back what it brought.

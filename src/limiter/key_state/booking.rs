@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::hold::Passage;
-use super::{Effect, KeyContext, KeyState};
+use super::KeyState;
+use super::context::{Effect, KeyContext};
+use super::hold::{ASK_AGAIN, Passage};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
 use crate::limiter::queue::CallNumber;
 use crate::limiter::queue::{Gathering, Number};
 use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
-use crate::wakers::Wakers;
 
 /// The most permits that the store is asked for in one call, so that a server is never busy with one call for long.
 const MOST_ASKED: usize = 500;
@@ -38,52 +38,37 @@ enum NextCall {
 enum Called {
     /// The store answered at once.
     Answered,
-    /// The answer is still to come.
-    UnderWay(Effect),
+    /// The answer is still to come, and the call is left to be run.
+    UnderWay,
 }
 
 impl KeyState {
     /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and asks the store for
     /// waiters without a slot. `me` is being polled and needs no waking.
-    pub(super) fn step(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        me: Option<Number>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
-        let (mut now, mut effect) = (ctx.now, None);
+    pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
+        let mut now = ctx.now;
         // A store that answers at once may bring slots that are due, or refuse one need and leave those after it undecided.
         for _ in 0..MOST_ROUNDS {
-            let died = self.hand_out_due(ctx, me, now, wakers)?;
+            let Some(died) = self.hand_out_due(ctx, me, now) else { return };
             match self.next_call(ctx, now) {
                 NextCall::None => break,
                 NextCall::Gather(delay) => {
-                    effect = Some(Effect::Gather(delay));
+                    ctx.work.effects.push(Effect::Gather(delay));
                     break;
                 }
-                NextCall::Lease(demands) => match self.send(ctx, &demands, died, now, wakers) {
+                NextCall::Lease(demands) => match self.send(ctx, &demands, died, now) {
                     // The store asked the time after we did.
                     Called::Answered => now = clock::now(),
-                    Called::UnderWay(call) => {
-                        effect = Some(call);
-                        break;
-                    }
+                    Called::UnderWay => break,
                 },
             }
         }
         self.return_unused(ctx, now);
-        effect
     }
 
     /// Hands out the slots that are due. Returns whether permits had expired before a waiter took them; `None` if there is no
     /// queue.
-    fn hand_out_due(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        me: Option<Number>,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) -> Option<bool> {
+    fn hand_out_due(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>, now: Instant) -> Option<bool> {
         let most = match self.passage(ctx.max_hold, now) {
             // The store has to confirm them first.
             _ if !self.is_trusted(ctx, now) => 0,
@@ -94,7 +79,7 @@ impl KeyState {
         let is_probe = most == 1;
         let queue = self.queue.as_mut()?;
         queue.take_from(&mut self.prefetched, now);
-        let handed_out = queue.hand_out(most, now, me, wakers);
+        let handed_out = queue.hand_out(most, now, me, &mut ctx.work.wakers);
         if is_probe && handed_out.count > 0 {
             self.probe_leaves(now);
         }
@@ -146,14 +131,7 @@ impl KeyState {
     }
 
     /// Calls the store for `demands`. If permits `died` since the last call, those of later calls are valid for longer.
-    fn send(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        demands: &[Demand],
-        died: bool,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) -> Called {
+    fn send(&mut self, ctx: &mut KeyContext<'_>, demands: &[Demand], died: bool, now: Instant) -> Called {
         let is_open = self.passage(ctx.max_hold, now) == Passage::Open;
         let queue = self.queue.get_or_insert_default();
         // Permits are scarce if slots lie ahead: none are fetched in advance.
@@ -174,12 +152,14 @@ impl KeyState {
         match answer {
             StoreReply::Ready(answer) => {
                 queue.asking(demands, ctx.now, false);
-                self.answered(ctx, answer, ctx.now, clock::now(), wakers);
+                self.answered(ctx, answer, ctx.now, clock::now());
                 Called::Answered
             }
             StoreReply::Pending(call) => {
                 self.later = true;
-                Called::UnderWay(Effect::Call(queue.asking(demands, ctx.now, ctx.is_watched()), call))
+                let number = queue.asking(demands, ctx.now, ctx.is_watched());
+                ctx.work.effects.push(Effect::Call(number, call));
+                Called::UnderWay
             }
         }
     }
@@ -225,25 +205,21 @@ impl KeyState {
 
     /// Calls the store although no request waits: it learns what this process knows of the key, and answers what it knows. Does
     /// nothing while another call is under way.
-    pub(in crate::limiter) fn inquire(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn inquire(&mut self, ctx: &mut KeyContext<'_>) {
         if self.queue.as_ref().is_some_and(|queue| queue.is_calling(ctx.now)) {
-            return None;
+            return;
         }
         let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
         match ctx.store.lease(self.request(ctx, &[], 0, ctx.now, &returns)) {
             StoreReply::Ready(answer) => {
-                self.answered(ctx, answer, ctx.now, clock::now(), wakers);
-                None
+                self.answered(ctx, answer, ctx.now, clock::now());
             }
             StoreReply::Pending(call) => {
                 self.later = true;
                 let queue = self.queue.get_or_insert_default();
                 queue.give_up_call();
-                Some(Effect::Call(queue.asking(&[], ctx.now, ctx.is_watched()), call))
+                let number = queue.asking(&[], ctx.now, ctx.is_watched());
+                ctx.work.effects.push(Effect::Call(number, call));
             }
         }
     }
@@ -251,53 +227,50 @@ impl KeyState {
     /// The store answered the call that was sent at `sent`. What an answer brings that counts as lost goes back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         number: CallNumber,
         answer: Result<Lease, StoreError>,
         sent: Instant,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    ) {
         if !self.queue.as_ref().is_some_and(|queue| queue.is_call(number)) {
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
-            return None;
+            return;
         }
         let answer = self.unless_too_slow(ctx, answer, sent);
         let failed = answer.is_err();
-        self.answered(ctx, answer, sent, ctx.now, wakers);
+        self.answered(ctx, answer, sent, ctx.now);
         if self.tightens {
-            return self.tighten(ctx, wakers);
+            return self.tighten(ctx);
         }
-        // If a hold has to be sent to the store, the step only hands out permits; else it also sends what the upstream stated.
-        let told = self.retell_hold(ctx, wakers);
-        let asked = self.step(ctx, None, wakers);
-        let effect = told.or(asked).or_else(|| self.pass_on(ctx, wakers));
+        // If this sends a hold to the store, the step only hands out permits.
+        self.retell_hold(ctx);
+        self.step(ctx, None);
+        if ctx.work.effects.is_empty() {
+            self.pass_on(ctx);
+        }
         self.close(ctx);
-        if failed { effect.or_else(|| self.asks_again(ctx.now)) } else { effect }
+        if failed && ctx.work.effects.is_empty() && self.doubts_hold(ctx.now) {
+            ctx.work.effects.push(Effect::PassOn(ASK_AGAIN));
+        }
     }
 
     /// The delay in which others `joined` the next call is over. If they did not, its task was dropped with its runtime.
-    pub(in crate::limiter) fn gathered(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        joined: bool,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
         let is_held = self.held(ctx.now).is_some();
-        let queue = self.queue.as_mut()?;
+        let Some(queue) = &mut self.queue else { return };
         if is_held && !joined {
             // The other waiters have runtimes of their own.
             queue.gathering = Gathering::NotYet;
-            queue.wake_all(wakers);
-            return None;
+            queue.wake_all(&mut ctx.work.wakers);
+            return;
         }
         queue.gathering = Gathering::Done;
-        let effect = self.step(ctx, None, wakers);
+        self.step(ctx, None);
         if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
             queue.gathering = Gathering::NotYet;
         }
         self.close(ctx);
-        effect
     }
 }

@@ -19,8 +19,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
+use super::KeyState;
+use super::context::KeyContext;
 use super::refusal::{Refusals, SAME, Wait};
-use super::{Effect, KeyContext, KeyState};
 use crate::clock;
 use crate::limiter::queue::{Gathering, Number};
 use crate::quota::Limit;
@@ -129,7 +130,7 @@ const PROBE: Duration = Duration::from_secs(5);
 const LONGEST_PROBATION: Duration = Duration::from_secs(60);
 
 /// How often the store is asked for a release while requests come.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+pub(super) const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 impl KeyState {
     /// Returns for how long the key is on hold.
@@ -278,30 +279,19 @@ impl KeyState {
     }
 
     /// Puts the key on hold, or releases it.
-    pub(in crate::limiter) fn hold(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        held: HoldState,
-        sure: bool,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
-        if !self.adopt(held, ctx.now, sure) {
-            return None;
+    pub(in crate::limiter) fn hold(&mut self, ctx: &mut KeyContext<'_>, held: HoldState, sure: bool) {
+        if self.adopt(held, ctx.now, sure) {
+            self.hold_changed(ctx);
         }
-        self.hold_changed(ctx, wakers)
     }
 
     /// The hold has changed: gives up permits that may not be used any more, and goes on with the others.
-    pub(in crate::limiter) fn hold_changed(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn hold_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.refused = None;
         if let Some(hold) = &mut self.hold {
-            std::mem::take(&mut hold.waiting).into_values().for_each(|waker| wakers.add(Some(waker)));
+            ctx.work.wakers.add(std::mem::take(&mut hold.waiting).into_values());
         }
-        self.obey(ctx.now, wakers);
+        self.obey(ctx.now, &mut ctx.work.wakers);
         let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
             // Later bookings go as well, so that all is booked anew when it ends, by what is allowed then. Not for paced quotas: a bucket
@@ -315,20 +305,17 @@ impl KeyState {
                 queue.gathering = Gathering::Done;
             }
         }
-        let effect = self.step(ctx, None, wakers);
+        self.step(ctx, None);
         self.close(ctx);
-        effect
     }
 
     /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that came back with an older state grants
     /// booked slots to other processes until it is asked.
-    pub(in crate::limiter) fn confirm(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
         let is_at_stake = self.held(ctx.now).is_some() || self.is_booked();
-        if self.later && is_at_stake { self.inquire(ctx, wakers) } else { None }
+        if self.later && is_at_stake {
+            self.inquire(ctx);
+        }
     }
 
     /// Returns whether slots are booked ahead.
@@ -336,10 +323,10 @@ impl KeyState {
         self.queue.as_ref().is_some_and(|queue| queue.last_booked().is_some())
     }
 
-    /// The store could not be asked about the hold. Asks again, even if no request waits.
-    pub(super) fn asks_again(&self, now: Instant) -> Option<Effect> {
-        let doubted = self.hold.as_ref().is_some_and(|hold| hold.heard.is_none());
-        (doubted && self.held(now).is_some()).then_some(Effect::PassOn(ASK_AGAIN))
+    /// Returns whether the key is on hold and a release may have been missed.
+    pub(super) fn doubts_hold(&self, now: Instant) -> bool {
+        let is_doubted = self.hold.as_ref().is_some_and(|hold| hold.heard.is_none());
+        is_doubted && self.held(now).is_some()
     }
 
     /// The store has lost its state, and the hold with it.
@@ -350,9 +337,11 @@ impl KeyState {
     }
 
     /// Sends the hold to a store that lost its state, before a process that does not know the hold calls it.
-    pub(super) fn retell_hold(&mut self, ctx: &KeyContext<'_>, wakers: &mut Wakers) -> Option<Effect> {
+    pub(super) fn retell_hold(&mut self, ctx: &mut KeyContext<'_>) {
         let retell = self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.retell));
-        if retell { self.confirm(ctx, wakers) } else { None }
+        if retell {
+            self.confirm(ctx);
+        }
     }
 
     /// Gives back permits at hand, and permits booked before the end of the hold.

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::{KeyContext, KeyState};
+use super::KeyState;
+use super::context::KeyContext;
 use crate::clock;
 use crate::limit::UnusedPermits;
 

@@ -5,6 +5,7 @@
 
 mod answer;
 mod booking;
+mod context;
 mod hold;
 mod leftover;
 #[cfg(test)]
@@ -15,24 +16,18 @@ mod remaining;
 mod stated;
 mod wait;
 
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::prefetched::Prefetched;
-use super::queue::{CallNumber, Number, Queue};
+use super::queue::{Number, Queue};
 use super::reservation::{Reservation, Settled, WaitBound};
 use super::session::KeySession;
 use crate::clock;
-use crate::error::StoreError;
-use crate::key::Key;
 use crate::key_map::Evict;
-use crate::limit::LimitSpec;
-use crate::store::{Demand, Lease, Refusal, Store, StoreReply};
-use crate::wakers::Wakers;
+use crate::store::{Demand, Refusal, StoreReply};
 
 use answer::slot;
+pub(super) use context::{Call, Effect, KeyContext, Work};
 pub(super) use hold::is_any_uncertain;
 use hold::{Holding, Passage};
 use refused::Refused;
@@ -41,26 +36,6 @@ pub(super) use remaining::is_of_use;
 use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
 pub(super) use wait::Ticket;
-
-/// What the state of a key needs to know of its limiter.
-pub(super) struct KeyContext<'a> {
-    pub(super) key: Key,
-    pub(super) store: &'a Arc<dyn Store>,
-    pub(super) spec: &'a Arc<LimitSpec>,
-    pub(super) now: Instant,
-    pub(super) max_queue: usize,
-    /// Whether a request that cannot be counted passes.
-    pub(super) fails_open: bool,
-    /// The longest hold that a response of the upstream can set.
-    pub(super) max_hold: Duration,
-}
-
-impl KeyContext<'_> {
-    /// Whether waiters watch the store's calls themselves, because a call may be lost with the runtime of a caller.
-    fn is_watched(&self) -> bool {
-        self.store.background().is_none()
-    }
-}
 
 pub(super) struct KeyState {
     prefetched: Prefetched,
@@ -89,19 +64,6 @@ pub(super) struct KeyState {
     /// What the store refused last, if it takes a trip to answer.
     refused: Option<Box<Refused>>,
 }
-
-/// Work for a key that is done without its lock.
-pub(super) enum Effect {
-    /// Run a call to its end.
-    Call(CallNumber, Call),
-    /// Send the next call after this delay; requests that arrive meanwhile join it.
-    Gather(Duration),
-    /// After this delay, send the store what the upstream states meanwhile.
-    PassOn(Duration),
-}
-
-/// A store's answer that is still to come.
-pub(super) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
 
 impl Evict for KeyState {
     type Now = Instant;
@@ -166,25 +128,24 @@ impl KeyState {
     /// Enters a request. Returns `None` if it waits, under `number`.
     pub(super) fn enter(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         cost: u32,
         bound: WaitBound,
         number: Number,
-        wakers: &mut Wakers,
-    ) -> (Option<Settled>, Option<Effect>) {
+    ) -> Option<Settled> {
         if let Some(slot) = self.take(cost, ctx.now) {
-            return (Some(Settled::Granted(slot)), None);
+            return Some(Settled::Granted(slot));
         }
         let held = self.held(ctx.now);
         let too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
         if let Some(left) = too_long
             && !self.asks_for_release(ctx.now)
         {
-            return (Some(Settled::Refused(Refusal { wait: Some(left), limit: None })), None);
+            return Some(Settled::Refused(Refusal { wait: Some(left), limit: None }));
         }
         let refused = self.refused.as_ref();
         if let Some(refusal) = refused.and_then(|refused| refused.of(cost, bound, ctx.now)) {
-            return (Some(Settled::Refused(refusal)), None);
+            return Some(Settled::Refused(refusal));
         }
         let is_open = held.is_none() && self.passage(ctx.max_hold, ctx.now) == Passage::Open;
         if self.queue.is_none() && !self.later && is_open {
@@ -192,35 +153,37 @@ impl KeyState {
         }
         let queue = self.queue.get_or_insert_default();
         if queue.waiting() >= ctx.max_queue {
-            return (Some(Settled::QueueFull), None);
+            return Some(Settled::QueueFull);
         }
         if let Some(wait) = queue.paused_beyond(bound, ctx.now) {
-            return (Some(Settled::Refused(Refusal { wait: Some(wait), limit: None })), None);
+            return Some(Settled::Refused(Refusal { wait: Some(wait), limit: None }));
         }
         queue.wait(number, cost, bound, ctx.now, held);
-        let asked = if too_long.is_some() { self.inquire(ctx, wakers) } else { None };
-        let effect = asked.or_else(|| self.step(ctx, Some(number), wakers));
+        if too_long.is_some() {
+            self.inquire(ctx);
+        }
+        self.step(ctx, Some(number));
         let settled = self.collect(number, cost);
         self.close(ctx);
-        (settled, effect)
+        settled
     }
 
     /// Enters a request while no other request waits. A store that answers at once is asked for this request alone, and
     /// for permits to prefetch.
     fn enter_empty(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         cost: u32,
         bound: WaitBound,
         number: Number,
-    ) -> (Option<Settled>, Option<Effect>) {
+    ) -> Option<Settled> {
         let prefetch = self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now);
         let left = self.prefetched.clear();
         let demand = Demand { cost, count: 1 };
         let request =
             self.request(ctx, std::slice::from_ref(&demand), prefetch, bound.latest, left.as_slice());
         match ctx.store.lease(request) {
-            StoreReply::Ready(Err(error)) => (Some(Settled::Failed(error)), None),
+            StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
             StoreReply::Ready(Ok(lease)) => {
                 let bounds = self.remember(ctx, &lease, ctx.now, ctx.now);
                 if lease.source.has_reply() {
@@ -229,34 +192,30 @@ impl KeyState {
                 let Some(grant) = lease.grants.first() else {
                     let learning = lease.recovering.map(|wait| Refusal { wait: Some(wait), limit: None });
                     let refusal = lease.refused.or(learning).unwrap_or(Refusal::NEVER);
-                    return (Some(Settled::Refused(refusal)), None);
+                    return Some(Settled::Refused(refusal));
                 };
                 let slot = slot(&lease, grant, (ctx.now, clock::now()));
                 if grant.wait.is_zero() {
-                    return (Some(Settled::Granted(slot)), None);
+                    return Some(Settled::Granted(slot));
                 }
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, bound, ctx.now, None);
-                queue.answered([slot], None, Duration::ZERO, ctx.now, &mut Wakers::default());
-                (None, None)
+                queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
+                None
             }
             StoreReply::Pending(call) => {
                 let queue = self.queue.get_or_insert_default();
                 queue.wait(number, cost, bound, ctx.now, None);
                 let called = queue.asking(&[demand], ctx.now, ctx.is_watched());
                 self.later = true;
-                (None, Some(Effect::Call(called, call)))
+                ctx.work.effects.push(Effect::Call(called, call));
+                None
             }
         }
     }
 
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the store.
-    pub(super) fn give_back(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        slot: Reservation,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let held = self.held(ctx.now).is_some();
         self.probe_comes_back();
         self.refused = None;
@@ -264,16 +223,15 @@ impl KeyState {
             if held || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
-            return None;
+            return;
         };
         if held {
             queue.returns.push(slot.unused());
         } else {
             queue.add(slot);
         }
-        let effect = self.step(ctx, None, wakers);
+        self.step(ctx, None);
         self.close(ctx);
-        effect
     }
 
     /// Drops a queue without waiters, and gives back the permits that the next call would have returned.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Call, Effect, KeyContext, KeyState, Ticket};
+use super::{Call, Effect, KeyContext, KeyState, Ticket, Work};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -18,7 +18,6 @@ use crate::limiter::queue::{CallNumber, next_number};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::quota::Quota;
 use crate::store::{HoldState, Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage};
-use crate::wakers::Wakers;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -200,18 +199,14 @@ impl World {
     }
 
     /// Runs `act` on the state of the key, as the limiter does.
-    fn act<R>(
-        &mut self,
-        act: impl FnOnce(&mut KeyState, &KeyContext<'_>, &mut Wakers, &mut [One]) -> (R, Option<Effect>),
-    ) -> R {
+    fn act<R>(&mut self, act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [One]) -> R) -> R {
         let now = clock::now();
         let is_waiting = |state: &KeyState, one: &One| {
             let Ticket { number, cost, .. } = one.place;
             state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
         };
         let before: Vec<bool> = self.all.iter().map(|one| is_waiting(&self.state, one)).collect();
-        let mut wakers = Wakers::default();
-        let ctx = KeyContext {
+        let mut ctx = KeyContext {
             key: Key::ALL,
             store: &self.store,
             spec: &self.spec,
@@ -219,10 +214,12 @@ impl World {
             max_queue: 30,
             fails_open: false,
             max_hold: ms(60_000),
+            work: Work::default(),
         };
-        let (result, effect) = act(&mut self.state, &ctx, &mut wakers, &mut self.all);
+        let result = act(&mut self.state, &mut ctx, &mut self.all);
+        let Work { wakers, effects } = ctx.work;
         wakers.wake();
-        self.errands.extend(effect.map(|effect| match effect {
+        self.errands.extend(effects.into_iter().map(|effect| match effect {
             Effect::Call(number, call) => Pending::Call(number, call, now),
             Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
             Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
@@ -245,7 +242,7 @@ impl World {
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
         let bound = WaitBound::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
         let number = next_number();
-        let entered = self.act(|state, ctx, wakers, _| state.enter(ctx, cost, bound, number, wakers));
+        let entered = self.act(|state, ctx, _| state.enter(ctx, cost, bound, number));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
@@ -284,8 +281,7 @@ impl World {
         one.task.woken.store(false, Ordering::Relaxed);
         let waker = Waker::from(one.task.clone());
         let mut cx = Context::from_waker(&waker);
-        let polled =
-            self.act(|state, ctx, wakers, all| state.poll(ctx, &mut all[index].place, &mut cx, wakers));
+        let polled = self.act(|state, ctx, all| state.poll(ctx, &mut all[index].place, &mut cx));
         let stage = match polled {
             Poll::Pending => {
                 let waits = self.is_waiting(&self.all[index]);
@@ -314,7 +310,7 @@ impl World {
     fn leave(&mut self, index: usize) {
         if matches!(self.all[index].stage, Stage::Waiting) {
             self.all[index].stage = Stage::Ended;
-            self.act(|state, ctx, wakers, all| ((), state.leave(ctx, &all[index].place, wakers)));
+            self.act(|state, ctx, all| state.leave(ctx, &all[index].place));
         }
     }
 
@@ -325,9 +321,12 @@ impl World {
             self.uses.push((now, slot.cost));
             one.stage = Stage::Ended;
             // The upstream lets it pass at once.
-            let passed = self.act(|state, ctx, wakers, _| match state.accepted_upstream(now, now) {
-                true => (true, state.hold_changed(ctx, wakers)),
-                false => (false, None),
+            let passed = self.act(|state, ctx, _| {
+                let passed = state.accepted_upstream(now, now);
+                if passed {
+                    state.hold_changed(ctx);
+                }
+                passed
             });
             if passed {
                 self.release();
@@ -335,13 +334,13 @@ impl World {
         } else if one.place.number == 0 {
             // A request that never waited has no place to return to.
             one.stage = Stage::Ended;
-            self.act(|state, ctx, wakers, _| ((), state.give_back(ctx, slot, wakers)));
+            self.act(|state, ctx, _| state.give_back(ctx, slot));
         } else {
             one.stage = Stage::Waiting;
             one.overtakes = false;
             one.task.woken.store(true, Ordering::Relaxed);
-            self.act(|state, ctx, wakers, all| {
-                ((), state.return_late(ctx, &mut all[index].place, slot, wakers))
+            self.act(|state, ctx, all| {
+                state.return_late(ctx, &mut all[index].place, slot);
             });
         }
     }
@@ -349,7 +348,7 @@ impl World {
     fn give_back(&mut self, index: usize) {
         if let Stage::Has(slot) = self.all[index].stage {
             self.all[index].stage = Stage::Ended;
-            self.act(|state, ctx, wakers, _| ((), state.give_back(ctx, slot, wakers)));
+            self.act(|state, ctx, _| state.give_back(ctx, slot));
         }
     }
 
@@ -367,13 +366,13 @@ impl World {
                 self.answered(number, answer, since);
             }
             Pending::Gather(_) => {
-                self.act(|state, ctx, wakers, _| ((), state.gathered(ctx, true, wakers)));
+                self.act(|state, ctx, _| state.gathered(ctx, true));
             }
             Pending::PassOn(_) => {
-                self.act(|state, ctx, wakers, _| ((), state.pass_on_now(ctx, wakers)));
+                self.act(|state, ctx, _| state.pass_on_now(ctx));
             }
             Pending::Sweep(_) => {
-                let next = self.act(|state, ctx, _, _| (state.sweep(ctx), None));
+                let next = self.act(|state, ctx, _| state.sweep(ctx));
                 self.errands.extend(next.map(Pending::Sweep));
             }
         }
@@ -381,9 +380,9 @@ impl World {
     }
 
     fn answered(&mut self, number: CallNumber, answer: Result<Lease, StoreError>, since: Instant) {
-        let sweep = self.act(|state, ctx, wakers, _| {
-            let effect = state.call_answered(ctx, number, answer, since, wakers);
-            (state.start_sweep(ctx.now), effect)
+        let sweep = self.act(|state, ctx, _| {
+            state.call_answered(ctx, number, answer, since);
+            state.start_sweep(ctx.now)
         });
         self.errands.extend(sweep.map(Pending::Sweep));
     }
@@ -392,14 +391,14 @@ impl World {
         match self.errands.swap_remove(index) {
             Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
             Pending::Gather(_) => {
-                self.act(|state, ctx, wakers, _| ((), state.gathered(ctx, false, wakers)));
+                self.act(|state, ctx, _| state.gathered(ctx, false));
             }
             Pending::PassOn(_) | Pending::Sweep(_) => {}
         }
     }
 
     fn hold(&mut self, held: HoldState) {
-        self.act(|state, ctx, wakers, _| ((), state.hold(ctx, held, true, wakers)));
+        self.act(|state, ctx, _| state.hold(ctx, held, true));
     }
 
     fn release(&mut self) {
@@ -518,7 +517,7 @@ impl World {
     /// Each permit that was granted and not used was given back exactly once.
     fn assert_nothing_is_lost(&mut self) {
         // Permits at hand are given back when the state of the key is forgotten.
-        self.act(|state, ctx, _, _| (state.forgotten(ctx), None));
+        self.act(|state, ctx, _| state.forgotten(ctx));
         let [granted, returned] =
             [&self.wire.granted, &self.wire.returned].map(|units| units.load(Ordering::Relaxed));
         let used: u64 = self.uses.iter().map(|(_, units)| u64::from(*units)).sum();
@@ -590,7 +589,7 @@ async fn permits_of_waiters_held_too_long_go_back() {
     world.enter(1, 2000, false);
     // Another request hands the permit out, and the key is held before the waiter is polled.
     tokio::time::advance(ms(1025)).await;
-    world.act(|state, ctx, wakers, _| ((), state.step(ctx, None, wakers)));
+    world.act(|state, ctx, _| state.step(ctx, None));
     assert_eq!(world.state.waiting(), 0, "the permit was handed out");
     world.hold(HoldState { remaining: ms(5000), ..HoldState::default() });
     world.poll(5);

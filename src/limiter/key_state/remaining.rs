@@ -6,14 +6,14 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Effect, KeyContext, KeyState};
+use super::KeyState;
+use super::context::{Effect, KeyContext};
 use crate::clock;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Gathering;
 use crate::quota::Limit;
 use crate::signal::{ObservedQuota, Signal};
 use crate::store::UpstreamRemaining;
-use crate::wakers::Wakers;
 
 /// The headers about each limit.
 #[derive(Default)]
@@ -230,11 +230,7 @@ impl KeyState {
     }
 
     /// Less is left than this process could send: gives up permits at hand and booked slots, and asks for them anew.
-    pub(in crate::limiter) fn tighten(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
         let unused = self.clear();
         let queue = self.queue.get_or_insert_default();
         queue.returns.extend(unused);
@@ -242,7 +238,7 @@ impl KeyState {
         // A call under way may bring more than is left: this is done again when it is answered.
         self.tightens = queue.is_calling(ctx.now);
         if self.tightens {
-            return None;
+            return;
         }
         let is_waiting = queue.waiting() > 0;
         if is_waiting {
@@ -250,60 +246,53 @@ impl KeyState {
         }
         // What another process stated, the store knows.
         let tells = self.remaining.as_ref().is_some_and(|words| words.of.iter().any(|word| word.is_less));
-        let effect =
-            if tells && !is_waiting { self.inquire(ctx, wakers) } else { self.step(ctx, None, wakers) };
+        if tells && !is_waiting {
+            self.inquire(ctx);
+        } else {
+            self.step(ctx, None);
+        }
         self.close(ctx);
-        effect
     }
 
     /// Takes in that another process stated to the store that less is left. `writes` is the number of that state.
-    pub(in crate::limiter) fn less_heard(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        writes: u64,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
         let is_news = self.session.as_ref().is_some_and(|session| session.writes() < writes);
-        if is_news { self.tighten(ctx, wakers) } else { None }
+        if is_news {
+            self.tighten(ctx);
+        }
     }
 
     /// Tells the store of the headers, even if no request waits: of refusals at once, and of others soon if other clients use the limit,
     /// too.
-    pub(in crate::limiter) fn pass_on(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
-        let words = self.remaining.as_mut()?;
+    pub(in crate::limiter) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
+        let Some(words) = &mut self.remaining else { return };
         let limits = ctx.spec.quota().limits().iter();
         let event = limits.zip(&words.of).filter(|(_, word)| word.latest.is_some());
         let event = event.filter(|(_, word)| self.shared || word.refused > 0);
-        let rest = event.map(|(limit, word)| word.rests(*limit, ctx.now)).min()?;
+        let rest = event.map(|(limit, word)| word.rests(*limit, ctx.now)).min();
+        let Some(rest) = rest else { return };
         if rest.is_zero() {
-            return self.inquire(ctx, wakers);
+            return self.inquire(ctx);
         }
         // A task that is late was lost with its runtime.
         let nobody = words.telling.is_none_or(|at| clock::after(at, LAST) < ctx.now);
-        nobody.then(|| {
+        if nobody {
             words.telling = Some(clock::after(ctx.now, rest));
-            Effect::PassOn(rest)
-        })
+            ctx.work.effects.push(Effect::PassOn(rest));
+        }
     }
 
     /// Tells the store now, or asks it about a hold again.
-    pub(in crate::limiter) fn pass_on_now(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
         if let Some(words) = &mut self.remaining {
             words.telling = None;
         }
-        let doubted = self.asks_again(ctx.now).is_some();
-        let effect = self.pass_on(ctx, wakers);
-        let effect = effect.or_else(|| if doubted { self.confirm(ctx, wakers) } else { None });
+        let is_doubted = self.doubts_hold(ctx.now);
+        self.pass_on(ctx);
+        if is_doubted && ctx.work.effects.is_empty() {
+            self.confirm(ctx);
+        }
         self.close(ctx);
-        effect
     }
 
     /// Returns the units left that are sent to the store: of one limit with each call.

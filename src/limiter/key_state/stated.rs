@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{KeyContext, KeyState};
+use super::KeyState;
+use super::context::KeyContext;
 use crate::clock;
 use crate::events;
 use crate::limit::LimitSpec;

@@ -3,13 +3,13 @@
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::{Effect, KeyContext, KeyState};
+use super::KeyState;
+use super::context::KeyContext;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
-use crate::wakers::Wakers;
 
 /// The place of a waiter.
 #[derive(Debug)]
@@ -25,47 +25,45 @@ impl KeyState {
     /// Polls a waiter.
     pub(in crate::limiter) fn poll(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         waiter: &mut Ticket,
         cx: &mut Context<'_>,
-        wakers: &mut Wakers,
-    ) -> (Poll<Settled>, Option<Effect>) {
-        let mut effect = None;
+    ) -> Poll<Settled> {
         if let Some(settled) = self.collect_alive(ctx, waiter) {
             self.close(ctx);
-            return (Poll::Ready(settled), None);
+            return Poll::Ready(settled);
         }
         for _ in 0..2 {
-            effect = effect.or(self.step(ctx, Some(waiter.number), wakers));
+            self.step(ctx, Some(waiter.number));
             if let Some(settled) = self.collect_alive(ctx, waiter) {
                 self.close(ctx);
-                return (Poll::Ready(settled), effect);
+                return Poll::Ready(settled);
             }
             // Without a place in the queue there is nothing to wait for: the queue could not be opened for a second wait.
             let Some(queue) =
                 self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
             else {
-                return (Poll::Ready(Settled::Refused(Refusal::NEVER)), effect);
+                return Poll::Ready(Settled::Refused(Refusal::NEVER));
             };
             if queue.is_over(waiter.number, waiter.cost, ctx.now) {
                 let unanswered = queue.unanswered_for(ctx.now).filter(|_| !waiter.bound.by_deadline);
                 if let Some(waited) = unanswered {
                     // The store may have booked its slot without this process knowing.
-                    effect = effect.or(self.leave(ctx, waiter, wakers));
-                    return (Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited })), effect);
+                    self.leave(ctx, waiter);
+                    return Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited }));
                 }
                 let slot = queue.last_slot(waiter.cost);
                 let wait = slot.map(|slot| slot.saturating_duration_since(ctx.now));
-                effect = effect.or(self.leave(ctx, waiter, wakers));
-                return (Poll::Ready(Settled::Refused(Refusal { wait, limit: None })), effect);
+                self.leave(ctx, waiter);
+                return Poll::Ready(Settled::Refused(Refusal { wait, limit: None }));
             }
             if queue.poll(waiter.number, waiter.cost, ctx.now, cx).is_pending() {
-                return (Poll::Pending, effect);
+                return Poll::Pending;
             }
         }
         // The timer was due between asking the time and asking the timer.
         cx.waker().wake_by_ref();
-        (Poll::Pending, effect)
+        Poll::Pending
     }
 
     /// Returns how the wait ended. A waiter whose permit expired before it was polled waits again, in its old place.
@@ -119,13 +117,12 @@ impl KeyState {
     /// Returns a waiter that could not use its permit in time to its old place.
     pub(in crate::limiter) fn return_late(
         &mut self,
-        ctx: &KeyContext<'_>,
+        ctx: &mut KeyContext<'_>,
         waiter: &mut Ticket,
         died: Reservation,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    ) {
         self.wait_again(ctx, waiter, died);
-        self.step(ctx, Some(waiter.number), wakers)
+        self.step(ctx, Some(waiter.number));
     }
 
     /// Lengthens the life of the next permits, because a permit expired before its holder woke.
@@ -138,14 +135,9 @@ impl KeyState {
     }
 
     /// Removes a waiter from the queue. Its permit goes to the next waiter, else back to the store.
-    pub(in crate::limiter) fn leave(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        waiter: &Ticket,
-        wakers: &mut Wakers,
-    ) -> Option<Effect> {
+    pub(in crate::limiter) fn leave(&mut self, ctx: &mut KeyContext<'_>, waiter: &Ticket) {
         let held = self.held(ctx.now).is_some();
-        let queue = self.queue.as_mut()?;
+        let Some(queue) = &mut self.queue else { return };
         if let Some(Settled::Granted(slot)) = queue.leave(waiter.number, waiter.cost) {
             if held {
                 queue.returns.push(slot.unused());
@@ -154,8 +146,7 @@ impl KeyState {
             }
             self.probe_comes_back();
         }
-        let effect = self.step(ctx, None, wakers);
+        self.step(ctx, None);
         self.close(ctx);
-        effect
     }
 }

@@ -1,0 +1,66 @@
+//! What the state of a key works with while its lock is held, and the work that it leaves for afterwards.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::limit::LimitSpec;
+use crate::limiter::queue::CallNumber;
+use crate::store::{Lease, Store};
+use crate::wakers::Wakers;
+
+/// The context of one visit to the state of a key.
+///
+/// The state never awaits, spawns or wakes anything itself. It adds that work to `work`, and `Core` does it after the
+/// lock is released.
+pub(in crate::limiter) struct KeyContext<'a> {
+    pub(in crate::limiter) key: Key,
+    pub(in crate::limiter) store: &'a Arc<dyn Store>,
+    /// The limits of the key: the learned limits, or the configured ones.
+    pub(in crate::limiter) spec: &'a Arc<LimitSpec>,
+    /// When the visit began.
+    pub(in crate::limiter) now: Instant,
+    /// The most requests of the key that may wait in this process.
+    pub(in crate::limiter) max_queue: usize,
+    /// Whether a request that cannot be counted passes.
+    pub(in crate::limiter) fails_open: bool,
+    /// The longest hold that a response of the upstream can set.
+    pub(in crate::limiter) max_hold: Duration,
+    /// What this visit leaves to do.
+    pub(in crate::limiter) work: Work,
+}
+
+impl KeyContext<'_> {
+    /// Returns whether waiters watch the store's calls themselves, because a call may be lost with the runtime of a
+    /// caller.
+    pub(super) fn is_watched(&self) -> bool {
+        self.store.background().is_none()
+    }
+}
+
+/// What a visit to the state of a key leaves to do after the lock is released.
+#[derive(Default)]
+pub(in crate::limiter) struct Work {
+    /// The tasks to wake.
+    pub(in crate::limiter) wakers: Wakers,
+    /// The effects to start, in their order. A visit seldom leaves two, because one call at a time is under way.
+    pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
+}
+
+/// A task to start for a key after the lock is released.
+pub(in crate::limiter) enum Effect {
+    /// Runs a call to the store to its end.
+    Call(CallNumber, Call),
+    /// Sends the next call after this delay. Requests that arrive meanwhile join it.
+    Gather(Duration),
+    /// After this delay, sends the store what the upstream has stated meanwhile.
+    PassOn(Duration),
+}
+
+/// A reply of the store that is still to come.
+pub(in crate::limiter) type Call = Pin<Box<dyn Future<Output = Result<Lease, StoreError>> + Send>>;
