@@ -2,8 +2,8 @@
 //! hold ends.
 //!
 //! A hold counts in this process at once, and in all processes that share the store. This file sets and ends
-//! holds, takes in those of other processes, and lets requests wait for their end. The state of one hold is in
-//! `key_state/hold.rs`.
+//! holds, takes in those of other processes, and lets requests wait for their end. The state of one key's
+//! hold is in `key_state/key_hold.rs`.
 
 use std::sync::Arc;
 use std::task::Context;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::Core;
 use super::hosts::host_hold;
-use super::key_state::{KeyContext, KeyState};
+use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::queue::Number;
 use crate::clock;
 use crate::error::StoreError;
@@ -44,7 +44,7 @@ impl Core {
     /// Takes in a hold of `key` that this process has seen itself.
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
-        let _ = self.with_new_state(key, now, |state, ctx| state.hold(ctx, held, true));
+        let _ = self.with_new_state(key, now, |state, ctx| state.hold(ctx, held, HoldSource::Seen));
     }
 
     /// Takes in that another process has held or released `key`.
@@ -54,7 +54,8 @@ impl Core {
     /// go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
-        let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.hold(ctx, held, false);
+        let hear =
+            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.hold(ctx, held, HoldSource::Published);
         let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.remaining.is_zero() {
             self.with_state(key, now, hear);

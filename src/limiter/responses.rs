@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::engine::{Core, CoreId};
-use super::key_state::{HeaderTrust, KeyContext, KeyState, is_any_uncertain, is_of_use};
+use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_any_uncertain, is_of_use};
 use super::settings::Settings;
 use crate::clock;
 use crate::events;
@@ -128,14 +128,14 @@ impl Core {
             _ => Some(call.hold),
         };
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
-        let held = self.with_new_state(key, now, |state, ctx| {
-            let held = state.refused_upstream(retry_after, *max_hold, call.sent, now);
-            let left = held.filter(|(_, tells)| *tells).and_then(|_| state.left(ctx.spec, *max_hold, now));
-            held.map(|(held, tells)| (held, tells, left))
+        let entered = self.with_new_state(key, now, |state, ctx| {
+            let new = state.refused_upstream(retry_after, *max_hold, call.sent, now)?;
+            let left = if new.is_sent { state.left(ctx.spec, *max_hold, now) } else { None };
+            Some((new, left))
         });
-        let Ok(Some((held, tells, left))) = held else { return };
+        let Ok(Some((NewHold { held, is_sent }, left))) = entered else { return };
         events::held(&self.label(key, None), held.remaining);
-        if tells {
+        if is_sent {
             // Another key may have other limits: the store keeps those it knows.
             let spec = if key == call.key { self.terms(key) } else { Arc::new(LimitSpec::none()) };
             // The store comes before the waiters, which ask it anew and are to find what is left. The answer is of no

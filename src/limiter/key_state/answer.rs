@@ -41,7 +41,7 @@ impl KeyState {
     /// The store answered with a lease.
     fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
-        let precedes_release = lease.source.has_reply() && !self.hold_answered(lease.hold, sent, bounds);
+        let precedes_release = lease.source.has_reply() && self.hold_answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {

@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 
 use super::KeyState;
 use super::context::{Effect, KeyContext};
-use super::hold::{ASK_AGAIN, Passage};
+use super::hold::ASK_AGAIN;
+use super::probation::Passage;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
@@ -245,7 +246,7 @@ impl KeyState {
             return self.tighten(ctx);
         }
         // If this sends a hold to the store, the step only hands out permits.
-        self.retell_hold(ctx);
+        self.resend_hold(ctx);
         self.step(ctx, None);
         if ctx.work.effects.is_empty() {
             self.pass_on(ctx);

@@ -7,7 +7,9 @@ mod answer;
 mod booking;
 mod context;
 mod hold;
+mod key_hold;
 mod leftover;
+mod probation;
 #[cfg(test)]
 mod properties;
 mod refusal;
@@ -28,8 +30,11 @@ use crate::store::{Demand, Refusal, StoreReply};
 
 use answer::slot;
 pub(super) use context::{Call, Effect, KeyContext, Work};
-pub(super) use hold::is_any_uncertain;
-use hold::{Holding, Passage};
+pub(super) use hold::HoldSource;
+use key_hold::KeyHold;
+pub(super) use key_hold::NewHold;
+use probation::Passage;
+pub(super) use probation::is_any_uncertain;
 use refused::Refused;
 use remaining::RemainingTracker;
 pub(super) use remaining::is_of_use;
@@ -50,7 +55,7 @@ pub(super) struct KeyState {
     session: Option<Box<KeySession>>,
     /// Whether this process granted the booked permits itself, because the store is unreachable.
     alone: bool,
-    hold: Option<Box<Holding>>,
+    hold: Option<Box<KeyHold>>,
     /// What the upstream stated about the rest of each limit.
     remaining: Option<Box<RemainingTracker>>,
     /// What the upstream has stated of its limits.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tokio::sync::Notify;
 
-use super::{Call, Effect, KeyContext, KeyState, Ticket, Work};
+use super::{Call, Effect, HoldSource, KeyContext, KeyState, Ticket, Work};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -398,7 +398,7 @@ impl World {
     }
 
     fn hold(&mut self, held: HoldState) {
-        self.act(|state, ctx, _| state.hold(ctx, held, true));
+        self.act(|state, ctx, _| state.hold(ctx, held, HoldSource::Seen));
     }
 
     fn release(&mut self) {

@@ -1,0 +1,157 @@
+//! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be too short.
+//!
+//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the others once the
+//! upstream has accepted it. A refusal of the probe is a new hold. If the probe's response takes long, another probe
+//! follows.
+//!
+//! ```text
+//!             the probe leaves
+//!     Due ──────────────────────> Probing
+//!      ^ <─────────────────────────┘  │
+//!      │   its permit comes back      │ a request is accepted
+//!      │                              v
+//!      └──────────────────────────── Off
+//!             a hold is cut
+//! ```
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::KeyState;
+use crate::clock;
+
+/// A probe whose response takes longer is followed by another.
+const PROBE: Duration = Duration::from_secs(5);
+
+/// The longest probation. It is no longer than `max_hold` either.
+pub(super) const LONGEST_PROBATION: Duration = Duration::from_secs(60);
+
+/// The probation of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Probation {
+    /// All requests may leave at the end of the hold.
+    Off,
+    /// At the end of the hold one request may leave, as the probe.
+    Due,
+    /// The probe left at this moment.
+    Probing(Instant),
+}
+
+/// Which requests may leave a key that is not on hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Passage {
+    /// All requests may leave.
+    Open,
+    /// One request may leave, as the probe.
+    Probe,
+    /// No request may leave until the probe is accepted, or for this long.
+    Probing(Duration),
+}
+
+impl Probation {
+    /// Returns the probation after a new hold.
+    pub(super) fn after(is_cut: bool) -> Self {
+        if is_cut { Probation::Due } else { Probation::Off }
+    }
+
+    pub(super) fn is_on(&self) -> bool {
+        *self != Probation::Off
+    }
+
+    /// Returns which requests may leave after a hold that ended at `end`.
+    pub(super) fn passage(&self, end: Instant, max_hold: Duration, now: Instant) -> Passage {
+        if !self.is_on() || clock::after(end, LONGEST_PROBATION.min(max_hold)) <= now {
+            return Passage::Open;
+        }
+        match *self {
+            Probation::Probing(since) if clock::after(since, PROBE) > now => {
+                Passage::Probing(clock::after(since, PROBE) - now)
+            }
+            _ => Passage::Probe,
+        }
+    }
+
+    /// Notes that the probe leaves now.
+    pub(super) fn probe_leaves(&mut self, now: Instant) {
+        if self.is_on() {
+            *self = Probation::Probing(now);
+        }
+    }
+
+    /// Notes that the probe's permit came back unused.
+    pub(super) fn probe_comes_back(&mut self) {
+        if self.is_on() {
+            *self = Probation::Due;
+        }
+    }
+}
+
+/// Exists while a key waits for an accepted request. While there is one in the process, all responses are read.
+#[derive(Debug)]
+pub(super) struct Uncertain(());
+
+/// How many [`Uncertain`] there are in the process.
+static UNCERTAIN: AtomicUsize = AtomicUsize::new(0);
+
+impl Uncertain {
+    pub(super) fn new() -> Self {
+        UNCERTAIN.fetch_add(1, Ordering::Relaxed);
+        Uncertain(())
+    }
+}
+
+impl Drop for Uncertain {
+    fn drop(&mut self) {
+        UNCERTAIN.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Returns whether responses other than refusals matter to any key.
+#[inline]
+pub(in crate::limiter) fn is_any_uncertain() -> bool {
+    UNCERTAIN.load(Ordering::Relaxed) > 0
+}
+
+impl KeyState {
+    /// Returns which requests may leave, if the key is not on hold.
+    pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
+        self.hold.as_ref().map_or(Passage::Open, |hold| hold.hold.passage(max_hold, now))
+    }
+
+    /// Notes that the probe leaves now.
+    pub(super) fn probe_leaves(&mut self, now: Instant) {
+        if let Some(hold) = &mut self.hold {
+            hold.hold.probe_leaves(now);
+        }
+    }
+
+    /// Notes that a permit came back unused. If it was the probe's, another request may be the probe.
+    pub(super) fn probe_comes_back(&mut self) {
+        if let Some(hold) = &mut self.hold {
+            hold.hold.probe_comes_back();
+        }
+    }
+
+    /// Returns for how long no request may leave, because of a hold or a probe. The next request may be the probe.
+    pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
+        self.held(now).or_else(|| match self.passage(max_hold, now) {
+            Passage::Open | Passage::Probe => None,
+            Passage::Probing(left) => Some(left),
+        })
+    }
+
+    /// Returns for how long no request may leave, because of a hold or a probe. If the request may leave on probation,
+    /// it becomes the probe.
+    pub(in crate::limiter) fn blocked(&mut self, max_hold: Duration, now: Instant) -> Option<Duration> {
+        let waits = self.waits(max_hold, now);
+        if waits.is_none() && self.passage(max_hold, now) == Passage::Probe {
+            self.probe_leaves(now);
+        }
+        waits
+    }
+
+    /// Returns whether all requests may leave, without a probe.
+    pub(in crate::limiter) fn is_clear(&self, max_hold: Duration, now: Instant) -> bool {
+        self.held(now).is_none() && self.passage(max_hold, now) == Passage::Open
+    }
+}
