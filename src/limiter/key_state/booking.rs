@@ -1,25 +1,24 @@
-//! Booking: when the store is asked for the waiters of a key, and for what.
+//! Booking: when the store is called for the waiters of a key, and for what.
 //!
-//! [`KeyState::step`] is run whenever something changed: a request came or left, a slot is due, the store answered. It hands out the
-//! slots that are due and decides by [`KeyState::next_call`] whether the store is asked. One call at a time is under way; it books
-//! for all waiters without a slot.
+//! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is due, or the store
+//! answered. It hands out the slots that are due, and [`KeyState::next_call`] decides whether the store is called. One
+//! call at a time is under way. It books for all waiters without a slot.
 
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use super::KeyState;
-use super::context::{Effect, KeyContext};
+use super::context::{Call, Effect, KeyContext};
 use super::hold::ASK_AGAIN;
 use super::probation::Passage;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
-use crate::limiter::queue::CallNumber;
-use crate::limiter::queue::{Gathering, Number};
+use crate::limiter::queue::{CallNumber, Gathering, HandedOut, Number};
 use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
 
-/// The most permits that the store is asked for in one call, so that a server is never busy with one call for long.
+/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its server busy for long.
 const MOST_ASKED: usize = 500;
 
 /// The most calls in a row to a store that answers at once: one for each need that it refuses, and one more.
@@ -27,38 +26,48 @@ const MOST_ROUNDS: usize = 64;
 
 /// Whether the store is called now.
 enum NextCall {
-    /// It is not needed, or a call is under way already.
+    /// The store is not needed, or a call is under way already.
     None,
-    /// It is called after this delay, so that other requests can join the call, or when a hold ends.
+    /// The store is called after this delay, so that other requests can join the call, or when a hold ends.
     Gather(Duration),
-    /// It is called now for these needs. If there are none, it confirms what was booked.
-    Lease(SmallVec<[Demand; 2]>),
+    /// The store is called now.
+    Lease(Booking),
+}
+
+/// What a call to the store asks for.
+struct Booking {
+    /// The permits for waiters. If there are none, the call confirms what was booked.
+    demands: SmallVec<[Demand; 2]>,
+    /// Whether the call fetches permits in advance as well.
+    prefetches: bool,
 }
 
 /// What became of a call to the store.
 enum Called {
     /// The store answered at once.
     Answered,
-    /// The answer is still to come, and the call is left to be run.
+    /// The answer is still to come.
     UnderWay,
 }
 
 impl KeyState {
-    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and asks the store for
-    /// waiters without a slot. `me` is being polled and needs no waking.
+    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and calls the
+    /// store for waiters without a slot. The waiter `me` is being polled and needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
-        // A store that answers at once may bring slots that are due, or refuse one need and leave those after it undecided.
+        // A store that answers at once may bring slots that are due, or refuse one need and leave those after it
+        // undecided.
         for _ in 0..MOST_ROUNDS {
-            let Some(died) = self.hand_out_due(ctx, me, now) else { return };
-            match self.next_call(ctx, now) {
+            let is_trusted = self.is_trusted(ctx, now);
+            let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else { return };
+            match self.next_call(ctx, is_trusted, now) {
                 NextCall::None => break,
                 NextCall::Gather(delay) => {
                     ctx.work.effects.push(Effect::Gather(delay));
                     break;
                 }
-                NextCall::Lease(demands) => match self.send(ctx, &demands, died, now) {
-                    // The store asked the time after we did.
+                NextCall::Lease(booking) => match self.send(ctx, &booking, died) {
+                    // The store asked the time after this process did.
                     Called::Answered => now = clock::now(),
                     Called::UnderWay => break,
                 },
@@ -67,54 +76,54 @@ impl KeyState {
         self.return_unused(ctx, now);
     }
 
-    /// Hands out the slots that are due. Returns whether permits had expired before a waiter took them; `None` if there is no
-    /// queue.
-    fn hand_out_due(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>, now: Instant) -> Option<bool> {
-        let most = match self.passage(ctx.max_hold, now) {
-            // The store has to confirm them first.
-            _ if !self.is_trusted(ctx, now) => 0,
+    /// Hands out the slots that are due, if they are trusted. Returns `None` if there is no queue.
+    fn hand_out_due(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        me: Option<Number>,
+        is_trusted: bool,
+        now: Instant,
+    ) -> Option<HandedOut> {
+        let passage = self.passage(ctx.max_hold, now);
+        let most = match passage {
+            // The store has to confirm the slots first.
+            _ if !is_trusted => 0,
             Passage::Open => usize::MAX,
             Passage::Probe => 1,
             Passage::Probing(_) => 0,
         };
-        let is_probe = most == 1;
         let queue = self.queue.as_mut()?;
         queue.take_from(&mut self.prefetched, now);
         let handed_out = queue.hand_out(most, now, me, &mut ctx.work.wakers);
-        if is_probe && handed_out.count > 0 {
+        if passage == Passage::Probe && handed_out.count > 0 {
             self.probe_leaves(now);
         }
-        Some(handed_out.died)
+        Some(handed_out)
     }
 
     /// Decides whether the store is called.
-    fn next_call(&mut self, ctx: &KeyContext<'_>, now: Instant) -> NextCall {
-        let (trusted, held) = (self.is_trusted(ctx, now), self.held(now));
-        let passage = self.passage(ctx.max_hold, now);
+    fn next_call(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> NextCall {
+        let is_clear = self.is_clear(ctx.max_hold, now);
+        let blocked_for = self.waits(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return NextCall::None };
-        let is_doubtful = !trusted && queue.is_due(now);
+        let is_doubtful = !is_trusted && queue.is_due(now);
         queue.trim();
         if queue.is_calling(now) {
             return NextCall::None;
         }
         queue.give_up_call();
-        let is_open = held.is_none() && passage == Passage::Open;
-        let confirms = is_doubtful || (is_open && self.confirms_next_slot(ctx, now));
+        let confirms = is_doubtful || (is_clear && self.confirms_next_slot(ctx, now));
         let Some(queue) = &mut self.queue else { return NextCall::None };
-        let demands = queue.needs(match passage {
-            Passage::Open if !self.later => usize::MAX,
-            Passage::Open => MOST_ASKED,
-            Passage::Probe | Passage::Probing(_) => 1,
+        let demands = queue.needs(match (is_clear, self.later) {
+            (false, _) => 1,
+            (true, true) => MOST_ASKED,
+            (true, false) => usize::MAX,
         });
         if demands.is_empty() && !confirms {
             return NextCall::None;
         }
-        let probing = match passage {
-            Passage::Probing(left) => Some(left),
-            Passage::Open | Passage::Probe => None,
-        };
-        if let Some(left) = held.or(probing) {
-            // What is booked when the hold ends, or when the probe has passed, is booked by what is known then.
+        if let Some(left) = blocked_for {
+            // What is booked when the hold ends, or when the probe is accepted, is booked by what is known then.
             if queue.gathering == Gathering::UnderWay {
                 return NextCall::None;
             }
@@ -128,54 +137,56 @@ impl KeyState {
                 Gathering::UnderWay | Gathering::Done => {}
             }
         }
-        NextCall::Lease(demands)
-    }
-
-    /// Calls the store for `demands`. If permits `died` since the last call, those of later calls are valid for longer.
-    fn send(&mut self, ctx: &mut KeyContext<'_>, demands: &[Demand], died: bool, now: Instant) -> Called {
-        let is_open = self.passage(ctx.max_hold, now) == Passage::Open;
-        let queue = self.queue.get_or_insert_default();
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
+        let prefetches = self.later && is_clear && !is_scarce && !demands.is_empty();
+        NextCall::Lease(Booking { demands, prefetches })
+    }
+
+    /// Calls the store. If permits `died` since the last call, those of later calls are valid for longer.
+    fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &Booking, died: bool) -> Called {
+        let Booking { demands, prefetches } = booking;
+        let queue = self.queue.get_or_insert_default();
         let latest = queue.latest().unwrap_or(ctx.now);
         let mut returns = std::mem::take(&mut queue.returns);
-        let prefetch = if self.later && !is_scarce && !demands.is_empty() && is_open {
-            self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now)
-        } else {
-            0
-        };
+        let prefetch =
+            if *prefetches { self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now) } else { 0 };
         returns.extend(self.prefetched.clear());
         if died {
             self.lengthen_life(ctx);
         }
-        let answer = ctx.store.lease(self.request(ctx, demands, prefetch, latest, &returns));
-        let queue = self.queue.get_or_insert_default();
-        match answer {
+        match ctx.store.lease(self.request(ctx, demands, prefetch, latest, &returns)) {
             StoreReply::Ready(answer) => {
-                queue.asking(demands, ctx.now, false);
+                self.queue.get_or_insert_default().asking(demands, ctx.now, false);
                 self.answered(ctx, answer, ctx.now, clock::now());
                 Called::Answered
             }
             StoreReply::Pending(call) => {
-                self.later = true;
-                let number = queue.asking(demands, ctx.now, ctx.is_watched());
-                ctx.work.effects.push(Effect::Call(number, call));
+                self.call_under_way(ctx, demands, call);
                 Called::UnderWay
             }
         }
     }
 
-    /// Gives back the permits that no waiter needs, unless a call that takes them along is near.
+    /// Notes that the answer to a call for `demands` is still to come, and leaves the call to be run.
+    pub(super) fn call_under_way(&mut self, ctx: &mut KeyContext<'_>, demands: &[Demand], call: Call) {
+        self.later = true;
+        let number = self.queue.get_or_insert_default().asking(demands, ctx.now, ctx.is_watched());
+        ctx.work.effects.push(Effect::Call(number, call));
+    }
+
+    /// Gives back the permits that no waiter needs, unless a call that returns them is about to be sent.
     fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
-        let is_blocked = self.held(now).is_some() || self.passage(ctx.max_hold, now) != Passage::Open;
+        let is_clear = self.is_clear(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return };
-        let gathers = queue.gathering == Gathering::UnderWay && !is_blocked;
+        let gathers = is_clear && queue.gathering == Gathering::UnderWay;
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
             ctx.store.give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
         }
     }
 
-    /// Returns the request to the store: for `demands`, and for `prefetch` permits in advance.
+    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in advance. It waits for
+    /// slots until `latest`.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -184,48 +195,44 @@ impl KeyState {
         latest: Instant,
         returns: &'a [UnusedPermits],
     ) -> LeaseRequest<'a> {
-        let memory = self.session.as_mut().map(|session| {
+        let session = self.session.as_mut().map(|session| {
             session.forget(returns);
             session.client_session(ctx.now)
         });
         LeaseRequest {
             key: ctx.key,
             spec: ctx.spec,
-            demands: demands,
+            demands,
             prefetch,
             latest: latest.saturating_duration_since(ctx.now),
             validity: self.life,
             prefetch_validity: self.prefetch_life(ctx),
             returns,
             charges: &[],
-            session: memory.unwrap_or_default(),
+            session: session.unwrap_or_default(),
             hold: self.held_for_store(ctx.now),
             remaining: self.left(ctx.spec, ctx.max_hold, ctx.now),
         }
     }
 
-    /// Calls the store although no request waits: it learns what this process knows of the key, and answers what it knows. Does
-    /// nothing while another call is under way.
+    /// Calls the store even if no request waits. The store learns what this process knows of the key, and replies what
+    /// it knows. Does nothing while another call is under way.
     pub(in crate::limiter) fn inquire(&mut self, ctx: &mut KeyContext<'_>) {
         if self.queue.as_ref().is_some_and(|queue| queue.is_calling(ctx.now)) {
             return;
         }
         let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
         match ctx.store.lease(self.request(ctx, &[], 0, ctx.now, &returns)) {
-            StoreReply::Ready(answer) => {
-                self.answered(ctx, answer, ctx.now, clock::now());
-            }
+            StoreReply::Ready(answer) => self.answered(ctx, answer, ctx.now, clock::now()),
             StoreReply::Pending(call) => {
-                self.later = true;
-                let queue = self.queue.get_or_insert_default();
-                queue.give_up_call();
-                let number = queue.asking(&[], ctx.now, ctx.is_watched());
-                ctx.work.effects.push(Effect::Call(number, call));
+                self.queue.get_or_insert_default().give_up_call();
+                self.call_under_way(ctx, &[], call);
             }
         }
     }
 
-    /// The store answered the call that was sent at `sent`. What an answer brings that counts as lost goes back.
+    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since, this one counted as
+    /// lost, and what it brings is given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -257,12 +264,13 @@ impl KeyState {
         }
     }
 
-    /// The delay in which others `joined` the next call is over. If they did not, its task was dropped with its runtime.
+    /// Ends the batching delay of the next call. `joined` says whether other requests had the time to join. If not, the
+    /// task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
         let is_held = self.held(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
         if is_held && !joined {
-            // The other waiters have runtimes of their own.
+            // Another waiter starts the delay again, in its own runtime.
             queue.gathering = Gathering::NotYet;
             queue.wake_all(&mut ctx.work.wakers);
             return;

@@ -26,14 +26,13 @@ use super::reservation::{Reservation, Settled, WaitBound};
 use super::session::KeySession;
 use crate::clock;
 use crate::key_map::Evict;
-use crate::store::{Demand, Refusal, StoreReply};
+use crate::store::{Demand, Lease, Refusal, StoreReply};
 
 use answer::slot;
 pub(super) use context::{Call, Effect, KeyContext, Work};
 pub(super) use hold::HoldSource;
 use key_hold::KeyHold;
 pub(super) use key_hold::NewHold;
-use probation::Passage;
 pub(super) use probation::is_any_uncertain;
 use refused::Refused;
 use remaining::RemainingTracker;
@@ -42,14 +41,16 @@ use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
 pub(super) use wait::Ticket;
 
+/// The state of one key in this process.
 pub(super) struct KeyState {
     prefetched: Prefetched,
-    /// Present only while requests wait.
+    /// Present only while requests wait, a call is under way or a result is to be collected.
     queue: Option<Box<Queue>>,
+    /// How long the permits of the next call are valid.
     life: Duration,
     /// Whether the store takes a trip to answer.
     later: bool,
-    /// When permits at hand that were left over are next given back.
+    /// When unused prefetched permits are next given back. `None` if no task does so.
     sweep_at: Option<Instant>,
     /// The session with a store that has a server, which may lose its state.
     session: Option<Box<KeySession>>,
@@ -58,7 +59,7 @@ pub(super) struct KeyState {
     hold: Option<Box<KeyHold>>,
     /// What the upstream stated about the rest of each limit.
     remaining: Option<Box<RemainingTracker>>,
-    /// What the upstream has stated of its limits.
+    /// The limits that the upstream has stated.
     stated: Option<Box<StatedLimits>>,
     /// Whether other clients use a limit of the key as well, by the store's last answer.
     shared: bool,
@@ -66,7 +67,7 @@ pub(super) struct KeyState {
     free: u64,
     /// Whether a call is under way that may grant more than the upstream states is left.
     tightens: bool,
-    /// What the store refused last, if it takes a trip to answer.
+    /// The store's last refusal, if the store takes a trip to answer.
     refused: Option<Box<Refused>>,
 }
 
@@ -74,16 +75,16 @@ impl Evict for KeyState {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let hold = self.hold_matters_until();
-        self.queue.is_none().then(|| self.prefetched.until().max(hold.unwrap_or(self.prefetched.until())))
+        let prefetched = self.prefetched.until();
+        let is_idle = self.queue.is_none();
+        is_idle.then(|| self.hold_matters_until().map_or(prefetched, |hold| hold.max(prefetched)))
     }
 
     fn worthless_from(&self) -> Option<Instant> {
-        let remembered = self.session.as_ref().map(|session| session.until());
-        let learned = self.learned_until();
-        let last =
-            |idle: Instant| idle.max(self.prefetched.soon()).max(remembered.max(learned).unwrap_or(idle));
-        self.idle_from().map(last)
+        let idle = self.idle_from()?.max(self.prefetched.soon());
+        let session = self.session.as_ref().map_or(idle, |session| session.until());
+        let learned = self.learned_until().unwrap_or(idle);
+        Some(idle.max(session).max(learned))
     }
 }
 
@@ -108,12 +109,12 @@ impl KeyState {
         }
     }
 
-    /// How many wait.
+    /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
         self.queue.as_ref().map_or(0, |queue| queue.waiting())
     }
 
-    /// Units at hand.
+    /// Returns the units at hand.
     pub(super) fn at_hand(&self, now: Instant) -> u32 {
         self.prefetched.units(now)
     }
@@ -124,13 +125,16 @@ impl KeyState {
         if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
     }
 
-    /// The same, for a request that leaves at once.
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one. Returns whether it did.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
     }
 
     /// Enters a request. Returns `None` if it waits, under `number`.
+    ///
+    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call, a call for this
+    /// request alone, and a place in the queue.
     pub(super) fn enter(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -142,29 +146,30 @@ impl KeyState {
             return Some(Settled::Granted(slot));
         }
         let held = self.held(ctx.now);
-        let too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
-        if let Some(left) = too_long
-            && !self.asks_for_release(ctx.now)
+        let held_too_long = held.filter(|left| clock::after(ctx.now, *left) > bound.latest);
+        // One such request asks the store for a release, and waits for the answer.
+        let inquires = held_too_long.is_some() && self.asks_for_release(ctx.now);
+        if let Some(left) = held_too_long
+            && !inquires
         {
-            return Some(Settled::Refused(Refusal { wait: Some(left), limit: None }));
+            return Some(refused_for(left));
         }
-        let refused = self.refused.as_ref();
-        if let Some(refusal) = refused.and_then(|refused| refused.of(cost, bound, ctx.now)) {
+        if let Some(refusal) = self.repeated_refusal(cost, bound, ctx.now) {
             return Some(Settled::Refused(refusal));
         }
-        let is_open = held.is_none() && self.passage(ctx.max_hold, ctx.now) == Passage::Open;
-        if self.queue.is_none() && !self.later && is_open {
-            return self.enter_empty(ctx, cost, bound, number);
+        let asks_alone = self.queue.is_none() && !self.later && self.is_clear(ctx.max_hold, ctx.now);
+        if asks_alone {
+            return self.enter_alone(ctx, cost, bound, number);
         }
-        let queue = self.queue.get_or_insert_default();
-        if queue.waiting() >= ctx.max_queue {
+        if self.waiting() >= ctx.max_queue {
             return Some(Settled::QueueFull);
         }
-        if let Some(wait) = queue.paused_beyond(bound, ctx.now) {
-            return Some(Settled::Refused(Refusal { wait: Some(wait), limit: None }));
+        let queue = self.queue.get_or_insert_default();
+        if let Some(pause) = queue.paused_beyond(bound, ctx.now) {
+            return Some(refused_for(pause));
         }
         queue.wait(number, cost, bound, ctx.now, held);
-        if too_long.is_some() {
+        if inquires {
             self.inquire(ctx);
         }
         self.step(ctx, Some(number));
@@ -175,62 +180,72 @@ impl KeyState {
 
     /// Enters a request while no other request waits. A store that answers at once is asked for this request alone, and
     /// for permits to prefetch.
-    fn enter_empty(
+    fn enter_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,
         cost: u32,
         bound: WaitBound,
         number: Number,
     ) -> Option<Settled> {
+        let demands = [Demand { cost, count: 1 }];
         let prefetch = self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now);
-        let left = self.prefetched.clear();
-        let demand = Demand { cost, count: 1 };
-        let request =
-            self.request(ctx, std::slice::from_ref(&demand), prefetch, bound.latest, left.as_slice());
+        let returns = self.prefetched.clear();
+        let request = self.request(ctx, &demands, prefetch, bound.latest, returns.as_slice());
         match ctx.store.lease(request) {
+            StoreReply::Ready(Ok(lease)) => self.leased_alone(ctx, &lease, cost, bound, number),
             StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
-            StoreReply::Ready(Ok(lease)) => {
-                let bounds = self.remember(ctx, &lease, ctx.now, ctx.now);
-                if lease.source.has_reply() {
-                    self.hold_answered(lease.hold, ctx.now, bounds);
-                }
-                let Some(grant) = lease.grants.first() else {
-                    let learning = lease.recovering.map(|wait| Refusal { wait: Some(wait), limit: None });
-                    let refusal = lease.refused.or(learning).unwrap_or(Refusal::NEVER);
-                    return Some(Settled::Refused(refusal));
-                };
-                let slot = slot(&lease, grant, (ctx.now, clock::now()));
-                if grant.wait.is_zero() {
-                    return Some(Settled::Granted(slot));
-                }
-                let queue = self.queue.get_or_insert_default();
-                queue.wait(number, cost, bound, ctx.now, None);
-                queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
-                None
-            }
             StoreReply::Pending(call) => {
-                let queue = self.queue.get_or_insert_default();
-                queue.wait(number, cost, bound, ctx.now, None);
-                let called = queue.asking(&[demand], ctx.now, ctx.is_watched());
-                self.later = true;
-                ctx.work.effects.push(Effect::Call(called, call));
+                self.queue.get_or_insert_default().wait(number, cost, bound, ctx.now, None);
+                self.call_under_way(ctx, &demands, call);
                 None
             }
         }
     }
 
+    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead, so that it waits.
+    fn leased_alone(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        lease: &Lease,
+        cost: u32,
+        bound: WaitBound,
+        number: Number,
+    ) -> Option<Settled> {
+        let bounds = self.remember(ctx, lease, ctx.now, ctx.now);
+        if lease.source.has_reply() {
+            self.hold_answered(lease.hold, ctx.now, bounds);
+        }
+        let Some(grant) = lease.grants.first() else {
+            let recovering = lease.recovering.map(|wait| Refusal { wait: Some(wait), limit: None });
+            return Some(Settled::Refused(lease.refused.or(recovering).unwrap_or(Refusal::NEVER)));
+        };
+        let slot = slot(lease, grant, (ctx.now, clock::now()));
+        if grant.wait.is_zero() {
+            return Some(Settled::Granted(slot));
+        }
+        let queue = self.queue.get_or_insert_default();
+        queue.wait(number, cost, bound, ctx.now, None);
+        queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
+        None
+    }
+
+    /// Returns the refusal of a request that the store has refused lately and is not to be asked about yet.
+    fn repeated_refusal(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
+        self.refused.as_ref()?.of(cost, bound, now)
+    }
+
     /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
-        let held = self.held(ctx.now).is_some();
+        let is_held = self.held(ctx.now).is_some();
         self.probe_comes_back();
         self.refused = None;
         let Some(queue) = &mut self.queue else {
-            if held || !self.prefetched.put(&slot, ctx.now) {
+            if is_held || !self.prefetched.put(&slot, ctx.now) {
                 ctx.store.give_back(ctx.key, ctx.spec, &[slot.unused()]);
             }
             return;
         };
-        if held {
+        if is_held {
             queue.returns.push(slot.unused());
         } else {
             queue.add(slot);
@@ -247,4 +262,9 @@ impl KeyState {
             ctx.store.give_back(ctx.key, ctx.spec, &queue.returns);
         }
     }
+}
+
+/// Refuses a request that would have to wait for `wait`.
+fn refused_for(wait: Duration) -> Settled {
+    Settled::Refused(Refusal { wait: Some(wait), limit: None })
 }

@@ -3,8 +3,8 @@
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::KeyState;
 use super::context::KeyContext;
+use super::{KeyState, refused_for};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::Number;
@@ -94,7 +94,7 @@ impl KeyState {
         let queue = self.queue.get_or_insert_default();
         queue.returns.push(slot.unused());
         if clock::after(ctx.now, left) > bound.latest {
-            return Some(Settled::Refused(Refusal { wait: Some(left), limit: None }));
+            return Some(refused_for(left));
         }
         queue.wait(number, cost, bound, ctx.now, Some(left));
         None
