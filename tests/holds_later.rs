@@ -18,7 +18,7 @@ use tollgate::store::{
     HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreEvent, StoreListener,
     StoreReply, UnusedPermits, UpstreamRemaining, Usage,
 };
-use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Signal};
+use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal};
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -594,4 +594,50 @@ async fn release_overtakes_replies_sent_before_it() {
         drop(theirs.acquire(key()).await.expect("the release came before the reply"));
         assert!(start.elapsed() < SECOND, "{max_wait:?}: {:?}", start.elapsed());
     }
+}
+
+/// A store whose calls for permits fail after a trip. Holds reach the server.
+struct WithoutLeases(Arc<Wire>);
+
+impl Store for WithoutLeases {
+    fn lease(&self, _: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.0.later(Err(StoreError::Unsupported("leases")))
+    }
+
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        self.0.give_back(key, spec, unused);
+    }
+
+    fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
+        self.0.peek(key, spec)
+    }
+
+    fn hold(
+        &self,
+        key: Key,
+        spec: &Arc<LimitSpec>,
+        held: HoldState,
+        left: Option<UpstreamRemaining>,
+    ) -> StoreReply<HoldState> {
+        self.0.hold(key, spec, held, left)
+    }
+}
+
+/// The store fails the call of two waiters, and the key is put on hold before their tasks run. One of them can wait until
+/// the end of the hold.
+#[tokio::test(start_paused = true)]
+async fn waiters_that_may_pass_uncounted_obey_holds() {
+    let store = Arc::new(WithoutLeases(Wire::new(&Server::new(), &[ms(5)])));
+    let layer = RateLimitLayer::builder(Quota::per_second(10)).store(store).max_wait(10 * SECOND);
+    let limiter = layer.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
+    let start = Instant::now();
+    let mut patient = Box::pin(limiter.acquire(key()));
+    let mut hurried = Box::pin(limiter.acquire(key()).deadline((start + 2 * SECOND).into_std()));
+    assert!(patient.as_mut().now_or_never().is_none() && hurried.as_mut().now_or_never().is_none());
+    sleep(ms(50)).await;
+    limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+    assert!(is_held(&hurried.await.unwrap_err()));
+    drop(patient.await.expect("it passes uncounted after the hold"));
+    assert!(start.elapsed() >= 3 * SECOND, "{:?}", start.elapsed());
+    assert!(start.elapsed() < 4 * SECOND, "{:?}", start.elapsed());
 }

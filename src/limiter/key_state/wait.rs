@@ -66,37 +66,40 @@ impl KeyState {
         Poll::Pending
     }
 
-    /// Returns how the wait ended. A waiter whose permit expired before it was polled waits again, in its old place.
+    /// Returns how the wait ended.
+    ///
+    /// A waiter that may not leave waits again, in its old place: if its permit expired before it was polled, or if the
+    /// key was put on hold meanwhile.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number, waiter.cost)?;
-        let Settled::Granted(slot) = settled else { return Some(settled) };
-        if let Some(left) = self.held(ctx.now) {
-            return self.held_back(ctx, waiter, slot, left);
+        let held = self.held(ctx.now);
+        match (settled, held) {
+            (Settled::Granted(slot), Some(left)) => {
+                self.probe_comes_back();
+                self.queue.get_or_insert_default().returns.push(slot.unused());
+                self.wait_for_hold(ctx, waiter, left)
+            }
+            (Settled::Granted(slot), None) if slot.until <= ctx.now => {
+                self.wait_again(ctx, waiter, slot);
+                None
+            }
+            (Settled::Granted(slot), None) => {
+                self.life = (self.life - self.life / 64).max(ctx.spec.life());
+                Some(Settled::Granted(slot))
+            }
+            // No request passes uncounted while the key is on hold.
+            (Settled::Failed(_), Some(left)) if ctx.fails_open => self.wait_for_hold(ctx, waiter, left),
+            (settled, _) => Some(settled),
         }
-        if slot.until > ctx.now {
-            self.life = (self.life - self.life / 64).max(ctx.spec.life());
-            return Some(settled);
-        }
-        self.wait_again(ctx, waiter, slot);
-        None
     }
 
-    /// Returns a waiter that was about to leave when the key was held to its old place, if it can wait until the hold ends.
-    fn held_back(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        waiter: &Ticket,
-        slot: Reservation,
-        left: Duration,
-    ) -> Option<Settled> {
+    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it cannot wait that long.
+    fn wait_for_hold(&mut self, ctx: &KeyContext<'_>, waiter: &Ticket, left: Duration) -> Option<Settled> {
         let Ticket { number, cost, bound, .. } = *waiter;
-        self.probe_comes_back();
-        let queue = self.queue.get_or_insert_default();
-        queue.returns.push(slot.unused());
         if clock::after(ctx.now, left) > bound.latest {
             return Some(refused_for(left));
         }
-        queue.wait(number, cost, bound, ctx.now, Some(left));
+        self.queue.get_or_insert_default().wait(number, cost, bound, ctx.now, Some(left));
         None
     }
 
