@@ -53,8 +53,8 @@ impl Core {
     ) -> Result<R, Full> {
         let new = || KeyState::new(self.settings.spec.life(), now);
         let forgotten = |key, mut state: KeyState| {
-            let learned = self.learned(&mut state, now);
-            state.forgotten(&self.ctx(key, now, learned.as_ref()));
+            let stated = self.stated(&mut state, now);
+            state.forgotten(&self.ctx(key, now, stated.as_ref()));
         };
         let visit = |state: &mut KeyState| self.visit(key, state, now, act);
         let (done, work) = self.states.enter(key, now, new, forgotten, visit)?;
@@ -71,8 +71,8 @@ impl Core {
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> (R, Work) {
         self.hosts.touch(key);
-        let learned = self.learned(state, now);
-        let mut ctx = self.ctx(key, now, learned.as_ref());
+        let stated = self.stated(state, now);
+        let mut ctx = self.ctx(key, now, stated.as_ref());
         let done = act(state, &mut ctx);
         (done, ctx.work)
     }

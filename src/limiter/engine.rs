@@ -84,19 +84,18 @@ impl Core {
         core
     }
 
-    /// Builds the context in which the state of `key` works: under the limits it has `learned`, or the
-    /// configured ones.
+    /// Makes the context of a visit to the state of `key`, under the `stated` limits or the configured ones.
     pub(super) fn ctx<'a>(
         &'a self,
         key: Key,
         now: Instant,
-        learned: Option<&'a Arc<LimitSpec>>,
+        stated: Option<&'a Arc<LimitSpec>>,
     ) -> KeyContext<'a> {
         let Settings { spec, store, max_queue, on_store_error, max_hold, .. } = &self.settings;
         KeyContext {
             key,
             store,
-            spec: learned.unwrap_or(spec),
+            spec: stated.unwrap_or(spec),
             now,
             max_queue: *max_queue,
             fails_open: *on_store_error == OnStoreError::FailOpen,
@@ -105,16 +104,16 @@ impl Core {
         }
     }
 
-    /// Returns the limits that the key of `state` has learned, if any.
-    pub(super) fn learned(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
+    /// Returns the limits of the key of `state`, if the upstream has stated some.
+    pub(super) fn stated(&self, state: &mut KeyState, now: Instant) -> Option<Arc<LimitSpec>> {
         let Settings { spec, learn, .. } = &self.settings;
-        state.learned_terms(*learn, spec, now)
+        state.stated_spec(*learn, spec, now)
     }
 
-    /// Returns the limits of `key`: the learned limits, or the configured ones.
+    /// Returns the limits of `key`: the stated limits, or the configured ones.
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
-        let learned = self.states.find(key, |state| self.learned(state, clock::now())).flatten();
-        learned.unwrap_or_else(|| self.settings.spec.clone())
+        let stated = self.states.find(key, |state| self.stated(state, clock::now())).flatten();
+        stated.unwrap_or_else(|| self.settings.spec.clone())
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.
@@ -138,7 +137,7 @@ impl Core {
         let now = clock::now();
         self.states.for_each(|key, state| {
             if let Some(unused) = state.clear() {
-                store.give_back(key, self.learned(state, now).as_ref().unwrap_or(spec), &[unused]);
+                store.give_back(key, self.stated(state, now).as_ref().unwrap_or(spec), &[unused]);
             }
         });
         store.flush().arrives().await

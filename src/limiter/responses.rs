@@ -101,12 +101,12 @@ impl Core {
             return;
         }
         let limited = signal.refusal().is_some();
-        state.learn(*learn, spec, signal, ctx);
+        state.take_in_limits(*learn, spec, signal, ctx);
         // What is left is left of the limits that count from now on.
-        let learned = self.learned(state, ctx.now);
+        let stated = self.stated(state, ctx.now);
         let refused = if limited { call.cost } else { 0 };
         let is_less =
-            state.upstream_said(learned.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
+            state.upstream_stated(stated.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
         // A refusal holds the key, and the store gets what is left with the hold.
         if ctx.work.effects.is_empty() && is_less && (!limited || by_host) {
             state.tighten(ctx);
@@ -130,7 +130,7 @@ impl Core {
         let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
         let entered = self.with_new_state(key, now, |state, ctx| {
             let new = state.refused_upstream(retry_after, *max_hold, call.sent, now)?;
-            let left = if new.is_sent { state.left(ctx.spec, *max_hold, now) } else { None };
+            let left = if new.is_sent { state.take_remaining(ctx.spec, *max_hold, now) } else { None };
             Some((new, left))
         });
         let Ok(Some((NewHold { held, is_sent }, left))) = entered else { return };

@@ -44,7 +44,7 @@ impl Core {
             queued: state.waiting(),
             prefetched: state.at_hand(now),
             held: state.held(now),
-            learned: state.learned(),
+            learned: state.stated_limits(),
         });
         let Local { queued, prefetched, held: held_here, learned } = local.unwrap_or_default();
         let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));

@@ -211,7 +211,7 @@ impl KeyState {
             charges: &[],
             session: session.unwrap_or_default(),
             hold: self.held_for_store(ctx.now),
-            remaining: self.left(ctx.spec, ctx.max_hold, ctx.now),
+            remaining: self.take_remaining(ctx.spec, ctx.max_hold, ctx.now),
         }
     }
 

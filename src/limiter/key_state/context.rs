@@ -21,7 +21,7 @@ use crate::wakers::Wakers;
 pub(in crate::limiter) struct KeyContext<'a> {
     pub(in crate::limiter) key: Key,
     pub(in crate::limiter) store: &'a Arc<dyn Store>,
-    /// The limits of the key: the learned limits, or the configured ones.
+    /// The limits of the key: the stated limits, or the configured ones.
     pub(in crate::limiter) spec: &'a Arc<LimitSpec>,
     /// When the visit began.
     pub(in crate::limiter) now: Instant,

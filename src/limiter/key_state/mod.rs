@@ -1,7 +1,22 @@
-//! The state of one key in this process: the permits at hand, and the queue of waiters.
+//! The state of one key in this process: the permits at hand, the queue of waiters, the hold, and what the upstream stated.
 //!
-//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few permits, so that
-//! the next requests need no store call. Their number follows from how fast they are used.
+//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few permits, so
+//! that the next requests need no store call. Their number follows from how fast they are used.
+//!
+//! | file | what it has |
+//! |---|---|
+//! | `context` | what a visit to the state works with, and the work it leaves |
+//! | `mod` | the entrance of a request, and the return of a permit |
+//! | `wait` | the wait of a request in the queue |
+//! | `booking` | when the store is called, and for what |
+//! | `answer` | what an answer of the store means |
+//! | `refused` | a refusal of the store, kept for the next requests |
+//! | `leftover` | prefetched permits that are not used |
+//! | `hold`, `probation` | one hold, and what follows it: values |
+//! | `refusal` | how long a refusal of the upstream holds the key: a value |
+//! | `key_hold` | what the key does about its hold |
+//! | `remaining_headers` | what the upstream states about the rest of one limit: a value |
+//! | `remaining`, `stated` | what the key does about that, and about stated limits |
 
 mod answer;
 mod booking;
@@ -15,6 +30,7 @@ mod properties;
 mod refusal;
 mod refused;
 mod remaining;
+mod remaining_headers;
 mod stated;
 mod wait;
 
@@ -36,7 +52,7 @@ pub(super) use key_hold::NewHold;
 pub(super) use probation::is_any_uncertain;
 use refused::Refused;
 use remaining::RemainingTracker;
-pub(super) use remaining::is_of_use;
+pub(super) use remaining_headers::is_of_use;
 use stated::StatedLimits;
 pub use stated::{HeaderTrust, StatedLimit};
 pub(super) use wait::Ticket;
@@ -83,8 +99,8 @@ impl Evict for KeyState {
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
         let session = self.session.as_ref().map_or(idle, |session| session.until());
-        let learned = self.learned_until().unwrap_or(idle);
-        Some(idle.max(session).max(learned))
+        let stated = self.stated_until().unwrap_or(idle);
+        Some(idle.max(session).max(stated))
     }
 }
 

@@ -1,7 +1,7 @@
-//! Limits that the upstream states, for the keys whose answers state them.
+//! Limits that the upstream states, for the keys whose responses state them.
 //!
-//! They are asserted to the store like those that are configured: so they hold for all processes at once, and until they were
-//! not asserted for two of their windows.
+//! Calls to the store assert them like configured limits. So they apply to all processes at once, and until no process has
+//! asserted them for two of their windows.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,22 +54,24 @@ pub struct StatedLimit {
     pub limit: Limit,
     /// The name of the quota that states it, if it has one.
     pub name: Option<Box<str>>,
+    /// Until when it applies, unless it is stated again.
     until: Instant,
 }
 
 /// The limits that the upstream stated for one key.
 pub(super) struct StatedLimits {
-    pub(super) spec: Arc<LimitSpec>,
-    learned: SmallVec<[StatedLimit; 1]>,
-    /// When they changed last, and the times before.
-    changed: [Option<Instant>; MOST_CHANGES],
+    /// The limits of the key: the stated limits and those of the configured ones that still apply.
+    spec: Arc<LimitSpec>,
+    limits: SmallVec<[StatedLimit; 1]>,
+    /// When they last changed, the latest change at the end.
+    changes: [Option<Instant>; MOST_CHANGES],
 }
 
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
-/// How often the stated limits may change within the time for which the store keeps a limit that is no longer asserted. So an
-/// upstream that states other limits in each response does not leave hundreds of limits in the store.
+/// How often the stated limits may change within the time for which the store keeps a limit that is no longer asserted.
+/// Without this bound, an upstream that states other limits in each response would leave hundreds of limits in the store.
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
@@ -83,7 +85,7 @@ impl StatedLimit {
             rate_loss: Slacks::RATE_LOSS,
         };
         let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
-        // It holds while the upstream states it again within this time.
+        // It applies for as long as the upstream states it again within this time.
         let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
         let until = clock::after(now, lasts);
         makes_sense.then(|| StatedLimit { limit, name: quota.name().map(Box::from), until })
@@ -101,105 +103,116 @@ impl StatedLimit {
     }
 }
 
+impl StatedLimits {
+    /// Returns the limits that result from the `configured` ones and the stated `limits`.
+    fn new(trust: HeaderTrust, configured: &LimitSpec, limits: SmallVec<[StatedLimit; 1]>) -> Box<Self> {
+        let quota = configured.quota();
+        let base = if trust == HeaderTrust::Stricter { Some(*quota) } else { None };
+        let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
+        let stated = limits.iter().take(room).map(|stated| stated.limit);
+        let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
+        let rates = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
+        let allowed = match quota.most_in_flight() {
+            Some(most) => rates.and(Quota::in_flight(most)),
+            None => rates,
+        };
+        let spec = LimitSpec::new(allowed, configured.transit_slack(), configured.boundary_guard());
+        let spec = Arc::new(spec.with_life(configured.life()));
+        Box::new(StatedLimits { spec, limits, changes: Default::default() })
+    }
+
+    /// Returns whether the limits have changed too often to change now to limits of which the `longest` has this window.
+    fn changes_too_often(&self, longest: Duration, now: Instant) -> bool {
+        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
+        self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
+    }
+}
+
 impl KeyState {
-    /// Returns the terms with the limits that the upstream stated lately, if there are any.
-    pub(in crate::limiter) fn learned_terms(
+    /// Returns the limits of the key, if the upstream has stated some lately.
+    pub(in crate::limiter) fn stated_spec(
         &mut self,
-        learn: HeaderTrust,
+        trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         now: Instant,
     ) -> Option<Arc<LimitSpec>> {
-        let lesson = self.stated.as_ref()?;
-        if lesson.learned.iter().any(|learned| learned.until <= now) {
-            let mut learned = lesson.learned.clone();
-            learned.retain(|learned| learned.until > now);
-            self.set_learned(learn, configured, learned);
+        let stated = self.stated.as_ref()?;
+        if stated.limits.iter().any(|limit| limit.until <= now) {
+            let mut limits = stated.limits.clone();
+            limits.retain(|limit| limit.until > now);
+            self.set_stated(trust, configured, limits);
         }
-        self.stated.as_ref().map(|lesson| lesson.spec.clone())
+        self.stated.as_ref().map(|stated| stated.spec.clone())
     }
 
-    /// What the upstream has stated.
-    pub(in crate::limiter) fn learned(&self) -> Vec<StatedLimit> {
-        self.stated.as_ref().map_or_else(Vec::new, |lesson| lesson.learned.to_vec())
+    /// Returns the limits that the upstream has stated.
+    pub(in crate::limiter) fn stated_limits(&self) -> Vec<StatedLimit> {
+        self.stated.as_ref().map_or_else(Vec::new, |stated| stated.limits.to_vec())
     }
 
-    /// Until when that holds.
-    pub(super) fn learned_until(&self) -> Option<Instant> {
-        self.stated.as_ref()?.learned.iter().map(|learned| learned.until).max()
+    /// Returns until when a stated limit applies.
+    pub(super) fn stated_until(&self) -> Option<Instant> {
+        self.stated.as_ref()?.limits.iter().map(|limit| limit.until).max()
     }
 
-    /// An answer has come: what it states holds from now on, besides or instead of what is `configured`.
-    pub(in crate::limiter) fn learn(
+    /// Takes in the limits that a response states. From now on they apply besides or instead of the `configured` ones.
+    pub(in crate::limiter) fn take_in_limits(
         &mut self,
-        learn: HeaderTrust,
+        trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
         signal: &Signal,
         ctx: &KeyContext<'_>,
     ) {
         let quota = configured.quota();
-        if !matches!(learn, HeaderTrust::Stricter | HeaderTrust::Replace) || quota.limits().is_empty() {
+        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace) || quota.limits().is_empty() {
             return;
         }
-        let mut learned = self.stated.as_ref().map(|lesson| lesson.learned.clone()).unwrap_or_default();
-        learned.retain(|learned| learned.until > ctx.now);
+        let before: SmallVec<[StatedLimit; 1]> =
+            self.stated.as_ref().map(|stated| stated.limits.clone()).unwrap_or_default();
+        let mut limits = before.clone();
+        limits.retain(|limit| limit.until > ctx.now);
         let stated = signal.quotas().iter().filter_map(|quota| StatedLimit::of(quota, configured, ctx.now));
-        for stated in stated.filter(|stated| learn == HeaderTrust::Replace || !stated.is_implied_by(quota)) {
-            let same = |other: &StatedLimit| {
-                other.name == stated.name && other.limit.window() == stated.limit.window()
-            };
-            match learned.iter().position(same) {
-                Some(known) => learned[known] = stated,
-                None if learned.len() < MOST => learned.push(stated),
-                None => {}
-            }
+        for stated in stated.filter(|stated| trust == HeaderTrust::Replace || !stated.is_implied_by(quota)) {
+            add(&mut limits, stated);
         }
-        let limits = |learned: &[StatedLimit]| -> SmallVec<[Limit; MOST]> {
-            learned.iter().map(|learned| learned.limit).collect()
-        };
-        let known = self.stated.as_ref().map(|lesson| limits(&lesson.learned)).unwrap_or_default();
-        if limits(&learned) == known {
-            if let Some(lesson) = &mut self.stated {
-                lesson.learned = learned;
+        if limits.iter().map(|new| new.limit).eq(before.iter().map(|old| old.limit)) {
+            if let Some(stated) = &mut self.stated {
+                stated.limits = limits;
             }
             return;
         }
-        let changed = self.stated.as_ref().map(|lesson| lesson.changed).unwrap_or_default();
-        let longest = learned.iter().map(|learned| learned.limit.window()).max().unwrap_or_default();
-        let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
-        if changed[0].is_some_and(|earliest| clock::after(earliest, kept) > ctx.now) {
+        let longest = limits.iter().map(|limit| limit.limit.window()).max().unwrap_or_default();
+        if self.stated.as_ref().is_some_and(|stated| stated.changes_too_often(longest, ctx.now)) {
             return;
         }
-        for new in learned.iter().filter(|learned| !known.contains(&learned.limit)) {
+        let is_new = |stated: &&StatedLimit| !before.iter().any(|old| old.limit == stated.limit);
+        for new in limits.iter().filter(is_new) {
             events::learned(&label(&**ctx.store, ctx.key, None), new.limit, new.name.as_deref());
         }
-        self.set_learned(learn, configured, learned);
-        if let Some(lesson) = &mut self.stated {
-            lesson.changed = changed;
-            lesson.changed.rotate_left(1);
-            lesson.changed[MOST_CHANGES - 1] = Some(ctx.now);
+        let mut changes = self.stated.as_ref().map(|stated| stated.changes).unwrap_or_default();
+        changes.rotate_left(1);
+        changes[MOST_CHANGES - 1] = Some(ctx.now);
+        self.set_stated(trust, configured, limits);
+        if let Some(stated) = &mut self.stated {
+            stated.changes = changes;
         }
     }
 
-    fn set_learned(
-        &mut self,
-        learn: HeaderTrust,
-        configured: &LimitSpec,
-        learned: SmallVec<[StatedLimit; 1]>,
-    ) {
-        let quota = configured.quota();
-        // Statements about other limits are repeated by later responses.
+    fn set_stated(&mut self, trust: HeaderTrust, configured: &LimitSpec, limits: SmallVec<[StatedLimit; 1]>) {
+        // Statements about what is left of other limits are repeated by later responses.
         self.remaining = None;
-        self.stated = (!learned.is_empty()).then(|| {
-            let base = if learn == HeaderTrust::Stricter { Some(*quota) } else { None };
-            let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
-            let stated = learned.iter().take(room).map(|learned| learned.limit);
-            let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
-            let allowed = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
-            let in_flight = quota.most_in_flight().map(Quota::in_flight);
-            let allowed = in_flight.map_or(allowed, |in_flight| allowed.and(in_flight));
-            let spec = LimitSpec::new(allowed, configured.transit_slack(), configured.boundary_guard());
-            let spec = spec.with_life(configured.life());
-            Box::new(StatedLimits { spec: Arc::new(spec), learned, changed: Default::default() })
-        });
+        self.stated =
+            if limits.is_empty() { None } else { Some(StatedLimits::new(trust, configured, limits)) };
+    }
+}
+
+/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it is ignored.
+fn add(limits: &mut SmallVec<[StatedLimit; 1]>, stated: StatedLimit) {
+    let is_same =
+        |other: &StatedLimit| other.name == stated.name && other.limit.window() == stated.limit.window();
+    match limits.iter().position(is_same) {
+        Some(known) => limits[known] = stated,
+        None if limits.len() < MOST => limits.push(stated),
+        None => {}
     }
 }
