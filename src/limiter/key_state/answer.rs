@@ -1,4 +1,5 @@
-//! What an answer of the store means for a key: its clock and its state, the slots it granted, and how long permits are valid.
+//! What an answer of the store means for a key: the store's clock and state, the granted slots, and the validity of
+//! permits.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,10 @@ use crate::limiter::session::KeySession;
 use crate::quota::LIFE;
 use crate::store::{Grant, Lease, Refusal, Source, trust};
 
-/// The longest validity of a permit, for windows that are not longer than twenty times that.
+/// The longest validity of a permit, unless a twentieth of the shortest window is longer.
 const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
-/// How late a task may wake.
+/// How late a task wakes at most, for the validity of permits.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
 impl KeyState {
@@ -38,7 +39,7 @@ impl KeyState {
         }
     }
 
-    /// The store answered with a lease.
+    /// Takes in a lease, the answer to a call that was sent at `sent`.
     fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
         let precedes_release = lease.source.has_reply() && self.hold_answered(lease.hold, sent, bounds);
@@ -48,15 +49,15 @@ impl KeyState {
             return queue.pause(wait, now, &mut ctx.work.wakers);
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
-        let end = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-        let end = (!precedes_release).then_some(&end);
+        let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        let end = if precedes_release { None } else { Some(&refusal) };
         let Answered { died, refused } = queue.answered(slots, end, least, now, &mut ctx.work.wakers);
         if precedes_release {
-            // The store decided while the key was on hold: all waiters are asked for again.
+            // The store decided while the key was on hold. The next call asks for all waiters again.
             queue.give_up_slots();
             return;
         }
-        // A request that passes uncounted while the store cannot be reached has to ask.
+        // If the limiter fails open, each request has to call the store: it may pass uncounted.
         if self.later && !lease.source.is_standalone() && !ctx.fails_open {
             let before = self.refused.as_deref().copied();
             self.refused = Refused::after(before, refused, lease.refused, now).map(Box::new);
@@ -64,17 +65,18 @@ impl KeyState {
         self.adapt_life(ctx.spec, bounds, died);
     }
 
-    /// The store failed.
+    /// Takes in that the store failed.
     fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
-        let (trusted, held) = (self.is_trusted(ctx, now), self.held(now));
+        let is_trusted = self.is_trusted(ctx, now);
+        let held = self.held(now);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(left) = held.filter(|_| ctx.fails_open) {
             // No request passes uncounted while the key is on hold.
             return queue.pause(left, now, &mut ctx.work.wakers);
         }
-        if !trusted && queue.is_due(now) {
-            // The store may have lost what it booked.
+        if !is_trusted && queue.is_due(now) {
+            // The store may have lost the slots that it booked.
             queue.void();
         }
         queue.answered([], Some(&Settled::Failed(error)), least, now, &mut ctx.work.wakers);
@@ -88,7 +90,7 @@ impl KeyState {
         sent: Instant,
     ) -> Result<Lease, StoreError> {
         let lease = answer?;
-        // A permit's validity counts from when the call was sent: of one that took longer, what was due at once has expired.
+        // The validity of a permit counts from when the call was sent.
         let took = ctx.now.saturating_duration_since(sent);
         let longest = self.longest_life(ctx.spec);
         let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
@@ -103,7 +105,8 @@ impl KeyState {
         Ok(lease)
     }
 
-    /// Keeps what a lease states besides its segments. Returns the moments of this process between which the lease was made.
+    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock; the lease was made
+    /// between them.
     pub(super) fn remember(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -113,7 +116,7 @@ impl KeyState {
     ) -> (Instant, Instant) {
         let is_alone = lease.source.is_standalone();
         if self.alone != is_alone {
-            // What the other granted is counted there. Waiters keep their places.
+            // The store and the process on its own count apart, so neither takes the permits of the other.
             self.alone = is_alone;
             self.forget_permits();
         }
@@ -142,7 +145,8 @@ impl KeyState {
         bounds
     }
 
-    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the bounds of its time.
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two moments between which
+    /// the lease was made.
     fn remember_session(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -164,7 +168,7 @@ impl KeyState {
         Some(bounds)
     }
 
-    /// The store does not know of the permits that it granted before. Waiters keep their places.
+    /// Drops the permits that were granted before, because the store does not know of them. Waiters keep their places.
     fn forget_permits(&mut self) {
         self.prefetched.clear();
         if let Some(queue) = &mut self.queue {
@@ -172,15 +176,15 @@ impl KeyState {
         }
     }
 
-    /// Returns whether permits that were granted before may be used, or the store has to confirm them first.
+    /// Returns whether permits that were granted before may be used. If not, the store has to confirm them first.
     pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let is_trusted =
             |session: &KeySession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
-    /// Returns whether the store is asked now to confirm the next slot, so that its answer has arrived when the slot is due. If that
-    /// is later, the waiter of the slot wakes then.
+    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives before the slot is
+    /// due. If it is too early for that, the waiter of the slot wakes in time.
     pub(super) fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
         if self.is_trusted(ctx, slot) {
@@ -199,39 +203,43 @@ impl KeyState {
         true
     }
 
-    /// Returns for how long a slot ahead must be usable. After a slow trip little is left of a permit's validity: a waiter that
-    /// wakes a little late would lose its slot, and the next permits are valid for longer.
+    /// Returns for how long a slot ahead must be usable.
+    ///
+    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would lose its slot. The
+    /// next permits are valid for longer, up to the longest validity. From then on any slot is used.
     fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
         if self.life < self.longest_life(ctx.spec) { ctx.spec.life() / 2 } else { Duration::ZERO }
     }
 
-    /// Sets the validity of the next permits by how well the store's clock is known, and by whether permits `died` on their way.
+    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from whether permits expired
+    /// (`died`) before they arrived.
     fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
         let least = if self.later { spec.life().max(trips) } else { spec.life() };
-        let lately = if died { self.life * 2 } else { self.life - self.life / 8 };
-        self.life = least.max(lately).min(self.longest_life(spec));
+        let adapted = if died { self.life * 2 } else { self.life - self.life / 8 };
+        self.life = least.max(adapted).min(self.longest_life(spec));
     }
 
-    /// Returns the longest validity of a permit, used if earlier permits expired before they were used.
+    /// Returns the longest validity of a permit. It is reached if permits expire before they are used.
     pub(super) fn longest_life(&self, spec: &LimitSpec) -> Duration {
         if !self.later && spec.life() < LIFE {
-            // It is as short as the rate that may be lost allows.
+            // A longer validity would lose more of the rate than the quota allows.
             return spec.life();
         }
         LONGEST_LIFE.max(spec.quota().shortest_window() / 20).max(spec.life())
     }
 
-    /// Returns the validity of permits that are fetched in advance: a two-hundredth of the window at most.
+    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or `life` if that is longer.
     pub(super) fn prefetch_life(&self, ctx: &KeyContext<'_>) -> Duration {
         self.life.max(ctx.spec.quota().shortest_window() / 200)
     }
 }
 
-/// Returns when this process may use a segment of a lease, whose time lies between two moments: never before its slot, and never
-/// after its deadline. The microsecond is for the store's time, which is cut to whole ones.
+/// Returns when this process may use a grant of a lease that was made between `earliest` and `latest`: never before its
+/// slot, and never after its deadline.
 pub(super) fn slot(lease: &Lease, grant: &Grant, (earliest, latest): (Instant, Instant)) -> Reservation {
+    // The store's time is cut to whole microseconds.
     let lasts = grant.wait.saturating_add(grant.validity).saturating_sub(Duration::from_micros(1));
     Reservation {
         at: clock::after(latest, grant.wait),

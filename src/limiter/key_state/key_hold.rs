@@ -240,7 +240,7 @@ impl KeyState {
         let Some(hold) = self.hold.as_mut().filter(|hold| hold.hold.left(now).is_none()) else {
             return false;
         };
-        hold.refusals.passed(sent);
+        hold.refusals.accepted(sent);
         let is_released = hold.hold.accepted(sent);
         if !hold.hold.is_cut() && !hold.refusals.is_waiting() {
             hold.set_uncertain(false);

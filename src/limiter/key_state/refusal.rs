@@ -1,68 +1,71 @@
-//! How long a key is held after the upstream refused a call.
+//! How long a key is put on hold after the upstream refused a call.
 //!
-//! If the upstream states a wait, that wait counts. Some upstreams state too short a wait: their clock is behind and they
-//! name the moment of a reset, or they round down. A call that is sent when the stated wait is over and is refused again
-//! proves it. Then the key is held for at least [`FIRST_EXTRA`], and twice as long with each further proof.
+//! If the upstream states a wait, the hold lasts for that wait. Some upstreams state too short a wait: they state the
+//! moment of a reset by a clock that is behind, or they round down. A call that is sent after the stated wait and is
+//! refused again proves this. Then the hold lasts for at least [`FIRST_EXTRA`], and for twice as long after each further
+//! proof.
 //!
-//! If the upstream then states a wait of zero and refuses, its waits are always too short. When a call passes, the time from
-//! the first stated end to the last is kept for the key, and added to each later wait. If the upstream states another wait,
-//! other clients may have used the permits that became free, and nothing is kept.
+//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call is accepted, the time
+//! from the first stated end to the last is kept as the key's lateness, and added to each later wait. If the upstream
+//! states another wait than zero, other clients may have used the permits that became free, and nothing is kept.
 
 use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::rng::jittered;
 
-/// What was learned from refusals of one key.
+/// What was learned from the refusals of one key.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
-    /// Refusals in a row that stated no wait.
+    /// How many refusals in a row stated no wait.
     without_wait: u32,
-    /// By how much the upstream's stated waits are too short.
-    late: Duration,
-    /// Refusals in a row that stated a wait.
-    told: Option<Told>,
+    /// How much longer than its stated waits the upstream refuses.
+    lateness: Duration,
+    /// The refusals that stated a wait, since a call was accepted.
+    stated: Option<StatedWaits>,
 }
 
-/// Refusals that stated a wait, since a call passed.
+/// Refusals in a row that stated a wait.
 #[derive(Clone, Copy, Debug)]
-struct Told {
-    /// When a call might leave, by the first refusal and by the last.
+struct StatedWaits {
+    /// The end of the wait that the first refusal stated.
     first_end: Instant,
+    /// The end of the hold after the last refusal.
     end: Instant,
-    /// Until when a refusal proves that the last stated wait was too short.
+    /// A call that is sent from `end` to this moment and is refused proves that the wait was too short.
     proves_until: Instant,
-    /// The wait that was added, if the stated wait was proved too short.
+    /// The shortest hold after the last proof. Zero without a proof.
     extra: Duration,
-    /// Whether the refusal that proved it stated a wait of zero.
-    said_now: bool,
+    /// Whether a refusal that proved a wait too short stated a wait of zero.
+    is_zero_too_short: bool,
 }
 
-/// How long a key is held.
+/// How long a key is put on hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wait {
+    /// From now.
     pub(super) left: Duration,
-    /// Whether it ends on probation: the upstream stated a longer wait, or its stated waits were too short.
+    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or its waits are too short.
     pub(super) cut: bool,
 }
 
-/// The first hold if the upstream states no wait; each further one is twice as long.
+/// The first hold if the upstream states no wait. Each further one is twice as long.
 const FIRST_HOLD: Duration = Duration::from_secs(1);
 
-/// The first wait that is added to a stated wait that was too short.
+/// The shortest hold after the first proof that a stated wait was too short.
 const FIRST_EXTRA: Duration = Duration::from_millis(400);
 
-/// How long after the stated end a refusal proves that the wait was too short; a later refusal is a new one.
+/// How long after the end of a hold a refusal proves that the wait was too short. A later refusal has another cause.
 const PROOF: Duration = Duration::from_secs(1);
 
-/// The most that is kept of an upstream's lateness; a greater lateness is no error of its clock.
+/// The most that is kept of an upstream's lateness. A greater lateness has other causes than its clock.
 const MOST_LATE: Duration = Duration::from_secs(5);
 
 /// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after different round trips.
 pub(super) const SAME: Duration = Duration::from_millis(5);
 
 impl Refusals {
-    /// Takes in the refusal of a call that was sent at `sent`, while the key is held for `held`. Returns the hold that
+    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`. Returns the hold that
     /// follows, if it is longer.
     pub(super) fn refused(
         &mut self,
@@ -72,56 +75,65 @@ impl Refusals {
         sent: Instant,
         now: Instant,
     ) -> Option<Wait> {
-        if retry_after.is_none() && held.is_some() {
-            // It states nothing new: that call was sent before the hold began.
-            return None;
+        match retry_after {
+            Some(stated) => self.refused_for(stated, max_hold, held, sent, now),
+            // It states nothing new: the call was sent before the hold began.
+            None if held.is_some() => None,
+            None => Some(self.refused_without_wait(max_hold)),
         }
-        let Some(told) = retry_after else {
-            self.without_wait += 1;
-            let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
-            return Some(Wait { left: jittered(longest.min(max_hold)), cut: false });
-        };
-        let before = self.told.filter(|before| sent <= before.proves_until);
+    }
+
+    fn refused_without_wait(&mut self, max_hold: Duration) -> Wait {
+        self.without_wait += 1;
+        let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
+        Wait { left: jittered(longest.min(max_hold)), cut: false }
+    }
+
+    fn refused_for(
+        &mut self,
+        stated: Duration,
+        max_hold: Duration,
+        held: Option<Duration>,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<Wait> {
+        let before = self.stated.filter(|before| sent <= before.proves_until);
+        // A call that was sent before the stated end proves nothing.
         let proves = before.is_some_and(|before| sent >= before.end);
-        let said = told.saturating_add(self.late).min(max_hold);
-        let said_now = before.is_some_and(|before| before.said_now) || (proves && told <= SAME);
-        let (wait, extra) = match before {
-            Some(before) if proves => {
-                let extra = (before.extra * 2).max(FIRST_EXTRA);
-                (said.max(extra).min(max_hold), extra)
-            }
-            // A call that was sent before the stated end proves nothing.
-            Some(before) => (said, before.extra),
-            None => (said, Duration::ZERO),
-        };
+        let is_zero_too_short =
+            before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME);
+        let extra_before = before.map_or(Duration::ZERO, |before| before.extra);
+        let extra = if proves { (extra_before * 2).max(FIRST_EXTRA) } else { extra_before };
+        let corrected = stated.saturating_add(self.lateness);
+        let wait = if proves { corrected.max(extra) } else { corrected }.min(max_hold);
         let follows = held.is_none_or(|held| wait > held + SAME.max(held / 50));
         let end = clock::after(now, if follows { wait } else { held.unwrap_or_default() });
         let first_end = before.map_or(end, |before| before.first_end);
         let proves_until = clock::after(end, PROOF + extra);
-        self.told = Some(Told { first_end, end, proves_until, extra, said_now });
-        follows.then_some(Wait { left: wait, cut: told > max_hold || said_now })
+        self.stated = Some(StatedWaits { first_end, end, proves_until, extra, is_zero_too_short });
+        follows.then_some(Wait { left: wait, cut: stated > max_hold || is_zero_too_short })
     }
 
-    /// A call that was sent at `sent` has passed.
-    pub(super) fn passed(&mut self, sent: Instant) {
-        if let Some(told) = self.told.filter(|told| sent >= told.end) {
-            if told.said_now {
-                self.late = (self.late + (told.end - told.first_end)).min(MOST_LATE);
+    /// Takes in that a call was accepted that was sent at `sent`.
+    pub(super) fn accepted(&mut self, sent: Instant) {
+        if let Some(stated) = self.stated.filter(|stated| sent >= stated.end) {
+            if stated.is_zero_too_short {
+                self.lateness = (self.lateness + (stated.end - stated.first_end)).min(MOST_LATE);
             }
-            self.told = None;
+            self.stated = None;
         }
         self.without_wait = 0;
     }
 
-    /// Whether a call that passes would change anything.
+    /// Returns whether an accepted call would change anything.
     pub(super) fn is_waiting(&self) -> bool {
-        self.without_wait > 0 || self.told.is_some()
+        self.without_wait > 0 || self.stated.is_some()
     }
 
-    /// How long what is known matters after the end of a hold.
+    /// Returns for how long after the end of a hold the refusals matter.
     pub(super) fn matters_for(&self) -> Duration {
         match self.without_wait {
-            0 if self.told.is_some() => PROOF,
+            0 if self.stated.is_some() => PROOF,
             0 => Duration::ZERO,
             refusals => FIRST_HOLD.saturating_mul(1 << refusals.min(10)),
         }
@@ -143,7 +155,7 @@ mod tests {
         let opens = *at + told + late;
         for count in 0.. {
             if *at >= opens {
-                known.passed(*at);
+                known.accepted(*at);
                 return count;
             }
             let said = (opens - *at).saturating_sub(late);
@@ -154,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_are_too_short_are_learned() {
+    fn waits_that_are_too_short_are_learned() {
         for late in [5, 300, 900, 1200, 4000] {
             let (mut known, mut at) = (Refusals::default(), clock::now());
             let first = refusals(&mut known, &mut at, ms(8000), ms(late));
@@ -166,19 +178,19 @@ mod tests {
         }
     }
 
-    /// Other clients take the permits that become free, and the upstream names the next moment.
+    /// Other clients take the permits that become free, and the upstream states the next moment.
     #[test]
     fn waits_that_follow_each_other_teach_nothing() {
         let (mut known, mut at) = (Refusals::default(), clock::now());
         for _ in 0..3 {
             at += known.refused(Some(ms(1000)), HOUR, None, at, at).unwrap().left;
         }
-        known.passed(at);
-        assert_eq!(known.late, Duration::ZERO);
+        known.accepted(at);
+        assert_eq!(known.lateness, Duration::ZERO);
     }
 
     #[test]
-    fn words_of_zero_are_no_loop() {
+    fn waits_of_zero_are_no_loop() {
         let (mut known, start) = (Refusals::default(), clock::now());
         let mut at = start;
         for _ in 0..8 {
@@ -196,14 +208,14 @@ mod tests {
             assert_eq!(known.refused(Some(ms(100)), HOUR, Some(ms(100 - after)), now, now + ms(after)), None);
         }
         // The hold ended 100 ms after the first.
-        assert_eq!(known.told.map(|told| told.end), Some(now + ms(100)));
-        known.passed(now + ms(101));
+        assert_eq!(known.stated.map(|stated| stated.end), Some(now + ms(100)));
+        known.accepted(now + ms(101));
         let again = known.refused(Some(ms(100)), HOUR, None, now + ms(900), now + ms(901));
         assert_eq!(again.unwrap().left, ms(100));
     }
 
     #[test]
-    fn waits_are_cut_and_say_so() {
+    fn long_waits_are_cut() {
         let (mut known, now) = (Refusals::default(), clock::now());
         let wait = known.refused(Some(HOUR), ms(60_000), None, now, now);
         assert_eq!(wait, Some(Wait { left: ms(60_000), cut: true }));

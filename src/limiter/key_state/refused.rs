@@ -1,5 +1,5 @@
-//! A refusal by the store, kept until it can have changed: a request that cannot wait for the first slot is refused with it,
-//! and the store is not asked for each.
+//! A refusal of the store, kept for a while. A request that cannot wait for the first slot either is refused without a
+//! call.
 
 use std::time::{Duration, Instant};
 
@@ -8,28 +8,33 @@ use crate::limiter::reservation::WaitBound;
 use crate::quota::Limit;
 use crate::store::Refusal;
 
+/// A refusal of the store.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refused {
-    /// The units of the request that was refused; a request with fewer units may find room.
+    /// The units of the refused request. A request with fewer units may find room.
     cost: u32,
+    /// The limit that refused it.
     limit: Option<Limit>,
     /// The first slot that the refused request could have had.
     slot: Instant,
-    /// When the store is asked again, because permits may have been given back.
+    /// When the store is called again, because permits may have been given back.
     ask_at: Instant,
+    /// How long after a refusal the store is called again.
     pause: Duration,
 }
 
-/// How often the store is asked until the first slot.
+/// How often the store is called until the first slot.
 const TIMES: u32 = 4;
 
+/// The shortest pause between two calls.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Slots that are not further apart are the same.
+/// Two first slots that are no further apart are one slot.
 const SAME: Duration = Duration::from_millis(20);
 
 impl Refused {
-    /// What is kept after an answer in which a request of `cost` units was refused, if any.
+    /// Returns what is kept after an answer that refused a request of `cost` units, if it refused one. `before` is what was
+    /// kept until then.
     pub(super) fn after(
         before: Option<Refused>,
         cost: Option<u32>,
@@ -47,7 +52,7 @@ impl Refused {
         Some(Refused { cost, limit, slot, ask_at, pause })
     }
 
-    /// The refusal of a request that cannot wait for the slot, if the store is not to be asked yet.
+    /// Returns the refusal of a request that cannot wait for the first slot, if the store is not to be called yet.
     pub(super) fn of(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         let &Refused { slot, limit, .. } = self;
         let refuses = now < self.ask_at && cost >= self.cost && bound.latest < slot;

@@ -1,28 +1,28 @@
-//! The wait of a request in the queue of its key: polls, late wake-ups, leaving.
+//! The wait of a request in the queue of its key: its polls, its permit, and its leave.
 
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::context::KeyContext;
 use super::{KeyState, refused_for};
 use crate::clock;
 use crate::error::StoreError;
-use crate::limiter::queue::Number;
+use crate::limiter::queue::{Number, Queue};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::store::Refusal;
 
-/// The place of a waiter.
+/// The place of a waiter in the queue of its key.
 #[derive(Debug)]
 pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often the waiter's turn has come, including this time.
+    /// How often the waiter's turn has come, this time included. It waits again if it could not leave in time.
     pub(in crate::limiter) turns: u32,
 }
 
 impl KeyState {
-    /// Polls a waiter.
+    /// Polls a waiter. Ready with the way in which its wait ended.
     pub(in crate::limiter) fn poll(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -39,29 +39,22 @@ impl KeyState {
                 self.close(ctx);
                 return Poll::Ready(settled);
             }
-            // Without a place in the queue there is nothing to wait for: the queue could not be opened for a second wait.
+            // The state of the key was dropped, and there was no room to make it anew for a second wait.
             let Some(queue) =
                 self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
             else {
                 return Poll::Ready(Settled::Refused(Refusal::NEVER));
             };
             if queue.is_over(waiter.number, waiter.cost, ctx.now) {
-                let unanswered = queue.unanswered_for(ctx.now).filter(|_| !waiter.bound.by_deadline);
-                if let Some(waited) = unanswered {
-                    // The store may have booked its slot without this process knowing.
-                    self.leave(ctx, waiter);
-                    return Poll::Ready(Settled::Failed(StoreError::NoAnswer { waited }));
-                }
-                let slot = queue.last_slot(waiter.cost);
-                let wait = slot.map(|slot| slot.saturating_duration_since(ctx.now));
+                let settled = waited_too_long(queue, waiter, ctx.now);
                 self.leave(ctx, waiter);
-                return Poll::Ready(Settled::Refused(Refusal { wait, limit: None }));
+                return Poll::Ready(settled);
             }
             if queue.poll(waiter.number, waiter.cost, ctx.now, cx).is_pending() {
                 return Poll::Pending;
             }
         }
-        // The timer was due between asking the time and asking the timer.
+        // The timer fired after `ctx.now`.
         cx.waker().wake_by_ref();
         Poll::Pending
     }
@@ -103,10 +96,11 @@ impl KeyState {
         None
     }
 
+    /// Returns a waiter whose permit `died` to its old place.
     fn wait_again(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket, died: Reservation) {
         waiter.turns += 1;
         if waiter.turns == 2 && waiter.bound.is_none {
-            // It cannot wait at all, and was late because its machine stood still: it asks once more for a free permit.
+            // It cannot wait at all. It was late because its machine stood still, so it asks once more for a free permit.
             waiter.bound.latest = waiter.bound.latest.max(ctx.now);
         }
         self.lengthen_life(ctx);
@@ -117,7 +111,7 @@ impl KeyState {
         queue.wait(waiter.number, waiter.cost, waiter.bound, ctx.now, held);
     }
 
-    /// Returns a waiter that could not use its permit in time to its old place.
+    /// Returns a waiter that could not use its permit in time to its old place. Its permit is given back.
     pub(in crate::limiter) fn return_late(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -128,11 +122,12 @@ impl KeyState {
         self.step(ctx, Some(waiter.number));
     }
 
-    /// Lengthens the life of the next permits, because a permit expired before its holder woke.
+    /// Lengthens the validity of the next permits, because a permit expired before its waiter woke.
     pub(super) fn lengthen_life(&mut self, ctx: &KeyContext<'_>) {
         self.life = (self.life * 2).min(self.longest_life(ctx.spec));
     }
 
+    /// Takes how the wait of `number` ended, if it has.
     pub(super) fn collect(&mut self, number: Number, cost: u32) -> Option<Settled> {
         self.queue.as_mut()?.collect(number, cost)
     }
@@ -152,4 +147,16 @@ impl KeyState {
         self.step(ctx, None);
         self.close(ctx);
     }
+}
+
+/// Returns how the wait of a waiter ends that can wait no longer.
+fn waited_too_long(queue: &Queue, waiter: &Ticket, now: Instant) -> Settled {
+    if !waiter.bound.by_deadline
+        && let Some(waited) = queue.unanswered_for(now)
+    {
+        // The store may have booked a slot without this process knowing.
+        return Settled::Failed(StoreError::NoAnswer { waited });
+    }
+    let wait = queue.last_slot(waiter.cost).map(|slot| slot.saturating_duration_since(now));
+    Settled::Refused(Refusal { wait, limit: None })
 }
