@@ -1,5 +1,5 @@
-//! Tests of the state of a key under any order of callers, effects and the clock. Each wait ends, in order, because its task
-//! is woken. No limit is exceeded, and no booked permit is lost.
+//! Property tests of the state of a key, under any order of callers, effects and time. Each wait ends, in order, because
+//! its task is woken. No limit is exceeded, and no booked permit is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,14 +36,15 @@ enum Step {
     /// An effect is run, if it is due.
     Effect(usize),
     /// An effect is dropped with its runtime.
-    ErrandLost(usize),
-    /// The key is held for this many milliseconds; the flag says whether the hold was cut.
+    EffectLost(usize),
+    /// The key is put on hold for this many milliseconds. The flag says whether the hold was cut.
     Hold(u64, bool),
     Release,
     /// A message may have been missed.
     Doubt,
     /// The store becomes unreachable (`true`) or reachable again.
     Away(bool),
+    /// So many milliseconds pass.
     Passes(u64),
 }
 
@@ -59,7 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
         6 => which().prop_map(Step::Use),
         2 => which().prop_map(Step::GiveBack),
         12 => which().prop_map(Step::Effect),
-        1 => which().prop_map(Step::ErrandLost),
+        1 => which().prop_map(Step::EffectLost),
         1 => (1u64..3000, prop::bool::weighted(0.3)).prop_map(|(span, cut)| Step::Hold(span, cut)),
         1 => Just(Step::Release),
         1 => Just(Step::Doubt),
@@ -75,8 +76,8 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store in memory, with or without a delay of its answers. It decides when it is called; its answer may arrive later. It
-/// counts the units that it granted, and the units that were given back.
+/// A store in memory that decides when it is called. With `later`, its answers arrive later. It counts the units that it
+/// granted, and the units that were given back.
 struct Wire {
     store: Arc<MemoryStore>,
     later: bool,
@@ -126,17 +127,17 @@ impl Store for Wire {
 #[derive(Default)]
 struct Task {
     woken: AtomicBool,
-    anybody: Arc<Notify>,
+    any_woken: Arc<Notify>,
 }
 
 impl Wake for Task {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Ordering::Relaxed);
-        self.anybody.notify_one();
+        self.any_woken.notify_one();
     }
 }
 
-struct One {
+struct Request {
     place: Ticket,
     task: Arc<Task>,
     stage: Stage,
@@ -167,12 +168,12 @@ struct World {
     spec: Arc<LimitSpec>,
     /// Whether effects may be dropped and the store may become unreachable.
     faults: bool,
-    /// Whether permits were booked whose answer was lost.
-    spoilt: bool,
-    all: Vec<One>,
-    errands: Vec<Pending>,
+    /// Whether an answer was lost that may have granted permits.
+    answer_lost: bool,
+    requests: Vec<Request>,
+    pending: Vec<Pending>,
     uses: Vec<(Instant, u32)>,
-    anybody: Arc<Notify>,
+    any_woken: Arc<Notify>,
 }
 
 impl World {
@@ -190,22 +191,23 @@ impl World {
             wire,
             spec: Arc::new(LimitSpec::new(quota, ms(10), ms(10))),
             faults,
-            spoilt: faults,
-            all: Vec::new(),
-            errands: Vec::new(),
+            answer_lost: faults,
+            requests: Vec::new(),
+            pending: Vec::new(),
             uses: Vec::new(),
-            anybody: Arc::default(),
+            any_woken: Arc::default(),
         }
     }
 
     /// Runs `act` on the state of the key, as the limiter does.
-    fn act<R>(&mut self, act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [One]) -> R) -> R {
+    fn act<R>(&mut self, act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R) -> R {
         let now = clock::now();
-        let is_waiting = |state: &KeyState, one: &One| {
-            let Ticket { number, cost, .. } = one.place;
+        let is_waiting = |state: &KeyState, request: &Request| {
+            let Ticket { number, cost, .. } = request.place;
             state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
         };
-        let before: Vec<bool> = self.all.iter().map(|one| is_waiting(&self.state, one)).collect();
+        let before: Vec<bool> =
+            self.requests.iter().map(|request| is_waiting(&self.state, request)).collect();
         let mut ctx = KeyContext {
             key: Key::ALL,
             store: &self.store,
@@ -216,22 +218,22 @@ impl World {
             max_hold: ms(60_000),
             work: Work::default(),
         };
-        let result = act(&mut self.state, &mut ctx, &mut self.all);
+        let result = act(&mut self.state, &mut ctx, &mut self.requests);
         let Work { wakers, effects } = ctx.work;
         wakers.wake();
-        self.errands.extend(effects.into_iter().map(|effect| match effect {
+        self.pending.extend(effects.into_iter().map(|effect| match effect {
             Effect::Call(number, call) => Pending::Call(number, call, now),
             Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
             Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
         }));
-        let after: Vec<bool> = self.all.iter().map(|one| is_waiting(&self.state, one)).collect();
+        let after: Vec<bool> = self.requests.iter().map(|request| is_waiting(&self.state, request)).collect();
         for index in 0..before.len() {
-            let Ticket { number, cost, .. } = self.all[index].place;
-            let earlier = |(other, waits): (&One, &bool)| {
+            let Ticket { number, cost, .. } = self.requests[index].place;
+            let earlier = |(other, waits): (&Request, &bool)| {
                 *waits && other.place.cost == cost && other.place.number < number
             };
             if before[index] && !after[index] {
-                self.all[index].overtakes = self.all.iter().zip(&after).any(earlier);
+                self.requests[index].overtakes = self.requests.iter().zip(&after).any(earlier);
             }
         }
         result
@@ -246,8 +248,8 @@ impl World {
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                let waits = |one: &One| one.place.cost == cost && self.is_waiting(one);
-                assert!(!self.all.iter().any(waits), "a later request overtook a waiter");
+                let waits = |request: &Request| request.place.cost == cost && self.is_waiting(request);
+                assert!(!self.requests.iter().any(waits), "a later request overtook a waiter");
                 (0, Stage::Has(slot))
             }
             None => (number, Stage::Waiting),
@@ -257,13 +259,13 @@ impl World {
             }
             Some(Settled::Refused(_) | Settled::QueueFull) => return,
         };
-        let task = Arc::new(Task { woken: AtomicBool::new(true), anybody: self.anybody.clone() });
+        let task = Arc::new(Task { woken: AtomicBool::new(true), any_woken: self.any_woken.clone() });
         let place = Ticket { number, cost, bound, turns: 1 };
-        self.all.push(One { place, task, stage, overtakes: false });
+        self.requests.push(Request { place, task, stage, overtakes: false });
     }
 
-    fn is_waiting(&self, one: &One) -> bool {
-        let Ticket { number, cost, .. } = one.place;
+    fn is_waiting(&self, request: &Request) -> bool {
+        let Ticket { number, cost, .. } = request.place;
         self.state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
     }
 
@@ -274,23 +276,23 @@ impl World {
     }
 
     fn poll(&mut self, index: usize) {
-        let one = &self.all[index];
-        if !matches!(one.stage, Stage::Waiting) {
+        let request = &self.requests[index];
+        if !matches!(request.stage, Stage::Waiting) {
             return;
         }
-        one.task.woken.store(false, Ordering::Relaxed);
-        let waker = Waker::from(one.task.clone());
+        request.task.woken.store(false, Ordering::Relaxed);
+        let waker = Waker::from(request.task.clone());
         let mut cx = Context::from_waker(&waker);
-        let polled = self.act(|state, ctx, all| state.poll(ctx, &mut all[index].place, &mut cx));
+        let polled = self.act(|state, ctx, requests| state.poll(ctx, &mut requests[index].place, &mut cx));
         let stage = match polled {
             Poll::Pending => {
-                let waits = self.is_waiting(&self.all[index]);
-                self.all[index].overtakes &= !waits;
+                let waits = self.is_waiting(&self.requests[index]);
+                self.requests[index].overtakes &= !waits;
                 return;
             }
             Poll::Ready(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                assert!(!self.all[index].overtakes, "requests leave in the order of their arrival");
+                assert!(!self.requests[index].overtakes, "requests leave in the order of their arrival");
                 Stage::Has(slot)
             }
             // Its call is still under way.
@@ -299,28 +301,29 @@ impl World {
                 // Permits of an answer that took too long count as spent.
                 let too_slow = matches!(error, StoreError::TooSlow { .. });
                 assert!(self.faults || too_slow, "the store is there");
-                self.spoilt = true;
+                self.answer_lost = true;
                 Stage::Ended
             }
             Poll::Ready(Settled::Refused(_) | Settled::QueueFull) => Stage::Ended,
         };
-        self.all[index].stage = stage;
+        self.requests[index].stage = stage;
     }
 
     fn leave(&mut self, index: usize) {
-        if matches!(self.all[index].stage, Stage::Waiting) {
-            self.all[index].stage = Stage::Ended;
-            self.act(|state, ctx, all| state.leave(ctx, &all[index].place));
+        if matches!(self.requests[index].stage, Stage::Waiting) {
+            self.requests[index].stage = Stage::Ended;
+            self.act(|state, ctx, requests| state.leave(ctx, &requests[index].place));
         }
     }
 
-    fn uses(&mut self, index: usize) {
-        let Stage::Has(slot) = self.all[index].stage else { return };
-        let (now, one) = (clock::now(), &mut self.all[index]);
+    fn use_permit(&mut self, index: usize) {
+        let Stage::Has(slot) = self.requests[index].stage else { return };
+        let now = clock::now();
+        let request = &mut self.requests[index];
         if now < slot.until {
             self.uses.push((now, slot.cost));
-            one.stage = Stage::Ended;
-            // The upstream lets it pass at once.
+            request.stage = Stage::Ended;
+            // The upstream accepts it at once.
             let passed = self.act(|state, ctx, _| {
                 let passed = state.accepted_upstream(now, now);
                 if passed {
@@ -331,23 +334,23 @@ impl World {
             if passed {
                 self.release();
             }
-        } else if one.place.number == 0 {
+        } else if request.place.number == 0 {
             // A request that never waited has no place to return to.
-            one.stage = Stage::Ended;
+            request.stage = Stage::Ended;
             self.act(|state, ctx, _| state.give_back(ctx, slot));
         } else {
-            one.stage = Stage::Waiting;
-            one.overtakes = false;
-            one.task.woken.store(true, Ordering::Relaxed);
-            self.act(|state, ctx, all| {
-                state.return_late(ctx, &mut all[index].place, slot);
+            request.stage = Stage::Waiting;
+            request.overtakes = false;
+            request.task.woken.store(true, Ordering::Relaxed);
+            self.act(|state, ctx, requests| {
+                state.return_late(ctx, &mut requests[index].place, slot);
             });
         }
     }
 
     fn give_back(&mut self, index: usize) {
-        if let Stage::Has(slot) = self.all[index].stage {
-            self.all[index].stage = Stage::Ended;
+        if let Stage::Has(slot) = self.requests[index].stage {
+            self.requests[index].stage = Stage::Ended;
             self.act(|state, ctx, _| state.give_back(ctx, slot));
         }
     }
@@ -355,10 +358,10 @@ impl World {
     /// Runs the effect at `index` if it is due. Returns whether it was due.
     fn run(&mut self, index: usize) -> bool {
         let now = clock::now();
-        if self.errands[index].due() > now {
+        if self.pending[index].due() > now {
             return false;
         }
-        match self.errands.swap_remove(index) {
+        match self.pending.swap_remove(index) {
             Pending::Call(number, mut call, since) => {
                 let Poll::Ready(answer) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
                     unreachable!("it was answered when it was asked");
@@ -373,7 +376,7 @@ impl World {
             }
             Pending::Sweep(_) => {
                 let next = self.act(|state, ctx, _| state.sweep(ctx));
-                self.errands.extend(next.map(Pending::Sweep));
+                self.pending.extend(next.map(Pending::Sweep));
             }
         }
         true
@@ -384,11 +387,11 @@ impl World {
             state.call_answered(ctx, number, answer, since);
             state.start_sweep(ctx.now)
         });
-        self.errands.extend(sweep.map(Pending::Sweep));
+        self.pending.extend(sweep.map(Pending::Sweep));
     }
 
     fn lose(&mut self, index: usize) {
-        match self.errands.swap_remove(index) {
+        match self.pending.swap_remove(index) {
             Pending::Call(number, _, since) => self.answered(number, Err(StoreError::Lost), since),
             Pending::Gather(_) => {
                 self.act(|state, ctx, _| state.gathered(ctx, false));
@@ -408,20 +411,20 @@ impl World {
     }
 
     async fn step(&mut self, step: &Step) {
-        let one = |which: usize| which.checked_rem(self.all.len());
+        let index_of = |which: usize| which.checked_rem(self.requests.len());
         match *step {
             Step::Enter { cost, wait, by_deadline } => self.enter(cost, wait, by_deadline),
-            Step::Poll(which) => one(which).map_or((), |index| self.poll(index)),
-            Step::Leave(which) => one(which).map_or((), |index| self.leave(index)),
-            Step::Use(which) => one(which).map_or((), |index| self.uses(index)),
-            Step::GiveBack(which) => one(which).map_or((), |index| self.give_back(index)),
+            Step::Poll(which) => index_of(which).map_or((), |index| self.poll(index)),
+            Step::Leave(which) => index_of(which).map_or((), |index| self.leave(index)),
+            Step::Use(which) => index_of(which).map_or((), |index| self.use_permit(index)),
+            Step::GiveBack(which) => index_of(which).map_or((), |index| self.give_back(index)),
             Step::Effect(which) => {
-                if let Some(index) = which.checked_rem(self.errands.len()) {
+                if let Some(index) = which.checked_rem(self.pending.len()) {
                     self.run(index);
                 }
             }
-            Step::ErrandLost(which) => {
-                if let Some(index) = which.checked_rem(self.errands.len())
+            Step::EffectLost(which) => {
+                if let Some(index) = which.checked_rem(self.pending.len())
                     && self.faults
                 {
                     self.lose(index);
@@ -440,7 +443,7 @@ impl World {
             Step::Passes(span) => {
                 // Only a fault makes a call take longer than permits live.
                 let is_call = |effect: &Pending| matches!(effect, Pending::Call(..));
-                while let Some(index) = self.errands.iter().position(is_call)
+                while let Some(index) = self.pending.iter().position(is_call)
                     && span >= 20
                     && !self.faults
                 {
@@ -451,25 +454,25 @@ impl World {
         }
     }
 
-    /// From now on there are no faults, and only woken waiters are polled. Returns how long it took until no waiter was left.
-    async fn settle(&mut self) -> Duration {
+    /// Polls only woken waiters, without faults, until none is left. Returns how long that took.
+    async fn run_until_idle(&mut self) -> Duration {
         self.wire.away.store(false, Ordering::Relaxed);
         let (start, mut last) = (clock::now(), clock::now());
         loop {
             let mut idle = true;
-            for index in 0..self.all.len() {
-                let one = &self.all[index];
-                if matches!(one.stage, Stage::Waiting) && one.task.woken.load(Ordering::Relaxed) {
+            for index in 0..self.requests.len() {
+                let request = &self.requests[index];
+                if matches!(request.stage, Stage::Waiting) && request.task.woken.load(Ordering::Relaxed) {
                     self.poll(index);
                     idle = false;
                 }
-                if matches!(self.all[index].stage, Stage::Has(_)) {
-                    self.uses(index);
+                if matches!(self.requests[index].stage, Stage::Has(_)) {
+                    self.use_permit(index);
                     idle = false;
                 }
             }
             while let Some(index) =
-                (0..self.errands.len()).find(|&index| self.errands[index].due() <= clock::now())
+                (0..self.pending.len()).find(|&index| self.pending[index].due() <= clock::now())
             {
                 self.run(index);
                 idle = false;
@@ -477,8 +480,9 @@ impl World {
             if !idle {
                 continue;
             }
-            let waiting = self.all.iter().filter(|one| !matches!(one.stage, Stage::Ended)).count();
-            let due = self.errands.iter().map(Pending::due).min();
+            let waiting =
+                self.requests.iter().filter(|request| !matches!(request.stage, Stage::Ended)).count();
+            let due = self.pending.iter().map(Pending::due).min();
             if waiting > 0 {
                 last = clock::now();
             }
@@ -488,7 +492,7 @@ impl World {
             let latest = start + ms(2 * LONGEST);
             assert!(clock::now() < latest, "{waiting} requests wait, and none is woken");
             tokio::select! {
-                () = self.anybody.notified() => {}
+                () = self.any_woken.notified() => {}
                 () = clock::sleep_until(due.unwrap_or(latest).min(latest)) => {}
             }
         }
@@ -514,7 +518,7 @@ impl Pending {
 }
 
 impl World {
-    /// Each permit that was granted and not used was given back exactly once.
+    /// Asserts that each permit that was granted and not used was given back exactly once.
     fn assert_nothing_is_lost(&mut self) {
         // Permits at hand are given back when the state of the key is forgotten.
         self.act(|state, ctx, _| state.forgotten(ctx));
@@ -525,27 +529,27 @@ impl World {
     }
 }
 
-/// One run. In the end the remaining requests go on, or leave if `quits`.
-async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
+/// Runs the steps. Then the remaining requests go on, or leave if `quits`.
+async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
     let mut world = World::new(Quota::per_second(count), later, faults);
     for step in steps {
         world.step(step).await;
     }
     if quits {
-        for index in 0..world.all.len() {
+        for index in 0..world.requests.len() {
             world.leave(index);
             world.give_back(index);
         }
     }
     let held = world.state.held(clock::now()).unwrap_or_default();
-    let left = world.all.iter().filter(|one| !matches!(one.stage, Stage::Ended));
-    let units: u32 = left.map(|one| one.place.cost).sum();
-    let took = world.settle().await;
+    let left = world.requests.iter().filter(|request| !matches!(request.stage, Stage::Ended));
+    let units: u32 = left.map(|request| request.place.cost).sum();
+    let took = world.run_until_idle().await;
     assert_eq!(world.state.waiting(), 0);
     assert!(world.state.queue.is_none(), "an empty queue is dropped");
     let most = world.most_used(ms(1000));
     assert!(most <= count, "{most} units within a second; at most {count} are allowed");
-    if !world.spoilt {
+    if !world.answer_lost {
         // A cost of 3 may leave 2 units of a window.
         let windows = units / (count - 2) + 2;
         assert!(
@@ -556,16 +560,16 @@ async fn live(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]
     }
 }
 
-/// All waiters leave while the next call is delayed so that others can join it; that call also carries the returned permits.
+/// All waiters leave during the batching delay of the next call, which would have returned their permits.
 #[tokio::test(start_paused = true)]
 async fn permits_of_waiters_that_leave_early_go_back() {
     let mut world = World::new(Quota::per_second(5), true, false);
     for _ in 0..5 {
         world.enter(1, LONGEST, false);
     }
-    world.settle().await;
+    world.run_until_idle().await;
     world.enter(1, LONGEST, false);
-    while let Some(index) = world.errands.iter().position(|effect| effect.due() <= clock::now()) {
+    while let Some(index) = world.pending.iter().position(|effect| effect.due() <= clock::now()) {
         world.run(index);
     }
     let booked = world.state.queue.as_ref().and_then(|queue| queue.last_booked());
@@ -574,18 +578,18 @@ async fn permits_of_waiters_that_leave_early_go_back() {
     for index in [5, 6] {
         world.leave(index);
     }
-    world.settle().await;
+    world.run_until_idle().await;
     world.assert_nothing_is_lost();
 }
 
-/// The last waiter had its permit when the key was held for longer than it can wait.
+/// The last waiter has its permit when the key is put on hold for longer than it can wait.
 #[tokio::test(start_paused = true)]
 async fn permits_of_waiters_held_too_long_go_back() {
     let mut world = World::new(Quota::per_second(5), false, false);
     for _ in 0..5 {
         world.enter(1, LONGEST, false);
     }
-    world.settle().await;
+    world.run_until_idle().await;
     world.enter(1, 2000, false);
     // Another request hands the permit out, and the key is held before the waiter is polled.
     tokio::time::advance(ms(1025)).await;
@@ -593,12 +597,12 @@ async fn permits_of_waiters_held_too_long_go_back() {
     assert_eq!(world.state.waiting(), 0, "the permit was handed out");
     world.hold(HoldState { remaining: ms(5000), ..HoldState::default() });
     world.poll(5);
-    assert!(matches!(world.all[5].stage, Stage::Ended), "it is refused");
+    assert!(matches!(world.requests[5].stage, Stage::Ended), "it is refused");
     world.assert_nothing_is_lost();
 }
 
-/// Short spans that together outlast the life of a permit while a call is under way: the answer arrives too late to use, and
-/// its permits are given back.
+/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so the answer arrives too
+/// late.
 #[tokio::test(start_paused = true)]
 async fn answers_that_come_too_late_go_back() {
     let enter = |wait| Step::Enter { cost: 1, wait, by_deadline: false };
@@ -622,10 +626,10 @@ async fn answers_that_come_too_late_go_back() {
         Step::Passes(18),
         enter(0),
     ];
-    live(5, true, false, true, &steps).await;
+    run(5, true, false, true, &steps).await;
 }
 
-/// A permit that comes back is taken for the probe's. The probe passes, and the others leave then, not 5 s later.
+/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave then, not 5 s later.
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_passes_ends_the_probation() {
     let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };
@@ -656,19 +660,19 @@ async fn a_probe_that_passes_ends_the_probation() {
         Step::Leave(17),
         enter(3, 60_000),
     ];
-    live(8, true, false, false, &steps).await;
+    run(8, true, false, false, &steps).await;
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     #[test]
-    fn everybody_ends_in_order_and_nothing_is_lost(
+    fn waits_end_in_order_and_no_permit_is_lost(
         count in prop_oneof![3 => 5u32..12, 1 => 100u32..300],
         (later, faults, quits) in any::<(bool, bool, bool)>(),
         steps in prop::collection::vec(step(), 0..150),
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
-        runtime.block_on(live(count, later, faults, quits, &steps));
+        runtime.block_on(run(count, later, faults, quits, &steps));
     }
 }
