@@ -1,8 +1,8 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
-//! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its [`KeyContext`]: tasks to wake,
-//! and [`Effect`]s. [`Core::with_state`] and [`Core::with_new_state`] lock the state, call a closure, release the lock
-//! and do the work. They are the only callers of [`Core::run`].
+//! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its [`KeyContext`]: tasks
+//! to wake, and [`Effect`]s. [`Core::with_state`] and [`Core::with_new_state`] lock the state, call a
+//! closure, release the lock and do the work. They are the only callers of [`Core::run`].
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,12 +23,13 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::store::{Lease, spawn};
 
-/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime does
-/// not run them in this time, the next call is sent without them.
+/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime
+/// does not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
 
 impl Core {
-    /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key has no state.
+    /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key has no
+    /// state.
     pub(super) fn with_state<R>(
         self: &Arc<Self>,
         key: Key,
@@ -62,7 +63,8 @@ impl Core {
         Ok(done)
     }
 
-    /// Runs `act` on the state of `key`, whose lock the caller holds. Returns its result and the work it leaves.
+    /// Runs `act` on the state of `key`, whose lock the caller holds. Returns its result and the work it
+    /// leaves.
     fn visit<R>(
         &self,
         key: Key,
@@ -123,8 +125,9 @@ impl Core {
     /// Starts the batching delay of the next call of `key`.
     fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
         let batch = BatchDelay::new(self, key);
-        // The tasks that are about to ask belong to the caller's runtime, and the store has a thread of its own. The
-        // caller's runtime may not be driven any more: the task on the store's thread ends the delay in that case.
+        // The tasks that are about to ask belong to the caller's runtime, and the store has a thread of its
+        // own. The caller's runtime may not be driven any more: the task on the store's thread ends the delay
+        // in that case.
         if delay.is_zero()
             && self.settings.store.background().is_some()
             && let Ok(runtime) = Handle::try_current()
@@ -146,8 +149,8 @@ impl Core {
         spawn(&*self.settings.store, task);
     }
 
-    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left. `at`
-    /// is when it looks first.
+    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left.
+    /// `at` is when it looks first.
     fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
         let core = Arc::downgrade(self);
         self.spawn(async move {
@@ -218,8 +221,8 @@ impl Drop for PendingCall {
 
 /// A batching delay: requests that arrive before its end join the next call of their key.
 ///
-/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because a
-/// store may ask for a long pause.
+/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because
+/// a store may ask for a long pause.
 #[derive(Clone)]
 struct BatchDelay {
     core: Weak<Core>,

@@ -1,5 +1,5 @@
-//! What an answer of the store means for a key: the store's clock and state, the granted slots, and the validity of
-//! permits.
+//! What an answer of the store means for a key: the store's clock and state, the granted slots, and the
+//! validity of permits.
 
 use std::time::{Duration, Instant};
 
@@ -82,7 +82,8 @@ impl KeyState {
         queue.answered([], Some(&Settled::Failed(error)), least, now, &mut ctx.work.wakers);
     }
 
-    /// Turns an answer that took longer than any permit is valid into an error, and gives back what it brought.
+    /// Turns an answer that took longer than any permit is valid into an error, and gives back what it
+    /// brought.
     pub(super) fn unless_too_slow(
         &self,
         ctx: &KeyContext<'_>,
@@ -105,8 +106,8 @@ impl KeyState {
         Ok(lease)
     }
 
-    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock; the lease was made
-    /// between them.
+    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock; the lease
+    /// was made between them.
     pub(super) fn remember(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -145,8 +146,8 @@ impl KeyState {
         bounds
     }
 
-    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two moments between which
-    /// the lease was made.
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two moments
+    /// between which the lease was made.
     fn remember_session(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -168,7 +169,8 @@ impl KeyState {
         Some(bounds)
     }
 
-    /// Drops the permits that were granted before, because the store does not know of them. Waiters keep their places.
+    /// Drops the permits that were granted before, because the store does not know of them. Waiters keep
+    /// their places.
     fn forget_permits(&mut self) {
         self.prefetched.clear();
         if let Some(queue) = &mut self.queue {
@@ -176,15 +178,16 @@ impl KeyState {
         }
     }
 
-    /// Returns whether permits that were granted before may be used. If not, the store has to confirm them first.
+    /// Returns whether permits that were granted before may be used. If not, the store has to confirm them
+    /// first.
     pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let is_trusted =
             |session: &KeySession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
-    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives before the slot is
-    /// due. If it is too early for that, the waiter of the slot wakes in time.
+    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives before
+    /// the slot is due. If it is too early for that, the waiter of the slot wakes in time.
     pub(super) fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
         let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
         if self.is_trusted(ctx, slot) {
@@ -205,14 +208,15 @@ impl KeyState {
 
     /// Returns for how long a slot ahead must be usable.
     ///
-    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would lose its slot. The
-    /// next permits are valid for longer, up to the longest validity. From then on any slot is used.
+    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would lose its
+    /// slot. The next permits are valid for longer, up to the longest validity. From then on any slot is
+    /// used.
     fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
         if self.life < self.longest_life(ctx.spec) { ctx.spec.life() / 2 } else { Duration::ZERO }
     }
 
-    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from whether permits expired
-    /// (`died`) before they arrived.
+    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from whether
+    /// permits expired (`died`) before they arrived.
     fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
@@ -230,14 +234,15 @@ impl KeyState {
         LONGEST_LIFE.max(spec.quota().shortest_window() / 20).max(spec.life())
     }
 
-    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or `life` if that is longer.
+    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or `life` if that
+    /// is longer.
     pub(super) fn prefetch_life(&self, ctx: &KeyContext<'_>) -> Duration {
         self.life.max(ctx.spec.quota().shortest_window() / 200)
     }
 }
 
-/// Returns when this process may use a grant of a lease that was made between `earliest` and `latest`: never before its
-/// slot, and never after its deadline.
+/// Returns when this process may use a grant of a lease that was made between `earliest` and `latest`: never
+/// before its slot, and never after its deadline.
 pub(super) fn slot(lease: &Lease, grant: &Grant, (earliest, latest): (Instant, Instant)) -> Reservation {
     // The store's time is cut to whole microseconds.
     let lasts = grant.wait.saturating_add(grant.validity).saturating_sub(Duration::from_micros(1));

@@ -1,8 +1,8 @@
 //! Booking: when the store is called for the waiters of a key, and for what.
 //!
-//! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is due, or the store
-//! answered. It hands out the slots that are due, and [`KeyState::next_call`] decides whether the store is called. One
-//! call at a time is under way. It books for all waiters without a slot.
+//! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is due, or the
+//! store answered. It hands out the slots that are due, and [`KeyState::next_call`] decides whether the store
+//! is called. One call at a time is under way. It books for all waiters without a slot.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,8 @@ use crate::limit::UnusedPermits;
 use crate::limiter::queue::{CallNumber, Gathering, HandedOut, Number};
 use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
 
-/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its server busy for long.
+/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its server busy
+/// for long.
 const MOST_ASKED: usize = 500;
 
 /// The most calls in a row to a store that answers at once: one for each need that it refuses, and one more.
@@ -51,12 +52,12 @@ enum Called {
 }
 
 impl KeyState {
-    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs, and calls the
-    /// store for waiters without a slot. The waiter `me` is being polled and needs no waking.
+    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs,
+    /// and calls the store for waiters without a slot. The waiter `me` is being polled and needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
-        // A store that answers at once may bring slots that are due, or refuse one need and leave those after it
-        // undecided.
+        // A store that answers at once may bring slots that are due, or refuse one need and leave those after
+        // it undecided.
         for _ in 0..MOST_ROUNDS {
             let is_trusted = self.is_trusted(ctx, now);
             let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else { return };
@@ -123,7 +124,8 @@ impl KeyState {
             return NextCall::None;
         }
         if let Some(left) = blocked_for {
-            // What is booked when the hold ends, or when the probe is accepted, is booked by what is known then.
+            // What is booked when the hold ends, or when the probe is accepted, is booked by what is known
+            // then.
             if queue.gathering == Gathering::UnderWay {
                 return NextCall::None;
             }
@@ -185,8 +187,8 @@ impl KeyState {
         }
     }
 
-    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in advance. It waits for
-    /// slots until `latest`.
+    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in advance. It
+    /// waits for slots until `latest`.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -215,8 +217,8 @@ impl KeyState {
         }
     }
 
-    /// Calls the store even if no request waits. The store learns what this process knows of the key, and replies what
-    /// it knows. Does nothing while another call is under way.
+    /// Calls the store even if no request waits. The store learns what this process knows of the key, and
+    /// replies what it knows. Does nothing while another call is under way.
     pub(in crate::limiter) fn inquire(&mut self, ctx: &mut KeyContext<'_>) {
         if self.queue.as_ref().is_some_and(|queue| queue.is_calling(ctx.now)) {
             return;
@@ -231,8 +233,8 @@ impl KeyState {
         }
     }
 
-    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since, this one counted as
-    /// lost, and what it brings is given back.
+    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since, this one
+    /// counted as lost, and what it brings is given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -264,8 +266,8 @@ impl KeyState {
         }
     }
 
-    /// Ends the batching delay of the next call. `joined` says whether other requests had the time to join. If not, the
-    /// task of the delay was dropped with its runtime.
+    /// Ends the batching delay of the next call. `joined` says whether other requests had the time to join.
+    /// If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
         let is_held = self.held(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };

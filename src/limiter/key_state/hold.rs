@@ -1,16 +1,17 @@
 //! One hold: when it ends, and how this process knows.
 //!
-//! A process learns of holds and releases in three ways: it sees them itself, another process publishes them, and the
-//! store states them in its replies. These messages overtake each other. So three moments describe one end:
+//! A process learns of holds and releases in three ways: it sees them itself, another process publishes them,
+//! and the store states them in its replies. These messages overtake each other. So three moments describe
+//! one end:
 //!
 //! - `end`: requests wait until this moment.
-//! - `sure_until`: this process saw the hold until this moment, or the store stated it. A published message may have
-//!   been delayed, so what it states beyond this moment is not sent to the store.
-//! - `stored_until`: the store knows of the hold until this moment at most. If `sure_until` is later, the hold is sent
-//!   with the next call.
+//! - `sure_until`: this process saw the hold until this moment, or the store stated it. A published message
+//!   may have been delayed, so what it states beyond this moment is not sent to the store.
+//! - `stored_until`: the store knows of the hold until this moment at most. If `sure_until` is later, the
+//!   hold is sent with the next call.
 //!
-//! The number of releases orders all messages: a hold from before a release is over. Between two releases a hold only
-//! becomes longer, unless the store states less after it has learned of the hold.
+//! The number of releases orders all messages: a hold from before a release is over. Between two releases a
+//! hold only becomes longer, unless the store states less after it has learned of the hold.
 //!
 //! | what is learned | releases | `end` | `sure_until` | `stored_until` |
 //! |---|---|---|---|---|
@@ -20,14 +21,13 @@
 //! | published | same | later one | - | - |
 //! | reply | more | new | new | new |
 //! | reply to a call sent before the last change | same | later one | later one | new |
-//! | reply, not earlier than `sure_until` | same | new | new | new |
-//! | reply, earlier than `sure_until` | same | `sure_until` | - | new |
+//! | reply to a later call, with an end from `sure_until` on | same | new | new | new |
+//! | reply to a later call, with an earlier end | same | `sure_until` | - | new |
 //! | anything | fewer | - | - | - |
 //! | the store lost its state | - | - | `end` | now |
 //!
-//! The replies of the last two kinds are to calls sent after the last change. If such a reply states an earlier end than
-//! `sure_until`, the store has lost the hold. Two ends at most 5 ms apart are one end, observed after different round
-//! trips.
+//! If a reply to a later call states an earlier end than `sure_until`, the store has lost the hold. Two ends
+//! at most 5 ms apart are one end, observed after different round trips.
 
 use std::time::{Duration, Instant};
 
@@ -97,8 +97,8 @@ impl Hold {
         self.releases
     }
 
-    /// Takes in a hold or a release that this process saw or that another process published. Returns whether the hold
-    /// changed.
+    /// Takes in a hold or a release that this process saw or that another process published. Returns whether
+    /// the hold changed.
     pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
         if held.releases < self.releases {
             return false;
@@ -122,11 +122,11 @@ impl Hold {
         is_released || is_longer
     }
 
-    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time was between `earliest` and
-    /// `latest`.
+    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time was between
+    /// `earliest` and `latest`.
     ///
-    /// Returns whether the store decided before a release that this process knows of. Then the rest of its reply is
-    /// out of date, too.
+    /// Returns whether the store decided before a release that this process knows of. Then the rest of its
+    /// reply is out of date, too.
     pub(super) fn answered(
         &mut self,
         held: HoldState,
@@ -166,8 +166,8 @@ impl Hold {
         false
     }
 
-    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. A store that is `new` to
-    /// this hold does not.
+    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. A store that is
+    /// `new` to this hold does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
         let Evidence { sure_until, stored_until, .. } = self.evidence;
         // Without the tolerance, each call would move the end by the difference of the round trips.
@@ -192,8 +192,8 @@ impl Hold {
         self.evidence.confirmed_at.is_none() && self.end > now
     }
 
-    /// Returns whether a request that is held asks the store for a release. Notes that it does: one request asks for
-    /// all.
+    /// Returns whether a request that is held asks the store for a release. Notes that it does: one request
+    /// asks for all.
     pub(super) fn asks_for_release(&mut self, now: Instant) -> bool {
         let confirmed_at = self.evidence.confirmed_at;
         let asks = confirmed_at.is_none_or(|confirmed_at| clock::after(confirmed_at, ASK_AGAIN) <= now);
@@ -223,11 +223,11 @@ impl Hold {
         self.probation.probe_comes_back();
     }
 
-    /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the end of the hold.
-    /// Returns whether there was a probation.
+    /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the end of the
+    /// hold. Returns whether there was a probation.
     ///
-    /// That request need not be the one that counts as the probe: a permit that came back may have been taken for the
-    /// probe's.
+    /// That request need not be the one that counts as the probe: a permit that came back may have been taken
+    /// for the probe's.
     pub(super) fn accepted(&mut self, sent: Instant) -> bool {
         let passed = self.is_cut() && sent >= self.end;
         if passed {

@@ -1,7 +1,8 @@
 //! The hold of a key: until when no request may leave, after a refusal by the upstream or by an operator.
 //!
-//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot wait until its end are
-//! refused. The other waiters get new slots, which a store that knows of the hold grants for the time after it.
+//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot wait until
+//! its end are refused. The other waiters get new slots, which a store that knows of the hold grants for the
+//! time after it.
 
 use std::collections::BTreeMap;
 use std::task::{Context, Waker};
@@ -41,7 +42,8 @@ pub(in crate::limiter) struct NewHold {
     pub(in crate::limiter) is_sent: bool,
 }
 
-/// The shortest time between two refusals that this process sends to the store, unless the hold is longer by a tenth.
+/// The shortest time between two refusals that this process sends to the store, unless the hold is longer by
+/// a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
 
 impl KeyHold {
@@ -95,7 +97,8 @@ impl KeyState {
         self.hold.as_ref().map_or(0, |hold| hold.hold.releases())
     }
 
-    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time lay within `bounds`.
+    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time lay within
+    /// `bounds`.
     ///
     /// Returns whether the store decided before a release that this process knows of.
     pub(super) fn hold_answered(
@@ -135,8 +138,9 @@ impl KeyState {
         self.obey(ctx.now, &mut ctx.work.wakers);
         let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
-            // Slots after the hold are given up as well. So all waiters book again at its end, by what is allowed then.
-            // A bucket cannot take back a single slot among those of other processes, so its slots stay.
+            // Slots after the hold are given up as well. So all waiters book again at its end, by what is
+            // allowed then. A bucket cannot take back a single slot among those of other processes, so its
+            // slots stay.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
             if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
@@ -160,8 +164,8 @@ impl KeyState {
         queue.withdraw(clock::after(now, left), now, wakers);
     }
 
-    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that came back with an
-    /// older state grants booked slots to other processes until it is asked.
+    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that came back
+    /// with an older state grants booked slots to other processes until it is asked.
     pub(in crate::limiter) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
         let is_at_stake = self.held(ctx.now).is_some() || self.is_booked();
         if self.later && is_at_stake {
@@ -205,14 +209,14 @@ impl KeyState {
         self.hold.as_ref().is_some_and(|hold| hold.hold.is_doubted(now))
     }
 
-    /// Returns whether a request that is held asks the store for a release that may have been missed. Notes that it
-    /// does: one request asks for all.
+    /// Returns whether a request that is held asks the store for a release that may have been missed. Notes
+    /// that it does: one request asks for all.
     pub(in crate::limiter) fn asks_for_release(&mut self, now: Instant) -> bool {
         self.hold.as_mut().is_some_and(|hold| hold.hold.asks_for_release(now))
     }
 
-    /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if it is longer than the
-    /// present one.
+    /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if it is
+    /// longer than the present one.
     pub(in crate::limiter) fn refused_upstream(
         &mut self,
         retry_after: Option<Duration>,
@@ -234,8 +238,8 @@ impl KeyState {
         Some(NewHold { held, is_sent })
     }
 
-    /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a probation. Then other
-    /// requests may leave, and the store has to be notified.
+    /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a probation.
+    /// Then other requests may leave, and the store has to be notified.
     pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
         let Some(hold) = self.hold.as_mut().filter(|hold| hold.hold.left(now).is_none()) else {
             return false;
@@ -266,8 +270,8 @@ impl KeyState {
         Some(left)
     }
 
-    /// Returns for how long no request may leave, for a waiter that also waits for other things and becomes the probe
-    /// only when it leaves. The task is woken when the key is put on hold or released.
+    /// Returns for how long no request may leave, for a waiter that also waits for other things and becomes
+    /// the probe only when it leaves. The task is woken when the key is put on hold or released.
     pub(in crate::limiter) fn watch_hold(
         &mut self,
         number: Number,

@@ -1,7 +1,8 @@
-//! The state of one key in this process: the permits at hand, the queue of waiters, the hold, and what the upstream stated.
+//! The state of one key in this process: the permits at hand, the queue of waiters, the hold, and what the
+//! upstream stated.
 //!
-//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few permits, so
-//! that the next requests need no store call. Their number follows from how fast they are used.
+//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few
+//! permits, so that the next requests need no store call. Their number follows from how fast they are used.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -12,10 +13,11 @@
 //! | `answer` | what an answer of the store means |
 //! | `refused` | a refusal of the store, kept for the next requests |
 //! | `leftover` | prefetched permits that are not used |
-//! | `hold`, `probation` | one hold, and what follows it: values |
-//! | `refusal` | how long a refusal of the upstream holds the key: a value |
+//! | `hold` | one hold: when it ends, and how this process knows; a value |
+//! | `probation` | what follows a hold that was cut |
+//! | `refusal` | how long a refusal of the upstream holds the key; a value |
 //! | `key_hold` | what the key does about its hold |
-//! | `remaining_headers` | what the upstream states about the rest of one limit: a value |
+//! | `remaining_headers` | what the upstream states about the rest of one limit; a value |
 //! | `remaining`, `stated` | what the key does about that, and about stated limits |
 
 mod answer;
@@ -141,7 +143,8 @@ impl KeyState {
         if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
     }
 
-    /// Takes a permit at hand for a request that leaves at once, if no request waits for one. Returns whether it did.
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one. Returns whether
+    /// it did.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
@@ -149,8 +152,8 @@ impl KeyState {
 
     /// Enters a request. Returns `None` if it waits, under `number`.
     ///
-    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call, a call for this
-    /// request alone, and a place in the queue.
+    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call, a call for
+    /// this request alone, and a place in the queue.
     pub(super) fn enter(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -194,8 +197,8 @@ impl KeyState {
         settled
     }
 
-    /// Enters a request while no other request waits. A store that answers at once is asked for this request alone, and
-    /// for permits to prefetch.
+    /// Enters a request while no other request waits. A store that answers at once is asked for this request
+    /// alone, and for permits to prefetch.
     fn enter_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -218,7 +221,8 @@ impl KeyState {
         }
     }
 
-    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead, so that it waits.
+    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead, so that it
+    /// waits.
     fn leased_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,

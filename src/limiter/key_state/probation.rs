@@ -1,8 +1,8 @@
 //! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be too short.
 //!
-//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the others once the
-//! upstream has accepted it. A refusal of the probe is a new hold. If the probe's response takes long, another probe
-//! follows.
+//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the others
+//! once the upstream has accepted it. A refusal of the probe is a new hold. If the probe's response takes
+//! long, another probe follows.
 //!
 //! ```text
 //!             the probe leaves
@@ -86,7 +86,8 @@ impl Probation {
     }
 }
 
-/// Exists while a key waits for an accepted request. While there is one in the process, all responses are read.
+/// Exists while a key waits for an accepted request. While there is one in the process, all responses are
+/// read.
 #[derive(Debug)]
 pub(super) struct Uncertain(());
 
@@ -132,7 +133,8 @@ impl KeyState {
         }
     }
 
-    /// Returns for how long no request may leave, because of a hold or a probe. The next request may be the probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. The next request may be the
+    /// probe.
     pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
         self.held(now).or_else(|| match self.passage(max_hold, now) {
             Passage::Open | Passage::Probe => None,
@@ -140,8 +142,8 @@ impl KeyState {
         })
     }
 
-    /// Returns for how long no request may leave, because of a hold or a probe. If the request may leave on probation,
-    /// it becomes the probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. If the request may leave on
+    /// probation, it becomes the probe.
     pub(in crate::limiter) fn blocked(&mut self, max_hold: Duration, now: Instant) -> Option<Duration> {
         let waits = self.waits(max_hold, now);
         if waits.is_none() && self.passage(max_hold, now) == Passage::Probe {

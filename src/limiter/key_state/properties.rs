@@ -1,5 +1,5 @@
-//! Property tests of the state of a key, under any order of callers, effects and time. Each wait ends, in order, because
-//! its task is woken. No limit is exceeded, and no booked permit is lost.
+//! Property tests of the state of a key, under any order of callers, effects and time. Each wait ends, in
+//! order, because its task is woken. No limit is exceeded, and no booked permit is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -76,8 +76,8 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store in memory that decides when it is called. With `later`, its answers arrive later. It counts the units that it
-/// granted, and the units that were given back.
+/// A store in memory that decides when it is called. With `later`, its answers arrive later. It counts the
+/// units that it granted, and the units that were given back.
 struct Wire {
     store: Arc<MemoryStore>,
     later: bool,
@@ -601,8 +601,8 @@ async fn permits_of_waiters_held_too_long_go_back() {
     world.assert_nothing_is_lost();
 }
 
-/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so the answer arrives too
-/// late.
+/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so the answer
+/// arrives too late.
 #[tokio::test(start_paused = true)]
 async fn answers_that_come_too_late_go_back() {
     let enter = |wait| Step::Enter { cost: 1, wait, by_deadline: false };
@@ -629,7 +629,8 @@ async fn answers_that_come_too_late_go_back() {
     run(5, true, false, true, &steps).await;
 }
 
-/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave then, not 5 s later.
+/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave then, not 5
+/// s later.
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_passes_ends_the_probation() {
     let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };

@@ -1,13 +1,14 @@
 //! How long a key is put on hold after the upstream refused a call.
 //!
-//! If the upstream states a wait, the hold lasts for that wait. Some upstreams state too short a wait: they state the
-//! moment of a reset by a clock that is behind, or they round down. A call that is sent after the stated wait and is
-//! refused again proves this. Then the hold lasts for at least [`FIRST_EXTRA`], and for twice as long after each further
-//! proof.
+//! If the upstream states a wait, the hold lasts for that wait. Some upstreams state too short a wait: they
+//! state the moment of a reset by a clock that is behind, or they round down. A call that is sent after the
+//! stated wait and is refused again proves this. Then the hold lasts for at least [`FIRST_EXTRA`], and for
+//! twice as long after each further proof.
 //!
-//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call is accepted, the time
-//! from the first stated end to the last is kept as the key's lateness, and added to each later wait. If the upstream
-//! states another wait than zero, other clients may have used the permits that became free, and nothing is kept.
+//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call is
+//! accepted, the time from the first stated end to the last is kept as the key's lateness, and added to each
+//! later wait. If the upstream states another wait than zero, other clients may have used the permits that
+//! became free, and nothing is kept.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +46,8 @@ struct StatedWaits {
 pub(super) struct Wait {
     /// From now.
     pub(super) left: Duration,
-    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or its waits are too short.
+    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or its waits
+    /// are too short.
     pub(super) cut: bool,
 }
 
@@ -55,18 +57,20 @@ const FIRST_HOLD: Duration = Duration::from_secs(1);
 /// The shortest hold after the first proof that a stated wait was too short.
 const FIRST_EXTRA: Duration = Duration::from_millis(400);
 
-/// How long after the end of a hold a refusal proves that the wait was too short. A later refusal has another cause.
+/// How long after the end of a hold a refusal proves that the wait was too short. A later refusal has another
+/// cause.
 const PROOF: Duration = Duration::from_secs(1);
 
 /// The most that is kept of an upstream's lateness. A greater lateness has other causes than its clock.
 const MOST_LATE: Duration = Duration::from_secs(5);
 
-/// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after different round trips.
+/// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after different
+/// round trips.
 pub(super) const SAME: Duration = Duration::from_millis(5);
 
 impl Refusals {
-    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`. Returns the hold that
-    /// follows, if it is longer.
+    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`. Returns
+    /// the hold that follows, if it is longer.
     pub(super) fn refused(
         &mut self,
         retry_after: Option<Duration>,

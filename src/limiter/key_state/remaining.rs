@@ -1,5 +1,5 @@
-//! What a key does about the upstream's `Remaining` headers: they go to the store, and permits are given up if less is
-//! left than could leave.
+//! What a key does about the upstream's `Remaining` headers: they go to the store, and permits are given up
+//! if less is left than could leave.
 
 use std::time::{Duration, Instant};
 
@@ -57,7 +57,8 @@ impl KeyState {
         is_less
     }
 
-    /// Gives up permits at hand and booked slots, because less is left than this process could send. Asks for them anew.
+    /// Gives up permits at hand and booked slots, because less is left than this process could send. Asks for
+    /// them anew.
     pub(in crate::limiter) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
         let unused = self.clear();
         let queue = self.queue.get_or_insert_default();
@@ -84,15 +85,16 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes in that another process stated to the store that less is left. `writes` is the number of that state.
+    /// Takes in that another process stated to the store that less is left. `writes` is the number of that
+    /// state.
     pub(in crate::limiter) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
         if self.session.as_ref().is_some_and(|session| session.writes() < writes) {
             self.tighten(ctx);
         }
     }
 
-    /// Sends the store what the upstream stated, even if no request waits: refusals at once, and other statements soon if
-    /// other clients use the limit as well.
+    /// Sends the store what the upstream stated, even if no request waits: refusals at once, and other
+    /// statements soon if other clients use the limit as well.
     pub(in crate::limiter) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
         let Some(tracker) = &mut self.remaining else { return };
         let stated = ctx.spec.quota().limits().iter().zip(&tracker.limits);
@@ -112,8 +114,8 @@ impl KeyState {
         }
     }
 
-    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold is doubted, asks the
-    /// store about it again.
+    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold is doubted,
+    /// asks the store about it again.
     pub(in crate::limiter) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
         if let Some(tracker) = &mut self.remaining {
             tracker.sends_at = None;
@@ -126,7 +128,8 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes the statement that is sent to the store with a call. One call carries the statement about one limit.
+    /// Takes the statement that is sent to the store with a call. One call carries the statement about one
+    /// limit.
     pub(in crate::limiter) fn take_remaining(
         &mut self,
         spec: &LimitSpec,

@@ -1,9 +1,9 @@
 //! What the upstream's `Remaining` headers state about one limit, as a value.
 //!
-//! If the reset that an upstream states stays at one moment, the upstream counts in windows, or from its oldest request.
-//! The store has the same requests in its log. So what the upstream counts beyond them was used by other clients. If the
-//! reset moves along with the responses, the two counts cannot be compared. Then only refusals show that other clients use
-//! the limit.
+//! If the reset that an upstream states stays at one moment, the upstream counts in windows, or from its
+//! oldest request. The store has the same requests in its log. So what the upstream counts beyond them was
+//! used by other clients. If the reset moves along with the responses, the two counts cannot be compared.
+//! Then only refusals show that other clients use the limit.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ pub(super) struct RemainingHeaders {
     refused: u32,
     /// When a statement was last sent to the store.
     sent_at: Option<Instant>,
-    /// Whether fewer units are left than could still leave, and the store does not know. They are sent with the next
-    /// call.
+    /// Whether fewer units are left than could still leave, and the store does not know. They are sent with
+    /// the next call.
     is_less: bool,
     /// Whether the next statement that is sent notifies the other processes.
     urgent: bool,
@@ -57,13 +57,16 @@ struct Anchor {
     since: Instant,
 }
 
-/// Two resets that differ by no more are one reset. Many servers state whole seconds, and round in different ways.
+/// Two resets that differ by no more are one reset. Many servers state whole seconds, and round in different
+/// ways.
 const SAME: Duration = Duration::from_millis(1500);
 
-/// A response that took no longer bounds what may leave, even before it is known whether the reset stays at one moment.
+/// A response that took no longer bounds what may leave, even before it is known whether the reset stays at
+/// one moment.
 const FRESH: Duration = Duration::from_millis(250);
 
-/// The longest that units are reserved without a confirmation by another response, unless `max_hold` is shorter.
+/// The longest that units are reserved without a confirmation by another response, unless `max_hold` is
+/// shorter.
 const LONGEST_VALID: Duration = Duration::from_secs(60);
 
 /// After this span it is known whether the reset stays at one moment.
@@ -72,19 +75,19 @@ const LONG: Duration = Duration::from_secs(3);
 /// A reset that is nearer may be over, because servers round to whole seconds.
 pub(super) const LAST: Duration = Duration::from_secs(1);
 
-/// How many times a window statements are sent to the store, at least once every [`LONGEST_PAUSE`]. Refusals are sent at
-/// once.
+/// How many times a window statements are sent to the store, at least once every [`LONGEST_PAUSE`]. Refusals
+/// are sent at once.
 const SENT_PER_WINDOW: u32 = 32;
 
 /// The longest pause between two statements that are sent to the store.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl RemainingHeaders {
-    /// Takes in what `quota` states in the response to a request that was sent at `sent`. The upstream refused `refused`
-    /// units.
+    /// Takes in what `quota` states in the response to a request that was sent at `sent`. The upstream
+    /// refused `refused` units.
     ///
-    /// The statement is from a moment between `sent` and now. It is taken for one from `sent`: then the reset is earlier,
-    /// and more was refilled since.
+    /// The statement is from a moment between `sent` and now. It is taken for one from `sent`: then the reset
+    /// is earlier, and more was refilled since.
     pub(super) fn observe(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
         let Some(units) = left_of(limit, quota) else { return };
         let is_unnamed = names_no_limit(quota);
@@ -140,7 +143,8 @@ impl RemainingHeaders {
         self.is_less
     }
 
-    /// Returns the units left, if the last statement bounds what may leave: if it is not old and states a reset.
+    /// Returns the units left, if the last statement bounds what may leave: if it is not old and states a
+    /// reset.
     pub(super) fn bound(&self, limit: Limit, now: Instant) -> Option<u64> {
         let Statement { units, resets_at, at } = self.latest?;
         let is_fresh = self.stays || now.saturating_duration_since(at) <= FRESH;
@@ -155,8 +159,9 @@ impl RemainingHeaders {
         clock::after(sent_at, pause).saturating_duration_since(now)
     }
 
-    /// Notes that only `units` are left, which is less than could still leave. Returns whether the other processes are
-    /// notified at once: at most once a second, or when half is left of what they were last notified of.
+    /// Notes that only `units` are left, which is less than could still leave. Returns whether the other
+    /// processes are notified at once: at most once a second, or when half is left of what they were last
+    /// notified of.
     pub(super) fn notify_less(&mut self, units: u64, now: Instant) -> bool {
         self.is_less = true;
         self.urgent |= self.notified.is_none_or(|(notified_at, before)| {
@@ -216,8 +221,8 @@ pub(super) fn quota_about<'a>(
 
 /// Returns what is left of `limit`: all but what is used of the stated quota.
 ///
-/// The stated quota may be smaller than the limit, because it is stated for some of the requests or for all. The rest of
-/// the limit counts as unused, except for a bucket.
+/// The stated quota may be smaller than the limit, because it is stated for some of the requests or for all.
+/// The rest of the limit counts as unused, except for a bucket.
 fn left_of(limit: Limit, quota: &ObservedQuota) -> Option<u64> {
     let rest = match (limit, quota.limit()) {
         (Limit::Bucket { .. }, _) | (_, None) => 0,
@@ -231,8 +236,8 @@ fn names_no_limit(quota: &ObservedQuota) -> bool {
     quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
 }
 
-/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens, is so only if it is as
-/// large.
+/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens, is so
+/// only if it is as large.
 fn is_about(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
@@ -252,8 +257,8 @@ mod tests {
 
     const LIMIT: Limit = Limit::Sliding { count: 100, window: Duration::from_secs(60) };
 
-    /// Returns the units that are sent to the store after `answers`: for each, the second of its arrival, the units left, and the
-    /// seconds until the reset.
+    /// Returns the units that are sent to the store after `answers`: for each, the second of its arrival, the
+    /// units left, and the seconds until the reset.
     fn sent(answers: &[(u64, u64, u64)]) -> Option<u64> {
         let (mut headers, start) = (RemainingHeaders::default(), clock::now());
         let mut at = start;

@@ -1,7 +1,7 @@
 //! Limits that the upstream states, for the keys whose responses state them.
 //!
-//! Calls to the store assert them like configured limits. So they apply to all processes at once, and until no process has
-//! asserted them for two of their windows.
+//! Calls to the store assert them like configured limits. So they apply to all processes at once, and until
+//! no process has asserted them for two of their windows.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,11 +31,13 @@ use crate::store::label;
 pub enum HeaderTrust {
     /// Not at all. A refusal still puts the key on hold.
     Ignore,
-    /// The limiter leaves other clients what they use of a configured limit, such as clients that share the credential.
+    /// The limiter leaves other clients what they use of a configured limit, such as clients that share the
+    /// credential.
     ///
-    /// A quota is taken for the limit if its window is the same, or if it states no window and the count is the same. Units that are used
-    /// of it and were not granted to this fleet were used by other clients, and refused units as well. That many are reserved for them
-    /// until the reset and in the window after. [Buckets](Quota::bucket) reserve nothing; they lose the units that are used.
+    /// A quota is taken for the limit if its window is the same, or if it states no window and the count is
+    /// the same. Units that are used of it and were not granted to this fleet were used by other clients, and
+    /// refused units as well. That many are reserved for them until the reset and in the window after.
+    /// [Buckets](Quota::bucket) reserve nothing; they lose the units that are used.
     #[default]
     Usage,
     /// As `Usage`, and stated limits with a window apply besides the configured ones: the strictest decides.
@@ -70,8 +72,9 @@ pub(super) struct StatedLimits {
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
-/// How often the stated limits may change within the time for which the store keeps a limit that is no longer asserted.
-/// Without this bound, an upstream that states other limits in each response would leave hundreds of limits in the store.
+/// How often the stated limits may change within the time for which the store keeps a limit that is no longer
+/// asserted. Without this bound, an upstream that states other limits in each response would leave hundreds
+/// of limits in the store.
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
@@ -121,7 +124,8 @@ impl StatedLimits {
         Box::new(StatedLimits { spec, limits, changes: Default::default() })
     }
 
-    /// Returns whether the limits have changed too often to change now to limits of which the `longest` has this window.
+    /// Returns whether the limits have changed too often to change now to limits of which the `longest` has
+    /// this window.
     fn changes_too_often(&self, longest: Duration, now: Instant) -> bool {
         let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
         self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
@@ -155,7 +159,8 @@ impl KeyState {
         self.stated.as_ref()?.limits.iter().map(|limit| limit.until).max()
     }
 
-    /// Takes in the limits that a response states. From now on they apply besides or instead of the `configured` ones.
+    /// Takes in the limits that a response states. From now on they apply besides or instead of the
+    /// `configured` ones.
     pub(in crate::limiter) fn take_in_limits(
         &mut self,
         trust: HeaderTrust,
@@ -206,7 +211,8 @@ impl KeyState {
     }
 }
 
-/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it is ignored.
+/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it is
+/// ignored.
 fn add(limits: &mut SmallVec<[StatedLimit; 1]>, stated: StatedLimit) {
     let is_same =
         |other: &StatedLimit| other.name == stated.name && other.limit.window() == stated.limit.window();

@@ -17,7 +17,8 @@ pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often the waiter's turn has come, this time included. It waits again if it could not leave in time.
+    /// How often the waiter's turn has come, this time included. It waits again if it could not leave in
+    /// time.
     pub(in crate::limiter) turns: u32,
 }
 
@@ -61,8 +62,8 @@ impl KeyState {
 
     /// Returns how the wait ended.
     ///
-    /// A waiter that may not leave waits again, in its old place: if its permit expired before it was polled, or if the
-    /// key was put on hold meanwhile.
+    /// A waiter that may not leave waits again, in its old place: if its permit expired before it was polled,
+    /// or if the key was put on hold meanwhile.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number, waiter.cost)?;
         let held = self.held(ctx.now);
@@ -86,7 +87,8 @@ impl KeyState {
         }
     }
 
-    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it cannot wait that long.
+    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it cannot wait
+    /// that long.
     fn wait_for_hold(&mut self, ctx: &KeyContext<'_>, waiter: &Ticket, left: Duration) -> Option<Settled> {
         let Ticket { number, cost, bound, .. } = *waiter;
         if clock::after(ctx.now, left) > bound.latest {
@@ -100,7 +102,8 @@ impl KeyState {
     fn wait_again(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket, died: Reservation) {
         waiter.turns += 1;
         if waiter.turns == 2 && waiter.bound.is_none {
-            // It cannot wait at all. It was late because its machine stood still, so it asks once more for a free permit.
+            // It cannot wait at all. It was late because its machine stood still, so it asks once more for a
+            // free permit.
             waiter.bound.latest = waiter.bound.latest.max(ctx.now);
         }
         self.lengthen_life(ctx);
