@@ -168,6 +168,8 @@ struct World {
     spec: Arc<LimitSpec>,
     /// Whether effects may be dropped and the store may become unreachable.
     faults: bool,
+    /// Whether requests pass uncounted if the store fails.
+    fails_open: bool,
     /// Whether an answer was lost that may have granted permits.
     answer_lost: bool,
     requests: Vec<Request>,
@@ -191,6 +193,7 @@ impl World {
             wire,
             spec: Arc::new(LimitSpec::new(quota, ms(10), ms(10))),
             faults,
+            fails_open: false,
             answer_lost: faults,
             requests: Vec::new(),
             pending: Vec::new(),
@@ -214,7 +217,7 @@ impl World {
             spec: &self.spec,
             now,
             max_queue: 30,
-            fails_open: false,
+            fails_open: self.fails_open,
             max_hold: ms(60_000),
             work: Work::default(),
         };
@@ -294,6 +297,9 @@ impl World {
                 self.assert_usable(&slot);
                 assert!(!self.requests[index].overtakes, "requests leave in the order of their arrival");
                 Stage::Has(slot)
+            }
+            Poll::Ready(Settled::Failed(_)) if self.fails_open && self.state.held(clock::now()).is_some() => {
+                panic!("no request passes uncounted while the key is on hold");
             }
             // Its call is still under way.
             Poll::Ready(Settled::Failed(StoreError::NoAnswer { .. })) => Stage::Ended,
@@ -532,6 +538,8 @@ impl World {
 /// Runs the steps. Then the remaining requests go on, or leave if `quits`.
 async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step]) {
     let mut world = World::new(Quota::per_second(count), later, faults);
+    // Half of the runs with faults fail open.
+    world.fails_open = faults && count.is_multiple_of(2);
     for step in steps {
         world.step(step).await;
     }
