@@ -1,10 +1,5 @@
 //! The simulator: it agrees with published results, and the recommended pace reaches its promises.
 
-#[path = "../examples/simulate/png.rs"]
-mod png;
-
-use resvg::tiny_skia::Pixmap;
-use resvg::usvg::{Group, Node};
 use tollgate::sim::{Metrics, Scenario, Scenarios, Strategy, picture, report, run, sweep, trace};
 
 fn scenario(name: &str) -> Scenario {
@@ -216,31 +211,6 @@ fn a_picture_stands_alone() {
     assert_eq!(picture.matches("<svg").count(), 1 + 2 * 3);
     assert_eq!(picture.matches("</svg>").count(), 1 + 2 * 3);
     assert!(picture.contains("blog-remaining") && !picture.contains("NaN"));
-}
-
-#[test]
-fn png_picture_has_labels_without_installed_fonts() {
-    fn texts(group: &Group) -> usize {
-        let of = |node: &Node| match node {
-            Node::Group(group) => texts(group),
-            Node::Text(text) => usize::from(text.flattened().has_children()),
-            _ => 0,
-        };
-        group.children().iter().map(of).sum()
-    }
-    let n2 = scenario("n2");
-    let strategies = [Strategy::named("fair").unwrap()];
-    let runs = sweep(&[("n2".into(), n2.clone())], &strategies, 1..=1, || {}).unwrap();
-    let svg = picture("n2", &n2, &strategies, &runs, 1).unwrap();
-    let labels = svg.matches("<text").count();
-    assert!(labels > 30);
-    assert_eq!(texts(png::tree(&svg).unwrap().root()), labels);
-
-    let drawn = |svg: &str| Pixmap::decode_png(&png::png(svg).unwrap()).unwrap();
-    let whole = drawn(&svg);
-    let bare = drawn(&svg.replace("<text", "<desc").replace("</text>", "</desc>"));
-    let differ = whole.pixels().iter().zip(bare.pixels()).filter(|(one, other)| one != other).count();
-    assert!(differ > 100 * labels, "{labels} labels make {differ} of {} pixels", whole.pixels().len());
 }
 
 #[test]

@@ -20,12 +20,11 @@ mod work;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use tokio::time::Instant;
 use tollgate::error::BoxError;
 use upstream::{Rule, Upstream};
 
-use common::{Children, Line, Options, Places, Usage};
+use common::{Children, Line, Options, Places, ProgressLine, Usage};
 use report::Told;
 
 const HELP: &str = "\
@@ -76,12 +75,12 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     }
     let start = Instant::now();
     let mut told = Told::default();
-    let mut progress = Progress::new(calls);
+    let mut progress = ProgressLine::new();
     while let Some(Line { who, text }) = children.line().await {
         told.on_event(who, &text);
-        progress.show(start.elapsed(), told.answered(), told.put_off());
+        progress.show(start.elapsed(), told.done(calls), &told.summary(start.elapsed(), calls));
     }
-    progress.bar.abandon();
+    progress.finish(told.done(calls), &told.summary(start.elapsed(), calls));
     children.end().await?;
 
     let log = args.places.upstream.as_ref().map(Upstream::log);
@@ -91,37 +90,6 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
         None => Ok(()),
     }
 }
-
-/// The progress of all campaigns: redrawn in a terminal; elsewhere a new line every two seconds.
-struct Progress {
-    bar: ProgressBar,
-    next_line: Duration,
-}
-
-impl Progress {
-    fn new(calls: u64) -> Self {
-        let style = ProgressStyle::with_template("{wide_bar:.cyan/dim} {pos}/{len} {msg}")
-            .expect("the template is well formed")
-            .progress_chars("━╸─");
-        Progress { bar: ProgressBar::new(calls).with_style(style), next_line: LINE_EVERY }
-    }
-
-    fn show(&mut self, elapsed: Duration, answered: u64, put_off: u64) {
-        let rate = answered as f64 / elapsed.as_secs_f64().max(0.1);
-        let left = self.bar.length().unwrap_or(0).saturating_sub(answered) as f64 / rate.max(0.1);
-        let line = format!("{rate:.0}/s, {put_off} times put off, {left:.0} s to go");
-        if !self.bar.is_hidden() {
-            self.bar.set_position(answered);
-            self.bar.set_message(line);
-        } else if elapsed >= self.next_line {
-            self.next_line = elapsed + LINE_EVERY;
-            eprintln!("{:6.1} s   {answered} answered, {line}", elapsed.as_secs_f64());
-        }
-    }
-}
-
-/// How often the progress is printed if it cannot be redrawn.
-const LINE_EVERY: Duration = Duration::from_secs(2);
 
 /// The options of the command line.
 #[derive(Debug)]

@@ -54,12 +54,25 @@ impl Told {
         }
     }
 
-    pub(crate) fn answered(&self) -> u64 {
-        self.0.values().map(|(counts, _)| counts.answered).sum()
+    /// Returns which fraction of `calls` was answered.
+    pub(crate) fn done(&self, calls: u64) -> f64 {
+        self.answered() as f64 / calls.max(1) as f64
     }
 
-    pub(crate) fn put_off(&self) -> u64 {
-        self.0.values().map(|(counts, _)| counts.put_off).sum()
+    /// Describes the progress of all campaigns, of `calls` in sum, after `elapsed`.
+    pub(crate) fn summary(&self, elapsed: Duration, calls: u64) -> String {
+        let answered = self.answered();
+        let put_off: u64 = self.0.values().map(|(counts, _)| counts.put_off).sum();
+        let rate = answered as f64 / elapsed.as_secs_f64().max(0.1);
+        let left = calls.saturating_sub(answered) as f64 / rate.max(0.1);
+        format!(
+            "{:6.1} s   {answered} answered, {rate:.0}/s, {put_off} times put off, {left:.0} s to go",
+            elapsed.as_secs_f64(),
+        )
+    }
+
+    fn answered(&self) -> u64 {
+        self.0.values().map(|(counts, _)| counts.answered).sum()
     }
 }
 

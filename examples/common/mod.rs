@@ -1,4 +1,4 @@
-//! Code that the examples with several processes share: options, servers, child processes, a table.
+//! Code that the examples with several processes share: options, servers, child processes, progress, a table.
 //!
 //! Such an example is one program. Started without `--role`, it starts a Redis, a service with a limit, and itself once
 //! more for each role. These processes share the limit.
@@ -7,6 +7,7 @@
 mod children;
 mod options;
 mod places;
+mod progress;
 mod table;
 
 use std::process::ExitCode;
@@ -19,6 +20,7 @@ use upstream::{SENT_HEADER, sent_now};
 pub(crate) use children::{Children, Line};
 pub(crate) use options::{Options, Usage};
 pub(crate) use places::Places;
+pub(crate) use progress::ProgressLine;
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
 /// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a failure with 1.

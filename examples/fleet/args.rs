@@ -17,13 +17,13 @@ Usage: cargo run --release --example fleet -- [options]
   --seconds <n>      how long each of the two runs lasts                          [10]
   --polite           a refused task waits as long as Retry-After says, instead of 100 ms
 
-  --processes <n>    how many processes run, each with so many tasks              [1]
+  --processes <n>    how many processes run, each with that many tasks            [1]
   --redis <where>    where they share their count: redis://host:6379/, or \"spawn\" to start a redis-server
-                     of our own for the time of the run                           [nowhere]
+                     for the time of the run                                      [nowhere]
 
   --help             this text
 
-What Redis spent is told by its own INFO: its idle time is in it, and what others ask of it.
+What Redis spent is read from its INFO. It includes idle time, and the commands of other clients.
 ";
 
 /// The options of the command line.
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     pub(crate) limit: Quota,
     /// `--burst`, checked when the layer is built.
     pub(crate) burst: Option<u32>,
-    /// How many tasks call in each process.
+    /// How many tasks of each process call.
     pub(crate) tasks: u32,
     /// How long one run lasts.
     pub(crate) time: Duration,
@@ -66,7 +66,7 @@ impl Args {
     }
 
     /// Returns whether child processes call, rather than tasks of this process.
-    pub(crate) fn many(&self) -> bool {
+    pub(crate) fn has_children(&self) -> bool {
         self.processes > 1 || self.redis.is_some()
     }
 
@@ -121,6 +121,7 @@ impl Args {
     }
 }
 
+/// Parses a whole number from `least` to `most`.
 fn number(name: &str, text: &str, least: u32, most: u32) -> Result<u32, String> {
     match text.parse() {
         Ok(number) if (least..=most).contains(&number) => Ok(number),
@@ -128,7 +129,7 @@ fn number(name: &str, text: &str, least: u32, most: u32) -> Result<u32, String> 
     }
 }
 
-/// Errors do not repeat the URL, because it may hold a password.
+/// Parses the value of `--redis`. Errors do not repeat it, because a URL may hold a password.
 fn place(text: &str) -> Result<Where, String> {
     match text {
         "spawn" => Ok(Where::Spawn),

@@ -1,4 +1,4 @@
-//! Bars of calls over time, in text.
+//! Bar charts of calls over time, as text.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -19,7 +19,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// Builds a scale on which all of `logs` fit, each `time` long.
+    /// Builds a scale that fits all of `logs`, each `time` long.
     pub(crate) fn new<'a>(rules: &[Rule], time: Duration, logs: impl Iterator<Item = &'a Log>) -> Scale {
         let step = HALF_A_SECOND
             * u32::try_from(time.div_duration_f64(HALF_A_SECOND * 30).ceil() as u64).unwrap_or(1);
@@ -69,6 +69,7 @@ impl Scale {
         chart
     }
 
+    /// Draws the cell of a bar in a row, counted from the bottom.
     fn cell(&self, bar: Tally, row: usize) -> String {
         let part = |calls: u64| (calls as f64 / self.unit - row as f64).clamp(0.0, 1.0);
         let (answered, all) = (part(bar.accepted), part(bar.all()));

@@ -10,32 +10,36 @@
 //!     cargo run --release --example fleet -- --processes 4 --redis redis://localhost:6379/
 //!
 //! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from its own log. All runs
-//! are the same loop around the same `reqwest::Client` (`run.rs`). With one process (`alone.rs`), the second run has
-//! one more layer, and that is the only difference. With many processes (`parent.rs`, `child.rs`), the layer of the
-//! second run has a store.
+//! are the same loop around the same `reqwest::Client` (`callers.rs`). With one process (`compare_one_process` below),
+//! the only difference of the second run is one more layer. With many processes (`many_processes.rs`, `child.rs`), the
+//! layer of the second run has a store.
 
-mod alone;
 mod args;
+mod callers;
 mod chart;
 mod child;
-mod parent;
+mod many_processes;
 mod progress;
+#[path = "../common/progress.rs"]
+mod progress_line;
 mod report;
 mod run;
-mod seen;
-mod sentences;
-mod shared;
-mod wire;
+mod shared_redis;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate::Quota;
 use tollgate::error::BoxError;
-use upstream::Rule;
+use tollgate::{Quota, RateLimitLayer};
+use tower::ServiceBuilder;
+use upstream::{Rule, Upstream};
 
 use args::Args;
-use shared::Redis;
+use callers::{Callers, MAX_CALLS};
+use progress::Progress;
+use run::Run;
+use shared_redis::Redis;
 
 fn main() -> ExitCode {
     let runtime = match tokio::runtime::Runtime::new() {
@@ -48,6 +52,7 @@ fn main() -> ExitCode {
     code
 }
 
+/// Reads the command line, and runs what it asks for.
 async fn begin() -> ExitCode {
     let mut words = std::env::args().skip(1).peekable();
     let role = words.next_if(|word| word == child::ROLE).map(|_| child::Role::read(&mut words));
@@ -60,8 +65,10 @@ async fn begin() -> ExitCode {
         Err(complaint) => return failed(&format!("{complaint}\nTry --help."), 2),
     };
     match role {
-        Some(Some(role)) => return child::live(&role, &args).await,
-        Some(None) => return failed("only a fleet starts its processes\nTry --help.", 2),
+        Some(Some(role)) => return child::run(&role, &args).await,
+        Some(None) => {
+            return failed("the role \"child\" is for processes that the example starts\nTry --help.", 2);
+        }
         None => {}
     }
     let redis = match &args.redis {
@@ -73,7 +80,7 @@ async fn begin() -> ExitCode {
     };
     let report = tokio::select! {
         biased;
-        () = ended() => Err("ended before the report".into()),
+        () = termination() => Err("ended before the report".into()),
         report = compare(&args, redis.as_ref()) => report,
     };
     match report {
@@ -85,17 +92,53 @@ async fn begin() -> ExitCode {
     }
 }
 
+/// Runs the fleet twice, and returns the report.
 async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String, BoxError> {
-    if args.many() { parent::compare(args, redis).await } else { alone::compare(args).await }
+    if args.has_children() {
+        many_processes::compare(args, redis).await
+    } else {
+        compare_one_process(args).await
+    }
 }
 
+/// Runs the fleet without tollgate and with it.
+async fn compare_one_process(args: &Args) -> Result<String, BoxError> {
+    let limit = RateLimitLayer::new(args.quota())?;
+    let client = callers::client()?;
+    println!(
+        "{} tasks call a service that allows {}, for {:?} each time.\n",
+        args.tasks, args.limit, args.time
+    );
+
+    // Without tollgate.
+    let upstream = Upstream::start(rules(args.limit));
+    let callers = Arc::new(Callers::new(args, 0, &upstream.url())?.max_calls(MAX_CALLS));
+    let service = ServiceBuilder::new().map_request(callers.stamp()).service(client.clone());
+    let mut progress = Progress::start("without tollgate", args.time);
+    let outcome = callers::run(&callers, service, |waiting| progress.show(upstream.tally(), waiting)).await?;
+    progress.finish(upstream.tally());
+    let without = Run::new("without tollgate", outcome, upstream.log());
+
+    // With tollgate: one layer more.
+    let upstream = Upstream::start(rules(args.limit));
+    let callers = Arc::new(Callers::new(args, 0, &upstream.url())?);
+    let service = ServiceBuilder::new().layer(limit).map_request(callers.stamp()).service(client);
+    let mut progress = Progress::start("with tollgate", args.time);
+    let outcome = callers::run(&callers, service, |waiting| progress.show(upstream.tally(), waiting)).await?;
+    progress.finish(upstream.tally());
+    let with = Run { margin: Some(MARGIN), ..Run::new("with tollgate", outcome, upstream.log()) };
+
+    Ok(report::one(args, &rules(args.limit), &[without, with]))
+}
+
+/// Prints an error, and returns the exit code.
 fn failed(why: &str, code: u8) -> ExitCode {
     eprintln!("fleet: {why}");
     ExitCode::from(code)
 }
 
-/// Waits until the program is asked to end. Everything that it started is then dropped, and so ends too.
-async fn ended() {
+/// Waits for SIGTERM or Ctrl-C. The program then drops, and so ends, everything that it started.
+async fn termination() {
     #[cfg(unix)]
     if let Ok(mut terminate) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
         tokio::select! {
@@ -112,8 +155,8 @@ fn rules(limit: Quota) -> Vec<Rule> {
     limit.limits().iter().map(|limit| Rule::new(limit.count(), limit.window())).collect()
 }
 
-/// How much the transit time to the service may vary, as `RateLimitLayer` assumes it.
+/// How much the transit time to the service may vary: the default of `RateLimitLayer`.
 const TRANSIT_SLACK: Duration = Duration::from_millis(10);
 
-/// What tollgate keeps free between two windows: the life of a permit, 10 ms, and the slack.
+/// The time that tollgate keeps free between two windows: the validity of a permit, 10 ms, and the slack.
 const MARGIN: Duration = Duration::from_millis(20);

@@ -1,33 +1,33 @@
-//! The report: the charts, the table, and the sentences that explain it.
+//! The report: the charts, the table, and sentences that explain the table, whether or not its numbers are favourable.
 
 use std::time::Duration;
 
 use upstream::Rule;
 
-use crate::MARGIN;
 use crate::args::Args;
+use crate::callers::MAX_CALLS;
 use crate::chart::Scale;
-use crate::seen::Run;
-use crate::sentences;
-use crate::shared::Spent;
+use crate::run::Run;
+use crate::shared_redis::Spent;
+use crate::{MARGIN, TRANSIT_SLACK};
 
 /// Returns the report on one process: without tollgate, and with it.
 pub(crate) fn one(args: &Args, rules: &[Rule], runs: &[Run; 2]) -> String {
     let [without, with] = runs;
-    report(args, rules, runs, sentences::one(args, rules, without, with))
+    report(args, rules, runs, sentences_on_one(args, rules, without, with))
 }
 
 /// Returns the report on many processes: each for itself and, if there was a Redis, with a shared count.
 pub(crate) fn many(args: &Args, rules: &[Rule], runs: &[Run]) -> String {
-    report(args, rules, runs, sentences::many(args, rules, runs))
+    report(args, rules, runs, sentences_on_many(args, rules, runs))
 }
 
-fn report(args: &Args, rules: &[Rule], runs: &[Run], said: Vec<String>) -> String {
+fn report(args: &Args, rules: &[Rule], runs: &[Run], sentences: Vec<String>) -> String {
     let scale = Scale::new(rules, args.time, runs.iter().map(|run| &run.log));
     let mut parts = vec![scale.legend()];
     parts.extend(runs.iter().map(|run| format!("{}\n{}", run.name, scale.chart(&run.log))));
     parts.push(table(args, rules, runs).to_string());
-    parts.push(said.iter().map(|sentence| format!("{sentence}\n")).collect());
+    parts.push(sentences.iter().map(|sentence| format!("{sentence}\n")).collect());
     parts.join("\n")
 }
 
@@ -59,9 +59,88 @@ fn table<'a>(args: &Args, rules: &[Rule], runs: &'a [Run]) -> Table<'a> {
     table.row_if("processor time of Redis, per call sent", |run| {
         per_call(run, |spent| spent.cpu.as_secs_f64() * 1e6).map(|micros| format!("{micros:.0} µs"))
     });
-    table.row_if("refused by tollgate, never sent (max_wait)", |run| above_0(run.outcome.held_back));
-    table.row_if("never sent, as the store was away", |run| above_0(run.outcome.store_away));
+    table.row_if("refused by tollgate, never sent (max_wait)", |run| above_0(run.outcome.refused_locally));
+    table.row_if("never sent, as the store was away", |run| above_0(run.outcome.store_failures));
     table
+}
+
+/// Returns the sentences on runs of one process.
+fn sentences_on_one(args: &Args, rules: &[Rule], without: &Run, with: &Run) -> Vec<String> {
+    let mut sentences = Vec::new();
+    let unbounded = "Without tollgate the tasks stayed within the limit by themselves: give them more to do.";
+    sentences.push(went_over("Without tollgate", rules, without).unwrap_or_else(|| unbounded.into()));
+    if without.log.len() >= MAX_CALLS {
+        sentences.push(format!("That run was stopped after {MAX_CALLS} calls."));
+    }
+    let kept = format!("the same tasks got {} answers ({} without)", with.answered(), without.answered());
+    sentences.push(kept_or_not("With it", &kept, rules, with));
+    let (unlucky, lucky) = without.answers_per_task(args);
+    let (fewest, most) = with.answers_per_task(args);
+    if lucky - unlucky > 2 * (most - fewest) {
+        sentences.push(format!(
+            "Without it the lucky are served ({unlucky} to {lucky} answers per task), with it all in turn ({fewest} to \
+             {most}).",
+        ));
+    }
+    sentences.extend(uneven(args, with));
+    sentences
+}
+
+/// Returns the sentences on runs of many processes: each for itself and, if there was a Redis, with a shared count.
+fn sentences_on_many(args: &Args, rules: &[Rule], runs: &[Run]) -> Vec<String> {
+    let mut sentences = Vec::new();
+    if let Some(own) = runs.first() {
+        let kept = format!("the processes got {} answers", own.answered());
+        let over = went_over("Each for itself", rules, own);
+        sentences.push(over.unwrap_or_else(|| kept_or_not("Each for itself", &kept, rules, own)));
+    }
+    match runs.get(1) {
+        Some(shared) if shared.log.is_empty() => {
+            sentences.push("With a common count in Redis nothing was sent.".into());
+        }
+        Some(shared) => {
+            let kept = format!("the same processes got {} answers", shared.answered());
+            sentences.push(kept_or_not("With a common count in Redis", &kept, rules, shared));
+            sentences.extend(uneven(args, shared));
+        }
+        None => sentences.push("With --redis they share a count.".into()),
+    }
+    sentences.extend(
+        runs.iter().filter_map(|run| Some(format!("The store said: {}.", run.outcome.store_error.as_ref()?))),
+    );
+    sentences
+}
+
+/// Describes the refusals of a run that exceeded the limit.
+fn went_over(how: &str, rules: &[Rule], run: &Run) -> Option<String> {
+    let (Rule { count, window, .. }, most) = run.furthest_over(rules)?;
+    Some(format!(
+        "{how}, {} of all calls were refused, and up to {most} came within {window:?}, where {count} are allowed.",
+        percent(run.refused_of_all()),
+    ))
+}
+
+/// Describes whether the limit was kept; the sentence includes `kept` if it was.
+fn kept_or_not(how: &str, kept: &str, rules: &[Rule], run: &Run) -> String {
+    let broken = rules.iter().find_map(|rule| run.log.over(*rule, TRANSIT_SLACK));
+    match (run.refused(), broken) {
+        (0, None) => format!("{how}, {kept}, and not one call was too many."),
+        (refused, None) => format!(
+            "{how}, {refused} of {} calls were still refused: the way to the service took up to {} longer for one call \
+             than for another, and transit_slack covers {TRANSIT_SLACK:?}.",
+            run.log.len(),
+            span(run.log.jitter()),
+        ),
+        (_, Some(broken)) => format!(
+            "{how}, the limit was broken: {broken}. If this machine did not pause, that is a bug of tollgate."
+        ),
+    }
+}
+
+/// Suggests `--burst`, if the calls came in bursts.
+fn uneven(args: &Args, run: &Run) -> Option<String> {
+    (args.burst.is_none() && run.log.unevenness() > 2.0)
+        .then(|| format!("What {} allows at once goes at once; --burst <n> spreads it.", args.limit))
 }
 
 /// A table with a column for each run.
@@ -71,6 +150,7 @@ struct Table<'a> {
 }
 
 impl Table<'_> {
+    /// Adds a row.
     fn row(&mut self, name: &str, of: impl Fn(&Run) -> String) {
         self.rows.push((name.to_owned(), self.runs.iter().map(of).collect()));
     }
@@ -112,11 +192,11 @@ fn above_0(count: u64) -> Option<String> {
     (count > 0).then(|| count.to_string())
 }
 
-pub(crate) fn percent(share: f64) -> String {
+fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }
 
-pub(crate) fn span(span: Duration) -> String {
+fn span(span: Duration) -> String {
     if span < Duration::from_millis(100) {
         format!("{:.1} ms", span.as_secs_f64() * 1e3)
     } else {

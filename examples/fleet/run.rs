@@ -1,242 +1,93 @@
-//! One run: tasks that call in a closed loop, the same in one process and in each of many.
+//! A run that has ended: what its tasks and the service saw.
 
-#![allow(clippy::disallowed_methods, reason = "a user of tollgate has its own clock")]
-
-use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use reqwest::header::{HeaderValue, RETRY_AFTER};
-use reqwest::{Client, Method, Request, Response, StatusCode, Url};
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout_at};
-use tollgate::Limited;
-use tollgate::error::BoxError;
-use tower::{Service, ServiceExt};
-use upstream::{SENT_HEADER, WHO_HEADER, sent_now};
+use upstream::{Arrival, Log, Rule};
 
 use crate::args::Args;
-use crate::progress::TICK;
+use crate::callers::Outcome;
+use crate::shared_redis::Spent;
 
-/// What the tasks saw; the log of the service has what the service saw.
-#[derive(Debug, Default)]
-pub(crate) struct Outcome {
-    /// For each 200, how long the task waited for it: waits, refusals and retries included.
-    pub(crate) took: Vec<Duration>,
-    /// How often tollgate refused a call, because the slot was further ahead than `max_wait`.
-    pub(crate) held_back: u64,
-    /// How often tollgate refused a call because the store did not respond.
-    pub(crate) store_away: u64,
-    /// One error of the store.
-    pub(crate) complaint: Option<String>,
+/// A run that has ended.
+pub(crate) struct Run {
+    /// The name of the run: the head of its column.
+    pub(crate) name: &'static str,
+    /// What the tasks saw.
+    pub(crate) outcome: Outcome,
+    /// What the service saw.
+    pub(crate) log: Log,
+    /// The time that tollgate keeps free between two windows, if it is fixed.
+    pub(crate) margin: Option<Duration>,
+    /// What the run cost Redis, if that is known.
+    pub(crate) spent: Option<Spent>,
 }
 
-impl Outcome {
-    /// Adds the outcome of other tasks.
-    pub(crate) fn add(&mut self, other: Outcome) {
-        self.took.extend(other.took);
-        self.held_back += other.held_back;
-        self.store_away += other.store_away;
-        self.complaint = self.complaint.take().or(other.complaint);
-    }
-}
-
-/// The tasks of one process.
-#[derive(Debug)]
-pub(crate) struct Crew {
-    url: Url,
-    process: u32,
-    tasks: u32,
-    time: Duration,
-    polite: bool,
-    most_calls: usize,
-    counts: Counts,
-}
-
-/// What the tasks of a crew do, in sum.
-#[derive(Debug, Default)]
-struct Counts {
-    /// Calls that were begun, or would have been.
-    begun: AtomicUsize,
-    /// Calls of `begun` that left the gate, and calls that the gate refused.
-    through: AtomicUsize,
-    /// How many tasks wait after a refusal.
-    backing_off: AtomicUsize,
-}
-
-impl Crew {
-    /// Builds the crew of the process `process`, which calls the service at `url`.
-    pub(crate) fn new(args: &Args, process: u32, url: &str) -> Result<Crew, BoxError> {
-        Ok(Crew {
-            url: url.parse()?,
-            process,
-            tasks: args.tasks,
-            time: args.time,
-            polite: args.polite,
-            most_calls: usize::MAX,
-            counts: Counts::default(),
-        })
+impl Run {
+    /// Combines what the tasks saw and what the service saw.
+    pub(crate) fn new(name: &'static str, mut outcome: Outcome, log: Log) -> Run {
+        outcome.took.sort_unstable();
+        Run { name, outcome, log, margin: None, spent: None }
     }
 
-    /// Makes at most `most_calls` calls.
-    pub(crate) fn at_most(self, most_calls: usize) -> Crew {
-        Crew { most_calls, ..self }
+    /// Returns how many calls the service accepted.
+    pub(crate) fn answered(&self) -> usize {
+        self.log.iter().filter(|arrival| arrival.accepted).count()
     }
 
-    /// Writes the send time into a request. It stands behind the gate, so that a wait there does not count.
-    pub(crate) fn stamp(self: &Arc<Self>) -> impl Fn(Request) -> Request + Clone + use<> {
-        let crew = Arc::clone(self);
-        move |mut request| {
-            crew.counts.through.fetch_add(1, Ordering::Relaxed);
-            request.headers_mut().insert(SENT_HEADER, sent_now());
-            request
-        }
+    /// Returns how many calls the service refused.
+    pub(crate) fn refused(&self) -> usize {
+        self.log.len() - self.answered()
     }
 
-    /// Builds a call of the task `task`.
-    pub(crate) fn request(&self, task: impl std::fmt::Display) -> Request {
-        let mut request = Request::new(Method::GET, self.url.clone());
-        let who = format!("{}.{task}", self.process);
-        request.headers_mut().insert(WHO_HEADER, HeaderValue::try_from(who).expect("numbers and letters"));
-        request
+    /// Returns which fraction of all calls the service refused.
+    pub(crate) fn refused_of_all(&self) -> f64 {
+        self.refused() as f64 / self.log.len().max(1) as f64
     }
 
-    /// Returns how many tasks wait, at the gate or after a refusal.
-    fn waiting(&self) -> usize {
-        // The order of the loads keeps `begun` at or above `through`.
-        let through = self.counts.through.load(Ordering::Acquire);
-        let begun = self.counts.begun.load(Ordering::Acquire);
-        begun.saturating_sub(through) + self.counts.backing_off.load(Ordering::Relaxed)
+    /// Returns the fraction of the tightest rule that was used, with windows longer by `margin`.
+    pub(crate) fn used(&self, rules: &[Rule], margin: Duration) -> Option<f64> {
+        let longer = |rule: &Rule| Rule::new(rule.count, rule.window + margin);
+        rules.iter().filter_map(|rule| self.log.used(longer(rule))).max_by(f64::total_cmp)
     }
 
-    async fn back_off(&self, wait: Duration) {
-        self.counts.backing_off.fetch_add(1, Ordering::Relaxed);
-        sleep(wait).await;
-        self.counts.backing_off.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Builds the client of a crew. It uses no proxy, as the service is on this machine.
-pub(crate) fn client() -> reqwest::Result<Client> {
-    Client::builder().no_proxy().build()
-}
-
-/// Runs the tasks of a crew through `service` for its time. Ten times a second it passes the number of waiting tasks to
-/// `watch`.
-pub(crate) async fn fleet<S>(
-    crew: &Arc<Crew>,
-    service: S,
-    mut watch: impl FnMut(usize),
-) -> Result<Outcome, BoxError>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>, Future: Send> + Clone + Send + 'static,
-{
-    let end = Instant::now() + crew.time;
-    let mut tasks = JoinSet::new();
-    for number in 0..crew.tasks {
-        let caller = Caller {
-            service: service.clone(),
-            request: crew.request(number),
-            crew: Arc::clone(crew),
-            outcome: Outcome::default(),
-        };
-        tasks.spawn(caller.call_until(end));
-    }
-    let mut everybody = pin!(gather(tasks));
-    loop {
-        tokio::select! {
-            outcome = &mut everybody => return outcome,
-            () = sleep(TICK) => watch(crew.waiting()),
-        }
-    }
-}
-
-/// Returns the sum of the outcomes. At the first error it returns that, and drops the other tasks.
-pub(crate) async fn gather(mut tasks: JoinSet<Result<Outcome, BoxError>>) -> Result<Outcome, BoxError> {
-    let mut all = Outcome::default();
-    while let Some(joined) = tasks.join_next().await {
-        all.add(joined??);
-    }
-    Ok(all)
-}
-
-/// One task.
-struct Caller<S> {
-    service: S,
-    request: Request,
-    crew: Arc<Crew>,
-    outcome: Outcome,
-}
-
-impl<S> Caller<S>
-where
-    S: Service<Request, Response = Response, Error: Into<BoxError>>,
-{
-    /// Makes one call after the other. At `end` it drops the current call, wherever it is. If the call waits at the
-    /// gate, its place goes to the next one.
-    async fn call_until(mut self, end: Instant) -> Result<Outcome, BoxError> {
-        match timeout_at(end, self.call_on()).await {
-            Ok(Err(error)) => Err(error),
-            Ok(Ok(())) | Err(_) => Ok(self.outcome),
-        }
+    /// Returns the time within which `percent` of the answers came.
+    pub(crate) fn took(&self, percent: usize) -> Option<Duration> {
+        let took = &self.outcome.took;
+        took.get((took.len() * percent).div_ceil(100).checked_sub(1)?).copied()
     }
 
-    async fn call_on(&mut self) -> Result<(), BoxError> {
-        let mut wanted = Instant::now();
-        while self.crew.counts.begun.fetch_add(1, Ordering::AcqRel) < self.crew.most_calls {
-            let request = self.request.try_clone().expect("a request without a body can be cloned");
-            let service = self.service.ready().await.map_err(Into::into)?;
-            match service.call(request).await.map_err(Into::into) {
-                Ok(response) if response.status() == StatusCode::TOO_MANY_REQUESTS => {
-                    let wait = self.patience(&response);
-                    response.bytes().await?; // so that the connection can be used again
-                    self.crew.back_off(wait).await;
-                }
-                Ok(response) => {
-                    response.error_for_status()?.bytes().await?;
-                    self.outcome.took.push(wanted.elapsed());
-                    wanted = Instant::now();
-                }
-                Err(error) => {
-                    let wait = self.held_back(error)?;
-                    self.crew.counts.through.fetch_add(1, Ordering::Relaxed);
-                    self.crew.back_off(wait).await;
-                }
+    /// Returns the fewest and the most answers of a task.
+    pub(crate) fn answers_per_task(&self, args: &Args) -> (u64, u64) {
+        self.answers(args.processes * args.tasks, |arrival| arrival.who.as_deref())
+    }
+
+    /// Returns the fewest and the most answers of a process.
+    pub(crate) fn answers_per_process(&self, args: &Args) -> (u64, u64) {
+        self.answers(args.processes, |arrival| who(arrival).map(|(process, _)| process))
+    }
+
+    fn answers(&self, callers: u32, caller: impl Fn(&Arrival) -> Option<&str>) -> (u64, u64) {
+        let mut answers: BTreeMap<&str, u64> = BTreeMap::new();
+        for arrival in self.log.iter().filter(|arrival| arrival.accepted) {
+            if let Some(caller) = caller(arrival) {
+                *answers.entry(caller).or_default() += 1;
             }
         }
-        Ok(())
+        let fewest = if answers.len() < callers as usize { None } else { answers.values().min() };
+        (fewest.copied().unwrap_or(0), answers.values().max().copied().unwrap_or(0))
     }
 
-    /// Returns how long to wait after a refusal by the gate. Any other error is returned.
-    fn held_back(&mut self, error: BoxError) -> Result<Duration, BoxError> {
-        match Limited::find(error.as_ref()) {
-            Some(Limited::Store { source, .. }) => {
-                self.outcome.store_away += 1;
-                self.outcome.complaint = Some(source.to_string());
-                Ok(IMPATIENCE)
-            }
-            Some(limited) if limited.retry_after().is_some() => {
-                self.outcome.held_back += 1;
-                Ok(limited.retry_after().unwrap_or(IMPATIENCE))
-            }
-            _ => Err(error),
-        }
-    }
-
-    /// Returns how long a refused task waits before it tries again.
-    fn patience(&self, refused: &Response) -> Duration {
-        let asked = refused.headers().get(RETRY_AFTER).filter(|_| self.crew.polite).and_then(seconds);
-        asked.unwrap_or(IMPATIENCE)
+    /// Returns the rule that was exceeded by the largest number of calls, and the number of calls in its window.
+    pub(crate) fn furthest_over(&self, rules: &[Rule]) -> Option<(Rule, usize)> {
+        let counts = rules.iter().map(|rule| (*rule, self.log.largest_count(rule.window)));
+        counts
+            .filter(|(rule, count)| *count > rule.count as usize)
+            .max_by_key(|(rule, count)| count - rule.count as usize)
     }
 }
 
-fn seconds(value: &HeaderValue) -> Option<Duration> {
-    Some(Duration::from_secs(value.to_str().ok()?.parse().ok()?))
+/// Returns the process and the task that made a call.
+pub(crate) fn who(arrival: &Arrival) -> Option<(&str, &str)> {
+    arrival.who.as_deref()?.split_once('.')
 }
-
-/// How long a refused task waits if it does not read `Retry-After`; many clients do not.
-const IMPATIENCE: Duration = Duration::from_millis(100);
-
-/// The most calls of a run. Without a gate, only this bounds the calls under a generous limit.
-pub(crate) const MOST_CALLS: usize = 20_000;

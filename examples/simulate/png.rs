@@ -24,10 +24,44 @@ pub(crate) fn png(svg: &str) -> Result<Vec<u8>, Box<dyn Error>> {
 }
 
 /// Parses `svg`, with every text laid out.
-pub(crate) fn tree(svg: &str) -> Result<Tree, Box<dyn Error>> {
+fn tree(svg: &str) -> Result<Tree, Box<dyn Error>> {
     let mut fonts = Database::new();
     fonts.load_font_data(dejavu::sans_condensed::regular().to_vec());
     fonts.load_font_data(dejavu::sans_condensed::bold().to_vec());
     fonts.set_sans_serif_family("DejaVu Sans");
     Ok(Tree::from_str(svg, &Options { fontdb: Arc::new(fonts), ..Options::default() })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use resvg::usvg::{Group, Node};
+    use tollgate::sim::{Scenarios, Strategy, picture, sweep};
+
+    use super::*;
+
+    #[test]
+    fn png_picture_has_labels_without_installed_fonts() {
+        fn texts(group: &Group) -> usize {
+            let of = |node: &Node| match node {
+                Node::Group(group) => texts(group),
+                Node::Text(text) => usize::from(text.flattened().has_children()),
+                _ => 0,
+            };
+            group.children().iter().map(of).sum()
+        }
+        let public = Scenarios::public().0;
+        let (_, n2) = public.iter().find(|(name, _)| name == "n2").expect("it is in the public set");
+        let strategies = [Strategy::named("fair").unwrap()];
+        let runs = sweep(&[("n2".into(), n2.clone())], &strategies, 1..=1, || {}).unwrap();
+        let svg = picture("n2", n2, &strategies, &runs, 1).unwrap();
+        let labels = svg.matches("<text").count();
+        assert!(labels > 30);
+        assert_eq!(texts(tree(&svg).unwrap().root()), labels);
+
+        let drawn = |svg: &str| Pixmap::decode_png(&png(svg).unwrap()).unwrap();
+        let whole = drawn(&svg);
+        let bare = drawn(&svg.replace("<text", "<desc").replace("</text>", "</desc>"));
+        let differ = whole.pixels().iter().zip(bare.pixels()).filter(|(one, other)| one != other).count();
+        assert!(differ > 100 * labels, "{labels} labels make {differ} of {} pixels", whole.pixels().len());
+    }
 }

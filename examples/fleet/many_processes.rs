@@ -1,4 +1,4 @@
-//! Many processes that call one service: each counts for itself, or they share a count.
+//! The parent of many processes: first each process counts alone, then they share a count in Redis.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -14,16 +14,15 @@ use tollgate::error::BoxError;
 use upstream::{Arrival, Log, Tally, Upstream};
 
 use crate::args::Args;
-use crate::child::{Role, WARM_UP};
+use crate::callers::{Outcome, gather};
+use crate::child::{GO, Line, Role, WARM_UP};
 use crate::progress::{Progress, TICK};
 use crate::report;
 use crate::rules;
-use crate::run::{Outcome, gather};
-use crate::seen::{Run, who};
-use crate::shared::{Redis, Spent};
-use crate::wire::{GO, Line};
+use crate::run::{Run, who};
+use crate::shared_redis::{Redis, Spent};
 
-/// Runs the fleet without a common count and with one.
+/// Runs the fleet without a shared count and, if there is a Redis, with one.
 pub(crate) async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String, BoxError> {
     println!(
         "{} with {} tasks {}call a service that allows {}, for {:?} each time.\n",
@@ -40,29 +39,31 @@ pub(crate) async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String
     Ok(report::many(args, &rules(args.limit), &runs))
 }
 
+/// Runs all processes once.
 async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<Run, BoxError> {
     let warm_ups = (args.processes * args.tasks) as usize;
     let upstream = Upstream::start(rules(args.limit))
         .script(move |call| (call < warm_ups).then(|| Response::new("warm\n".into())));
-    let mut members = Vec::new();
+    let mut children = Vec::new();
     for process in 0..args.processes {
-        members.push(Member::start(&Role::new(process, upstream.url(), redis), args)?);
+        children.push(Process::start(&Role::new(process, upstream.url(), redis), args)?);
     }
-    for member in &mut members {
-        timeout(PATIENCE, member.ready()).await.map_err(|_| member.late("to get ready"))??;
+    for process in &mut children {
+        timeout(PATIENCE, process.ready()).await.map_err(|_| process.late("to get ready"))??;
     }
 
     let before = spent(redis).await;
     let waiting = Arc::new(AtomicUsize::new(0));
     let mut processes = JoinSet::new();
-    for member in &mut members {
-        member.go().await?;
+    for process in &mut children {
+        process.go().await?;
     }
-    for mut member in members {
-        let (waiting, time) = (Arc::clone(&waiting), args.time + PATIENCE);
+    for mut process in children {
+        let waiting = Arc::clone(&waiting);
+        let time = args.time + PATIENCE;
         processes.spawn(async move {
-            let told = timeout(time, member.follow(&waiting)).await;
-            told.map_err(|_| member.late("to tell what it saw"))?
+            let outcome = timeout(time, process.follow(&waiting)).await;
+            outcome.map_err(|_| process.late("to report what it saw"))?
         });
     }
     let seen = || {
@@ -71,11 +72,11 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
     };
     let mut progress = Progress::start(name, args.time);
     let mut tick = interval(TICK);
-    let mut everybody = std::pin::pin!(gather(processes));
+    let mut outcome = std::pin::pin!(gather(processes));
     let outcome = loop {
         tokio::select! {
-            outcome = &mut everybody => break outcome?,
-            _ = tick.tick() => progress.tell(seen(), waiting.load(Ordering::Relaxed)),
+            outcome = &mut outcome => break outcome?,
+            _ = tick.tick() => progress.show(seen(), waiting.load(Ordering::Relaxed)),
         }
     };
     progress.finish(seen());
@@ -86,21 +87,21 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
     Ok(Run { spent, ..Run::new(name, outcome, log) })
 }
 
-/// Returns what Redis spent. If Redis does not tell, two cells stay empty.
+/// Returns what Redis spent. Returns `None` without a Redis, or if it does not respond.
 async fn spent(redis: Option<&Redis>) -> Option<Spent> {
     redis?.spent().await.ok()
 }
 
-/// A process of the fleet. It is killed when it is dropped, and ends by itself when its input ends.
-struct Member {
+/// A child process. It is killed when this is dropped, and ends by itself when its input ends.
+struct Process {
     number: u32,
     child: Child,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
-impl Member {
-    fn start(role: &Role, args: &Args) -> Result<Member, BoxError> {
+impl Process {
+    fn start(role: &Role, args: &Args) -> Result<Process, BoxError> {
         let mut child = Command::new(std::env::current_exe()?)
             .args(role.words())
             .args(&args.passed_on)
@@ -110,16 +111,18 @@ impl Member {
             .spawn()?;
         let input = child.stdin.take().expect("its input is piped");
         let output = child.stdout.take().expect("its output is piped");
-        Ok(Member { number: role.process, child, input, lines: BufReader::new(output).lines() })
+        Ok(Process { number: role.process, child, input, lines: BufReader::new(output).lines() })
     }
 
+    /// Waits until the child has opened its connections.
     async fn ready(&mut self) -> Result<(), BoxError> {
         match self.line().await? {
             Line::Ready => Ok(()),
-            line => Err(format!("process {} is not ready, but says {line}", self.number).into()),
+            line => Err(format!("process {} should be ready, but printed {line}", self.number).into()),
         }
     }
 
+    /// Sends the start signal.
     async fn go(&mut self) -> Result<(), BoxError> {
         Ok(self.input.write_all(format!("{GO}\n").as_bytes()).await?)
     }
@@ -137,9 +140,9 @@ impl Member {
                     before = tasks;
                 }
                 Line::Took(took) => outcome.took.push(took),
-                Line::HeldBack(calls) => outcome.held_back = calls,
-                Line::StoreAway(calls) => outcome.store_away = calls,
-                Line::Complaint(text) => outcome.complaint = Some(text),
+                Line::RefusedLocally(calls) => outcome.refused_locally = calls,
+                Line::StoreFailures(calls) => outcome.store_failures = calls,
+                Line::StoreError(text) => outcome.store_error = Some(text),
                 Line::Done => break,
             }
         }
@@ -147,6 +150,11 @@ impl Member {
         Ok(outcome)
     }
 
+    /// Returns the next line of the child.
+    ///
+    /// # Errors
+    ///
+    /// If the child failed, ended, or printed something else.
     async fn line(&mut self) -> Result<Line, BoxError> {
         match self.lines.next_line().await? {
             Some(line) => match line.parse()? {
@@ -165,5 +173,5 @@ impl Member {
     }
 }
 
-/// How long a process may take after the time of the run.
+/// How long a child may take to get ready, and to report after its run.
 const PATIENCE: Duration = Duration::from_secs(20);

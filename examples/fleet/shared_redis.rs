@@ -1,4 +1,4 @@
-//! The Redis in which the processes share their count: given or started, and its own figures of what it spent.
+//! The Redis in which the processes share their count, given by the user or started here, and what it costs.
 
 use std::time::Duration;
 
@@ -11,15 +11,16 @@ use crate::args::Where;
 
 /// A Redis that responds.
 pub(crate) struct Redis {
+    /// The URL, with the password if it has one.
     pub(crate) url: String,
     /// The prefix of all keys of this run, so that it shares nothing with other runs.
     pub(crate) prefix: String,
     connection: MultiplexedConnection,
-    /// The server, if the example started it; killed when it is dropped.
-    _ours: Option<RedisServer>,
+    /// The server, if the example started it. It is killed when this is dropped.
+    _server: Option<RedisServer>,
 }
 
-/// What Redis has spent since it started.
+/// What Redis has spent since it started, by its own figures.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spent {
     /// Store calls: the scripts that Redis ran.
@@ -31,7 +32,7 @@ pub(crate) struct Spent {
 impl Redis {
     /// Starts a Redis, or checks within a second that the given one responds.
     pub(crate) async fn reach(place: &Where) -> Result<Redis, String> {
-        let (url, ours) = match place {
+        let (url, server) = match place {
             Where::At(url) => (url.clone(), None),
             Where::Spawn => {
                 let server = RedisServer::start().map_err(|error| error.to_string())?;
@@ -39,26 +40,26 @@ impl Redis {
             }
         };
         let client = Client::open(url.as_str()).map_err(|error| format!("--redis: {error}"))?;
-        // The address without user and password.
-        let away = |why: String| {
+        // The address has no user and no password.
+        let unreachable = |why: String| {
             let why = why.split_whitespace().collect::<Vec<_>>().join(" "); // some errors have many lines
             format!("no Redis at {}: {why}", client.get_connection_info().addr())
         };
-        let connection = match timeout(PATIENCE, connect(&client)).await {
+        let connection = match timeout(TIMEOUT, connect(&client)).await {
             Ok(Ok(connection)) => connection,
-            Ok(Err(error)) => return Err(away(error.to_string())),
-            Err(_) => return Err(away(format!("no answer within {PATIENCE:?}"))),
+            Ok(Err(error)) => return Err(unreachable(error.to_string())),
+            Err(_) => return Err(unreachable(format!("no answer within {TIMEOUT:?}"))),
         };
         let prefix = format!("fleet-{}-{:08x}", std::process::id(), random());
-        Ok(Redis { url, prefix, connection, _ours: ours })
+        Ok(Redis { url, prefix, connection, _server: server })
     }
 
-    /// Returns what Redis has spent up to now, by its own figures.
+    /// Returns what Redis has spent up to now.
     pub(crate) async fn spent(&self) -> Result<Spent, RedisError> {
         let mut connection = self.connection.clone();
-        let mut info = redis::cmd("INFO");
-        let books: String = info.arg("commandstats").arg("cpu").query_async(&mut connection).await?;
-        Ok(Spent { calls: calls(&books), cpu: cpu(&books) })
+        let mut command = redis::cmd("INFO");
+        let info: String = command.arg("commandstats").arg("cpu").query_async(&mut connection).await?;
+        Ok(Spent { calls: calls(&info), cpu: cpu(&info) })
     }
 }
 
@@ -75,31 +76,31 @@ async fn connect(client: &Client) -> Result<MultiplexedConnection, RedisError> {
     Ok(connection)
 }
 
-/// Parses lines such as `cmdstat_evalsha:calls=12,usec=345,...`.
-fn calls(books: &str) -> u64 {
+/// Sums the calls in lines such as `cmdstat_evalsha:calls=12,usec=345,...`.
+fn calls(info: &str) -> u64 {
     let scripts = ["cmdstat_evalsha", "cmdstat_eval"];
     let of = |line: &str| {
         let (_, numbers) = line.split_once(':').filter(|(name, _)| scripts.contains(name))?;
         numbers.strip_prefix("calls=")?.split(',').next()?.parse::<u64>().ok()
     };
-    books.lines().filter_map(of).sum()
+    info.lines().filter_map(of).sum()
 }
 
-/// Parses lines such as `used_cpu_user:1.234567`, in seconds.
-fn cpu(books: &str) -> Duration {
+/// Sums the seconds in lines such as `used_cpu_user:1.234567`.
+fn cpu(info: &str) -> Duration {
     let kinds = ["used_cpu_sys", "used_cpu_user"];
     let of = |line: &str| {
         let (_, seconds) = line.split_once(':').filter(|(name, _)| kinds.contains(name))?;
         Duration::try_from_secs_f64(seconds.trim().parse().ok()?).ok()
     };
-    books.lines().filter_map(of).sum()
+    info.lines().filter_map(of).sum()
 }
 
-/// Each hasher of the standard library has its own seed.
+/// Returns a random number: each hasher of the standard library has its own seed.
 fn random() -> u32 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0) as u32
 }
 
 /// How long a Redis may take to respond.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
