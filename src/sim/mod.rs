@@ -44,7 +44,6 @@
 
 mod brief;
 mod caller;
-mod chart;
 mod drive;
 mod error;
 mod fleet;

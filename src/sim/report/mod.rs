@@ -1,15 +1,18 @@
 //! A report on runs: one file of HTML without external resources.
 
+mod chart;
+
 use std::fmt::Write;
 
-use super::chart::{self, Axis, Chart};
-use super::drive::trace;
-use super::error::RunError;
-use super::metrics::Metrics;
-use super::scenario::{Scenario, Server, StoreModel};
-use super::strategy::Strategy;
-use super::sweep::Runs;
-use super::trace::Trace;
+use chart::{Axis, Chart};
+
+use crate::sim::drive::trace;
+use crate::sim::error::RunError;
+use crate::sim::metrics::Metrics;
+use crate::sim::scenario::{Scenario, Server, StoreModel};
+use crate::sim::strategy::Strategy;
+use crate::sim::sweep::Runs;
+use crate::sim::trace::Trace;
 
 /// Returns a report on `runs`, which [`sweep`](super::sweep) returned for `scenarios` and `strategies`.
 ///
@@ -50,7 +53,7 @@ pub fn report(
         page += &charts(name, scenario, strategies, runs, seed)?;
         page += "</div></details>\n";
     }
-    let _ = write!(page, "</main>\n<script>\n{}</script></body></html>\n", include_str!("report.js"));
+    let _ = write!(page, "</main>\n<script>\n{}</script></body></html>\n", include_str!("page.js"));
     Ok(page)
 }
 
