@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
+use http::Response;
+
 use super::gates::Ticket;
 use super::headers::ServerResponse;
+use super::scenario::Group;
 
 /// A caller, which makes one call after the other. Times are in seconds.
 #[derive(Debug)]
@@ -31,8 +34,21 @@ pub(super) struct Caller {
 }
 
 impl Caller {
+    /// Creates the callers of process `number` of a group. `group_index` and `process` are their indices in the fleet.
+    pub(super) fn all_of(
+        group_index: usize,
+        group: &Group,
+        number: usize,
+        process: usize,
+    ) -> impl Iterator<Item = Caller> + use<> {
+        let later = group.stagger * number as f64;
+        let join = group.join + later;
+        let leave = group.leave.map_or(f64::INFINITY, |leave| leave + later);
+        (0..group.tasks).map(move |_| Caller::new(process, group_index, join, leave))
+    }
+
     /// Creates a caller that has not called yet.
-    pub(super) fn new(process: usize, group: usize, join: f64, leave: f64) -> Self {
+    fn new(process: usize, group: usize, join: f64, leave: f64) -> Self {
         Caller {
             process,
             group,
@@ -45,6 +61,31 @@ impl Caller {
             call: None,
             done: false,
         }
+    }
+
+    /// Returns how many seconds the caller rests from `now` on; `None` if it may call. `duty` is how long it calls and how
+    /// long it rests, in turn.
+    pub(super) fn rest(&self, now: f64, duty: Option<(f64, f64)>) -> Option<f64> {
+        let (on, off) = duty?;
+        let into = (now - self.join).rem_euclid(on + off);
+        (into >= on).then_some(on + off - into)
+    }
+
+    /// Takes the response to the request in flight, and returns it with its receiver.
+    pub(super) fn answered(&mut self, now: f64) -> (Ticket, Response<()>) {
+        let call = self.call.as_mut().expect("its request was in flight");
+        let OnWay { ticket, response, .. } = call.on_way.take().expect("its request was in flight");
+        let ServerResponse { response, remaining } = response.expect("the server has judged it");
+        call.trips += now - call.last;
+        call.last = now;
+        call.shown = remaining;
+        let passed = response.status().is_success();
+        call.passed = Some(passed);
+        match passed {
+            true => self.passed += 1,
+            false => self.refused += 1,
+        }
+        (ticket, response)
     }
 }
 
@@ -65,9 +106,24 @@ pub(super) struct OpenCall {
     pub(super) shown: Option<f64>,
 }
 
+impl OpenCall {
+    /// Creates a call that begins now.
+    pub(super) fn new(now: f64) -> Self {
+        OpenCall { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None }
+    }
+
+    /// Returns how long the call has waited up to `now`, without the time of its requests. A request in flight ends the wait
+    /// when it leaves.
+    pub(super) fn wait(&self, now: f64) -> f64 {
+        let end = if self.on_way.is_some() { self.last } else { now };
+        end - self.since - self.trips
+    }
+}
+
 /// A request in flight.
 #[derive(Debug)]
 pub(super) struct OnWay {
+    /// The receiver of the response.
     pub(super) ticket: Ticket,
     /// When its response arrives.
     pub(super) back_at: Duration,

@@ -1,6 +1,5 @@
 //! Runs a fleet to its end: event by event, or in a runtime with virtual time if any process has a gate.
 
-use std::cmp::Reverse;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::task::Poll;
@@ -55,7 +54,7 @@ fn run_with(
     let mut fleet = Fleet::new(scenario, &strategies, seed, None)?;
     fleet.trace = trace;
     let end = fleet.end();
-    while fleet.clear.is_none() && fleet.events.peek().is_some_and(|Reverse((at, ..))| *at <= end) {
+    while fleet.clear.is_none() && fleet.schedule.next_at().is_some_and(|at| at <= end) {
         fleet.happen_next();
     }
     Ok((fleet.metrics(), fleet.trace.take()))
@@ -94,7 +93,7 @@ async fn drive(fleet: &mut Fleet<'_>, mut events: mpsc::UnboundedReceiver<GateEv
     let mut timer = Timer::at(fleet.origin);
     while fleet.clear.is_none() {
         let now = clock::now().saturating_duration_since(fleet.origin);
-        let next = fleet.events.peek().map_or(end, |Reverse((at, ..))| (*at).min(end));
+        let next = fleet.schedule.next_at().map_or(end, |at| at.min(end));
         if next >= end && now >= end {
             break;
         }

@@ -1,10 +1,8 @@
 //! A fleet in virtual time: its events, in the order of their time and then of their planning.
 //!
-//! Here is what all runs have in common: callers, the server, consumers outside of the fleet, and what is counted. The
-//! process of a caller decides when its requests leave: a [queue](super::queue_process) or a [gate](super::gates).
+//! This file has what all runs have in common: callers, the server, consumers outside of the fleet, and what is counted.
+//! The [process](super::process) of a caller decides when its requests leave.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
 use http::Response;
@@ -12,43 +10,20 @@ use http::Response;
 use super::brief::Brief;
 use super::caller::{Caller, OnWay, OpenCall};
 use super::error::RunError;
-use super::gates::{GateHandle, Reply, RunContext, Ticket};
-use super::headers::{HeaderModel, ServerResponse};
+use super::gates::{Reply, RunContext, Ticket};
+use super::headers::HeaderModel;
 use super::metrics::{Metrics, Tally};
 use super::numbers::{exponential, span};
+use super::process::Process;
 use super::queue_process::QueueProcess;
-use super::scenario::{Group, Scenario};
+use super::scenario::Scenario;
+use super::schedule::{Event, Schedule};
 use super::server::ServerState;
-use super::strategy::{Make, Strategy};
+use super::strategy::Strategy;
 use super::trace::Trace;
 use crate::error::Limited;
 use crate::rng::Dice;
 use crate::signal::Signal;
-
-/// A process, which decides when the requests of its callers leave.
-enum Process {
-    Queue(QueueProcess),
-    Gate(GateHandle),
-}
-
-/// An event, with the index of what it happens to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Event {
-    /// A caller begins a call.
-    Call(usize),
-    /// A caller tries the call that its gate has refused again.
-    Again(usize),
-    /// The server judges the request of a caller.
-    Judge(usize),
-    /// The response to a caller arrives.
-    Answer(usize),
-    /// The next request of a process may leave.
-    Look(usize),
-    /// A consumer outside of the fleet sends a request.
-    Stranger(usize),
-    /// The limits of the server change.
-    Change(usize),
-}
 
 /// The pause before the next try after a gate's error that does not say when to retry.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -60,9 +35,7 @@ pub(super) struct Fleet<'a> {
     pub(super) origin: Instant,
     /// The time since the beginning.
     pub(super) now: Duration,
-    pub(super) events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
-    /// How many events have been planned.
-    planned: u64,
+    pub(super) schedule: Schedule,
     processes: Vec<Process>,
     callers: Vec<Caller>,
     /// What gates share, if there are any.
@@ -95,16 +68,15 @@ impl<'a> Fleet<'a> {
         for (index, (group, strategy)) in scenario.fleet.iter().zip(strategies).enumerate() {
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
-                callers.extend(callers_of(index, group, number, processes.len()));
-                processes.push(process_of(strategy, &brief, own, origin, context.as_ref())?);
+                callers.extend(Caller::all_of(index, group, number, processes.len()));
+                processes.push(Process::new(strategy, &brief, own, origin, context.as_ref())?);
             }
         }
         let mut fleet = Fleet {
             scenario,
             origin,
             now: Duration::ZERO,
-            events: BinaryHeap::new(),
-            planned: 0,
+            schedule: Schedule::default(),
             processes,
             callers,
             context,
@@ -141,7 +113,7 @@ impl<'a> Fleet<'a> {
 
     /// Lets the next event happen.
     pub(super) fn happen_next(&mut self) {
-        let Some(Reverse((at, _, event))) = self.events.pop() else { return };
+        let Some((at, event)) = self.schedule.take_next() else { return };
         self.now = at;
         match event {
             Event::Call(caller) => self.call(caller),
@@ -166,11 +138,7 @@ impl<'a> Fleet<'a> {
     pub(super) fn metrics(&mut self) -> Metrics {
         let over = if self.clear.is_some() { self.now.as_secs_f64() } else { self.scenario.duration };
         let open = self.callers.iter().filter_map(|caller| caller.call.as_ref());
-        let open = open.map(|call| match call.on_way {
-            Some(_) => call.last - call.since - call.trips,
-            None => over - call.since - call.trips,
-        });
-        let longest_open = open.fold(0.0, f64::max);
+        let longest_open = open.map(|call| call.wait(over)).fold(0.0, f64::max);
         self.count_waiting(over);
         let foreign: Vec<bool> = self.scenario.fleet.iter().map(|group| group.strategy.is_some()).collect();
         Tally {
@@ -207,8 +175,7 @@ impl<'a> Fleet<'a> {
     }
 
     fn plan(&mut self, at: Duration, event: Event) {
-        self.planned += 1;
-        self.events.push(Reverse((at, self.planned, event)));
+        self.schedule.plan(at, event);
     }
 
     fn moment(&self) -> Instant {
@@ -223,15 +190,10 @@ impl<'a> Fleet<'a> {
             caller.done = true;
             return;
         }
-        if let Some((on, off)) = self.scenario.fleet[caller.group].duty {
-            let into = (now - caller.join).rem_euclid(on + off);
-            if into >= on {
-                let wake = self.now + span(on + off - into);
-                return self.plan(wake, Event::Call(index));
-            }
+        if let Some(rest) = caller.rest(now, self.scenario.fleet[caller.group].duty) {
+            return self.plan(self.now + span(rest), Event::Call(index));
         }
-        caller.call =
-            Some(OpenCall { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None });
+        caller.call = Some(OpenCall::new(now));
         let process = caller.process;
         let moment = self.moment();
         match &mut self.processes[process] {
@@ -244,10 +206,7 @@ impl<'a> Fleet<'a> {
     }
 
     fn queue(&mut self, process: usize) -> &mut QueueProcess {
-        match &mut self.processes[process] {
-            Process::Queue(queue) => queue,
-            Process::Gate(_) => unreachable!("a gate has timers of its own"),
-        }
+        self.processes[process].queue()
     }
 
     /// Sends every request of a process that may leave, and plans when to look again.
@@ -265,10 +224,7 @@ impl<'a> Fleet<'a> {
     fn enter(&mut self, index: usize) {
         let caller = &mut self.callers[index];
         caller.call.as_mut().expect("the caller is in a call").passed = None;
-        let Process::Gate(gate) = &self.processes[caller.process] else {
-            unreachable!("its process has a gate")
-        };
-        gate.call(index);
+        self.processes[caller.process].gate().call(index);
     }
 
     /// Sends the request of a caller.
@@ -279,12 +235,12 @@ impl<'a> Fleet<'a> {
         let trip = latency.drawn(&mut self.dice);
         let call = caller.call.as_mut().expect("only a call is sent");
         let held = now - call.last;
-        caller.max_sleep = caller.max_sleep.max(held);
-        caller.sent += 1;
         call.last = now;
         let back_at = self.now + span(trip);
         let before = call.on_way.replace(OnWay { ticket, back_at, response: None });
         assert!(before.is_none(), "a call has one request in flight at a time");
+        caller.max_sleep = caller.max_sleep.max(held);
+        caller.sent += 1;
         if let Some(trace) = &mut self.trace {
             trace.held(now, index, held);
         }
@@ -311,20 +267,8 @@ impl<'a> Fleet<'a> {
     fn answer(&mut self, index: usize) {
         let now = self.now.as_secs_f64();
         let moment = self.moment();
-        let caller = &mut self.callers[index];
-        let call = caller.call.as_mut().expect("its request was in flight");
-        let OnWay { ticket, response, .. } = call.on_way.take().expect("its request was in flight");
-        let ServerResponse { response, remaining } = response.expect("the server has judged it");
-        call.trips += now - call.last;
-        call.last = now;
-        call.shown = remaining;
-        let passed = response.status().is_success();
-        call.passed = Some(passed);
-        match passed {
-            true => caller.passed += 1,
-            false => caller.refused += 1,
-        }
-        let process = caller.process;
+        let (ticket, response) = self.callers[index].answered(now);
+        let process = self.callers[index].process;
         match ticket {
             Ticket::Flight(flight) => {
                 match self.queue(process).answered(flight, &Signal::read(&response), moment) {
@@ -364,7 +308,7 @@ impl<'a> Fleet<'a> {
     /// Ends the call of a caller with success. The caller stops, or plans its next call.
     fn succeeded(&mut self, index: usize) {
         let call = self.callers[index].call.take().expect("the caller is in a call");
-        self.waits.push(call.last - call.since - call.trips);
+        self.waits.push(call.wait(call.last));
         let stops = self.scenario.stop_under.zip(call.shown).is_some_and(|(under, left)| left <= under);
         if stops {
             self.callers[index].done = true;
@@ -393,38 +337,6 @@ impl<'a> Fleet<'a> {
         let at = from + exponential(&mut self.dice, 1.0 / strangers.rate);
         if strangers.to.is_none_or(|to| at < to) {
             self.plan(span(at), Event::Stranger(index));
-        }
-    }
-}
-
-/// Returns the callers of process `number` of a group. `group_index` and `process` are their indices in the fleet.
-fn callers_of(
-    group_index: usize,
-    group: &Group,
-    number: usize,
-    process: usize,
-) -> impl Iterator<Item = Caller> {
-    let later = group.stagger * number as f64;
-    let join = group.join + later;
-    let leave = group.leave.map_or(f64::INFINITY, |leave| leave + later);
-    (0..group.tasks).map(move |_| Caller::new(process, group_index, join, leave))
-}
-
-/// Creates a process with a strategy. A gate needs a `context`.
-fn process_of(
-    strategy: &Strategy,
-    brief: &Brief,
-    dice: Dice,
-    origin: Instant,
-    context: Option<&RunContext>,
-) -> Result<Process, RunError> {
-    match strategy.make() {
-        Make::Pace(make) => Ok(Process::Queue(QueueProcess::new(make(brief), dice, origin))),
-        Make::Gate(make) => {
-            let context = context.expect("a run with gates has a context");
-            let gate = make(brief, context.store.link());
-            let gate = gate.map_err(|error| RunError::gate(strategy.name(), error))?;
-            Ok(Process::Gate(context.handle(gate)))
         }
     }
 }
