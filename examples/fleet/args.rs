@@ -87,11 +87,11 @@ impl Args {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (word.as_str(), None),
             };
-            let mut told = None;
+            let mut given = None;
             let mut value = || -> Result<String, String> {
                 let value =
                     attached.clone().or_else(|| words.next()).ok_or(format!("{name} needs a value"))?;
-                told = Some(value.clone());
+                given = Some(value.clone());
                 Ok(value)
             };
             match name {
@@ -107,7 +107,7 @@ impl Args {
             }
             if !matches!(name, "--processes" | "--redis") {
                 args.passed_on.push(name.to_owned());
-                args.passed_on.extend(told);
+                args.passed_on.extend(given);
             }
         }
         let tasks = args.processes * args.tasks;
