@@ -319,20 +319,42 @@ impl<'a> RequestRef<'a> {
         Some(self.request.headers()?.get(name)?.as_bytes())
     }
 
-    /// Returns the key of the request's host, if a response may come from another host.
-    pub(crate) fn host_if_redirected(&self) -> Option<Key> {
-        if self.request.follows_redirects() { self.host_key() } else { None }
-    }
-
-    /// Returns the key of the request's host.
-    pub(crate) fn host_key(&self) -> Option<Key> {
-        self.host().map(Key::host)
-    }
-
     /// Returns the extension of type `T` of the request.
     pub fn extension<T: Send + Sync + 'static>(&self) -> Option<&'a T> {
         self.extensions?.get::<T>()
     }
+}
+
+impl RequestInfo for RequestRef<'_> {
+    fn host(&self) -> Option<&str> {
+        self.request.host()
+    }
+
+    fn path(&self) -> &str {
+        self.request.path()
+    }
+
+    fn method(&self) -> &Method {
+        self.request.method()
+    }
+
+    fn headers(&self) -> Option<&HeaderMap> {
+        self.request.headers()
+    }
+
+    fn extensions(&self) -> Option<&Extensions> {
+        self.extensions
+    }
+
+    fn follows_redirects(&self) -> bool {
+        self.request.follows_redirects()
+    }
+}
+
+/// Returns the key of the request's host, if a response may come from another host.
+#[inline]
+pub(crate) fn host_if_redirected(request: &impl RequestInfo) -> Option<Key> {
+    if request.follows_redirects() { request.host().map(Key::host) } else { None }
 }
 
 impl fmt::Debug for RequestRef<'_> {

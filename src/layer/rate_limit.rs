@@ -9,15 +9,15 @@ use std::time::Instant;
 use tower_layer::Layer;
 
 use super::body::InFlight;
-use super::extractors::Extractors;
+use super::extractors::{Extractors, Reading};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::ResponsePolicy;
 use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
-use crate::key::{RequestInfo, RequestRef};
-use crate::limiter::{Entry, InFlightSlot, Limiter, Permit, Sent, Started, Waiter};
+use crate::key::{Key, RequestInfo, RequestRef};
+use crate::limiter::{Entry, Limiter, Permit, InFlightSlot, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
 
@@ -91,37 +91,53 @@ impl RateLimitLayer {
     /// Later the request is gone, and with it the host. An error names the host, so the call keeps the name if a refusal may
     /// become an error.
     #[inline]
-    fn sent(
-        &self,
-        entry: &Entry,
-        now: Instant,
-        in_flight_slot: Option<InFlightSlot>,
-        label: impl FnOnce() -> Box<str>,
-    ) -> Sent {
-        let sent = Sent::at_once(self.limiter.id(), entry, now, in_flight_slot);
-        if self.extractors.policy.error_on_limit() { sent.named(label()) } else { sent }
+    fn sent(&self, entry: &Entry, now: Instant, in_flight_slot: Option<InFlightSlot>, request: &impl RequestInfo) -> Sent {
+        let label = self.extractors.policy.error_on_limit().then(|| self.label(entry.key, request));
+        Sent::at_once(self.limiter.id(), entry, now, in_flight_slot, label)
     }
+
+    /// Returns the name of `key`, which came with `request`, for errors and events.
+    #[cold]
+    fn label(&self, key: Key, request: &impl RequestInfo) -> Box<str> {
+        self.limiter.label(key, Some(&RequestRef::new(request)))
+    }
+}
+
+/// A request for which no permit was at hand at `now`.
+pub(super) struct Unsent {
+    entry: Entry,
+    now: Instant,
 }
 
 impl Gate for RateLimitLayer {
     type Wait = Box<Waiter>;
     type Permit = Permit;
     type Call = Sent;
+    /// `None` if the key function found no key.
+    type Entry = Option<Unsent>;
 
     #[inline]
-    fn enter(&self, request: &RequestRef<'_>) -> Admission<Sent, Box<Waiter>> {
-        let Some(entry) = self.extractors.entry(request) else {
+    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Sent, Option<Unsent>> {
+        let Some(Reading { key, cost, deadline }) = self.extractors.read(request) else {
+            return Err(None);
+        };
+        let entry = Entry { key, cost, deadline, host: self.limiter.host_of(key, request) };
+        match self.limiter.send_at_once(&entry) {
+            Ok(now) => Ok(self.sent(&entry, now, None, request)),
+            Err(now) => Err(Some(Unsent { entry, now })),
+        }
+    }
+
+    fn enter_slow(
+        &self,
+        unsent: Option<Unsent>,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Box<Waiter>> {
+        let Some(Unsent { entry, now }) = unsent else {
             return Admission::No(self.limiter.no_key());
         };
-        let label = || self.limiter.label(entry.key, Some(request));
-        let now = match self.limiter.send_at_once(&entry) {
-            Ok(now) => return Admission::Go(self.sent(&entry, now, None, label)),
-            Err(now) => now,
-        };
-        match self.limiter.start_slow(&entry, now, label) {
-            Started::Granted(_, in_flight_slot) => {
-                Admission::Go(self.sent(&entry, now, in_flight_slot, label))
-            }
+        match self.limiter.start_slow(&entry, now, || self.label(entry.key, request)) {
+            Started::Granted(_, in_flight_slot) => Admission::Go(self.sent(&entry, now, in_flight_slot, request)),
             Started::Waiting(waiter) => Admission::Wait(waiter),
             Started::Limited(limited) => Admission::No(limited),
         }

@@ -134,7 +134,7 @@ mod middleware {
         clone: Option<CloneFn<Request>>,
     ) -> Result<(Response, InFlight)> {
         let policy = gate.policy();
-        let admission = gate.enter(&RequestRef::new(&request).with_extensions(extensions));
+        let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {
             Admission::Go(call) => call,
             Admission::Wait(wait) => wait_for_permit::<G>(wait).await?,
@@ -153,6 +153,14 @@ mod middleware {
                     request = repeated;
                 }
             }
+        }
+    }
+
+    /// Brings `request` to `gate`.
+    fn enter<G: Gate>(gate: &G, request: &RequestRef<'_>) -> Admission<G::Call, G::Wait> {
+        match gate.enter_fast(request) {
+            Ok(call) => Admission::Go(call),
+            Err(entry) => gate.enter_slow(entry, request),
         }
     }
 

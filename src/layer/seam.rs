@@ -22,7 +22,7 @@ use std::task::{Context, Poll};
 use super::body::InFlight;
 use super::response_policy::ResponsePolicy;
 use crate::error::Limited;
-use crate::key::RequestRef;
+use crate::key::RequestInfo;
 use crate::signal::ResponseInfo;
 
 /// Decides when a request may be sent, and learns from its response.
@@ -36,10 +36,22 @@ pub(super) trait Gate: Send + Sync {
     /// A request that was sent and has no response yet. Dropping it ends the call.
     type Call: Send + Sync;
 
-    /// Admits `request`, makes it wait, or refuses it.
+    /// What the gate has read from a request that it did not admit at once.
+    type Entry;
+
+    /// Admits `request` if that needs no more than a permit at hand. The edge sends an admitted request at once.
     ///
-    /// The edge sends an admitted request at once.
-    fn enter(&self, request: &RequestRef<'_>) -> Admission<Self::Call, Self::Wait>;
+    /// # Errors
+    ///
+    /// What [`enter_slow`](Gate::enter_slow) needs, if the request has to take the slow path.
+    fn enter_fast(&self, request: &impl RequestInfo) -> Result<Self::Call, Self::Entry>;
+
+    /// Admits `request`, makes it wait, or refuses it. The edge sends an admitted request at once.
+    fn enter_slow(
+        &self,
+        entry: Self::Entry,
+        request: &impl RequestInfo,
+    ) -> Admission<Self::Call, Self::Wait>;
 
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;

@@ -8,14 +8,14 @@ use std::task::{Context, Poll};
 use tower_layer::Layer;
 
 use super::body::InFlight;
-use super::extractors::Extractors;
+use super::extractors::{Extractors, Reading};
 use super::response_policy::ResponsePolicy;
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Admission, Departure, Gate};
 use super::service::{gated_future, gated_service};
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::error::Limited;
-use crate::key::{Key, RequestInfo, RequestRef};
+use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
 #[cfg(doc)]
 use crate::pace::Fair;
 use crate::signal::ResponseInfo;
@@ -113,14 +113,20 @@ impl Gate for AdaptiveThrottleLayer {
     type Wait = ThrottleWait;
     type Permit = ThrottleCall;
     type Call = ThrottleCall;
+    type Entry = ();
 
-    fn enter(&self, request: &RequestRef<'_>) -> Admission<ThrottleCall, ThrottleWait> {
-        let Some(entry) = self.extractors.entry(request) else {
+    /// Never admits at once: a throttle has one path.
+    fn enter_fast(&self, _request: &impl RequestInfo) -> Result<ThrottleCall, ()> {
+        Err(())
+    }
+
+    fn enter_slow(&self, (): (), request: &impl RequestInfo) -> Admission<ThrottleCall, ThrottleWait> {
+        let Some(Reading { key, deadline, .. }) = self.extractors.read(request) else {
             return Admission::No(self.throttle.no_key());
         };
-        let host = request.host_if_redirected();
-        let label = || self.throttle.label(entry.key, Some(request));
-        match self.throttle.begin(entry.key, entry.deadline, label) {
+        let host = host_if_redirected(request);
+        let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
+        match self.throttle.begin(key, deadline, label) {
             Begun::Leaves(permit) => {
                 let is_named = self.extractors.policy.error_on_limit();
                 let permit = if is_named { permit.named(label()) } else { permit };

@@ -21,9 +21,12 @@ pub(super) struct Hosts {
     several: AtomicBool,
 }
 
-/// The host of the first request. Most programs call one host, so its requests skip the look at its hold.
+/// The host of the first request. Most programs call one host, so its requests save the hash of the name and the look
+/// at its hold.
 #[derive(Debug)]
 pub(super) struct FirstHost {
+    name: Box<str>,
+    /// The key of `name`.
     host: Key,
     /// Whether no hold is known. Written under the lock of the state that has the host's holds.
     is_clear: AtomicBool,
@@ -43,12 +46,27 @@ impl FirstHost {
 }
 
 impl Hosts {
+    /// Returns the key of the host `name`.
+    #[inline]
+    pub(super) fn key_of(&self, name: &str) -> Key {
+        match self.first.get() {
+            Some(first) if *first.name == *name => first.host,
+            _ => self.other_key_of(name),
+        }
+    }
+
+    /// Returns the key of a host that may not be the first. If it is, it becomes known.
+    #[cold]
+    fn other_key_of(&self, name: &str) -> Key {
+        let host = Key::host(name);
+        self.first.get_or_init(|| FirstHost { name: name.into(), host, is_clear: AtomicBool::new(false) });
+        host
+    }
+
     /// Notes a request to `host`. Returns the first host, if it is `host`.
     #[inline]
     pub(super) fn notice(&self, host: Key) -> Option<&FirstHost> {
-        let new = || FirstHost { host, is_clear: AtomicBool::new(false) };
-        let first = self.first.get_or_init(new);
-        if first.host == host {
+        if let Some(first) = self.first.get().filter(|first| first.host == host) {
             return Some(first);
         }
         // With many hosts, each request of each thread comes here: a load is cheaper than a store.

@@ -15,7 +15,7 @@ use super::start::Started;
 use super::status::KeyStatus;
 use crate::clock;
 use crate::error::{Limited, Reason, StoreError};
-use crate::key::{Key, RequestRef};
+use crate::key::{Key, RequestInfo, RequestRef, host_if_redirected};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -210,6 +210,13 @@ impl Limiter {
         let core = Core::new(settings);
         core.listen();
         Limiter(core)
+    }
+
+    /// Returns the key of the host of `request`, which has `key`, if holds go by host or a redirect may lead to
+    /// another host.
+    #[inline]
+    pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
+        if key == Key::ALL { request.host().map(|host| self.0.hosts.key_of(host)) } else { host_if_redirected(request) }
     }
 
     /// Sends a request if a permit is at hand. Both results are the time, which

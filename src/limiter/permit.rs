@@ -155,32 +155,34 @@ pub(crate) struct Sent {
 }
 
 /// What only few requests have on their way.
-#[derive(Default)]
 struct More {
     in_flight_slot: Option<InFlightSlot>,
     wait: Option<Box<Wait>>,
 }
 
+impl More {
+    /// Makes it for a request that did not wait.
+    #[cold]
+    fn new(in_flight_slot: Option<InFlightSlot>, label: Option<Box<str>>) -> Box<Self> {
+        let wait = label.map(|label| Box::new(Wait { label, waited: Duration::ZERO, turns: 0, host: None }));
+        Box::new(More { in_flight_slot, wait })
+    }
+}
+
 impl Sent {
-    /// Makes one for a request that got its permit at once.
+    /// Makes one for a request that got its permit at once. `label` is the name of its key, for the error of a
+    /// refusal, if the caller wants one.
     #[inline]
     pub(crate) fn at_once(
         core: CoreId,
         entry: &Entry,
         at: Instant,
         in_flight_slot: Option<InFlightSlot>,
+        label: Option<Box<str>>,
     ) -> Self {
         let &Entry { key, cost, host, .. } = entry;
-        let more = in_flight_slot
-            .map(|in_flight_slot| Box::new(More { in_flight_slot: Some(in_flight_slot), wait: None }));
+        let more = if in_flight_slot.is_none() && label.is_none() { None } else { Some(More::new(in_flight_slot, label)) };
         Sent { core, cost, key, host, at, more }
-    }
-
-    /// Adds the name of its key, for the error of a refusal.
-    pub(crate) fn named(mut self, label: Box<str>) -> Self {
-        let wait = Wait { label, waited: Duration::ZERO, turns: 0, host: None };
-        self.more.get_or_insert_default().wait = Some(Box::new(wait));
-        self
     }
 
     pub(crate) fn key(&self) -> Key {
