@@ -27,6 +27,20 @@ pub(crate) trait Evict {
     }
 }
 
+/// State on the heap. The table then moves a pointer when it grows, and keeps room for pointers only.
+impl<T: Evict> Evict for Box<T> {
+    type Now = T::Now;
+
+    fn idle_from(&self) -> Option<T::Now> {
+        (**self).idle_from()
+    }
+
+    fn worthless_from(&self) -> Option<T::Now> {
+        (**self).worthless_from()
+    }
+}
+
+/// A bounded map from [`Key`] to state.
 pub(crate) struct KeyMap<T> {
     shards: Box<[Mutex<Shard<T>>]>,
     seed: u64,
@@ -47,11 +61,16 @@ struct Shard<T> {
 #[derive(Debug)]
 pub(crate) struct Full;
 
-/// The keys of a shard: nearly as many as a table of 1024 buckets holds before it grows. To grow, a table moves its
-/// keys, which takes some tens of microseconds. No call does more work for other keys than that.
-const KEYS_IN_A_SHARD: usize = 800;
+/// The fewest shards. In so many, threads seldom meet. With more shards than keys, each lookup would wait for the cache
+/// lines of a table of its own.
+const FEWEST_SHARDS: usize = 128;
 
-const FEWEST_SHARDS: usize = 64;
+/// The keys of a shard from which on a map has more shards than the fewest: a full map of a million keys has the fewest.
+///
+/// A shard's table grows as keys come, and to grow it moves all its entries in one call. Moving 7168 entries of 24 bytes
+/// takes 0.13 ms. Large states are kept in a `Box`, so that entries stay small.
+const KEYS_IN_A_SHARD: usize = 8192;
+
 const MOST_SHARDS: usize = 8192;
 
 /// The number of buckets that each new key looks at. With eight, a seventh of the entries are useless and not found

@@ -24,8 +24,8 @@ use crate::store;
 /// The shared state of a limiter.
 pub(super) struct Core {
     pub(super) id: CoreId,
-    /// The rate limits: the state of each key.
-    pub(super) states: KeyMap<KeyState>,
+    /// The rate limits: the state of each key. Boxed, so that the table stays small.
+    pub(super) states: KeyMap<Box<KeyState>>,
     /// The calls in flight of each key. `None` if their number is not limited.
     pub(super) flights: Option<Flights>,
     pub(super) settings: Settings,

@@ -130,7 +130,7 @@ impl Core {
             return true;
         }
         let max_hold = self.settings.max_hold;
-        let look = |state: &mut KeyState| {
+        let look = |state: &mut Box<KeyState>| {
             let is_clear = state.is_clear(max_hold, now);
             if let Some(first) = first {
                 first.set_clear(is_clear);
