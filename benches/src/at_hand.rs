@@ -44,7 +44,16 @@ pub(crate) fn report() {
     };
 
     println!("## One thread\n");
-    let groups = [constant().with(tower::constant()), hosts(1), hosts(1_000), hosts(1_000_000), raw()];
+    let groups = [
+        constant().with(tower::constant()),
+        Group::of_services("one key, with a deadline", 1, tollgate::deadline()),
+        hosts(1),
+        Group::of_services("by a closure, 1", 1, tollgate::closure()),
+        hosts(1_000),
+        hosts(1_000_000),
+        raw(),
+        Group::raw("refused, without Tower", tollgate::refused()).with(governor::refused()),
+    ];
     compare(&groups, Plan { threads: 1, rounds: 2_000, calls: 1_000 });
 
     println!("## Two threads that share the limiter\n");

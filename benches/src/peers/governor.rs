@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::Duration;
 
 use governor::{DefaultDirectRateLimiter, DefaultKeyedRateLimiter, Quota, RateLimiter};
 use http::Request;
@@ -54,6 +55,17 @@ pub(crate) fn raw() -> Contender {
     Contender::raw("governor `check`", move || {
         let limiter = limiter.clone();
         move || assert!(black_box(limiter.check()).is_ok())
+    })
+}
+
+/// Builds a contender that calls `check` alone, of a limit that is used up.
+pub(crate) fn refused() -> Contender {
+    let day = Quota::with_period(Duration::from_secs(86_400)).expect("it is not zero");
+    let limiter = Arc::new(RateLimiter::direct(day));
+    _ = limiter.check();
+    Contender::raw("governor `check`, refused", move || {
+        let limiter = limiter.clone();
+        move || assert!(black_box(limiter.check()).is_err())
     })
 }
 

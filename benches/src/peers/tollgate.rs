@@ -6,9 +6,10 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
 
 use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
-use tollgate::{Key, Quota, RateLimitBuilder, RateLimitLayer, by_host};
+use tollgate::{Key, Quota, RateLimitBuilder, RateLimitLayer, RequestRef, by_host};
 use tower::Layer;
 
 use super::PLENTY;
@@ -29,6 +30,33 @@ pub(crate) fn constant() -> Tollgate {
 /// Builds a limiter with one limit for each host.
 pub(crate) fn hosts(hosts: usize) -> Tollgate {
     layer("tollgate, `by_host`", hosts, |builder| builder.key(by_host))
+}
+
+/// Builds a limiter with one limit for each host, found by a closure.
+pub(crate) fn closure() -> Tollgate {
+    let key = |request: &RequestRef<'_>| request.host().map(Key::host);
+    layer("tollgate, a closure that finds the host", 1, |builder| builder.key(key))
+}
+
+/// Builds a limiter whose requests have a deadline.
+pub(crate) fn deadline() -> Tollgate {
+    let far = Instant::now() + Duration::from_secs(86_400);
+    layer("tollgate, `deadline`", 1, |builder| builder.deadline(move |_| Some(far)))
+}
+
+/// Builds the gate alone, with a limit that is used up.
+pub(crate) fn refused() -> Tollgate {
+    let store = Arc::new(Counted { store: MemoryStore::new(1), calls: AtomicU64::new(0) });
+    let builder = RateLimitLayer::builder(Quota::per_day(1)).max_wait(Duration::ZERO).store(store.clone());
+    let limit = builder.build().expect("the settings make sense");
+    let make = move || {
+        let limiter = limit.limiter();
+        move || {
+            let cx = &mut Context::from_waker(Waker::noop());
+            assert!(black_box(pin!(limiter.acquire(Key::ALL)).poll(cx)).is_ready());
+        }
+    };
+    Tollgate { contender: Contender::raw("tollgate `acquire`, refused", make), store }
 }
 
 /// Builds the gate alone.
