@@ -13,6 +13,7 @@ use super::permit::Permit;
 use super::start::Started;
 use super::waiter::Waiter;
 use crate::error::Limited;
+use crate::key::Key;
 
 /// The future of a [`Permit`].
 ///
@@ -25,22 +26,31 @@ pub struct Acquire(Step);
 // Waiting => Done
 #[derive(Debug)]
 enum Step {
-    New(Arc<Core>, Entry),
+    New(Arc<Core>, Request),
     Waiting(Box<Waiter>),
     Done,
 }
 
+/// A request that has not entered.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    key: Key,
+    cost: u32,
+    deadline: Option<Instant>,
+}
+
 impl Acquire {
-    pub(super) fn new(core: Arc<Core>, entry: Entry) -> Self {
-        Acquire(Step::New(core, entry))
+    /// Makes the future of a request of `key` that takes one unit.
+    pub(super) fn new(core: Arc<Core>, key: Key) -> Self {
+        Acquire(Step::New(core, Request { key, cost: 1, deadline: None }))
     }
 
     /// Sets how many units the request takes. Default: 1. A request of cost 0 passes at once.
     ///
     /// Has no effect once the future was polled.
     pub fn cost(mut self, cost: u32) -> Self {
-        if let Step::New(_, entry) = &mut self.0 {
-            entry.cost = cost;
+        if let Step::New(_, request) = &mut self.0 {
+            request.cost = cost;
         }
         self
     }
@@ -49,8 +59,8 @@ impl Acquire {
     ///
     /// Has no effect once the future was polled.
     pub fn deadline(mut self, deadline: Instant) -> Self {
-        if let Step::New(_, entry) = &mut self.0 {
-            entry.deadline = Some(deadline);
+        if let Step::New(_, request) = &mut self.0 {
+            request.deadline = Some(deadline);
         }
         self
     }
@@ -62,12 +72,18 @@ impl Future for Acquire {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             match &mut self.0 {
-                Step::New(core, entry) => {
-                    let started = core.start(entry, || core.label(entry.key, None));
-                    let Step::New(core, entry) = mem::replace(&mut self.0, Step::Done) else { continue };
-                    match started {
+                &mut Step::New(ref core, Request { key, cost, deadline }) => {
+                    let entry = Entry { key, cost, deadline, host: None };
+                    // The common case makes its permit here: a way through `Started` copies it twice.
+                    let taken = core.take_at_once(&entry);
+                    let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else { continue };
+                    let now = match taken {
+                        Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
+                        Err(now) => now,
+                    };
+                    match core.start_slow(&entry, now, || core.label(key, None)) {
                         Started::Granted(slot, in_flight_slot) => {
-                            return Poll::Ready(Ok(Permit::new(core, entry.key, slot, in_flight_slot)));
+                            return Poll::Ready(Ok(Permit::new(core, key, slot, in_flight_slot)));
                         }
                         Started::Limited(limited) => return Poll::Ready(Err(limited)),
                         Started::Waiting(waiter) => self.0 = Step::Waiting(waiter),

@@ -119,7 +119,7 @@ impl Limiter {
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub fn acquire(&self, key: Key) -> Acquire {
-        Acquire::new(self.0.clone(), Entry { key, cost: 1, deadline: None, host: None })
+        Acquire::new(self.0.clone(), key)
     }
 
     /// Reads the state of `key`: its limits, what is used and free, and how many requests wait. Consumes nothing.
@@ -216,7 +216,11 @@ impl Limiter {
     /// another host.
     #[inline]
     pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
-        if key == Key::ALL { request.host().map(|host| self.0.hosts.key_of(host)) } else { host_if_redirected(request) }
+        if key == Key::ALL {
+            request.host().map(|host| self.0.hosts.key_of(host))
+        } else {
+            host_if_redirected(request)
+        }
     }
 
     /// Sends a request if a permit is at hand. Both results are the time, which

@@ -7,7 +7,6 @@ use super::admission::{Admission, Entry, WaitFor};
 use super::engine::Core;
 use super::hosts::host_hold;
 use super::in_flight_slot::InFlightSlot;
-use super::key_state::KeyState;
 use super::limited::Request;
 use super::reservation::{Reservation, WaitBound};
 use super::waiter::Waiter;
@@ -26,47 +25,40 @@ pub(crate) enum Started {
 }
 
 impl Core {
-    /// Lets `pick` take a permit that is at hand. Returns what it took, or nothing for a request that costs nothing.
+    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was sent, `Err` if not.
+    #[inline]
+    pub(super) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
+        let now = clock::now();
+        let is_sent = entry.cost == 0
+            || self.is_open(entry, now)
+                && self.states.find(entry.key, |state| state.spend(entry.cost, now)) == Some(true);
+        if is_sent { Ok(now) } else { Err(now) }
+    }
+
+    /// Takes a permit that is at hand. Returns `None` for a request that costs nothing.
     ///
     /// # Errors
     ///
     /// The time, if the request has to take the slow path.
     #[inline]
-    fn take<R>(
-        &self,
-        entry: &Entry,
-        pick: impl FnOnce(&mut KeyState, u32, Instant) -> Option<R>,
-    ) -> Result<(Option<R>, Instant), Instant> {
+    pub(super) fn take_at_once(&self, entry: &Entry) -> Result<Option<Reservation>, Instant> {
         let now = clock::now();
         if entry.cost == 0 {
-            return Ok((None, now));
+            return Ok(None);
         }
-        if self.flights.is_some() {
+        if !self.is_open(entry, now) {
             return Err(now);
         }
-        if !self.is_host_clear(entry.key, entry.host, now) {
-            return Err(now);
-        }
-        if entry.deadline.is_some_and(|deadline| deadline < now) {
-            return Err(now);
-        }
-        let taken = self.states.find(entry.key, |line| pick(line, entry.cost, now)).flatten();
-        taken.map(|taken| (Some(taken), now)).ok_or(now)
+        let taken = self.states.find(entry.key, |state| state.take(entry.cost, now)).flatten();
+        taken.map(Some).ok_or(now)
     }
 
-    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was sent, `Err` if not.
+    /// Returns whether a request needs no more than a permit of its key.
     #[inline]
-    pub(super) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
-        self.take(entry, |line, cost, now| line.spend(cost, now).then_some(())).map(|(_, now)| now)
-    }
-
-    /// Enters a request. `label` returns the name of its key, and is called on the slow path only.
-    #[inline]
-    pub(super) fn start(self: &Arc<Self>, entry: &Entry, label: impl FnOnce() -> Box<str>) -> Started {
-        match self.take(entry, KeyState::take) {
-            Ok((slot, _)) => Started::Granted(slot, None),
-            Err(now) => self.start_slow(entry, now, label),
-        }
+    fn is_open(&self, entry: &Entry, now: Instant) -> bool {
+        self.flights.is_none()
+            && self.is_host_clear(entry.key, entry.host, now)
+            && entry.deadline.is_none_or(|deadline| deadline >= now)
     }
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
