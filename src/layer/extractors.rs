@@ -1,26 +1,49 @@
 //! What a layer reads from a request.
 
+use std::any::Any;
 use std::fmt;
 use std::time::Instant;
 
 use http::Extensions;
 
 use super::response_policy::ResponsePolicy;
-use crate::key::{Cost, Deadline, Key, RequestInfo, RequestRef};
+use crate::key::{Cost, Deadline, Key, RequestInfo, RequestRef, by_host};
 
 /// What a layer reads from a request, and its policy for responses.
 #[derive(Default)]
 pub(super) struct Extractors {
-    pub(super) key: Option<Extractor<Option<Key>>>,
+    key: KeyOf,
     pub(super) cost: Option<Extractor<u32>>,
     pub(super) deadline: Option<Extractor<Option<Instant>>>,
     pub(super) policy: ResponsePolicy,
+}
+
+/// How the key of a request is found.
+#[derive(Default)]
+enum KeyOf {
+    /// All requests have one key.
+    #[default]
+    All,
+    /// [`by_host`]. The layer reads the host itself, which saves a call through a `dyn`.
+    Host,
+    Function(Extractor<Option<Key>>),
 }
 
 /// A closure that reads one value from a request.
 type Extractor<T> = Box<dyn Fn(&RequestRef<'_>) -> T + Send + Sync>;
 
 impl Extractors {
+    /// Sets the key function.
+    pub(super) fn set_key<F, K>(&mut self, key: F)
+    where
+        F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
+        K: Into<Option<Key>>,
+    {
+        let is_by_host = key.type_id() == by_host.type_id();
+        let function = move |request: &RequestRef<'_>| key(request).into();
+        self.key = if is_by_host { KeyOf::Host } else { KeyOf::Function(Box::new(function)) };
+    }
+
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
     ///
     /// Values in the extensions of the request take precedence over the functions.
@@ -30,8 +53,9 @@ impl Extractors {
         let extensions = request.extensions().filter(|extensions| !extensions.is_empty());
         let key = match (extensions.and_then(Extensions::get::<Key>), &self.key) {
             (Some(key), _) => *key,
-            (None, Some(key_of)) => key_of(&RequestRef::new(request))?,
-            (None, None) => Key::ALL,
+            (None, KeyOf::All) => Key::ALL,
+            (None, KeyOf::Host) => Key::host(request.host()?),
+            (None, KeyOf::Function(key_of)) => key_of(&RequestRef::new(request))?,
         };
         let cost = match (extensions.and_then(Extensions::get::<Cost>), &self.cost) {
             (Some(Cost(cost)), _) => *cost,
@@ -57,7 +81,7 @@ pub(super) struct Reading {
 impl fmt::Debug for Extractors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Extractors")
-            .field("key", &self.key.is_some())
+            .field("key", &!matches!(self.key, KeyOf::All))
             .field("cost", &self.cost.is_some())
             .field("deadline", &self.deadline.is_some())
             .field("error_on_upstream_limit", &self.policy.error_on_limit())

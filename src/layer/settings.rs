@@ -98,7 +98,7 @@ macro_rules! common_setters {
             F: Fn(&$crate::RequestRef<'_>) -> K + Send + Sync + 'static,
             K: Into<Option<$crate::Key>>,
         {
-            self.common.extractors.key = Some(Box::new(move |request| key(request).into()));
+            self.common.extractors.set_key(key);
             self
         }
 
