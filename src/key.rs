@@ -447,6 +447,21 @@ mod tests {
     }
 
     #[test]
+    fn plain_hosts_have_no_port_user_or_upper_case() {
+        let is_special = |byte: u8| matches!(byte, b':' | b'@' | b'[') || byte.is_ascii_uppercase();
+        for len in 0..=20 {
+            assert!(is_plain_host(&vec![b'a'; len]), "{len} bytes");
+            for (at, byte) in (0..len).flat_map(|at| (0..=255).map(move |byte| (at, byte))) {
+                for around in [b'a', b'-', 0x7f, 0xff] {
+                    let mut text = vec![around; len];
+                    text[at] = byte;
+                    assert_eq!(is_plain_host(&text), !is_special(byte), "{byte:#x} at {at} of {len}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn keys_are_equal_in_every_process_and_release() {
         // SipHash-1-3 with 128 bits and a key of zeros: other languages can make the same keys.
         assert_eq!(Key::new("search"), Key::new(b"search"));

@@ -128,11 +128,7 @@ impl Gate for RateLimitLayer {
         }
     }
 
-    fn enter_slow(
-        &self,
-        unsent: Option<Unsent>,
-        request: &impl RequestInfo,
-    ) -> Admission<Sent, Box<Waiter>> {
+    fn enter_slow(&self, unsent: Option<Unsent>, request: &impl RequestInfo) -> Admission<Sent, Box<Waiter>> {
         let Some(Unsent { entry, now }) = unsent else {
             return Admission::No(self.limiter.no_key());
         };

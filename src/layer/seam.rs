@@ -47,11 +47,8 @@ pub(super) trait Gate: Send + Sync {
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Self::Call, Self::Entry>;
 
     /// Admits `request`, makes it wait, or refuses it. The edge sends an admitted request at once.
-    fn enter_slow(
-        &self,
-        entry: Self::Entry,
-        request: &impl RequestInfo,
-    ) -> Admission<Self::Call, Self::Wait>;
+    fn enter_slow(&self, entry: Self::Entry, request: &impl RequestInfo)
+    -> Admission<Self::Call, Self::Wait>;
 
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;

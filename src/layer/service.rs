@@ -59,12 +59,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     /// Brings a request to the gate for which no permit was at hand.
     #[cold]
     #[inline(never)]
-    fn call_slow<R>(
-        &mut self,
-        entry: G::Entry,
-        request: R,
-        clone: Option<CloneFn<R>>,
-    ) -> GatedFuture<G, S, R>
+    fn call_slow<R>(&mut self, entry: G::Entry, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
     where
         R: RequestInfo,
         S: Service<R>,
