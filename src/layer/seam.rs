@@ -15,6 +15,8 @@
 //!               └────────────────────────────────────────────────────────────┴── Departure::Retry
 //! ```
 //!
+//! `enter` is two functions: [`Gate::enter_fast`], and [`Gate::enter_slow`] for what the first does not admit.
+//!
 //! The futures of the edges do not keep the gate: each value above holds what it needs of it.
 
 use std::task::{Context, Poll};
