@@ -259,8 +259,8 @@ fn invalid_shares_are_errors_that_name_the_remedy() {
     assert_eq!(build(shares(1.0)), Ok(()));
     let closed = build(RateLimitLayer::builder(quota).fallback_share(0.5)).unwrap_err();
     assert!(closed.contains("FallbackShare"), "{closed}");
-    let seats = RateLimitLayer::builder(Quota::in_flight(3)).on_store_error(OnStoreError::FallbackShare);
-    assert!(matches!(seats.build(), Err(ConfigError::OutOfRange { setting: "on_store_error", .. })));
+    let slots = RateLimitLayer::builder(Quota::in_flight(3)).on_store_error(OnStoreError::FallbackShare);
+    assert!(matches!(slots.build(), Err(ConfigError::OutOfRange { setting: "on_store_error", .. })));
 }
 
 #[derive(Clone, Debug)]

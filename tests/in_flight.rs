@@ -306,9 +306,9 @@ fn dropped_runtime_leaves_no_call_in_flight() {
 
 #[tokio::test(start_paused = true)]
 async fn retried_refusal_occupies_no_in_flight_slot() {
-    for seats in [1, 3] {
-        let upstream = Upstream::answering((0..seats).map(|_| support::limited("1")));
-        let limit = layer(Quota::in_flight(seats)).in_flight_until_body_end();
+    for slots in [1, 3] {
+        let upstream = Upstream::answering((0..slots).map(|_| support::limited("1")));
+        let limit = layer(Quota::in_flight(slots)).in_flight_until_body_end();
         let throttle = tollgate::AdaptiveThrottleLayer::builder()
             // As many calls are in flight as there are slots.
             .pace(|| tollgate::pace::Unpaced)
@@ -317,7 +317,7 @@ async fn retried_refusal_occupies_no_in_flight_slot() {
             .unwrap();
         let service = ServiceBuilder::new().layer(throttle.retrying()).layer(limit).service(upstream);
         let start = Instant::now();
-        let answers = join_all((0..seats).map(|_| service.clone().oneshot(get("/")))).await;
+        let answers = join_all((0..slots).map(|_| service.clone().oneshot(get("/")))).await;
         for answer in answers {
             assert_eq!(answer.unwrap().status(), http::StatusCode::OK);
         }

@@ -17,7 +17,7 @@ use super::service::{gated_future, gated_service};
 use crate::config_error::ConfigError;
 use crate::error::Limited;
 use crate::key::{Key, RequestInfo, RequestRef};
-use crate::limiter::{Entry, Limiter, Permit, InFlightSlot, Sent, Started, Waiter};
+use crate::limiter::{Entry, InFlightSlot, Limiter, Permit, Sent, Started, Waiter};
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
 
@@ -91,7 +91,13 @@ impl RateLimitLayer {
     /// Later the request is gone, and with it the host. An error names the host, so the call keeps the name if a refusal may
     /// become an error.
     #[inline]
-    fn sent(&self, entry: &Entry, now: Instant, in_flight_slot: Option<InFlightSlot>, request: &impl RequestInfo) -> Sent {
+    fn sent(
+        &self,
+        entry: &Entry,
+        now: Instant,
+        in_flight_slot: Option<InFlightSlot>,
+        request: &impl RequestInfo,
+    ) -> Sent {
         let label = self.extractors.policy.error_on_limit().then(|| self.label(entry.key, request));
         Sent::at_once(self.limiter.id(), entry, now, in_flight_slot, label)
     }
@@ -133,7 +139,9 @@ impl Gate for RateLimitLayer {
             return Admission::No(self.limiter.no_key());
         };
         match self.limiter.start_slow(&entry, now, || self.label(entry.key, request)) {
-            Started::Granted(_, in_flight_slot) => Admission::Go(self.sent(&entry, now, in_flight_slot, request)),
+            Started::Granted(_, in_flight_slot) => {
+                Admission::Go(self.sent(&entry, now, in_flight_slot, request))
+            }
             Started::Waiting(waiter) => Admission::Wait(waiter),
             Started::Limited(limited) => Admission::No(limited),
         }

@@ -181,7 +181,11 @@ impl Sent {
         label: Option<Box<str>>,
     ) -> Self {
         let &Entry { key, cost, host, .. } = entry;
-        let more = if in_flight_slot.is_none() && label.is_none() { None } else { Some(More::new(in_flight_slot, label)) };
+        let more = if in_flight_slot.is_none() && label.is_none() {
+            None
+        } else {
+            Some(More::new(in_flight_slot, label))
+        };
         Sent { core, cost, key, host, at, more }
     }
 

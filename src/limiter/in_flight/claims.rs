@@ -11,7 +11,7 @@ use crate::store::Claim;
 pub(super) struct Counts {
     /// Calls in flight.
     pub(super) in_use: u32,
-    /// Requests that wait for a seat.
+    /// Requests that wait for a slot.
     pub(super) queued: u32,
 }
 
@@ -40,13 +40,13 @@ pub(super) struct Claims {
     exchange: Exchange,
     /// What the last claim stated.
     claimed: Counts,
-    /// What the store counts for this process: what the last claim stated, with the seats granted since.
+    /// What the store counts for this process: what the last claim stated, with the slots granted since.
     pub(super) known: Counts,
-    /// Seats that the store has granted since the beginning, as far as its answers have arrived.
+    /// Slots that the store has granted since the beginning, as far as its answers have arrived.
     granted: u64,
     /// The version of the last answer to the last claim. An answer with a smaller version is older, and is ignored.
     version: u64,
-    /// Whether requests of other processes wait for a seat.
+    /// Whether requests of other processes wait for a slot.
     pub(super) others_wait: bool,
 }
 
@@ -72,7 +72,7 @@ impl Claims {
     /// Returns whether a claim is to be sent now that the process has `counts`.
     ///
     /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says whether the
-    /// last request has left without having used a seat.
+    /// last request has left without having used a slot.
     pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
         match self.exchange {
             Exchange::Asking => false,
@@ -108,8 +108,8 @@ impl Claims {
         }
     }
 
-    /// Takes in an answer to the claim `number`: the seats that were granted since the beginning, and whether
-    /// other processes wait. Returns how many of the seats are new, or `None` if the answer is older than
+    /// Takes in an answer to the claim `number`: the slots that were granted since the beginning, and whether
+    /// other processes wait. Returns how many of the slots are new, or `None` if the answer is older than
     /// another one.
     pub(super) fn answered(
         &mut self,

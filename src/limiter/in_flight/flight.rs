@@ -1,4 +1,4 @@
-//! The calls in flight of one key from this process, and the requests that wait for a seat.
+//! The calls in flight of one key from this process, and the requests that wait for a slot.
 
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::wakers::Wakers;
 pub(in crate::limiter) struct Flight {
     /// Calls in flight.
     in_use: u32,
-    /// Seats that were granted and are not in use.
+    /// Slots that were granted and are not in use.
     free: u32,
     waiters: WaitQueue<SeatWait, Settled<Number>>,
     impatient: Impatient,
@@ -29,7 +29,7 @@ pub(in crate::limiter) struct Flight {
     used_at: Instant,
 }
 
-/// What is known of a request that waits for a seat.
+/// What is known of a request that waits for a slot.
 struct SeatWait {
     /// The claim whose answer ends the wait of a request that cannot wait.
     until_answer: Option<u64>,
@@ -55,7 +55,7 @@ impl Evict for Flight {
 
     fn idle_from(&self) -> Option<Instant> {
         let is_empty = self.in_use == 0 && self.waiters.is_empty();
-        // The store may still grant seats to requests that have left, and these seats have to be returned.
+        // The store may still grant slots to requests that have left, and these slots have to be returned.
         (is_empty && self.claims.known == Counts::NONE).then_some(self.used_at)
     }
 }
@@ -84,10 +84,10 @@ impl Flight {
         self.waiters.waiting()
     }
 
-    /// Enters a request, which waits even if a seat is free: [`collect`](Flight::collect) returns its result.
+    /// Enters a request, which waits even if a slot is free: [`collect`](Flight::collect) returns its result.
     /// An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
-        // If requests wait although the last claim was answered, no seat is free anywhere.
+        // If requests wait although the last claim was answered, no slot is free anywhere.
         let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
             self.waiters.enter_settled(number, Settled::Refused(Refusal::NEVER));
@@ -101,7 +101,7 @@ impl Flight {
         }
         // Its poll sets when its task wakes.
         self.waiters.enter(number, SeatWait { until_answer }, now);
-        self.seat(now, &mut Wakers::default());
+        self.slot(now, &mut Wakers::default());
     }
 
     /// Returns the claim to send to the store, if one is due.
@@ -112,23 +112,23 @@ impl Flight {
         let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
         // A process that has left keeps its place in the store's queue until a claim says so. It does not claim
         // for requests that cannot wait: their callers retry, and while the store counts one of them as waiting, no
-        // seat is free.
+        // slot is free.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {
             return None;
         }
         self.gave_up = false;
-        // The claim does not state free seats, and so gives them back.
+        // The claim does not state free slots, and so gives them back.
         self.free = 0;
         Some(self.claims.make(key, limit, ttl, counts))
     }
 
-    /// Returns how the wait of `number` ended, if it did. If the seat it got may belong to another process by
+    /// Returns how the wait of `number` ended, if it did. If the slot it got may belong to another process by
     /// now, the request waits on, in its old place.
     pub(in crate::limiter) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
         let settled = self.waiters.collect(number)?;
-        if let Settled::Granted(seat) = settled
-            && self.is_lost(seat, now)
+        if let Settled::Granted(slot) = settled
+            && self.is_lost(slot, now)
         {
             self.in_use -= 1;
             self.waiters.enter(number, SeatWait { until_answer: None }, now);
@@ -137,9 +137,9 @@ impl Flight {
         Some(settled)
     }
 
-    /// Returns whether `seat` may belong to another process.
-    pub(in crate::limiter) fn is_lost(&self, seat: Number, now: Instant) -> bool {
-        self.validity.is_lost(seat, now)
+    /// Returns whether `slot` may belong to another process.
+    pub(in crate::limiter) fn is_lost(&self, slot: Number, now: Instant) -> bool {
+        self.validity.is_lost(slot, now)
     }
 
     /// Polls the wait of `number`, which ends at `until` at the latest. If it has not ended, the task is woken when it
@@ -164,12 +164,12 @@ impl Flight {
         Poll::Pending
     }
 
-    /// Ready if `seat` is lost. Else the task is woken when it is.
-    pub(in crate::limiter) fn poll_lost(&mut self, seat: Number, cx: &Context<'_>) -> Poll<()> {
-        self.validity.poll_lost(seat, cx)
+    /// Ready if `slot` is lost. Else the task is woken when it is.
+    pub(in crate::limiter) fn poll_lost(&mut self, slot: Number, cx: &Context<'_>) -> Poll<()> {
+        self.validity.poll_lost(slot, cx)
     }
 
-    /// Ends the wait of `number`. A seat that it got goes to the next request.
+    /// Ends the wait of `number`. A slot that it got goes to the next request.
     pub(in crate::limiter) fn leave(&mut self, number: Number, now: Instant, wakers: &mut Wakers) {
         match self.waiters.leave(number) {
             Some(Left::Waiting(wait)) => {
@@ -177,18 +177,18 @@ impl Flight {
                 self.gave_up |= wait.until_answer.is_none();
                 self.used_at = now;
             }
-            Some(Left::Settled(Settled::Granted(seat))) => self.end(seat, now, wakers),
+            Some(Left::Settled(Settled::Granted(slot))) => self.end(slot, now, wakers),
             Some(Left::Settled(_)) | None => {}
         }
     }
 
-    /// Ends the call on `seat`. The seat goes to the next request, unless other processes wait.
-    pub(in crate::limiter) fn end(&mut self, seat: Number, now: Instant, wakers: &mut Wakers) {
-        self.validity.end(seat);
+    /// Ends the call on `slot`. The slot goes to the next request, unless other processes wait.
+    pub(in crate::limiter) fn end(&mut self, slot: Number, now: Instant, wakers: &mut Wakers) {
+        self.validity.end(slot);
         self.in_use -= 1;
-        if !self.is_lost(seat, now) && !self.claims.others_wait {
+        if !self.is_lost(slot, now) && !self.claims.others_wait {
             self.free += 1;
-            self.seat(now, wakers);
+            self.slot(now, wakers);
         }
         self.used_at = now;
     }
@@ -199,7 +199,7 @@ impl Flight {
             StoreEvent::InFlight { number, granted: given, others_wait, version } => {
                 if let Some(more) = self.claims.answered(number, given, others_wait, version) {
                     self.free = self.free.saturating_add(more);
-                    self.seat(now, wakers);
+                    self.slot(now, wakers);
                     self.refuse_impatient(number, wakers);
                 }
             }
@@ -216,8 +216,8 @@ impl Flight {
         self.used_at = now;
     }
 
-    /// Gives the free seats to the requests that came first.
-    fn seat(&mut self, now: Instant, wakers: &mut Wakers) {
+    /// Gives the free slots to the requests that came first.
+    fn slot(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
             let granted = Settled::Granted(next_number());
             let Some(wait) = self.waiters.settle_first(granted, wakers) else { return };
@@ -274,13 +274,13 @@ mod tests {
 
     fn granted(flight: &mut Flight, number: Number, now: Instant) -> Number {
         match flight.collect(number, now) {
-            Some(Settled::Granted(seat)) => seat,
-            settled => panic!("no seat: {settled:?}"),
+            Some(Settled::Granted(slot)) => slot,
+            settled => panic!("no slot: {settled:?}"),
         }
     }
 
-    fn is_lost(flight: &mut Flight, seat: Number) -> bool {
-        flight.poll_lost(seat, &Context::from_waker(Waker::noop())).is_ready()
+    fn is_lost(flight: &mut Flight, slot: Number) -> bool {
+        flight.poll_lost(slot, &Context::from_waker(Waker::noop())).is_ready()
     }
 
     #[test]
@@ -340,7 +340,7 @@ mod tests {
         answer(&mut flight, 0);
         assert!(matches!(flight.collect(second, clock::now()), Some(Settled::Refused(_))));
         let third = come(&mut flight, true);
-        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "no seat is free");
+        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "no slot is free");
         assert_eq!(claim(&mut flight), None);
     }
 
@@ -383,7 +383,7 @@ mod tests {
         assert!(flight.idle_from().is_some());
     }
 
-    /// A process that stood still until its claim expired passes no seat on, and uses none.
+    /// A process that stood still until its claim expired passes no slot on, and uses none.
     #[test]
     fn seats_are_not_used_after_their_claim_expires() {
         let (mut flight, start) = (flight(), clock::now());
@@ -393,9 +393,9 @@ mod tests {
         answer(&mut flight, 2);
         let first = granted(&mut flight, numbers[0], start);
         let late = start + LIFE;
-        assert!(flight.collect(numbers[1], late).is_none(), "its seat may belong to another process");
+        assert!(flight.collect(numbers[1], late).is_none(), "its slot may belong to another process");
         flight.end(first, late, &mut Wakers::default());
-        assert!(flight.collect(numbers[2], late).is_none(), "the first seat is not passed on");
+        assert!(flight.collect(numbers[2], late).is_none(), "the first slot is not passed on");
         assert_eq!(claim(&mut flight), Some((0, 2)));
         on_event(&mut flight, StoreEvent::ClaimValidUntil(late + LIFE));
         answer(&mut flight, 3);

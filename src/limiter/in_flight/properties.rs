@@ -1,7 +1,7 @@
 //! Properties of the in-flight limit under a bad network.
 //!
-//! Three processes claim seats from the store's rule. Claims are lost, late, repeated and overtake each other,
-//! and answers are lost. The seats in use never exceed the limit. Once the network is good again, all seats are
+//! Three processes claim slots from the store's rule. Claims are lost, late, repeated and overtake each other,
+//! and answers are lost. The slots in use never exceed the limit. Once the network is good again, all slots are
 //! in use or free.
 
 use std::collections::VecDeque;
@@ -71,7 +71,7 @@ struct Process {
 struct World {
     most: u32,
     now: Micros,
-    seats: InFlightSlots,
+    slots: InFlightSlots,
     processes: Vec<Process>,
     claims: Vec<Claim>,
 }
@@ -105,8 +105,8 @@ impl World {
         }
         let Process { flight, waiting, sitting, .. } = process;
         waiting.retain(|&number| match flight.collect(number, clock::now()) {
-            Some(Settled::Granted(seat)) => {
-                sitting.push(seat);
+            Some(Settled::Granted(slot)) => {
+                sitting.push(slot);
                 false
             }
             Some(_) => false,
@@ -120,12 +120,12 @@ impl World {
         if let Some(process) = self.processes.iter_mut().find(|process| process.flight.holder() == id) {
             process.claimed_at = self.now;
         }
-        if self.seats.is_empty() {
+        if self.slots.is_empty() {
             // A store forgets a key without holders, and starts with an empty state.
-            self.seats = InFlightSlots::default();
+            self.slots = InFlightSlots::default();
         }
         let processes = &mut self.processes;
-        self.seats.claim(self.now, claimed, |told| {
+        self.slots.claim(self.now, claimed, |told| {
             if let Some(process) = processes.iter_mut().find(|process| process.flight.holder() == told.id) {
                 process.events.push_back(told);
             }
@@ -209,7 +209,7 @@ impl World {
             }
         }
         let sitting: usize = self.processes.iter().map(|process| process.sitting.len()).sum();
-        assert!(sitting <= self.most as usize, "{sitting} seats in use, limit {}", self.most);
+        assert!(sitting <= self.most as usize, "{sitting} slots in use, limit {}", self.most);
     }
 
     /// Delivers all claims and answers, four times.
@@ -240,7 +240,7 @@ proptest! {
         steps in prop::collection::vec(step(3), 0..120),
     ) {
         let processes = (0..3).map(|_| process()).collect();
-        let mut world = World { most, now: 0, seats: InFlightSlots::default(), processes, claims: Vec::new() };
+        let mut world = World { most, now: 0, slots: InFlightSlots::default(), processes, claims: Vec::new() };
         for step in &steps {
             world.step(step);
         }
@@ -253,14 +253,14 @@ proptest! {
         let sitting: usize = world.processes.iter().map(|process| process.sitting.len()).sum();
         let waiting: usize = world.processes.iter().map(|process| process.waiting.len()).sum();
         prop_assert_eq!(sitting, (sitting + waiting).min(most as usize));
-        // When all calls have ended, no seat is in use.
+        // When all calls have ended, no slot is in use.
         while world.processes.iter().any(|process| !process.sitting.is_empty()) {
             for index in 0..3 {
                 world.step(&Step::End(index, 0));
             }
             world.settle();
         }
-        world.seats.forget(world.now);
-        prop_assert_eq!(world.seats.usage(most), (0, most));
+        world.slots.forget(world.now);
+        prop_assert_eq!(world.slots.usage(most), (0, most));
     }
 }
