@@ -127,7 +127,7 @@ impl Waiters {
         let look_at = self.look_at().filter(|_| is_first);
         if let Some(waiter) = self.waits.get_mut(number) {
             waiter.wake_at(look_at.map_or(latest, |at| at.min(latest)));
-            _ = waiter.register(cx);
+            waiter.register(cx);
         }
         Poll::Pending
     }

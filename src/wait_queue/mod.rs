@@ -23,7 +23,7 @@
 mod properties;
 
 use std::collections::BTreeMap;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use crate::clock::{self, Timer};
@@ -215,17 +215,15 @@ impl<T> Waiter<T> {
     }
 
     /// Registers the task that polls the wait. It wakes when the wait ends, or at [`wakes_at`](Self::wakes_at).
-    /// Ready if that moment has come; then the task is woken again.
-    pub(crate) fn register(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    /// If that moment has come, the task is woken at once.
+    pub(crate) fn register(&mut self, cx: &mut Context<'_>) {
         match &mut self.waker {
             Some(waker) => waker.clone_from(cx.waker()),
             None => self.waker = Some(cx.waker().clone()),
         }
-        let polled = self.timer.get_or_insert_with(|| Timer::at(self.wakes_at)).poll(cx);
-        if polled.is_ready() {
+        if self.timer.get_or_insert_with(|| Timer::at(self.wakes_at)).poll(cx).is_ready() {
             // The timer fired after the owner had read the time.
             cx.waker().wake_by_ref();
         }
-        polled
     }
 }

@@ -160,7 +160,7 @@ impl Flight {
             return Poll::Ready(Settled::Refused(Refusal::NEVER));
         };
         waiter.wake_at(until);
-        _ = waiter.register(cx);
+        waiter.register(cx);
         Poll::Pending
     }
 

@@ -219,8 +219,9 @@ impl Hold {
     }
 
     /// Notes that a permit came back unused. It may be the probe's, so the next request may be the probe.
-    pub(super) fn probe_comes_back(&mut self) {
-        self.probation.probe_comes_back();
+    /// Returns whether it may be.
+    pub(super) fn probe_comes_back(&mut self) -> bool {
+        self.probation.probe_comes_back()
     }
 
     /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the end of the

@@ -14,7 +14,7 @@ use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Uncertain};
 use super::refusal::{Refusals, Wait};
 use crate::clock;
-use crate::limiter::queue::{Gathering, Number};
+use crate::limiter::queue::Number;
 use crate::quota::Limit;
 use crate::store::HoldState;
 use crate::wakers::Wakers;
@@ -146,8 +146,8 @@ impl KeyState {
                 queue.give_up_slots();
             }
             // After a release, the next call does not wait for the end of the hold.
-            if !is_held && queue.gathering == Gathering::UnderWay {
-                queue.gathering = Gathering::Done;
+            if !is_held {
+                queue.end_delay();
             }
         }
         self.step(ctx, None);

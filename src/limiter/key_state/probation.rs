@@ -78,11 +78,13 @@ impl Probation {
         }
     }
 
-    /// Notes that the probe's permit came back unused.
-    pub(super) fn probe_comes_back(&mut self) {
-        if self.is_on() {
+    /// Notes that a permit came back unused. Returns whether it may be the probe's.
+    pub(super) fn probe_comes_back(&mut self) -> bool {
+        let was_probing = matches!(self, Probation::Probing(_));
+        if was_probing {
             *self = Probation::Due;
         }
+        was_probing
     }
 }
 
@@ -128,8 +130,10 @@ impl KeyState {
 
     /// Notes that a permit came back unused. If it was the probe's, another request may be the probe.
     pub(super) fn probe_comes_back(&mut self) {
-        if let Some(hold) = &mut self.hold {
-            hold.hold.probe_comes_back();
+        let was_probing = self.hold.as_mut().is_some_and(|hold| hold.hold.probe_comes_back());
+        // The next call to the store may have been put off until the probe is accepted.
+        if was_probing && let Some(queue) = &mut self.queue {
+            queue.end_delay();
         }
     }
 

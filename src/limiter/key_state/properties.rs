@@ -685,3 +685,41 @@ proptest! {
         runtime.block_on(run(count, later, faults, quits, &steps));
     }
 }
+
+/// The permit of the probe expires before its waiter wakes. The next call to the store does not wait for a probe that
+/// never left.
+#[tokio::test(start_paused = true)]
+async fn an_expired_probe_delays_no_call() {
+    let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };
+    let steps = [
+        enter(1, 0),
+        enter(1, 0),
+        Step::Poll(0),
+        Step::Poll(0),
+        Step::Hold(1, true),
+        Step::Poll(0),
+        Step::Passes(1),
+        enter(1, 0),
+        enter(1, 0),
+        enter(1, 60000),
+        enter(1, 60000),
+        enter(1, 0),
+        enter(1, 60000),
+        enter(1, 60000),
+        Step::Poll(0),
+        enter(1, 0),
+        Step::Poll(0),
+        enter(1, 0),
+        enter(1, 60000),
+        Step::Leave(13),
+        Step::Leave(45),
+        enter(1, 60000),
+        enter(1, 60000),
+        enter(3, 60000),
+        Step::Leave(47),
+        Step::Use(0),
+        Step::Effect(0),
+        Step::Passes(9),
+    ];
+    run(9, true, false, false, &steps).await;
+}

@@ -34,29 +34,22 @@ impl KeyState {
             self.close(ctx);
             return Poll::Ready(settled);
         }
-        for _ in 0..2 {
-            self.step(ctx, Some(waiter.number));
-            if let Some(settled) = self.collect_alive(ctx, waiter) {
-                self.close(ctx);
-                return Poll::Ready(settled);
-            }
-            // The state of the key was dropped, and there was no room to make it anew for a second wait.
-            let Some(queue) =
-                self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
-            else {
-                return Poll::Ready(Settled::Refused(Refusal::NEVER));
-            };
-            if queue.is_over(waiter.number, waiter.cost, ctx.now) {
-                let settled = waited_too_long(queue, waiter, ctx.now);
-                self.leave(ctx, waiter);
-                return Poll::Ready(settled);
-            }
-            if queue.poll(waiter.number, waiter.cost, ctx.now, cx).is_pending() {
-                return Poll::Pending;
-            }
+        self.step(ctx, Some(waiter.number));
+        if let Some(settled) = self.collect_alive(ctx, waiter) {
+            self.close(ctx);
+            return Poll::Ready(settled);
         }
-        // The timer fired after `ctx.now`.
-        cx.waker().wake_by_ref();
+        // The state of the key was dropped, and there was no room to make it anew for a second wait.
+        let Some(queue) = self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
+        else {
+            return Poll::Ready(Settled::Refused(Refusal::NEVER));
+        };
+        if queue.is_over(waiter.number, waiter.cost, ctx.now) {
+            let settled = waited_too_long(queue, waiter, ctx.now);
+            self.leave(ctx, waiter);
+            return Poll::Ready(settled);
+        }
+        queue.register(waiter.number, waiter.cost, ctx.now, cx);
         Poll::Pending
     }
 

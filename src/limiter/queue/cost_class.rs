@@ -5,7 +5,7 @@
 //! first `asked` of these. The waiters after them arrived later.
 
 use std::collections::VecDeque;
-use std::task::{Context, Poll};
+use std::task::Context;
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -215,16 +215,16 @@ impl CostClass {
     }
 
     /// Registers the task of a waiter. It wakes at its slot, at `watched` if the call may be lost then, or when it can wait
-    /// no longer. Ready if one of these moments has come.
-    pub(super) fn poll(
+    /// no longer.
+    pub(super) fn register(
         &mut self,
         number: Number,
         watched: Option<Instant>,
         now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<()> {
+    ) {
         let first_slot = self.slots.front().map(|slot| slot.at);
-        let Some(waiter) = self.waiters.get_mut(number) else { return Poll::Ready(()) };
+        let Some(waiter) = self.waiters.get_mut(number) else { return };
         if waiter.wakes_at() <= now {
             let wakes_at = match first_slot {
                 // A slot that is due and was not handed out waits for the store's answer, which wakes its waiter.
@@ -235,7 +235,7 @@ impl CostClass {
             let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
             waiter.wake_at(waiter.request.wakes_for(wakes_at));
         }
-        waiter.register(cx)
+        waiter.register(cx);
     }
 
     /// Takes in what a call to the store brought. Its permits are in `slots` already.

@@ -12,7 +12,7 @@ mod cost_class;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::Context;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -270,6 +270,13 @@ impl Queue {
         self.gathers_until = Some(clock::after(now, delay));
     }
 
+    /// Ends the delay of the next call, if there is one.
+    pub(in crate::limiter) fn end_delay(&mut self) {
+        if self.gathering == Gathering::UnderWay {
+            self.gathering = Gathering::Done;
+        }
+    }
+
     /// Returns whether the end of gathering is overdue, because its task was lost with its runtime.
     pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
         self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
@@ -341,11 +348,12 @@ impl Queue {
         }
     }
 
-    /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer. Ready if that moment has come.
-    pub(super) fn poll(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) -> Poll<()> {
+    /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer.
+    pub(super) fn register(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) {
         let watched = self.watched_until().filter(|until| *until > now);
-        let Some(class) = self.classes.get_mut(&cost) else { return Poll::Ready(()) };
-        class.poll(number, watched, now, cx)
+        if let Some(class) = self.classes.get_mut(&cost) {
+            class.register(number, watched, now, cx);
+        }
     }
 
     /// Returns the last slot that is booked for a cost.
