@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example one_a_second
 //!
-//! The three processes do not know each other; they share the limit through Redis. A call that cannot be sent within
-//! `--max-wait` is refused at once, with the time at which it could be. `limit` below is the same in all processes;
-//! `call` uses it.
+//! The three processes do not know each other; they share the limit through Redis. A call that
+//! cannot be sent within `--max-wait` is refused at once, with the time at which it could be.
+//! `limit` below is the same in all processes; `call` uses it.
 
 mod common;
 
@@ -54,7 +54,9 @@ async fn main() -> ExitCode {
 /// Builds the limit: the same in every process that calls this API.
 fn limit(redis: &str, max_wait: Duration) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(redis).prefix("one-a-second").build()?;
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store)).max_wait(max_wait);
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .store(Arc::new(store))
+        .max_wait(max_wait);
     Ok(limit.error_on_upstream_limit().build()?)
 }
 
@@ -62,8 +64,10 @@ fn limit(redis: &str, max_wait: Duration) -> Result<RateLimitLayer, BoxError> {
 async fn be(role: &'static str, args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(&args.places.redis, args.max_wait)?;
-    let service =
-        ServiceBuilder::new().layer(limit.clone()).map_request(common::stamp).service(common::client()?);
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(common::stamp)
+        .service(common::client()?);
 
     let mut calls = JoinSet::new();
     if role == "cron" {
@@ -90,9 +94,20 @@ where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
 {
     let start = Instant::now();
-    let said = match service.ready().await.map_err(Into::into)?.call(request).await.map_err(Into::into) {
+    let said = match service
+        .ready()
+        .await
+        .map_err(Into::into)?
+        .call(request)
+        .await
+        .map_err(Into::into)
+    {
         Ok(response) => {
-            let said = format!("answered {} after {}", response.status(), span(start.elapsed()));
+            let said = format!(
+                "answered {} after {}",
+                response.status(),
+                span(start.elapsed())
+            );
             response.bytes().await?; // so that the connection can be used again
             said
         }
@@ -105,12 +120,16 @@ where
     Ok(())
 }
 
-/// Describes a refusal: which party refused the call and why, when it arrived, how long and how often it waited, and
-/// when to retry.
+/// Describes a refusal: which party refused the call and why, when it arrived, how long and how
+/// often it waited, and when to retry.
 fn tell(limited: &Limited) -> String {
     let report = limited.report();
     let since = clock(report.since());
-    let waited = format!("waited since {since}, for {}, turns: {}", span(report.waited()), report.turns());
+    let waited = format!(
+        "waited since {since}, for {}, turns: {}",
+        span(report.waited()),
+        report.turns()
+    );
     let back = match (report.retry_after(), report.retry_at()) {
         (Some(wait), Some(at)) => format!("come back in {}, at {}", span(wait), clock(at)),
         _ => "nobody knows when it could be".to_owned(),
@@ -125,11 +144,17 @@ fn tell(limited: &Limited) -> String {
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(1);
     args.places.start(|| Upstream::start(rule)).await?;
-    println!("{} calls of three processes to a service that allows one a second.\n", 3 * args.calls);
+    println!(
+        "{} calls of three processes to a service that allows one a second.\n",
+        3 * args.calls
+    );
 
     let mut children = Children::of_this_program()?;
     for role in ROLES {
-        children.start(role, [args.words(), vec!["--role".to_owned(), role.to_owned()]].concat())?;
+        children.start(
+            role,
+            [args.words(), vec!["--role".to_owned(), role.to_owned()]].concat(),
+        )?;
     }
     let start = Instant::now();
     let mut said = Vec::new();
@@ -141,11 +166,22 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
 
     let rows = ROLES.map(|role| {
         let count = |what: &str| {
-            said.iter().filter(|(who, text)| who == role && text.contains(what)).count().to_string()
+            said.iter()
+                .filter(|(who, text)| who == role && text.contains(what))
+                .count()
+                .to_string()
         };
-        [role.to_owned(), count(": answered"), count(": refused"), count(": failed")]
+        [
+            role.to_owned(),
+            count(": answered"),
+            count(": refused"),
+            count(": failed"),
+        ]
     });
-    println!("\n{}", common::table(["process", "answered", "refused", "failed"], &rows));
+    println!(
+        "\n{}",
+        common::table(["process", "answered", "refused", "failed"], &rows)
+    );
     if let Some(upstream) = &args.places.upstream {
         let log = upstream.log();
         println!(
@@ -181,7 +217,15 @@ impl Args {
 
     /// Returns the options as words for the children.
     fn words(&self) -> Vec<String> {
-        let own = ["--max-wait".to_owned(), self.max_wait.as_secs_f64().to_string()];
-        [self.places.words(), own.to_vec(), vec!["--calls".to_owned(), self.calls.to_string()]].concat()
+        let own = [
+            "--max-wait".to_owned(),
+            self.max_wait.as_secs_f64().to_string(),
+        ];
+        [
+            self.places.words(),
+            own.to_vec(),
+            vec!["--calls".to_owned(), self.calls.to_string()],
+        ]
+        .concat()
     }
 }

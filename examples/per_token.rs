@@ -1,10 +1,11 @@
-//! 5000 calls per hour for each access token, shared by several processes; the tokens stay out of Redis.
+//! 5000 calls per hour for each access token, shared by several processes; the tokens stay out of
+//! Redis.
 //!
 //!     cargo run --release --example per_token
 //!
-//! The key of a request is its `Authorization` header. Redis receives only a hash of it, made with a secret that all
-//! processes of this program know. So a reader of the Redis can neither read a token nor test a guess. `peek` returns
-//! how many calls remain, and uses none.
+//! The key of a request is its `Authorization` header. Redis receives only a hash of it, made with
+//! a secret that all processes of this program know. So a reader of the Redis can neither read a
+//! token nor test a guess. `peek` returns how many calls remain, and uses none.
 
 mod common;
 
@@ -56,10 +57,14 @@ async fn main() -> ExitCode {
 
 /// Builds the limit of each token: the header that identifies a token to the service is the key.
 fn limit(args: &Args) -> Result<RateLimitLayer, BoxError> {
-    let store =
-        RedisStore::builder(&args.places.redis).prefix("per-token").secret(args.secret.as_bytes()).build()?;
+    let store = RedisStore::builder(&args.places.redis)
+        .prefix("per-token")
+        .secret(args.secret.as_bytes())
+        .build()?;
     let quota = Quota::new(args.per_hour, Duration::from_secs(3600));
-    let limit = RateLimitLayer::builder(quota).key(by_header(AUTHORIZATION)).store(Arc::new(store));
+    let limit = RateLimitLayer::builder(quota)
+        .key(by_header(AUTHORIZATION))
+        .store(Arc::new(store));
     Ok(limit.max_wait(Duration::from_secs(1)).build()?)
 }
 
@@ -70,13 +75,15 @@ fn authorization(token: &str) -> Result<HeaderValue, BoxError> {
     Ok(value)
 }
 
-/// Makes the calls of all tokens in turn. A token whose hourly limit is used up is left out from then on; the others
-/// continue.
+/// Makes the calls of all tokens in turn. A token whose hourly limit is used up is left out from
+/// then on; the others continue.
 async fn call(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(args)?;
-    let mut service =
-        ServiceBuilder::new().layer(limit.clone()).map_request(common::stamp).service(common::client()?);
+    let mut service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(common::stamp)
+        .service(common::client()?);
 
     let mut answered = vec![0; args.tokens.len()];
     let mut refused: Vec<Option<String>> = vec![None; args.tokens.len()];
@@ -86,15 +93,21 @@ async fn call(args: &Args) -> Result<(), BoxError> {
                 continue;
             }
             let mut request = Request::new(reqwest::Method::GET, args.places.api.parse()?);
-            request.headers_mut().insert(AUTHORIZATION, authorization(token)?);
-            request.headers_mut().insert(WHO_HEADER, (number + 1).into());
+            request
+                .headers_mut()
+                .insert(AUTHORIZATION, authorization(token)?);
+            request
+                .headers_mut()
+                .insert(WHO_HEADER, (number + 1).into());
             match service.ready().await?.call(request).await {
                 Ok(response) => {
                     response.error_for_status()?.bytes().await?;
                     answered[number] += 1;
                 }
                 Err(error) => match Limited::find(&error) {
-                    Some(limited @ Limited::Local { .. }) => refused[number] = Some(limited.to_string()),
+                    Some(limited @ Limited::Local { .. }) => {
+                        refused[number] = Some(limited.to_string())
+                    }
                     _ => return Err(error.into()),
                 },
             }
@@ -115,31 +128,52 @@ async fn tell(args: &Args) -> Result<(), BoxError> {
     for (number, token) in args.tokens.iter().enumerate() {
         let peek = limiter.peek(Key::new(authorization(token)?)).await?;
         let used: u64 = peek.limits.iter().map(|usage| usage.used).sum();
-        let next =
-            if peek.free > 0 { String::new() } else { format!(", the next in {}", span(peek.next_slot)) };
-        println!("token {}: {} of {} remain, {used} used{next}", number + 1, peek.free, args.per_hour);
+        let next = if peek.free > 0 {
+            String::new()
+        } else {
+            format!(", the next in {}", span(peek.next_slot))
+        };
+        println!(
+            "token {}: {} of {} remain, {used} used{next}",
+            number + 1,
+            peek.free,
+            args.per_hour
+        );
     }
     Ok(())
 }
 
-/// Starts the Redis, the service and two processes that call. Before and after them, a third process only looks.
+/// Starts the Redis, the service and two processes that call. Before and after them, a third
+/// process only looks.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::new(args.per_hour, Duration::from_secs(3600));
     args.places.start(Upstream::open).await?; // a service that counts for each token; the check is below
-    println!("Two processes, {} tokens, {} calls per hour for each.", args.tokens.len(), args.per_hour);
+    println!(
+        "Two processes, {} tokens, {} calls per hour for each.",
+        args.tokens.len(),
+        args.per_hour
+    );
     run(&args, "teller", &["before"]).await?;
     run(&args, "caller", &["process 1", "process 2"]).await?;
     run(&args, "teller", &["after"]).await?;
     run(&args, "teller", &["asked again"]).await?;
 
-    let Some(upstream) = &args.places.upstream else { return Ok(()) };
+    let Some(upstream) = &args.places.upstream else {
+        return Ok(());
+    };
     let log = upstream.log();
     println!();
     for (who, tally) in log.by_who() {
         println!("The service saw {} calls with token {who}.", tally.all());
-        let calls = log.iter().filter(|arrival| arrival.who.as_deref() == Some(who)).cloned();
-        if let Some(broken) = common::not_kept(&Log::from(calls.collect::<Vec<_>>()), &[rule], TRANSIT_SLACK)
-        {
+        let calls = log
+            .iter()
+            .filter(|arrival| arrival.who.as_deref() == Some(who))
+            .cloned();
+        if let Some(broken) = common::not_kept(
+            &Log::from(calls.collect::<Vec<_>>()),
+            &[rule],
+            TRANSIT_SLACK,
+        ) {
             return Err(format!("the limit of token {who} was not kept: {broken}").into());
         }
     }
@@ -152,7 +186,10 @@ async fn run(args: &Args, role: &str, names: &[&str]) -> Result<(), BoxError> {
     children.environment("TOKENS", &args.tokens.join(","));
     children.environment("TOLLGATE_SECRET", &args.secret);
     for name in names {
-        children.start(*name, [args.words(), vec!["--role".to_owned(), role.to_owned()]].concat())?;
+        children.start(
+            *name,
+            [args.words(), vec!["--role".to_owned(), role.to_owned()]].concat(),
+        )?;
     }
     println!();
     while let Some(Line { who, text }) = children.line().await {
@@ -172,7 +209,8 @@ struct Args {
 
 impl Args {
     fn read(mut options: Options) -> Result<Self, Usage> {
-        let variable = |name, default: &str| std::env::var(name).unwrap_or_else(|_| default.to_owned());
+        let variable =
+            |name, default: &str| std::env::var(name).unwrap_or_else(|_| default.to_owned());
         let args = Args {
             places: Places::given(&mut options)?,
             per_hour: options.number("--per-hour", 5000, 1..=1_000_000)?,
@@ -189,7 +227,12 @@ impl Args {
 
     /// Returns the options as words for the children, without the secrets.
     fn words(&self) -> Vec<String> {
-        let own = ["--per-hour", &self.per_hour.to_string(), "--calls", &self.calls.to_string()];
+        let own = [
+            "--per-hour",
+            &self.per_hour.to_string(),
+            "--calls",
+            &self.calls.to_string(),
+        ];
         [self.places.words(), own.map(str::to_owned).to_vec()].concat()
     }
 }

@@ -1,10 +1,12 @@
-//! Two limits at once: 25 per 5 s and 300 per minute. A call that one limit refuses counts in neither.
+//! Two limits at once: 25 per 5 s and 300 per minute. A call that one limit refuses counts in
+//! neither.
 //!
 //!     cargo run --release --example two_windows
 //!     cargo run --release --example two_windows -- --limits "10/1s, 30/60s"
 //!
-//! Two processes try far more often than the limits allow, and never wait. A third only looks, with `peek`: calls that
-//! the short window refused do not count in the long one, and the other way round.
+//! Two processes try far more often than the limits allow, and never wait. A third only looks, with
+//! `peek`: calls that the short window refused do not count in the long one, and the other way
+//! round.
 
 mod common;
 
@@ -53,7 +55,9 @@ async fn main() -> ExitCode {
 fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
     let store = RedisStore::builder(redis).prefix("two-windows").build()?;
     let quota: Quota = limits.parse()?;
-    let limit = RateLimitLayer::builder(quota).store(Arc::new(store)).max_wait(Duration::ZERO);
+    let limit = RateLimitLayer::builder(quota)
+        .store(Arc::new(store))
+        .max_wait(Duration::ZERO);
     Ok(limit.build()?)
 }
 
@@ -61,8 +65,10 @@ fn limit(redis: &str, limits: &str) -> Result<RateLimitLayer, BoxError> {
 async fn work(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
     let limit = limit(&args.places.redis, &args.limits)?;
-    let mut service =
-        ServiceBuilder::new().layer(limit.clone()).map_request(common::stamp).service(common::client()?);
+    let mut service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(common::stamp)
+        .service(common::client()?);
 
     let mut tick = interval(Duration::from_millis(25));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -70,7 +76,9 @@ async fn work(args: &Args) -> Result<(), BoxError> {
     while Instant::now() < end {
         tick.tick().await;
         let mut request = Request::new(reqwest::Method::GET, args.places.api.parse()?);
-        request.headers_mut().insert(WHO_HEADER, std::process::id().into());
+        request
+            .headers_mut()
+            .insert(WHO_HEADER, std::process::id().into());
         match service.ready().await?.call(request).await {
             Ok(response) => {
                 println!("answered {}", response.status().as_u16());
@@ -78,8 +86,13 @@ async fn work(args: &Args) -> Result<(), BoxError> {
             }
             Err(error) => match Limited::find(&error) {
                 Some(Limited::Local { report, .. }) => {
-                    let by = report.limit().map_or("none of them".to_owned(), |limit| limit.to_string());
-                    println!("refused by {by}, come back in {:?}", report.retry_after().unwrap_or_default());
+                    let by = report
+                        .limit()
+                        .map_or("none of them".to_owned(), |limit| limit.to_string());
+                    println!(
+                        "refused by {by}, come back in {:?}",
+                        report.retry_after().unwrap_or_default()
+                    );
                 }
                 _ => return Err(error.into()),
             },
@@ -89,17 +102,27 @@ async fn work(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Starts the Redis, the service and the two processes, prints the counts, and compares them with what the service saw.
+/// Starts the Redis, the service and the two processes, prints the counts, and compares them with
+/// what the service saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
-    let quota: Quota = args.limits.parse().map_err(|error| Usage::new(format!("--limits: {error}")))?;
-    let rules: Vec<Rule> =
-        quota.limits().iter().map(|limit| Rule::new(limit.count(), limit.window())).collect();
+    let quota: Quota = args
+        .limits
+        .parse()
+        .map_err(|error| Usage::new(format!("--limits: {error}")))?;
+    let rules: Vec<Rule> = quota
+        .limits()
+        .iter()
+        .map(|limit| Rule::new(limit.count(), limit.window()))
+        .collect();
     args.places.start(|| Upstream::start(rules.clone())).await?;
     println!("Two processes try 80 calls a second where {quota} are allowed.\n");
 
     let mut children = Children::of_this_program()?;
     for worker in ["worker 1", "worker 2"] {
-        children.start(worker, [args.words(), vec!["--role".to_owned(), "worker".to_owned()]].concat())?;
+        children.start(
+            worker,
+            [args.words(), vec!["--role".to_owned(), "worker".to_owned()]].concat(),
+        )?;
     }
     let limiter = limit(&args.places.redis, &args.limits)?.limiter();
     let start = Instant::now();
@@ -120,7 +143,10 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     children.end().await?;
     println!("  end    {}\n", show(&limiter.peek(Key::ALL).await?));
 
-    let mut rows = vec![["answered".to_owned(), count(&said, "answered 200").to_string()]];
+    let mut rows = vec![[
+        "answered".to_owned(),
+        count(&said, "answered 200").to_string(),
+    ]];
     for limit in quota.limits() {
         let refused = count(&said, &format!("refused by {limit},"));
         rows.push([format!("refused by {limit}"), refused.to_string()]);
@@ -137,10 +163,12 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
 }
 
 fn show(peek: &KeyStatus) -> String {
-    let limits = peek
-        .limits
-        .iter()
-        .map(|usage| format!("{}: {:3} used, {:3} free", usage.limit, usage.used, usage.free));
+    let limits = peek.limits.iter().map(|usage| {
+        format!(
+            "{}: {:3} used, {:3} free",
+            usage.limit, usage.used, usage.free
+        )
+    });
     limits.collect::<Vec<_>>().join("   ")
 }
 
@@ -169,8 +197,13 @@ impl Args {
 
     /// Returns the options as words for the children.
     fn words(&self) -> Vec<String> {
-        let own =
-            ["--limits", &self.limits, "--seconds", &self.time.as_secs_f64().to_string()].map(str::to_owned);
+        let own = [
+            "--limits",
+            &self.limits,
+            "--seconds",
+            &self.time.as_secs_f64().to_string(),
+        ]
+        .map(str::to_owned);
         [self.places.words(), own.to_vec()].concat()
     }
 }

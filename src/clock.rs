@@ -1,8 +1,9 @@
 //! The only file that asks the time or sleeps.
 //!
-//! It stands on Tokio's clock: under `tokio::time::pause` all of tollgate stands still, and moves when the test
-//! moves the clock. Wall time moves along with it, and is asked of the system each time it is wanted: the system's clock
-//! may be set while the program runs, and the monotonic clock may stand still while the machine sleeps.
+//! It stands on Tokio's clock: under `tokio::time::pause` all of tollgate stands still, and moves
+//! when the test moves the clock. Wall time moves along with it, and is asked of the system each
+//! time it is wanted: the system's clock may be set while the program runs, and the monotonic clock
+//! may stand still while the machine sleeps.
 
 #![expect(clippy::disallowed_methods, reason = "this is the file that asks")]
 
@@ -37,12 +38,19 @@ pub(crate) fn wall(instant: Instant) -> SystemTime {
     };
     let ahead = wall_ahead();
     let by = Duration::from_micros(ahead.unsigned_abs());
-    let moment = moment.and_then(|at| if ahead < 0 { at.checked_sub(by) } else { at.checked_add(by) });
+    let moment = moment.and_then(|at| {
+        if ahead < 0 {
+            at.checked_sub(by)
+        } else {
+            at.checked_add(by)
+        }
+    });
     moment.unwrap_or(wall)
 }
 
-/// Returns by how many microseconds the wall clock is ahead of the monotonic clock, compared with when both were first asked. It
-/// is ahead if the wall clock was set, or if the machine slept, during which the monotonic clock stands still.
+/// Returns by how many microseconds the wall clock is ahead of the monotonic clock, compared with
+/// when both were first asked. It is ahead if the wall clock was set, or if the machine slept,
+/// during which the monotonic clock stands still.
 pub(crate) fn wall_ahead() -> i64 {
     #[cfg(feature = "sim")]
     if laboratory::START.get().is_some() {
@@ -54,13 +62,18 @@ pub(crate) fn wall_ahead() -> i64 {
         Ok(since) => i128::try_from(since.as_micros()),
         Err(before) => i128::try_from(before.duration().as_micros()).map(|micros| -micros),
     };
-    let ahead = walked.ok().zip(passed.ok()).and_then(|(walked, passed)| i64::try_from(walked - passed).ok());
+    let ahead = walked
+        .ok()
+        .zip(passed.ok())
+        .and_then(|(walked, passed)| i64::try_from(walked - passed).ok());
     // The two are asked one after the other, and a thread may stand still in between.
-    ahead.filter(|ahead| ahead.unsigned_abs() >= SMALLEST_STEP).unwrap_or(0)
+    ahead
+        .filter(|ahead| ahead.unsigned_abs() >= SMALLEST_STEP)
+        .unwrap_or(0)
 }
 
-/// Returns whether the machine slept, or its wall clock was set forward, within the last `span`, before which [`wall_ahead`] was
-/// `before`. The clocks may run apart by a thousandth.
+/// Returns whether the machine slept, or its wall clock was set forward, within the last `span`,
+/// before which [`wall_ahead`] was `before`. The clocks may run apart by a thousandth.
 pub(crate) fn has_slept(before: i64, span: Duration) -> bool {
     const LEAST: i64 = 250_000;
     let drift = i64::try_from(span.as_micros() / 1000).unwrap_or(i64::MAX / 2);
@@ -81,12 +94,14 @@ pub(crate) fn wall_ahead_lately(now: Instant) -> i64 {
     AHEAD.load(Ordering::Relaxed)
 }
 
-/// The steady time at `instant` in whole microseconds, rounded down. It is the wall time since the Unix epoch, but for what
-/// [`wall_ahead`] tells.
+/// The steady time at `instant` in whole microseconds, rounded down. It is the wall time since the
+/// Unix epoch, but for what [`wall_ahead`] tells.
 pub(crate) fn micros(instant: Instant) -> u64 {
     let (epoch, micros) = epoch();
     match instant.checked_duration_since(epoch) {
-        Some(since) => micros.saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX / 4)),
+        Some(since) => {
+            micros.saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX / 4))
+        }
         None => {
             let before = epoch.duration_since(instant).as_nanos().div_ceil(1000);
             micros.saturating_sub(u64::try_from(before).unwrap_or(u64::MAX))
@@ -98,7 +113,9 @@ pub(crate) fn micros(instant: Instant) -> u64 {
 fn epoch() -> (Instant, u64) {
     static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();
     let of = |(anchor, wall): (Instant, SystemTime)| {
-        let since_epoch = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let since_epoch = wall
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
         (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
     };
     #[cfg(feature = "sim")]
@@ -108,7 +125,8 @@ fn epoch() -> (Instant, u64) {
     *EPOCH.get_or_init(|| of(anchor()))
 }
 
-/// In the laboratory every run begins at the same wall time: windows of the clock and whole microseconds fall alike.
+/// In the laboratory every run begins at the same wall time: windows of the clock and whole
+/// microseconds fall alike.
 #[cfg(feature = "sim")]
 pub(crate) mod laboratory {
     use std::cell::Cell;

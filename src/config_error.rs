@@ -64,14 +64,14 @@ pub enum ConfigError {
         /// The text.
         text: String,
     },
-    /// The URL of Redis is invalid, or needs a feature that is off. The error never holds the URL, which may contain a
-    /// password.
+    /// The URL of Redis is invalid, or needs a feature that is off. The error never holds the URL,
+    /// which may contain a password.
     RedisUrl {
         /// What is wrong with the URL.
         reason: String,
     },
-    /// The URL is `rediss://`, and rustls has no provider of cryptography: the process has installed none, and the crate
-    /// features of rustls name none or two.
+    /// The URL is `rediss://`, and rustls has no provider of cryptography: the process has
+    /// installed none, and the crate features of rustls name none or two.
     NoTlsProvider,
     /// A store is set to share the pace, and this pace cannot be shared.
     PaceNotShared,
@@ -90,19 +90,38 @@ impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             ConfigError::ZeroCount { limit } => {
-                write!(f, "quota {limit}: a count of 0 allows nothing; the least is 1")
+                write!(
+                    f,
+                    "quota {limit}: a count of 0 allows nothing; the least is 1"
+                )
             }
             ConfigError::CountTooLarge { limit } => {
-                write!(f, "quota {limit}: the largest count is {}", Quota::LARGEST_COUNT)
+                write!(
+                    f,
+                    "quota {limit}: the largest count is {}",
+                    Quota::LARGEST_COUNT
+                )
             }
             ConfigError::WindowOutOfRange { limit } => {
-                write!(f, "quota {limit}: a window lasts from {:?} to 366 days", Quota::SHORTEST_WINDOW)
+                write!(
+                    f,
+                    "quota {limit}: a window lasts from {:?} to 366 days",
+                    Quota::SHORTEST_WINDOW
+                )
             }
             ConfigError::RefillTooSlow { limit, full_after } => {
                 let days = full_after.as_secs() / 86_400;
-                write!(f, "quota {limit}: an empty bucket takes {days} days to fill; the longest is 366 days")
+                write!(
+                    f,
+                    "quota {limit}: an empty bucket takes {days} days to fill; the longest is 366 days"
+                )
             }
-            ConfigError::TooFine { limit, lost_percent, transit_slack, smallest_burst } => write!(
+            ConfigError::TooFine {
+                limit,
+                lost_percent,
+                transit_slack,
+                smallest_burst,
+            } => write!(
                 f,
                 "quota {limit}: spacing this fine loses {lost_percent} % of the rate, because each permit is valid for \
                  2 ms and transit_slack is {transit_slack:?}: lower transit_slack; or accept the loss with \
@@ -111,13 +130,20 @@ impl fmt::Display for ConfigError {
                 limit.count(),
                 limit.window(),
             ),
-            ConfigError::WindowTooShortForGuard { limit, boundary_guard } => write!(
+            ConfigError::WindowTooShortForGuard {
+                limit,
+                boundary_guard,
+            } => write!(
                 f,
                 "quota {limit}: a boundary_guard of {boundary_guard:?} on both sides leaves less than half of the \
                  window; lower boundary_guard, or use a sliding window, which needs none"
             ),
             ConfigError::TooManyLimits => {
-                write!(f, "a quota holds at most {} limits, bursts included", Quota::MOST_LIMITS)
+                write!(
+                    f,
+                    "a quota holds at most {} limits, bursts included",
+                    Quota::MOST_LIMITS
+                )
             }
             ConfigError::BurstOfBucket => write!(
                 f,
@@ -148,7 +174,11 @@ impl fmt::Display for ConfigError {
                 "this pace cannot be shared through a store: leave the store out, take pace::Fair or pace::Aimd, or \
                  implement Pace::share"
             ),
-            ConfigError::OutOfRange { setting, value, allowed } => {
+            ConfigError::OutOfRange {
+                setting,
+                value,
+                allowed,
+            } => {
                 write!(f, "{setting} is {value}, but must be {allowed}")
             }
         }

@@ -1,6 +1,10 @@
-//! The events that the crate reports to `tracing` (feature `tracing`), each one function. Keys appear by label only.
+//! The events that the crate reports to `tracing` (feature `tracing`), each one function. Keys
+//! appear by label only.
 
-#![cfg_attr(not(feature = "tracing"), expect(unused_variables, reason = "without tracing nobody reads them"))]
+#![cfg_attr(
+    not(feature = "tracing"),
+    expect(unused_variables, reason = "without tracing nobody reads them")
+)]
 
 use std::time::Duration;
 
@@ -92,7 +96,12 @@ pub(crate) fn store_may_evict(policy: &str) {
 
 /// A key is on hold, because the upstream refused a request.
 pub(crate) fn held(key: &str, left: Duration) {
-    report!(warn, key, ?left, "key on hold after a rate-limit response from the upstream");
+    report!(
+        warn,
+        key,
+        ?left,
+        "key on hold after a rate-limit response from the upstream"
+    );
 }
 
 /// Waiters in other processes cannot be notified.

@@ -1,7 +1,7 @@
 //! Which counter a request belongs to.
 //!
-//! A [`Key`] identifies a limit: one count per key. It is small, copied, and keeps no text, so an API token used as a
-//! key is in no log, no error and no `Debug` output.
+//! A [`Key`] identifies a limit: one count per key. It is small, copied, and keeps no text, so an
+//! API token used as a key is in no log, no error and no `Debug` output.
 
 use std::fmt;
 use std::time::Instant;
@@ -17,16 +17,18 @@ use crate::rng::secret_of_process;
 ///
 /// # What logs show of a key
 ///
-/// Errors and events show a label: `all` for [`Key::ALL`], the host if that is the key, else eight hex digits. These are a
-/// digest under a secret, so that a reader of the log cannot find out whether a guessed name, such as an e-mail address, is
-/// in it. The secret is that of the [store](crate::store::Store::label), if it has one: then a key has the same label in
-/// all processes. Otherwise each process draws one when it starts. `Debug` and `Display` always show digits under the
-/// secret of the process.
+/// Errors and events show a label: `all` for [`Key::ALL`], the host if that is the key, else eight
+/// hex digits. These are a digest under a secret, so that a reader of the log cannot find out
+/// whether a guessed name, such as an e-mail address, is in it. The secret is that of the
+/// [store](crate::store::Store::label), if it has one: then a key has the same label in all
+/// processes. Otherwise each process draws one when it starts. `Debug` and `Display` always show
+/// digits under the secret of the process.
 ///
 /// # Names that tenants choose
 ///
-/// No two names share a key by accident. The hash has no secret, so a tenant that may choose any name could compute one that
-/// collides with another's. If that matters, name tenants by a number that you gave them, or by a keyed digest of their name.
+/// No two names share a key by accident. The hash has no secret, so a tenant that may choose any
+/// name could compute one that collides with another's. If that matters, name tenants by a number
+/// that you gave them, or by a keyed digest of their name.
 ///
 /// ```
 /// use tollgate::Key;
@@ -46,14 +48,20 @@ pub struct Key {
 impl Key {
     /// The single key of all requests: a layer without a key function uses it.
     ///
-    /// All requests share one count then. [Holds](crate::RateLimitBuilder::max_hold) go by host: see
-    /// [`host_hold`](Key::host_hold).
-    pub const ALL: Key = Key { high: 0x746f_6c6c_6761_7465, low: 0x0061_6c6c };
+    /// All requests share one count then. [Holds](crate::RateLimitBuilder::max_hold) go by host:
+    /// see [`host_hold`](Key::host_hold).
+    pub const ALL: Key = Key {
+        high: 0x746f_6c6c_6761_7465,
+        low: 0x0061_6c6c,
+    };
 
     /// Makes the key of `name`.
     pub fn new(name: impl AsRef<[u8]>) -> Self {
         let hash = SipHasher13::new().hash(name.as_ref());
-        Key { high: hash.h1, low: hash.h2 }
+        Key {
+            high: hash.h1,
+            low: hash.h2,
+        }
     }
 
     /// Makes the key of this key and `part` together, such as host *and* token.
@@ -62,22 +70,31 @@ impl Key {
     #[must_use]
     pub fn and(self, part: impl AsRef<[u8]>) -> Self {
         let hash = SipHasher13::new_with_keys(self.high, self.low).hash(part.as_ref());
-        Key { high: hash.h1, low: hash.h2 }
+        Key {
+            high: hash.h1,
+            low: hash.h2,
+        }
     }
 
-    /// Returns the key that [`by_host`] gives the requests to `host`, to look at with [`peek`](crate::Limiter::peek).
+    /// Returns the key that [`by_host`] gives the requests to `host`, to look at with
+    /// [`peek`](crate::Limiter::peek).
     ///
     /// The comparison of hosts ignores case and a final dot.
     pub fn host(host: &str) -> Self {
         let host = host.strip_suffix('.').unwrap_or(host);
-        if is_plain_host(host.as_bytes()) { Key::new(host) } else { Key::new(host.to_ascii_lowercase()) }
+        if is_plain_host(host.as_bytes()) {
+            Key::new(host)
+        } else {
+            Key::new(host.to_ascii_lowercase())
+        }
     }
 
-    /// Returns the key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function holds after a refusal by
-    /// `host`, for [`peek`](crate::Limiter::peek), [`hold_for`](crate::Limiter::hold_for) and
-    /// [`release`](crate::Limiter::release).
+    /// Returns the key that a [`RateLimitLayer`](crate::RateLimitLayer) without a key function
+    /// holds after a refusal by `host`, for [`peek`](crate::Limiter::peek),
+    /// [`hold_for`](crate::Limiter::hold_for) and [`release`](crate::Limiter::release).
     ///
-    /// It holds the requests to that host and no others. A hold of [`Key::ALL`] holds the requests to all hosts.
+    /// It holds the requests to that host and no others. A hold of [`Key::ALL`] holds the requests
+    /// to all hosts.
     ///
     /// ```
     /// use std::time::Duration;
@@ -95,9 +112,13 @@ impl Key {
         Key::host(host).within_all()
     }
 
-    /// Returns the key for holds of [`Key::ALL`] that concern the host of this key only. No counter has this key.
+    /// Returns the key for holds of [`Key::ALL`] that concern the host of this key only. No counter
+    /// has this key.
     pub(crate) fn within_all(self) -> Self {
-        Key { high: self.high ^ Key::ALL.high, low: self.low ^ Key::ALL.low }
+        Key {
+            high: self.high ^ Key::ALL.high,
+            low: self.low ^ Key::ALL.low,
+        }
     }
 
     /// Returns the key under a secret. It cannot be computed without the secret.
@@ -120,19 +141,22 @@ impl Key {
     #[cfg(feature = "redis")]
     pub(crate) fn of_bytes(bytes: [u8; 16]) -> Self {
         let number = u128::from_be_bytes(bytes);
-        Key { high: (number >> 64) as u64, low: number as u64 }
+        Key {
+            high: (number >> 64) as u64,
+            low: number as u64,
+        }
     }
 
-    /// Returns the hash for a table. `seed` is the process's own, so an attacker who chooses names cannot aim at a
-    /// bucket.
+    /// Returns the hash for a table. `seed` is the process's own, so an attacker who chooses names
+    /// cannot aim at a bucket.
     #[inline]
     pub(crate) fn spread(self, seed: u64) -> u64 {
         let product = u128::from(self.high ^ seed) * u128::from(self.low | 1);
         (product >> 64) as u64 ^ product as u64
     }
 
-    /// Returns what errors and events call this key if that needs no digest: `all`, or the host of `request` if that is
-    /// the key.
+    /// Returns what errors and events call this key if that needs no digest: `all`, or the host of
+    /// `request` if that is the key.
     pub(crate) fn plain_label(self, request: Option<&RequestRef<'_>>) -> Option<Box<str>> {
         match request.and_then(RequestRef::host) {
             _ if self == Key::ALL => Some("all".into()),
@@ -143,7 +167,8 @@ impl Key {
 
     /// Returns what errors and events call this key if there is no store that has a label for it.
     pub(crate) fn own_label(self, request: Option<&RequestRef<'_>>) -> Box<str> {
-        self.plain_label(request).unwrap_or_else(|| self.to_string().into())
+        self.plain_label(request)
+            .unwrap_or_else(|| self.to_string().into())
     }
 
     /// Returns eight hex digits of a digest under `secret`.
@@ -195,8 +220,8 @@ pub struct Deadline(pub Instant);
 
 /// The properties of a request that tollgate uses.
 ///
-/// Implemented for `http::Request<B>` and, with the feature `reqwest`, for `reqwest::Request`. Implement it for
-/// requests of your own; every method has a default.
+/// Implemented for `http::Request<B>` and, with the feature `reqwest`, for `reqwest::Request`.
+/// Implement it for requests of your own; every method has a default.
 ///
 /// ```
 /// struct Job {
@@ -236,13 +261,15 @@ pub trait RequestInfo {
         None
     }
 
-    /// Returns the extensions of the request, which may hold a [`Key`], a [`Cost`] and a [`Deadline`].
+    /// Returns the extensions of the request, which may hold a [`Key`], a [`Cost`] and a
+    /// [`Deadline`].
     fn extensions(&self) -> Option<&Extensions> {
         None
     }
 
-    /// Returns whether the client inside may follow redirects by itself, so that a response may come from another
-    /// [host](crate::signal::ResponseInfo::host). Default: no; for `reqwest::Request`: yes.
+    /// Returns whether the client inside may follow redirects by itself, so that a response may
+    /// come from another [host](crate::signal::ResponseInfo::host). Default: no; for
+    /// `reqwest::Request`: yes.
     fn follows_redirects(&self) -> bool {
         false
     }
@@ -253,9 +280,16 @@ impl<B> RequestInfo for http::Request<B> {
         if let Some(authority) = self.uri().authority() {
             // Most hosts have neither port nor user, so `host()` need not split them.
             let authority = authority.as_str();
-            return if is_plain_host(authority.as_bytes()) { Some(authority) } else { self.uri().host() };
+            return if is_plain_host(authority.as_bytes()) {
+                Some(authority)
+            } else {
+                self.uri().host()
+            };
         }
-        let authority = http::Request::headers(self).get(http::header::HOST)?.to_str().ok()?;
+        let authority = http::Request::headers(self)
+            .get(http::header::HOST)?
+            .to_str()
+            .ok()?;
         match authority.rsplit_once(':') {
             Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => Some(host),
             _ => Some(authority),
@@ -290,13 +324,22 @@ pub struct RequestRef<'a> {
 impl<'a> RequestRef<'a> {
     /// Makes a view of `request`.
     pub fn new(request: &'a dyn RequestInfo) -> Self {
-        RequestRef { request, extensions: request.extensions() }
+        RequestRef {
+            request,
+            extensions: request.extensions(),
+        }
     }
 
     /// Returns the same request, with extensions that travel beside it (reqwest-middleware's do).
-    #[cfg_attr(not(feature = "reqwest-middleware"), expect(dead_code, reason = "layer/reqwest.rs is off"))]
+    #[cfg_attr(
+        not(feature = "reqwest-middleware"),
+        expect(dead_code, reason = "layer/reqwest.rs is off")
+    )]
     pub(crate) fn with_extensions(self, extensions: &'a Extensions) -> Self {
-        RequestRef { extensions: Some(extensions), ..self }
+        RequestRef {
+            extensions: Some(extensions),
+            ..self
+        }
     }
 
     /// Returns the host of the request.
@@ -354,23 +397,30 @@ impl RequestInfo for RequestRef<'_> {
 /// Returns the key of the request's host, if a response may come from another host.
 #[inline]
 pub(crate) fn host_if_redirected(request: &impl RequestInfo) -> Option<Key> {
-    if request.follows_redirects() { request.host().map(Key::host) } else { None }
+    if request.follows_redirects() {
+        request.host().map(Key::host)
+    } else {
+        None
+    }
 }
 
 impl fmt::Debug for RequestRef<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The path and the headers may hold secrets.
-        f.debug_struct("RequestInfo").field("method", self.method()).field("host", &self.host()).finish()
+        f.debug_struct("RequestInfo")
+            .field("method", self.method())
+            .field("host", &self.host())
+            .finish()
     }
 }
 
 /// A key function: one limit for each host. A request without a host is refused
 /// ([`Reason::NoKey`](crate::Reason::NoKey)), rather than counted under another key.
 ///
-/// The comparison of hosts ignores case and the port. If reqwest follows a redirect to another host, the request still
-/// counts for the host that it was sent to, and what the other host states about limits is ignored. A 429 holds the key
-/// of its host. Without any key function, too, a 429 holds only the requests to its host, but there is one count for
-/// all hosts ([`Key::ALL`]).
+/// The comparison of hosts ignores case and the port. If reqwest follows a redirect to another
+/// host, the request still counts for the host that it was sent to, and what the other host states
+/// about limits is ignored. A 429 holds the key of its host. Without any key function, too, a 429
+/// holds only the requests to its host, but there is one count for all hosts ([`Key::ALL`]).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -384,8 +434,8 @@ pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
     request.host().map(Key::host)
 }
 
-/// A key function: one limit for each value of the header `name`. A request without that header is refused
-/// ([`Reason::NoKey`](crate::Reason::NoKey)).
+/// A key function: one limit for each value of the header `name`. A request without that header is
+/// refused ([`Reason::NoKey`](crate::Reason::NoKey)).
 ///
 /// ```
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -396,12 +446,14 @@ pub fn by_host(request: &RequestRef<'_>) -> Option<Key> {
 /// # Ok(())
 /// # }
 /// ```
-pub fn by_header(name: HeaderName) -> impl Fn(&RequestRef<'_>) -> Option<Key> + Send + Sync + 'static {
+pub fn by_header(
+    name: HeaderName,
+) -> impl Fn(&RequestRef<'_>) -> Option<Key> + Send + Sync + 'static {
     move |request| request.header(&name).map(Key::new)
 }
 
-/// Returns whether `text` is a host without port and user, and without upper case: neither of the two functions that read
-/// hosts has anything to do then.
+/// Returns whether `text` is a host without port and user, and without upper case: neither of the
+/// two functions that read hosts has anything to do then.
 ///
 /// It looks at eight bytes at a time.
 #[inline]
@@ -414,7 +466,9 @@ fn is_plain_host(text: &[u8]) -> bool {
     // The last eight bytes overlap those before them. Shorter texts are few.
     marks |= match text.last_chunk::<8>() {
         Some(last) => special_bytes(u64::from_ne_bytes(*last)),
-        None => rest.iter().fold(0, |marks, &byte| marks | special_bytes(u64::from(byte))),
+        None => rest
+            .iter()
+            .fold(0, |marks, &byte| marks | special_bytes(u64::from(byte))),
     };
     marks == 0
 }
@@ -455,7 +509,11 @@ mod tests {
                 for around in [b'a', b'-', 0x7f, 0xff] {
                     let mut text = vec![around; len];
                     text[at] = byte;
-                    assert_eq!(is_plain_host(&text), !is_special(byte), "{byte:#x} at {at} of {len}");
+                    assert_eq!(
+                        is_plain_host(&text),
+                        !is_special(byte),
+                        "{byte:#x} at {at} of {len}"
+                    );
                 }
             }
         }
@@ -479,7 +537,11 @@ mod tests {
     #[test]
     fn host_keys_ignore_case_port_and_final_dot() {
         let expected = host_key(&get("http://api.example.com/a"));
-        for same in ["http://API.Example.com/b", "http://api.example.com:8080/", "http://api.example.com./"] {
+        for same in [
+            "http://API.Example.com/b",
+            "http://api.example.com:8080/",
+            "http://api.example.com./",
+        ] {
             assert_eq!(host_key(&get(same)), expected, "{same}");
         }
         assert_ne!(host_key(&get("http://other.example.com/")), expected);
@@ -489,9 +551,11 @@ mod tests {
     fn a_relative_request_takes_its_host_from_the_header() {
         let mut request = get("/users");
         assert_eq!(host_key(&request), None);
-        for (value, host) in
-            [("api.example.com:443", "api.example.com"), ("[::1]:80", "[::1]"), ("a.b", "a.b")]
-        {
+        for (value, host) in [
+            ("api.example.com:443", "api.example.com"),
+            ("[::1]:80", "[::1]"),
+            ("a.b", "a.b"),
+        ] {
             request.headers_mut().insert("host", value.parse().unwrap());
             assert_eq!(host_key(&request), Some(Key::host(host)), "{value}");
         }
@@ -502,7 +566,10 @@ mod tests {
         let request = get("http://api.example.com/");
         let info = RequestRef::new(&request);
         let secret = Key::new("Bearer s3cr3t");
-        assert_eq!(by_host(&info).unwrap().plain_label(Some(&info)).as_deref(), Some("api.example.com"));
+        assert_eq!(
+            by_host(&info).unwrap().plain_label(Some(&info)).as_deref(),
+            Some("api.example.com")
+        );
         assert_eq!(secret.plain_label(Some(&info)), None);
         assert_eq!(Key::ALL.plain_label(None).as_deref(), Some("all"));
         assert!(!format!("{secret:?} {info:?}").contains("s3cr3t"));
@@ -512,12 +579,23 @@ mod tests {
     fn displayed_key_confirms_no_guess() {
         let key = Key::new("ada@example.com");
         let shown = format!("{key} {key:?}");
-        for part in [key.high >> 32, key.high & 0xffff_ffff, key.low >> 32, key.low & 0xffff_ffff] {
-            assert!(!shown.contains(&format!("{part:08x}")), "{shown} is a digest without a secret");
+        for part in [
+            key.high >> 32,
+            key.high & 0xffff_ffff,
+            key.low >> 32,
+            key.low & 0xffff_ffff,
+        ] {
+            assert!(
+                !shown.contains(&format!("{part:08x}")),
+                "{shown} is a digest without a secret"
+            );
         }
         assert_eq!(key.to_string().len(), 8);
         assert_eq!(key.to_string(), Key::new("ada@example.com").to_string());
         assert_ne!(key.to_string(), Key::new("bob@example.com").to_string());
-        assert_ne!(key.digits(Key::new("one secret")), key.digits(Key::new("another")));
+        assert_ne!(
+            key.digits(Key::new("one secret")),
+            key.digits(Key::new("another"))
+        );
     }
 }

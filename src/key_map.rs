@@ -1,8 +1,8 @@
 //! A bounded map from [`Key`] to state, in shards, so that keys seldom wait for one another.
 //!
-//! A key carries its hash, so a lookup hashes nothing. Unused state is evicted by the CLOCK algorithm: each shard has a
-//! hand, and each new key moves the hand on by a few entries. So a call looks at a few entries, whatever the number of
-//! keys.
+//! A key carries its hash, so a lookup hashes nothing. Unused state is evicted by the CLOCK
+//! algorithm: each shard has a hand, and each new key moves the hand on by a few entries. So a call
+//! looks at a few entries, whatever the number of keys.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,8 @@ pub(crate) trait Evict {
     /// The type of the state's clock.
     type Now: Copy + Ord;
 
-    /// Returns the moment from which the state may be evicted if room is needed; `None` while it is in use.
+    /// Returns the moment from which the state may be evicted if room is needed; `None` while it is
+    /// in use.
     fn idle_from(&self) -> Option<Self::Now>;
 
     /// Returns the moment from which the state is useless: then it is evicted in any case.
@@ -27,7 +28,8 @@ pub(crate) trait Evict {
     }
 }
 
-/// State on the heap. The table then moves a pointer when it grows, and keeps room for pointers only.
+/// State on the heap. The table then moves a pointer when it grows, and keeps room for pointers
+/// only.
 impl<T: Evict> Evict for Box<T> {
     type Now = T::Now;
 
@@ -61,20 +63,22 @@ struct Shard<T> {
 #[derive(Debug)]
 pub(crate) struct Full;
 
-/// The fewest shards. In so many, threads seldom meet. With more shards than keys, each lookup would wait for the cache
-/// lines of a table of its own.
+/// The fewest shards. In so many, threads seldom meet. With more shards than keys, each lookup
+/// would wait for the cache lines of a table of its own.
 const FEWEST_SHARDS: usize = 128;
 
-/// The keys of a shard from which on a map has more shards than the fewest: a full map of a million keys has the fewest.
+/// The keys of a shard from which on a map has more shards than the fewest: a full map of a million
+/// keys has the fewest.
 ///
-/// A shard's table grows as keys come, and to grow it moves all its entries in one call. Moving 7168 entries of 24 bytes
-/// takes 0.13 ms. Large states are kept in a `Box`, so that entries stay small.
+/// A shard's table grows as keys come, and to grow it moves all its entries in one call. Moving
+/// 7168 entries of 24 bytes takes 0.13 ms. Large states are kept in a `Box`, so that entries stay
+/// small.
 const KEYS_IN_A_SHARD: usize = 8192;
 
 const MOST_SHARDS: usize = 8192;
 
-/// The number of buckets that each new key looks at. With eight, a seventh of the entries are useless and not found
-/// yet.
+/// The number of buckets that each new key looks at. With eight, a seventh of the entries are
+/// useless and not found yet.
 const LOOK: usize = 8;
 
 /// The buckets of one shard that are searched for room, and the keys in all shards.
@@ -88,7 +92,12 @@ impl<T: Evict> KeyMap<T> {
     /// Makes a map for at most `max` keys.
     pub(crate) fn new(max: usize) -> Self {
         let shards = (max / KEYS_IN_A_SHARD).clamp(FEWEST_SHARDS, MOST_SHARDS);
-        let shard = || Mutex::new(Shard { table: HashTable::new(), hand: 0 });
+        let shard = || {
+            Mutex::new(Shard {
+                table: HashTable::new(),
+                hand: 0,
+            })
+        };
         KeyMap {
             shards: (0..shards).map(|_| shard()).collect(),
             seed: dice(),
@@ -100,12 +109,14 @@ impl<T: Evict> KeyMap<T> {
 
     #[inline]
     fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<T>> {
-        // The table takes its tags from the top bits and its buckets from the low ones; these bits are in between.
+        // The table takes its tags from the top bits and its buckets from the low ones; these bits
+        // are in between.
         let share = u64::from((hash >> 16) as u32) * self.shards.len() as u64;
         lock(&self.shards[(share >> 32) as usize])
     }
 
-    /// Calls `with` with the state of `key`, which is made first if there is none. Evicted state goes to `forgotten`.
+    /// Calls `with` with the state of `key`, which is made first if there is none. Evicted state
+    /// goes to `forgotten`.
     pub(crate) fn enter<R>(
         &self,
         key: Key,
@@ -138,7 +149,10 @@ impl<T: Evict> KeyMap<T> {
     /// Calls `with` with each key and its state, a shard at a time.
     pub(crate) fn for_each(&self, mut with: impl FnMut(Key, &mut T)) {
         for shard in &self.shards {
-            lock(shard).table.iter_mut().for_each(|(key, state)| with(*key, state));
+            lock(shard)
+                .table
+                .iter_mut()
+                .for_each(|(key, state)| with(*key, state));
         }
     }
 
@@ -147,10 +161,14 @@ impl<T: Evict> KeyMap<T> {
     pub(crate) fn find<R>(&self, key: Key, with: impl FnOnce(&mut T) -> R) -> Option<R> {
         let hash = key.spread(self.seed);
         let mut shard = self.shard(hash);
-        shard.table.find_mut(hash, |(other, _)| *other == key).map(|(_, state)| with(state))
+        shard
+            .table
+            .find_mut(hash, |(other, _)| *other == key)
+            .map(|(_, state)| with(state))
     }
 
-    /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that it looks at.
+    /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that
+    /// it looks at.
     fn reserve(&self, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Result<(), Full> {
         if self.len.fetch_add(1, Ordering::Relaxed) < self.max {
             return Ok(());
@@ -160,7 +178,11 @@ impl<T: Evict> KeyMap<T> {
         for _ in 0..FEWEST_SHARDS {
             let number = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
             let mut shard = lock(&self.shards[number]);
-            let Looked { keys, mut gone, least } = shard.look(LOOK_FOR_ROOM, now, forgotten);
+            let Looked {
+                keys,
+                mut gone,
+                least,
+            } = shard.look(LOOK_FOR_ROOM, now, forgotten);
             if let (0, Some((_, bucket))) = (gone, least) {
                 gone = usize::from(shard.forget(bucket, forgotten));
             }
@@ -190,14 +212,31 @@ struct Looked<Now> {
 
 impl<T: Evict> Shard<T> {
     /// Looks at the next `buckets`, and evicts useless keys.
-    fn look(&mut self, buckets: usize, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Looked<T::Now> {
-        let mut looked = Looked { keys: 0, gone: 0, least: None };
+    fn look(
+        &mut self,
+        buckets: usize,
+        now: T::Now,
+        forgotten: &mut impl FnMut(Key, T),
+    ) -> Looked<T::Now> {
+        let mut looked = Looked {
+            keys: 0,
+            gone: 0,
+            least: None,
+        };
         let all = self.table.num_buckets();
         for _ in 0..buckets.min(all) {
-            self.hand = if self.hand + 1 < all { self.hand + 1 } else { 0 };
-            let Some((_, state)) = self.table.get_bucket(self.hand) else { continue };
+            self.hand = if self.hand + 1 < all {
+                self.hand + 1
+            } else {
+                0
+            };
+            let Some((_, state)) = self.table.get_bucket(self.hand) else {
+                continue;
+            };
             looked.keys += 1;
-            let Some(worthless) = state.worthless_from() else { continue };
+            let Some(worthless) = state.worthless_from() else {
+                continue;
+            };
             if worthless <= now {
                 looked.gone += usize::from(self.forget(self.hand, forgotten));
             } else if state.idle_from().is_some_and(|idle| idle <= now)
@@ -210,7 +249,9 @@ impl<T: Evict> Shard<T> {
     }
 
     fn forget(&mut self, bucket: usize, forgotten: &mut impl FnMut(Key, T)) -> bool {
-        let Ok(entry) = self.table.get_bucket_entry(bucket) else { return false };
+        let Ok(entry) = self.table.get_bucket_entry(bucket) else {
+            return false;
+        };
         let ((key, state), _) = entry.remove();
         forgotten(key, state);
         true
@@ -220,7 +261,8 @@ impl<T: Evict> Shard<T> {
     fn shrink(&mut self, seed: u64) {
         let all = self.table.num_buckets();
         if self.hand < LOOK && all > SMALL && self.table.len() < all / 8 {
-            self.table.shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
+            self.table
+                .shrink_to(2 * self.table.len(), |(key, _)| key.spread(seed));
         }
     }
 }
@@ -254,17 +296,27 @@ mod tests {
 
     fn enter(keyed: &KeyMap<Until>, number: u32, now: u32, state: Until) -> Result<Vec<Key>, Full> {
         let mut gone = Vec::new();
-        keyed.enter(key(number), now, || state, |key, _| gone.push(key), |_| ()).map(|()| gone)
+        keyed
+            .enter(key(number), now, || state, |key, _| gone.push(key), |_| ())
+            .map(|()| gone)
     }
 
     fn len(keyed: &KeyMap<Until>) -> usize {
-        let len = keyed.shards.iter().map(|shard| lock(shard).table.len()).sum();
+        let len = keyed
+            .shards
+            .iter()
+            .map(|shard| lock(shard).table.len())
+            .sum();
         assert_eq!(keyed.len.load(Ordering::Relaxed), len, "the count is right");
         len
     }
 
     fn room(keyed: &KeyMap<Until>) -> usize {
-        keyed.shards.iter().map(|shard| lock(shard).table.capacity()).sum()
+        keyed
+            .shards
+            .iter()
+            .map(|shard| lock(shard).table.capacity())
+            .sum()
     }
 
     #[test]
@@ -272,14 +324,26 @@ mod tests {
         let keyed = KeyMap::new(100_000);
         let mut gone = 0;
         for number in 0..100_000 {
-            let until = if number % 100 == 0 { None } else { Some(number + 1000) };
-            gone += enter(&keyed, number, number, Until(until, 0)).unwrap().len();
+            let until = if number % 100 == 0 {
+                None
+            } else {
+                Some(number + 1000)
+            };
+            gone += enter(&keyed, number, number, Until(until, 0))
+                .unwrap()
+                .len();
         }
         let left = len(&keyed);
         assert_eq!(left + gone, 100_000);
-        assert!(left < 1000 + 1000 + 1000, "a thousand in use, a thousand alive, and {left} in all");
+        assert!(
+            left < 1000 + 1000 + 1000,
+            "a thousand in use, a thousand alive, and {left} in all"
+        );
         for number in (0..100_000).step_by(100) {
-            assert!(keyed.find(key(number), |_| ()).is_some(), "{number} is in use");
+            assert!(
+                keyed.find(key(number), |_| ()).is_some(),
+                "{number} is in use"
+            );
         }
     }
 
@@ -290,7 +354,10 @@ mod tests {
             enter(&keyed, number, 0, Until(Some(100 + number), 0)).unwrap();
         }
         assert!(enter(&keyed, 9, 0, Until(None, 0)).is_err());
-        assert!(enter(&keyed, 1, 0, Until(None, 0)).is_ok(), "a known key is not new");
+        assert!(
+            enter(&keyed, 1, 0, Until(None, 0)).is_ok(),
+            "a known key is not new"
+        );
         assert!(enter(&keyed, 9, 99, Until(None, 0)).is_err());
         assert!(enter(&keyed, 9, 100, Until(None, 0)).is_ok());
         assert!(keyed.find(key(0), |_| ()).is_none());
@@ -314,7 +381,11 @@ mod tests {
         let keyed = KeyMap::new(MAX as usize);
         let idle = |number| Until(Some(number), number + 1_000_000);
         for number in 0..MAX {
-            assert_eq!(enter(&keyed, number, number, idle(number)).unwrap(), [], "there is room");
+            assert_eq!(
+                enter(&keyed, number, number, idle(number)).unwrap(),
+                [],
+                "there is room"
+            );
         }
         let mut gone = Vec::new();
         for number in MAX..MAX + MAX / 4 {
@@ -323,8 +394,14 @@ mod tests {
             gone.extend(forgotten);
         }
         assert_eq!(len(&keyed), MAX as usize);
-        let old = (0..MAX / 2).filter(|number| gone.contains(&key(*number))).count();
-        assert!(old * 10 > gone.len() * 9, "{old} of {} were of the older half", gone.len());
+        let old = (0..MAX / 2)
+            .filter(|number| gone.contains(&key(*number)))
+            .count();
+        assert!(
+            old * 10 > gone.len() * 9,
+            "{old} of {} were of the older half",
+            gone.len()
+        );
     }
 
     #[test]
@@ -372,6 +449,10 @@ mod tests {
             }
         }
         assert!(most.0 < 500, "{} keys, of which 200 are of use", most.0);
-        assert!(room(&keyed) <= 14 * keyed.shards.len(), "room for {}", room(&keyed));
+        assert!(
+            room(&keyed) <= 14 * keyed.shards.len(),
+            "room for {}",
+            room(&keyed)
+        );
     }
 }

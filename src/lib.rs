@@ -26,8 +26,8 @@
 //! ```
 //!
 //! With reqwest-middleware, write `ClientBuilder::new(http).with(limit)`. Without HTTP, write
-//! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task, from [first steps](guide::first_steps) to
-//! the [architecture](guide::architecture).
+//! `limit.limiter().acquire(key).await?`. The [guide] has one page for each task, from [first
+//! steps](guide::first_steps) to the [architecture](guide::architecture).
 //!
 //! # What happens to a request
 //!
@@ -38,32 +38,38 @@
 //!                       a request whose slot is near waits here, in a queue
 //! ```
 //!
-//! Each request has a [**key**](Key): whose limit it is. From the [**quota**](Quota), which is what the server allows for each
-//! key, follows the request's **slot**: the moment from which it may leave.
+//! Each request has a [**key**](Key): whose limit it is. From the [**quota**](Quota), which is what
+//! the server allows for each key, follows the request's **slot**: the moment from which it may
+//! leave.
 //!
 //! - If the slot is now, the request gets its [**permit**](Permit) and is sent.
 //! - If the slot is near, the request waits in the queue of its key.
-//! - If the slot is further away than [`max_wait`](RateLimitBuilder::max_wait), or after the request's own [`Deadline`], the
-//!   request is **refused** at once. [`Limited`] says why, and when to try again.
+//! - If the slot is further away than [`max_wait`](RateLimitBuilder::max_wait), or after the
+//!   request's own [`Deadline`], the request is **refused** at once. [`Limited`] says why, and when
+//!   to try again.
 //!
-//! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key: no request is sent until the
-//! time that the server named.
+//! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key:
+//! no request is sent until the time that the server named.
 //!
-//! The limit is kept where it is counted: at the server. No window of the server sees more than the quota, if the time to the
-//! server varies by at most [`transit_slack`](RateLimitBuilder::transit_slack). The [pitfalls](#pitfalls) are what tollgate
+//! The limit is kept where it is counted: at the server. No window of the server sees more than the
+//! quota, if the time to the server varies by at most
+//! [`transit_slack`](RateLimitBuilder::transit_slack). The [pitfalls](#pitfalls) are what tollgate
 //! cannot see.
 //!
 //! # Choosing a layer
 //!
-//! - [`RateLimitLayer`] is for limits that you know, and keeps them exactly. See [choosing a quota](guide::choosing_a_quota).
-//! - [`AdaptiveThrottleLayer`] is for limits that are unknown or move. It learns its [`pace`] from responses. See
-//!   [limits you do not know](guide::pace).
+//! - [`RateLimitLayer`] is for limits that you know, and keeps them exactly. See [choosing a
+//!   quota](guide::choosing_a_quota).
+//! - [`AdaptiveThrottleLayer`] is for limits that are unknown or move. It learns its [`pace`] from
+//!   responses. See [limits you do not know](guide::pace).
 //!
-//! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used as soon as it is granted. One
-//! [`RateLimitLayer`] around another [does not keep its limit](#pitfalls).
+//! To use both, put [`AdaptiveThrottleLayer`] outside. Then a permit of [`RateLimitLayer`] is used
+//! as soon as it is granted. One [`RateLimitLayer`] around another [does not keep its
+//! limit](#pitfalls).
 //!
-//! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and services of your own requests
-//! ([`RequestInfo`](key::RequestInfo), [`ResponseInfo`](signal::ResponseInfo)).
+//! A layer fits Tower services of `http::Request`, `reqwest::Client`, reqwest-middleware, and
+//! services of your own requests ([`RequestInfo`](key::RequestInfo),
+//! [`ResponseInfo`](signal::ResponseInfo)).
 //!
 //! # Features
 //!
@@ -86,64 +92,76 @@
 //!
 //! # Where it runs
 //!
-//! tollgate needs 64-bit atomics and a working `std::time::Instant`. It does not compile for targets without 64-bit atomics,
-//! such as 32-bit MIPS, 32-bit PowerPC and ARMv5. `wasm32-unknown-unknown` has no `Instant`: the first request panics there.
+//! tollgate needs 64-bit atomics and a working `std::time::Instant`. It does not compile for
+//! targets without 64-bit atomics, such as 32-bit MIPS, 32-bit PowerPC and ARMv5.
+//! `wasm32-unknown-unknown` has no `Instant`: the first request panics there.
 //!
-//! tollgate needs Rust 1.88 or later. The changelog names each release that needs a later one. Waiting needs a Tokio runtime with
-//! timers. In tests, [pause its clock](guide::testing).
+//! tollgate needs Rust 1.88 or later. The changelog names each release that needs a later one.
+//! Waiting needs a Tokio runtime with timers. In tests, [pause its clock](guide::testing).
 //!
 //! # Pitfalls
 //!
-//! **One count for everything, unless there is a key.** A layer without a [key function](RateLimitBuilder::key) counts all
-//! requests together. If each host, token or tenant has a limit of its own, use [`by_host`], [`by_header`] or a closure. A 429
-//! of one host holds only the requests to that host, unless the layer has a key function: see [keys](guide::keys).
+//! **One count for everything, unless there is a key.** A layer without a [key
+//! function](RateLimitBuilder::key) counts all requests together. If each host, token or tenant has
+//! a limit of its own, use [`by_host`], [`by_header`] or a closure. A 429 of one host holds only
+//! the requests to that host, unless the layer has a key function: see [keys](guide::keys).
 //!
-//! **Two layers, two counts.** Create the layer once and clone it. A layer that is created for each client, or for each
-//! request, counts from zero each time.
+//! **Two layers, two counts.** Create the layer once and clone it. A layer that is created for each
+//! client, or for each request, counts from zero each time.
 //!
-//! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit of the outer layer is valid
-//! for some milliseconds, and is spent while the request waits in the inner layer. So the outer limit is exceeded. Limits of
-//! the same key go into one quota, with [`and`](Quota::and). For limits of different keys, acquire both permits
-//! [by hand](Limiter#two-limits-with-different-keys).
+//! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit
+//! of the outer layer is valid for some milliseconds, and is spent while the request waits in the
+//! inner layer. So the outer limit is exceeded. Limits of the same key go into one quota, with
+//! [`and`](Quota::and). For limits of different keys, acquire both permits [by
+//! hand](Limiter#two-limits-with-different-keys).
 //!
-//! **An outer timeout that is shorter than the wait.** If it fires first, its error has no reason and no
-//! [`retry_after`](Limited::retry_after). Make it longer than [`max_wait`](RateLimitBuilder::max_wait), which is 15 s by default.
-//! [Retry and timeout](guide::retry_and_timeout) has the order of the layers.
+//! **An outer timeout that is shorter than the wait.** If it fires first, its error has no reason
+//! and no [`retry_after`](Limited::retry_after). Make it longer than
+//! [`max_wait`](RateLimitBuilder::max_wait), which is 15 s by default. [Retry and
+//! timeout](guide::retry_and_timeout) has the order of the layers.
 //!
-//! **Hidden attempts.** The server counts each attempt, and tollgate counts requests that pass it. A client that follows
-//! redirects or repeats requests by itself makes more. With reqwest, use `redirect(redirect::Policy::none())` and
-//! `retry(reqwest::retry::never())`, and a retry outside of tollgate instead.
+//! **Hidden attempts.** The server counts each attempt, and tollgate counts requests that pass it.
+//! A client that follows redirects or repeats requests by itself makes more. With reqwest, use
+//! `redirect(redirect::Policy::none())` and `retry(reqwest::retry::never())`, and a retry outside
+//! of tollgate instead.
 //!
-//! **Redirects to another host.** If reqwest follows a redirect from `api.example.com` to `files.example.net`, the response
-//! belongs to the second host. A 429 or 503 in it holds nothing, teaches nothing and passes as a response. Call the host that
-//! answers, or follow redirects outside of tollgate. A middleware inside of tollgate that rewrites the host of a request
-//! looks like a redirect: put it outside.
+//! **Redirects to another host.** If reqwest follows a redirect from `api.example.com` to
+//! `files.example.net`, the response belongs to the second host. A 429 or 503 in it holds nothing,
+//! teaches nothing and passes as a response. Call the host that answers, or follow redirects
+//! outside of tollgate. A middleware inside of tollgate that rewrites the host of a request looks
+//! like a redirect: put it outside.
 //!
-//! **A varying time to the server.** Between the permit and the server lie the layers inside, the wait for a connection and
-//! its handshakes. A request that opens a connection may take 100 ms longer than the next one. Put tollgate next to the
-//! client, and set [`transit_slack`](RateLimitBuilder::transit_slack), 10 ms by default, to the difference.
+//! **A varying time to the server.** Between the permit and the server lie the layers inside, the
+//! wait for a connection and its handshakes. A request that opens a connection may take 100 ms
+//! longer than the next one. Put tollgate next to the client, and set
+//! [`transit_slack`](RateLimitBuilder::transit_slack), 10 ms by default, to the difference.
 //!
-//! **Long windows are used up in their first seconds.** Under load, [`Quota::per_hour(5000)`](Quota::per_hour) lets 5000
-//! requests leave at once, and for the rest of the hour every request is refused. Add [`burst`](Quota::burst) to spread them.
+//! **Long windows are used up in their first seconds.** Under load,
+//! [`Quota::per_hour(5000)`](Quota::per_hour) lets 5000 requests leave at once, and for the rest of
+//! the hour every request is refused. Add [`burst`](Quota::burst) to spread them.
 //!
-//! **Short windows lose more to the margin.** A window is 20 to 60 ms longer than the quota says. That costs 2 % of 50 per second,
-//! but a sixth of 5 per 100 ms. Prefer the former. See [the margin](guide::choosing_a_quota#the-margin).
+//! **Short windows lose more to the margin.** A window is 20 to 60 ms longer than the quota says.
+//! That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former. See [the
+//! margin](guide::choosing_a_quota#the-margin).
 //!
-//! **A permit that is dropped is spent.** Its request may have left, so a [`Permit`] that is dropped, or a call that is
-//! cancelled after its permit, counts as sent. A request that is cancelled while it waits costs nothing. If you are sure that
-//! nothing was sent, call [`Permit::give_back`].
+//! **A permit that is dropped is spent.** Its request may have left, so a [`Permit`] that is
+//! dropped, or a call that is cancelled after its permit, counts as sent. A request that is
+//! cancelled while it waits costs nothing. If you are sure that nothing was sent, call
+//! [`Permit::give_back`].
 //!
-//! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed windows follow the wall clock; with
-//! Redis, its clock. After a step, less than the limit may be sent for one window. A sliding window needs no wall clock.
+//! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed
+//! windows follow the wall clock; with Redis, its clock. After a step, less than the limit may be
+//! sent for one window. A sliding window needs no wall clock.
 //!
-//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is on hold, and what is reserved for other clients that
-//! use the same limit. [`Limiter::release`] ends the hold and drops the reservation.
+//! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is on hold, and what
+//! is reserved for other clients that use the same limit. [`Limiter::release`] ends the hold and
+//! drops the reservation.
 //!
-//! **Many processes.** Each process counts, or learns, for itself, unless all processes have a [store] in the same Redis: see
-//! [many processes](guide::many_processes).
+//! **Many processes.** Each process counts, or learns, for itself, unless all processes have a
+//! [store] in the same Redis: see [many processes](guide::many_processes).
 //!
-//! **The service inside must be `Clone`**, because a request that waits takes a clone of it. Box it with Tower's
-//! `BoxCloneService` instead of `BoxService`, or put a `Buffer` before it.
+//! **The service inside must be `Clone`**, because a request that waits takes a clone of it. Box it
+//! with Tower's `BoxCloneService` instead of `BoxService`, or put a `Buffer` before it.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(clippy::disallowed_methods, clippy::unwrap_used)]
@@ -190,8 +208,8 @@ pub use throttle::{Throttle, ThrottlePermit};
 /// The services that the layers make, and their futures.
 pub mod service {
     pub use crate::layer::{
-        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottle, RetryingThrottleLayer,
-        ThrottledFuture,
+        AdaptiveThrottle, CloneRequest, RateLimit, ResponseFuture, RetryingThrottle,
+        RetryingThrottleLayer, ThrottledFuture,
     };
 }
 

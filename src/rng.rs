@@ -43,7 +43,8 @@ pub(crate) mod laboratory {
     }
 }
 
-/// Returns a random span from half of `span` to all of it, so that processes that failed together do not retry together.
+/// Returns a random span from half of `span` to all of it, so that processes that failed together
+/// do not retry together.
 pub(crate) fn jittered(span: Duration) -> Duration {
     let half = span / 2;
     half.saturating_add(half.mul_f64(dice() as f64 / u64::MAX as f64))
@@ -59,7 +60,10 @@ pub(crate) struct Backoff {
 impl Backoff {
     /// Makes pauses from `shortest` to `longest`.
     pub(crate) const fn between(shortest: Duration, longest: Duration) -> Self {
-        Backoff { next: shortest, longest }
+        Backoff {
+            next: shortest,
+            longest,
+        }
     }
 
     /// Makes pauses from 50 ms to a second.
@@ -111,7 +115,8 @@ impl Dice {
         low + (high - low) * self.roll()
     }
 
-    /// SplitMix64, by Sebastiano Vigna (public domain): one addition and a finish, any seed is good.
+    /// SplitMix64, by Sebastiano Vigna (public domain): one addition and a finish, any seed is
+    /// good.
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;

@@ -1,4 +1,5 @@
-//! The limiter over a store that answers asynchronously: one call at a time books slots for all waiters.
+//! The limiter over a store that answers asynchronously: one call at a time books slots for all
+//! waiters.
 
 #[path = "support/counted.rs"]
 mod counted;
@@ -12,7 +13,8 @@ use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
+    Usage,
 };
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
@@ -48,11 +50,12 @@ impl Store for Remote {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let count = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_under_way.fetch_max(count, Ordering::Relaxed);
-        // The store decides at the moment of sending: the worst case for the validity of its permits.
+        // The store decides at the moment of sending: the worst case for the validity of its
+        // permits.
         let answer = match self.store.lease(request) {
-            _ if self.away.load(Ordering::Relaxed) => {
-                Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))))
-            }
+            _ if self.away.load(Ordering::Relaxed) => Err(StoreError::Away(Arc::new(
+                std::io::Error::other("no route"),
+            ))),
             StoreReply::Ready(answer) => answer,
             _ => unreachable!("memory answers now"),
         };
@@ -73,7 +76,8 @@ impl Store for Remote {
     }
 }
 
-/// A store that may lose its state, and has not: permits granted earlier are confirmed before they are used.
+/// A store that may lose its state, and has not: permits granted earlier are confirmed before they
+/// are used.
 struct Lossy(Arc<Remote>);
 
 impl Store for Lossy {
@@ -96,20 +100,32 @@ async fn a_slot_is_confirmed_before_it_is_due() {
     // A permit lives for 50 ms, which is shorter than the trip.
     let store = Arc::new(Lossy(Remote::new(millis(100))));
     let quota = Quota::new(1, Duration::from_secs(5));
-    let layer = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(60));
+    let layer = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .max_wait(Duration::from_secs(60));
     let limiter = layer.build().unwrap().limiter();
     let start = Instant::now();
-    let waits =
-        (0..3).map(|_| limiter.acquire(key()).map(|permit| (permit.unwrap().is_valid(), start.elapsed())));
+    let waits = (0..3).map(|_| {
+        limiter
+            .acquire(key())
+            .map(|permit| (permit.unwrap().is_valid(), start.elapsed()))
+    });
     let left = join_all(waits).await;
     let at_most = |slots: u32| slots * millis(5300) + millis(200);
-    assert!((0..).zip(&left).all(|(slots, (alive, left))| *alive && *left <= at_most(slots)), "{left:?}");
+    assert!(
+        (0..)
+            .zip(&left)
+            .all(|(slots, (alive, left))| *alive && *left <= at_most(slots)),
+        "{left:?}"
+    );
     // One call books all slots, and one call precedes each slot that lies ahead.
     assert!(store.0.calls() <= 4, "{}", store.0.calls());
 }
 
 fn limiter(quota: Quota, store: &Arc<Remote>) -> Limiter {
-    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(Duration::from_secs(60));
+    let builder = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .max_wait(Duration::from_secs(60));
     builder.build().unwrap().limiter()
 }
 
@@ -136,12 +152,30 @@ async fn waiters_share_one_store_call_and_go_in_order() {
             })
         })
         .collect();
-    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap());
+    join_all(tasks)
+        .await
+        .into_iter()
+        .for_each(|ended| ended.unwrap());
     let done = done.lock().unwrap();
-    assert!(done.iter().map(|(number, _)| *number).eq(0..100), "{done:?}");
-    assert_eq!(store.most_under_way.load(Ordering::Relaxed), 1, "one call at a time");
-    assert!(store.calls() <= 2, "the first asks for itself, the second for all others: {}", store.calls());
-    assert!(start.elapsed() <= millis(4 * 1020 + 20), "{:?}", start.elapsed());
+    assert!(
+        done.iter().map(|(number, _)| *number).eq(0..100),
+        "{done:?}"
+    );
+    assert_eq!(
+        store.most_under_way.load(Ordering::Relaxed),
+        1,
+        "one call at a time"
+    );
+    assert!(
+        store.calls() <= 2,
+        "the first asks for itself, the second for all others: {}",
+        store.calls()
+    );
+    assert!(
+        start.elapsed() <= millis(4 * 1020 + 20),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -150,14 +184,20 @@ async fn store_call_serves_waiters_after_its_starter_leaves() {
     let limiter = limiter(Quota::per_second(2), &store);
     let mut first = Box::pin(limiter.acquire(key()));
     assert!(first.as_mut().now_or_never().is_none());
-    let others: Vec<_> = (0..4).map(|_| tokio::spawn(limiter.acquire(key()))).collect();
+    let others: Vec<_> = (0..4)
+        .map(|_| tokio::spawn(limiter.acquire(key())))
+        .collect();
     tokio::task::yield_now().await;
     drop(first);
     let start = Instant::now();
     for other in others {
         drop(other.await.unwrap().unwrap());
     }
-    assert!(start.elapsed() <= millis(1020 + 20), "its slot went to the next: {:?}", start.elapsed());
+    assert!(
+        start.elapsed() <= millis(1020 + 20),
+        "its slot went to the next: {:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -167,15 +207,24 @@ async fn unreachable_store_fails_each_request_and_recovers_without_restart() {
     store.away.store(true, Ordering::Relaxed);
     for ended in join_all((0..10).map(|_| limiter.acquire(key()))).await {
         let error = ended.unwrap_err();
-        assert!(matches!(error, Limited::Store { source: StoreError::Away(_), .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Limited::Store {
+                    source: StoreError::Away(_),
+                    ..
+                }
+            ),
+            "{error}"
+        );
         assert!(error.to_string().contains("no route"), "{error}");
     }
     store.away.store(false, Ordering::Relaxed);
     drop(limiter.acquire(key()).await.unwrap());
 }
 
-/// Validity counts from the moment of sending, so a slow store's permits arrive expired until their validity is
-/// extended.
+/// Validity counts from the moment of sending, so a slow store's permits arrive expired until their
+/// validity is extended.
 #[tokio::test(start_paused = true)]
 async fn slow_store_gets_permits_with_longer_validity() {
     let store = Remote::new(millis(15));
@@ -192,12 +241,22 @@ async fn store_slower_than_any_permit_is_a_named_error() {
     let store = Remote::new(millis(80));
     let limiter = limiter(Quota::per_second(20), &store);
     let error = limiter.acquire(key()).await.unwrap_err();
-    assert!(matches!(error, Limited::Store { source: StoreError::TooSlow { .. }, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Limited::Store {
+                source: StoreError::TooSlow { .. },
+                ..
+            }
+        ),
+        "{error}"
+    );
     assert!(error.to_string().contains("80.0ms"), "{error}");
     assert!(store.calls() <= 3, "{} calls", store.calls());
 }
 
-/// Unused prefetched permits go back to the store when they expire, and an idle process makes no more calls.
+/// Unused prefetched permits go back to the store when they expire, and an idle process makes no
+/// more calls.
 #[tokio::test(start_paused = true)]
 async fn what_was_fetched_ahead_and_left_over_goes_back() {
     let store = Remote::new(Duration::from_micros(500));
@@ -221,23 +280,39 @@ async fn what_was_fetched_ahead_and_left_over_goes_back() {
 async fn waiters_due_at_one_tick_go_without_asking_again() {
     let store = Remote::new(millis(2));
     let limiter = limiter(Quota::per_second(400), &store);
-    let (futures, polls): (Vec<_>, Vec<_>) = (0..1200).map(|_| Counted::new(limiter.acquire(key()))).unzip();
+    let (futures, polls): (Vec<_>, Vec<_>) = (0..1200)
+        .map(|_| Counted::new(limiter.acquire(key())))
+        .unzip();
     let tasks = futures.into_iter().map(|future| {
         tokio::spawn(async {
             drop(future.await.unwrap());
             Instant::now()
         })
     });
-    let moments: Vec<_> = join_all(tasks).await.into_iter().map(|ended| ended.unwrap()).collect();
+    let moments: Vec<_> = join_all(tasks)
+        .await
+        .into_iter()
+        .map(|ended| ended.unwrap())
+        .collect();
     let mut ticks = moments.clone();
     ticks.dedup();
     // The first request asked for itself alone and has its own slot.
-    assert!(ticks.len() <= 6, "400 leave at once, three times: {} ticks", ticks.len());
+    assert!(
+        ticks.len() <= 6,
+        "400 leave at once, three times: {} ticks",
+        ticks.len()
+    );
     assert!(largest_count(&moments, Duration::from_secs(1)) <= 400);
     // One call asks for at most 500 permits.
     assert!(store.calls() <= 4, "{} calls", store.calls());
-    let most = polls.iter().map(|polls| polls.load(Ordering::Relaxed)).max();
-    assert!(most <= Some(3), "entered, was assigned its slot, got it: {most:?} polls");
+    let most = polls
+        .iter()
+        .map(|polls| polls.load(Ordering::Relaxed))
+        .max();
+    assert!(
+        most <= Some(3),
+        "entered, was assigned its slot, got it: {most:?} polls"
+    );
 }
 
 /// An idle limiter has no task, so it has no timer and wakes no thread.
@@ -247,13 +322,25 @@ async fn idle_limiter_calls_no_store_and_has_no_timer() {
     let limiter = limiter(Quota::per_second(1000), &store);
     for number in 0..20u32 {
         for _ in 0..50 {
-            drop(limiter.acquire(Key::new(number.to_le_bytes())).await.unwrap());
+            drop(
+                limiter
+                    .acquire(Key::new(number.to_le_bytes()))
+                    .await
+                    .unwrap(),
+            );
         }
     }
     let here = tokio::runtime::Handle::current().metrics();
-    assert!(here.num_alive_tasks() > 0, "some tasks look after prefetched permits");
+    assert!(
+        here.num_alive_tasks() > 0,
+        "some tasks look after prefetched permits"
+    );
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(here.num_alive_tasks(), 0, "there is nothing left to look after");
+    assert_eq!(
+        here.num_alive_tasks(),
+        0,
+        "there is nothing left to look after"
+    );
     let (calls, parks) = (store.calls(), here.worker_park_count(0));
     sleep(Duration::from_secs(3600)).await;
     let woken = here.worker_park_count(0) - parks;
@@ -272,7 +359,13 @@ async fn prefetched_permit_costs_no_allocation_and_no_call() {
     let calls = store.calls();
     let spent = allocation_counter::measure(|| {
         for _ in 0..500 {
-            drop(limiter.acquire(key()).now_or_never().expect("it is prefetched").unwrap());
+            drop(
+                limiter
+                    .acquire(key())
+                    .now_or_never()
+                    .expect("it is prefetched")
+                    .unwrap(),
+            );
         }
     });
     assert_eq!((spent.count_total, store.calls()), (0, calls), "{spent:?}");
@@ -283,7 +376,12 @@ async fn prefetched_permit_costs_no_allocation_and_no_call() {
 fn queue_survives_runtime_that_ends_before_the_store_call() {
     let store = Remote::new(Duration::from_millis(1));
     let limiter = limiter(Quota::per_second(100), &store);
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
     runtime().block_on(async { drop(limiter.acquire(key()).await.unwrap()) });
     let mut waiting = Box::pin(limiter.acquire(key()));
     // Polled once: the call would follow when the runtime runs again, which never happens.
@@ -309,12 +407,27 @@ fn store_call_lost_with_its_runtime_is_an_error() {
     here.block_on(async { assert!(waiting.as_mut().now_or_never().is_none()) });
     drop(there);
     let error = here.block_on(waiting).unwrap_err();
-    assert!(matches!(error, Limited::Store { source: StoreError::Lost, .. }), "{error}");
-    drop(here.block_on(limiter.acquire(key())).expect("the next call is a new one"));
+    assert!(
+        matches!(
+            error,
+            Limited::Store {
+                source: StoreError::Lost,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    drop(
+        here.block_on(limiter.acquire(key()))
+            .expect("the next call is a new one"),
+    );
 }
 
 fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap()
+    tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap()
 }
 
 /// A store that answers at once, but cannot read the time for a while.
@@ -345,12 +458,17 @@ async fn store_that_stalls_past_permit_validity_ends_the_wait() {
     assert!(ended.is_ok(), "max_wait holds");
 }
 
-/// The runtime of the call exists, but no thread drives it: a program that calls `block_on` for each request.
+/// The runtime of the call exists, but no thread drives it: a program that calls `block_on` for
+/// each request.
 #[test]
 fn calls_in_a_runtime_at_rest_stop_no_line() {
     let store = Remote::new(millis(15));
     let builder = RateLimitLayer::builder(Quota::per_second(20)).store(store.clone());
-    let limiter = builder.max_wait(Duration::from_secs(3)).build().unwrap().limiter();
+    let limiter = builder
+        .max_wait(Duration::from_secs(3))
+        .build()
+        .unwrap()
+        .limiter();
     let (idle, here) = (runtime(), runtime());
     idle.block_on(async {
         let mut first = Box::pin(limiter.acquire(key()));
@@ -365,7 +483,12 @@ fn calls_in_a_runtime_at_rest_stop_no_line() {
     }
     // The store's answer arrives in the end, and its permit is given back.
     idle.block_on(async { sleep(millis(30)).await });
-    assert!(ended.iter().all(|(granted, took)| *granted && *took < Duration::from_secs(2)), "{ended:?}");
+    assert!(
+        ended
+            .iter()
+            .all(|(granted, took)| *granted && *took < Duration::from_secs(2)),
+        "{ended:?}"
+    );
     let peek = here.block_on(limiter.peek(key())).unwrap();
     assert_eq!(peek.limits[0].used, 3, "{peek:?}");
 }

@@ -1,5 +1,5 @@
-//! Stepped clocks, servers that hang for a while, and stalled machines: none of them puts a window over the limit, and
-//! refusals name the true wait.
+//! Stepped clocks, servers that hang for a while, and stalled machines: none of them puts a window
+//! over the limit, and refusals name the true wait.
 
 #![cfg(feature = "redis")]
 
@@ -31,16 +31,25 @@ fn layer(quota: Quota, max_wait: Duration) -> tollgate::RateLimitBuilder {
 
 fn limiter(server: &RedisServer, quota: Quota, max_wait: Duration) -> Limiter {
     let store = RedisStore::new(&server.url()).unwrap();
-    layer(quota, max_wait).store(Arc::new(store)).build().unwrap().limiter()
+    layer(quota, max_wait)
+        .store(Arc::new(store))
+        .build()
+        .unwrap()
+        .limiter()
 }
 
-/// The same with a store that waits for its server: the test judges what the store answers, not how fast.
+/// The same with a store that waits for its server: the test judges what the store answers, not how
+/// fast.
 fn patient_limiter(server: &RedisServer, quota: Quota) -> Limiter {
-    layer(quota, Duration::ZERO).store(patient::store(&server.url())).build().unwrap().limiter()
+    layer(quota, Duration::ZERO)
+        .store(patient::store(&server.url()))
+        .build()
+        .unwrap()
+        .limiter()
 }
 
-/// Sends a request with `permit`. Sends nothing if the permit has expired, because then the machine stalled. Returns
-/// when the request left, at the latest.
+/// Sends a request with `permit`. Sends nothing if the permit has expired, because then the machine
+/// stalled. Returns when the request left, at the latest.
 fn send(permit: Permit) -> Option<Instant> {
     let now = Instant::now();
     permit.is_valid().then_some(now)
@@ -58,11 +67,11 @@ async fn granted(limiter: &Limiter, key: Key) -> Permit {
     }
 }
 
-// ── calls that Redis executes late ──────────────────────────────────────────────────────────────────────────────────
+// ── calls that Redis executes late ───────────────────────────────────────────────────────────────
 
-/// One process has a permit; its next call reaches a stopped server. After `stopped`, the server executes that call
-/// late, and a process that has never used the key calls. Returns when requests left, and how many were of the new
-/// process.
+/// One process has a permit; its next call reaches a stopped server. After `stopped`, the server
+/// executes that call late, and a process that has never used the key calls. Returns when requests
+/// left, and how many were of the new process.
 async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
     let server = RedisServer::start().unwrap();
     let [old, new] = [(); 2].map(|()| limiter(&server, quota, Duration::ZERO));
@@ -73,7 +82,10 @@ async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
     sent.extend(send(granted(&old, Key::ALL).await));
     sleep(ms(100)).await;
     server.pause();
-    assert!(old.acquire(Key::ALL).await.is_err(), "the server is stopped");
+    assert!(
+        old.acquire(Key::ALL).await.is_err(),
+        "the server is stopped"
+    );
     sleep(stopped).await;
     server.resume();
     sleep(ms(30)).await;
@@ -82,7 +94,8 @@ async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
         sent.extend(send(permit));
     }
     let of_new = sent.len() - before;
-    // The old process remembers the server's time for as long as its first permit counts, and calls before that ends.
+    // The old process remembers the server's time for as long as its first permit counts, and calls
+    // before that ends.
     sleep_until(start + ms(1900)).await;
     let _ = old.acquire(Key::ALL).await.map(Permit::give_back);
     while start.elapsed() < ms(5000) {
@@ -96,13 +109,20 @@ async fn late_call(stopped: Duration, quota: Quota) -> (Vec<Instant>, usize) {
 
 #[tokio::test]
 async fn late_calls_put_no_window_over_the_limit() {
-    let (quota, window) = (Quota::new(10, Duration::from_secs(2)), Duration::from_secs(2));
+    let (quota, window) = (
+        Quota::new(10, Duration::from_secs(2)),
+        Duration::from_secs(2),
+    );
     let rounds = [600, 1100, 1500, 2600].map(|stopped| async move {
-        // On a busy machine the new process may not be reconnected yet, or its permits may expire: repeat the round.
+        // On a busy machine the new process may not be reconnected yet, or its permits may expire:
+        // repeat the round.
         for _ in 0..5 {
             let (sent, of_new) = late_call(ms(stopped), quota).await;
             let most = largest_count(&sent, window);
-            assert!(most <= 10, "stopped for {stopped} ms: {most} of 10 in {window:?}: {sent:?}");
+            assert!(
+                most <= 10,
+                "stopped for {stopped} ms: {most} of 10 in {window:?}: {sent:?}"
+            );
             if of_new > 0 {
                 return;
             }
@@ -112,14 +132,22 @@ async fn late_calls_put_no_window_over_the_limit() {
     join_all(rounds).await;
 }
 
-// ── a wall clock that is stepped ────────────────────────────────────────────────────────────────────────────────────
+// ── a wall clock that is stepped ─────────────────────────────────────────────────────────────────
 
-/// Runs `run` in a separate process, in which no other test runs and whose wall clock [`step_to`] sets. `test` is the
-/// name of the calling test; `run` gets the URL of a server with the machine's clock, if `starts_redis`.
-fn with_own_clock<F: Future<Output = ()>>(test: &str, starts_redis: bool, run: impl FnOnce(String) -> F) {
+/// Runs `run` in a separate process, in which no other test runs and whose wall clock [`step_to`]
+/// sets. `test` is the name of the calling test; `run` gets the URL of a server with the machine's
+/// clock, if `starts_redis`.
+fn with_own_clock<F: Future<Output = ()>>(
+    test: &str,
+    starts_redis: bool,
+    run: impl FnOnce(String) -> F,
+) {
     const CHILD: &str = "TOLLGATE_TEST_OWN_CLOCK";
     if let Ok(redis) = std::env::var(CHILD) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         return runtime.block_on(run(redis));
     }
     let server = starts_redis.then(|| RedisServer::start().unwrap());
@@ -130,7 +158,11 @@ fn with_own_clock<F: Future<Output = ()>>(test: &str, starts_redis: bool, run: i
     clock.give_to(&mut child, &[]);
     let output = child.output().unwrap();
     let text = [&output.stdout[..], &output.stderr[..]].concat();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&text)
+    );
 }
 
 /// Sets the wall clock of this process to `seconds` ahead of its value at the start.
@@ -140,11 +172,13 @@ fn step_to(seconds: f64) {
     println!("the clock steps from {before:?} to {:?}", SystemTime::now());
 }
 
-/// How far apart two readings of one moment may be: a thread may stall for this long between two clocks.
+/// How far apart two readings of one moment may be: a thread may stall for this long between two
+/// clocks.
 const APART: Duration = Duration::from_secs(5);
 
 fn distance(one: SystemTime, other: SystemTime) -> Duration {
-    one.duration_since(other).unwrap_or_else(|before| before.duration())
+    one.duration_since(other)
+        .unwrap_or_else(|before| before.duration())
 }
 
 const HOUR: f64 = 3600.0;
@@ -152,7 +186,10 @@ const HOUR: f64 = 3600.0;
 #[test]
 fn retry_at_follows_the_wall_clock() {
     with_own_clock("retry_at_follows_the_wall_clock", false, async |_| {
-        let limiter = layer(Quota::per_minute(1), Duration::ZERO).build().unwrap().limiter();
+        let limiter = layer(Quota::per_minute(1), Duration::ZERO)
+            .build()
+            .unwrap()
+            .limiter();
         drop(limiter.acquire(Key::ALL).await.unwrap());
         for ahead in [0.0, HOUR, -2.0 * HOUR, 40.0 * 24.0 * HOUR, 0.0] {
             step_to(ahead);
@@ -160,37 +197,62 @@ fn retry_at_follows_the_wall_clock() {
             let now = SystemTime::now();
             let report = refused.report();
             let (wait, at) = (report.retry_after().unwrap(), report.retry_at().unwrap());
-            assert!(distance(at, now + wait) < APART, "{ahead} s: {wait:?} from {now:?} is not {at:?}");
-            assert!(distance(report.since(), now) < APART, "{ahead} s: refused at {now:?}: {report:?}");
+            assert!(
+                distance(at, now + wait) < APART,
+                "{ahead} s: {wait:?} from {now:?} is not {at:?}"
+            );
+            assert!(
+                distance(report.since(), now) < APART,
+                "{ahead} s: refused at {now:?}: {report:?}"
+            );
         }
     });
 }
 
-/// Headers name a moment by the wall clock, and the response has no `Date` header to compare it with.
+/// Headers name a moment by the wall clock, and the response has no `Date` header to compare it
+/// with.
 #[test]
 fn moments_in_headers_follow_the_wall_clock() {
-    with_own_clock("moments_in_headers_follow_the_wall_clock", false, async |_| {
-        for ahead in [0.0, HOUR, -2.0 * HOUR, 40.0 * 24.0 * HOUR, 0.0] {
-            step_to(ahead);
-            let moment = SystemTime::now() + Duration::from_secs(60);
-            let seconds = moment.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
-            let refusal = || http::Response::builder().status(429);
-            let by_date = refusal().header("Retry-After", httpdate::fmt_http_date(moment));
-            let by_number = refusal().header("X-RateLimit-Remaining", 0).header("X-RateLimit-Reset", seconds);
-            for response in [by_date, by_number] {
-                let signal = Signal::read(&response.body(()).unwrap());
-                let wait = signal.retry_after().unwrap();
-                let (least, most) = (Duration::from_secs(60) - APART, Duration::from_secs(60) + APART);
-                assert!((least..=most).contains(&wait), "{ahead} s: {wait:?}");
-                let limiter = layer(Quota::per_minute(100), Duration::ZERO).build().unwrap().limiter();
-                limiter.acquire(Key::ALL).await.unwrap().answered(&signal);
-                let refused = limiter.acquire(Key::ALL).await.unwrap_err();
-                assert_eq!(refused.reason(), Some(Reason::Held), "{refused}");
-                let at = refused.report().retry_at().unwrap();
-                assert!(distance(at, moment) < APART, "{ahead} s: {at:?} instead of {moment:?}");
+    with_own_clock(
+        "moments_in_headers_follow_the_wall_clock",
+        false,
+        async |_| {
+            for ahead in [0.0, HOUR, -2.0 * HOUR, 40.0 * 24.0 * HOUR, 0.0] {
+                step_to(ahead);
+                let moment = SystemTime::now() + Duration::from_secs(60);
+                let seconds = moment
+                    .duration_since(SystemTime::UNIX_EPOCH)
+                    .unwrap()
+                    .as_secs();
+                let refusal = || http::Response::builder().status(429);
+                let by_date = refusal().header("Retry-After", httpdate::fmt_http_date(moment));
+                let by_number = refusal()
+                    .header("X-RateLimit-Remaining", 0)
+                    .header("X-RateLimit-Reset", seconds);
+                for response in [by_date, by_number] {
+                    let signal = Signal::read(&response.body(()).unwrap());
+                    let wait = signal.retry_after().unwrap();
+                    let (least, most) = (
+                        Duration::from_secs(60) - APART,
+                        Duration::from_secs(60) + APART,
+                    );
+                    assert!((least..=most).contains(&wait), "{ahead} s: {wait:?}");
+                    let limiter = layer(Quota::per_minute(100), Duration::ZERO)
+                        .build()
+                        .unwrap()
+                        .limiter();
+                    limiter.acquire(Key::ALL).await.unwrap().answered(&signal);
+                    let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+                    assert_eq!(refused.reason(), Some(Reason::Held), "{refused}");
+                    let at = refused.report().retry_at().unwrap();
+                    assert!(
+                        distance(at, moment) < APART,
+                        "{ahead} s: {at:?} instead of {moment:?}"
+                    );
+                }
             }
-        }
-    });
+        },
+    );
 }
 
 /// The upstream counts by its current wall clock, which was stepped.
@@ -206,16 +268,24 @@ fn fixed_windows_follow_the_wall_clock() {
             // The limiter notices a step within a second; then one window may have less.
             let (start, mut windows) = (Instant::now(), std::collections::BTreeMap::new());
             while start.elapsed() < ms(5500) {
-                // Every other window stays empty: otherwise misplaced windows would be full where two of the
-                // upstream's meet.
-                let second = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
-                let granted =
-                    if second.is_multiple_of(2) { limiter.acquire(Key::ALL).await.ok() } else { None };
+                // Every other window stays empty: otherwise misplaced windows would be full where
+                // two of the upstream's meet.
+                let second = SystemTime::now()
+                    .duration_since(SystemTime::UNIX_EPOCH)
+                    .unwrap()
+                    .as_secs();
+                let granted = if second.is_multiple_of(2) {
+                    limiter.acquire(Key::ALL).await.ok()
+                } else {
+                    None
+                };
                 let Some(permit) = granted else {
                     sleep(ms(5)).await;
                     continue;
                 };
-                let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+                let now = SystemTime::now()
+                    .duration_since(SystemTime::UNIX_EPOCH)
+                    .unwrap();
                 if start.elapsed() > ms(1500) && send(permit).is_some() {
                     *windows.entry(now.as_secs()).or_insert(0) += 1;
                 }
@@ -223,7 +293,10 @@ fn fixed_windows_follow_the_wall_clock() {
             let most = windows.values().copied().max().unwrap_or(0);
             let sum: usize = windows.values().sum();
             assert!(most <= LIMIT, "{ahead} s: {windows:?}");
-            assert!(sum >= LIMIT, "{ahead} s: two seconds later, two windows are whole: {windows:?}");
+            assert!(
+                sum >= LIMIT,
+                "{ahead} s: two seconds later, two windows are whole: {windows:?}"
+            );
         }
     });
 }
@@ -236,7 +309,11 @@ fn steps_of_the_wall_clock_exceed_no_limit() {
     with_own_clock(test, true, async |url| {
         let store = patient::builder(&url).build().unwrap();
         let quota = Quota::new(LIMIT as u32, Duration::from_secs(1));
-        let limiter = layer(quota, Duration::ZERO).store(Arc::new(store)).build().unwrap().limiter();
+        let limiter = layer(quota, Duration::ZERO)
+            .store(Arc::new(store))
+            .build()
+            .unwrap()
+            .limiter();
         let mut sent = Vec::new();
         for ahead in [0.0, HOUR, -HOUR, 0.4, -0.4, 24.0 * HOUR] {
             step_to(ahead);
@@ -251,14 +328,18 @@ fn steps_of_the_wall_clock_exceed_no_limit() {
         }
         let most = largest_count(&sent, Duration::from_secs(1));
         assert!(most <= LIMIT, "{most} in a second: {sent:?}");
-        assert!(sent.len() >= 3 * LIMIT, "in seven seconds only {}", sent.len());
+        assert!(
+            sent.len() >= 3 * LIMIT,
+            "in seven seconds only {}",
+            sent.len()
+        );
     });
 }
 
-// ── Redis hangs when a slot comes ───────────────────────────────────────────────────────────────────────────────────
+// ── Redis hangs when a slot comes ────────────────────────────────────────────────────────────────
 
-/// The error of a waiter whose slot comes while Redis hangs. Returns `None` if the machine stalled until the slot came
-/// before Redis was stopped.
+/// The error of a waiter whose slot comes while Redis hangs. Returns `None` if the machine stalled
+/// until the slot came before Redis was stopped.
 async fn slot_while_redis_hangs(max_wait: Duration, deadline: Option<Duration>) -> Option<Limited> {
     let server = RedisServer::start().unwrap();
     let limiter = limiter(&server, Quota::new(5, Duration::from_secs(2)), max_wait);
@@ -279,7 +360,11 @@ async fn slot_while_redis_hangs(max_wait: Duration, deadline: Option<Duration>) 
     let told = waiter.await.unwrap().map(drop).unwrap_err();
     // Refusals during the hang name a wait above zero.
     for _ in 0..20 {
-        let refused = limiter.acquire(Key::ALL).deadline(Instant::now().into_std()).await.unwrap_err();
+        let refused = limiter
+            .acquire(Key::ALL)
+            .deadline(Instant::now().into_std())
+            .await
+            .unwrap_err();
         assert!(refused.retry_after() != Some(Duration::ZERO), "{refused}");
     }
     Some(told)
@@ -305,8 +390,13 @@ async fn waiters_get_an_error_when_redis_hangs() {
         assert!(matches!(told, Limited::Store { .. }), "{told:?}");
         assert_eq!(told.retry_after(), None, "{told}");
     }
-    let Limited::Store { source, .. } = &told[0] else { unreachable!() };
-    assert!(matches!(source, StoreError::NoAnswer { .. } | StoreError::Away(_)), "{source:?}");
+    let Limited::Store { source, .. } = &told[0] else {
+        unreachable!()
+    };
+    assert!(
+        matches!(source, StoreError::NoAnswer { .. } | StoreError::Away(_)),
+        "{source:?}"
+    );
 }
 
 /// A store's timeout may be longer than a request waits.
@@ -317,7 +407,16 @@ async fn zero_max_wait_names_a_silent_store() {
     drop(granted(&limiter, Key::ALL).await);
     server.pause();
     let told = limiter.acquire(Key::ALL).await.map(drop).unwrap_err();
-    assert!(matches!(&told, Limited::Store { source: StoreError::NoAnswer { .. }, .. }), "{told}: {told:?}");
+    assert!(
+        matches!(
+            &told,
+            Limited::Store {
+                source: StoreError::NoAnswer { .. },
+                ..
+            }
+        ),
+        "{told}: {told:?}"
+    );
 }
 
 /// A deadline applies whatever the store does.
@@ -331,10 +430,13 @@ async fn deadlines_while_redis_hangs_name_a_wait_or_none() {
     }
 }
 
-// ── a machine that stalls ───────────────────────────────────────────────────────────────────────────────────────────
+// ── a machine that stalls ────────────────────────────────────────────────────────────────────────
 
 /// Polls `future` once, and then not for `span`.
-async fn poll_and_stand_still<F: Future + Unpin>(future: F, span: Duration) -> Result<F::Output, F> {
+async fn poll_and_stand_still<F: Future + Unpin>(
+    future: F,
+    span: Duration,
+) -> Result<F::Output, F> {
     match select(future, std::future::ready(())).await {
         Either::Left((output, _)) => Ok(output),
         Either::Right(((), future)) => {
@@ -357,7 +459,9 @@ async fn zero_max_wait_replaces_one_dead_permit() {
         assert!(round < 20, "the machine stands still");
         let key = Key::new(format!("{round}"));
         // The store's thread may answer before the first poll: repeat the round.
-        let Err(waiting) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else { continue };
+        let Err(waiting) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else {
+            continue;
+        };
         match waiting.await {
             Ok(permit) => {
                 assert!(permit.waited() >= STANDS_STILL, "{:?}", permit.waited());
@@ -380,16 +484,27 @@ async fn zero_max_wait_replaces_no_second_dead_permit() {
         assert!(round < 20, "the machine stands still");
         let key = Key::new(format!("{round}"));
         // The store's thread may answer before a poll: repeat the round.
-        let Err(once) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else { continue };
-        let Err(twice) = poll_and_stand_still(once, STANDS_STILL).await else { continue };
+        let Err(once) = poll_and_stand_still(limiter.acquire(key), STANDS_STILL).await else {
+            continue;
+        };
+        let Err(twice) = poll_and_stand_still(once, STANDS_STILL).await else {
+            continue;
+        };
         let refused = match twice.await {
             Err(refused) => refused,
             Ok(permit) => panic!("granted after {:?}", permit.waited()),
         };
-        assert_eq!(refused.reason(), Some(Reason::MaxWait(Duration::ZERO)), "{refused}");
+        assert_eq!(
+            refused.reason(),
+            Some(Reason::MaxWait(Duration::ZERO)),
+            "{refused}"
+        );
         assert_eq!(refused.report().turns(), 3, "{refused}");
         let wait = refused.retry_after().expect("it may be retried");
-        assert!(wait > Duration::ZERO && wait < Duration::from_secs(2), "{refused}");
+        assert!(
+            wait > Duration::ZERO && wait < Duration::from_secs(2),
+            "{refused}"
+        );
         break;
     }
 }
@@ -398,8 +513,12 @@ async fn zero_max_wait_replaces_no_second_dead_permit() {
 #[tokio::test]
 async fn zero_max_wait_survives_a_late_answer() {
     let server = RedisServer::start().unwrap();
-    for (number, quota) in
-        [Quota::per_second(20), Quota::new(20, Duration::from_secs(10))].into_iter().enumerate()
+    for (number, quota) in [
+        Quota::per_second(20),
+        Quota::new(20, Duration::from_secs(10)),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let limiter = patient_limiter(&server, quota);
         let key = Key::new(format!("late {number}"));

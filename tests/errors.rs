@@ -26,11 +26,22 @@ async fn one_of_each() -> [(Error, &'static str); 3] {
     let builder = || RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit();
     let here = builder().key(|_| None::<Key>).build().unwrap();
     let there = builder().build().unwrap();
-    let store = builder().store(Arc::new(Failing::away(false))).build().unwrap();
+    let store = builder()
+        .store(Arc::new(Failing::away(false)))
+        .build()
+        .unwrap();
     let error = async |limit: RateLimitLayer| {
-        limit.layer(Upstream::answering([limited("7")])).oneshot(get("/")).await.unwrap_err()
+        limit
+            .layer(Upstream::answering([limited("7")]))
+            .oneshot(get("/"))
+            .await
+            .unwrap_err()
     };
-    [(error(here).await, "local"), (error(there).await, "upstream"), (error(store).await, "store")]
+    [
+        (error(here).await, "local"),
+        (error(there).await, "upstream"),
+        (error(store).await, "store"),
+    ]
 }
 
 /// A wrapper as `thiserror` makes it with `#[error(transparent)]`.
@@ -53,11 +64,17 @@ impl StdError for Transparent {
 async fn limited_is_found_in_plain_and_boxed_errors() {
     for (error, expected) in one_of_each().await {
         assert_eq!(who_said_no(&error), expected);
-        let Error::Limited(limited) = &error else { panic!("{error}") };
+        let Error::Limited(limited) = &error else {
+            panic!("{error}")
+        };
         assert_eq!(who_said_no(limited), expected);
         let boxed: BoxError = Box::new(error);
         assert_eq!(who_said_no(&*boxed), expected);
-        assert_eq!(who_said_no(&io::Error::other(boxed)), expected, "a box in a box");
+        assert_eq!(
+            who_said_no(&io::Error::other(boxed)),
+            expected,
+            "a box in a box"
+        );
     }
 }
 
@@ -76,7 +93,9 @@ async fn limited_is_found_through_anyhow_with_or_without_context() {
     for (error, expected) in one_of_each().await {
         let plain = anyhow::Error::from(error);
         assert_eq!(who_said_no(plain.as_ref()), expected);
-        let told = plain.context("while fetching the invoice").context("in job 17");
+        let told = plain
+            .context("while fetching the invoice")
+            .context("in job 17");
         assert_eq!(who_said_no(told.as_ref()), expected);
         assert_eq!(who_said_no(&*told.into_boxed_dyn_error()), expected);
     }
@@ -128,7 +147,10 @@ async fn limited_is_found_through_timeout_buffer_and_load_shed() {
             .concurrency_limit(1)
             .layer(limit.build().unwrap())
             .service(Upstream::answering([limited("7")]));
-        assert_eq!(who_said_no(&*service.oneshot(get("/")).await.unwrap_err()), expected);
+        assert_eq!(
+            who_said_no(&*service.oneshot(get("/")).await.unwrap_err()),
+            expected
+        );
     }
 }
 
@@ -159,12 +181,19 @@ async fn stacked_layers_stay_flat_with_other_layers_between() {
 async fn no_limit_is_found_where_there_is_none() {
     let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
     let failing = limit.layer(Upstream::answering([support::other_error()]));
-    assert_eq!(who_said_no(&failing.oneshot(get("/")).await.unwrap_err()), "inner");
+    assert_eq!(
+        who_said_no(&failing.oneshot(get("/")).await.unwrap_err()),
+        "inner"
+    );
     for error in [
         Box::new(io::Error::from(io::ErrorKind::TimedOut)) as BoxError,
         Box::new(tower::timeout::error::Elapsed::new()),
         Box::new(tower::load_shed::error::Overloaded::new()),
-        Box::new(RateLimitLayer::new(Quota::per_second(0)).map(|_| ()).unwrap_err()),
+        Box::new(
+            RateLimitLayer::new(Quota::per_second(0))
+                .map(|_| ())
+                .unwrap_err(),
+        ),
         anyhow::anyhow!("429").context("limited").into(),
     ] {
         assert_eq!(who_said_no(&*error), "inner", "{error}");
@@ -174,12 +203,17 @@ async fn no_limit_is_found_where_there_is_none() {
 #[tokio::test(start_paused = true)]
 async fn each_error_source_adds_new_text() {
     for (error, _) in one_of_each().await {
-        let Some(limited) = error.source() else { panic!("the limit is the source") };
+        let Some(limited) = error.source() else {
+            panic!("the limit is the source")
+        };
         assert!(limited.is::<Limited>());
         let mut next = Some(limited);
         while let Some(error) = next {
             next = error.source();
-            assert_ne!(next.map(|deeper| deeper.to_string()), Some(error.to_string()));
+            assert_ne!(
+                next.map(|deeper| deeper.to_string()),
+                Some(error.to_string())
+            );
         }
     }
 }
@@ -221,7 +255,10 @@ fn response_future_needs_send_parts_but_not_sync() {
         type Error = BoxError;
         type Future = Boxed;
 
-        fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), BoxError>> {
+        fn poll_ready(
+            &mut self,
+            _: &mut std::task::Context<'_>,
+        ) -> std::task::Poll<Result<(), BoxError>> {
             std::task::Poll::Ready(Ok(()))
         }
 

@@ -1,8 +1,12 @@
-//! The uses that tollgate was written for, each with real processes, Redis and HTTP: the programs of `examples/`,
-//! started here in their roles. The server's log is the evidence.
+//! The uses that tollgate was written for, each with real processes, Redis and HTTP: the programs
+//! of `examples/`, started here in their roles. The server's log is the evidence.
 //!
-//! `cargo test` builds the examples. To run these tests alone: `cargo build --examples && cargo test --test examples`.
-#![allow(clippy::disallowed_methods, reason = "a user of tollgate has its own clock")]
+//! `cargo test` builds the examples. To run these tests alone:
+//! `cargo build --examples && cargo test --test examples`.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "a user of tollgate has its own clock"
+)]
 
 #[path = "../examples/common/children.rs"]
 #[allow(dead_code, reason = "the examples use the rest")]
@@ -36,7 +40,7 @@ fn assert_kept(log: &Log, rules: &[Rule]) {
     }
 }
 
-// ── one call a second, for a web server, background jobs and a cron process ─────────────────────────────────────
+// ── one call a second, for a web server, background jobs and a cron process ──────────────────────
 
 #[tokio::test]
 async fn three_processes_share_one_call_a_second() {
@@ -50,33 +54,58 @@ async fn three_processes_share_one_call_a_second() {
     let log = stage.upstream.log();
     assert_kept(&log, &[rule]);
     assert_eq!(lines.len(), 15, "each call is reported once: {lines:#?}");
-    assert_eq!(count(&lines, ": answered 200"), log.iter().filter(|arrival| arrival.accepted).count());
+    assert_eq!(
+        count(&lines, ": answered 200"),
+        log.iter().filter(|arrival| arrival.accepted).count()
+    );
     let sent = count(&lines, ": answered") + count(&lines, ": failed: refused by the upstream");
-    assert_eq!((sent, sent + count(&lines, ": refused: ")), (log.len(), 15), "{lines:#?}");
+    assert_eq!(
+        (sent, sent + count(&lines, ": refused: ")),
+        (log.len(), 15),
+        "{lines:#?}"
+    );
 
-    // Fifteen calls, and three seconds of `max_wait`: some must be refused. The process that starts first gets most of
-    // the slots.
+    // Fifteen calls, and three seconds of `max_wait`: some must be refused. The process that starts
+    // first gets most of the slots.
     let by_who = log.by_who();
     assert!(by_who.len() >= 2, "{by_who:?}");
-    assert!(lines.iter().any(|line| line.text.contains(": refused: ")), "{lines:#?}");
+    assert!(
+        lines.iter().any(|line| line.text.contains(": refused: ")),
+        "{lines:#?}"
+    );
 
-    for line in lines.iter().filter(|line| line.text.contains(": refused: ")) {
+    for line in lines
+        .iter()
+        .filter(|line| line.text.contains(": refused: "))
+    {
         let between = |from, to| ends(&line.text, from, to).unwrap_or_else(|| panic!("{line:?}"));
-        let span = |text: &str| text.parse::<f64>().unwrap_or_else(|_| panic!("{text} in {line:?}"));
+        let span = |text: &str| {
+            text.parse::<f64>()
+                .unwrap_or_else(|_| panic!("{text} in {line:?}"))
+        };
         assert_eq!(between("since ", ", for").len(), "12:34:56.789".len());
-        let (waited, back) = (span(between(", for ", " s,")), span(between("come back in ", " s")));
+        let (waited, back) = (
+            span(between(", for ", " s,")),
+            span(between("come back in ", " s")),
+        );
         let turns: u32 = between("turns: ", ";").parse().unwrap();
         assert!(waited <= 3.5 && back > 0.0, "{line:?}");
-        assert!(waited + back > 2.9, "what could be within max_wait is not refused: {line:?}");
+        assert!(
+            waited + back > 2.9,
+            "what could be within max_wait is not refused: {line:?}"
+        );
         assert!(waited < 0.05 || turns > 0, "{line:?}");
     }
     for line in lines.iter().filter(|line| line.text.contains(": answered")) {
         let waited: f64 = ends(&line.text, "after ", " s").unwrap().parse().unwrap();
-        assert!(waited < 3.0 + 2.0, "no call waits longer than it may: {line:?}");
+        assert!(
+            waited < 3.0 + 2.0,
+            "no call waits longer than it may: {line:?}"
+        );
     }
 }
 
-// ── 25 per 5 s and 300 per minute ───────────────────────────────────────────────────────────────────────────────
+// ── 25 per 5 s and 300 per minute ────────────────────────────────────────────────────────────────
 
 /// The counts as any process with these limits reads them.
 async fn peek(stage: &Stage, limits: &str) -> KeyStatus {
@@ -86,7 +115,10 @@ async fn peek(stage: &Stage, limits: &str) -> KeyStatus {
         .build()
         .unwrap();
     let quota: Quota = limits.parse().unwrap();
-    let limit = RateLimitLayer::builder(quota).store(Arc::new(store)).build().unwrap();
+    let limit = RateLimitLayer::builder(quota)
+        .store(Arc::new(store))
+        .build()
+        .unwrap();
     limit.limiter().peek(Key::ALL).await.unwrap()
 }
 
@@ -96,18 +128,29 @@ async fn short_window_refusals_do_not_count_in_long_window() {
     let rules = [Rule::new(25, seconds(5)), Rule::new(300, seconds(60))];
     let mut stage = Stage::set("two_windows", Upstream::start(rules));
     for worker in ["worker 1", "worker 2"] {
-        stage.start(worker, &["--role", "worker", "--limits", limits, "--seconds", "5.6"]);
+        stage.start(
+            worker,
+            &["--role", "worker", "--limits", limits, "--seconds", "5.6"],
+        );
     }
     let lines = stage.lines().await;
 
     let log = stage.upstream.log();
     assert_kept(&log, &rules);
     assert_eq!(count(&lines, "answered"), log.len());
-    assert!((26..=50).contains(&log.len()), "the first 25 and some after five seconds: {}", log.len());
+    assert!(
+        (26..=50).contains(&log.len()),
+        "the first 25 and some after five seconds: {}",
+        log.len()
+    );
     assert!(count(&lines, "refused by 25/5s,") > 100, "{lines:#?}");
     assert_eq!(count(&lines, "refused by 300/60s,"), 0);
     let peek = peek(&stage, limits).await;
-    assert_eq!(peek.limits[1].used, log.len() as u64, "only what was sent counts: {peek:?}");
+    assert_eq!(
+        peek.limits[1].used,
+        log.len() as u64,
+        "only what was sent counts: {peek:?}"
+    );
 }
 
 #[tokio::test]
@@ -116,7 +159,10 @@ async fn long_window_refusals_do_not_count_in_short_window() {
     let rules = [Rule::new(8, seconds(2)), Rule::new(12, seconds(60))];
     let mut stage = Stage::set("two_windows", Upstream::start(rules));
     for worker in ["worker 1", "worker 2"] {
-        stage.start(worker, &["--role", "worker", "--limits", limits, "--seconds", "4.5"]);
+        stage.start(
+            worker,
+            &["--role", "worker", "--limits", limits, "--seconds", "4.5"],
+        );
     }
     let lines = stage.lines().await;
 
@@ -135,14 +181,23 @@ async fn long_window_refusals_do_not_count_in_short_window() {
     }
 }
 
-// ── campaigns of many calls, by four processes ──────────────────────────────────────────────────────────────────
+// ── campaigns of many calls, by four processes ───────────────────────────────────────────────────
 
 #[tokio::test]
 async fn four_workers_send_each_campaign_call_exactly_once() {
     let rule = Rule::per_second(200);
     let mut stage = Stage::set("campaigns", Upstream::start(rule));
     for number in ["0", "1", "2", "3"] {
-        let words = ["--role", "worker", "--calls", "40", "--transit-slack", "0.05", "--number", number];
+        let words = [
+            "--role",
+            "worker",
+            "--calls",
+            "40",
+            "--transit-slack",
+            "0.05",
+            "--number",
+            number,
+        ];
         stage.start(number, &words);
     }
     let lines = stage.lines().await;
@@ -162,15 +217,24 @@ async fn four_workers_send_each_campaign_call_exactly_once() {
     // The last figures that the workers reported of each campaign.
     let mut last = BTreeMap::new();
     for line in &lines {
-        let (campaign, counts) = line.text.split_once(" counts ").unwrap_or_else(|| panic!("{line:?}"));
+        let (campaign, counts) = line
+            .text
+            .split_once(" counts ")
+            .unwrap_or_else(|| panic!("{line:?}"));
         last.insert(campaign, counts);
     }
     assert_eq!(last.len(), 20);
-    assert!(last.values().all(|counts| counts.starts_with("40 ")), "{last:#?}");
-    assert!(last.values().any(|counts| !counts.starts_with("40 0 ")), "some came too soon: {last:#?}");
+    assert!(
+        last.values().all(|counts| counts.starts_with("40 ")),
+        "{last:#?}"
+    );
+    assert!(
+        last.values().any(|counts| !counts.starts_with("40 0 ")),
+        "some came too soon: {last:#?}"
+    );
 }
 
-// ── 5000 per hour for each token ────────────────────────────────────────────────────────────────────────────────
+// ── 5000 per hour for each token ─────────────────────────────────────────────────────────────────
 
 #[tokio::test]
 async fn token_has_own_limit_and_never_appears_in_redis() {
@@ -178,14 +242,22 @@ async fn token_has_own_limit_and_never_appears_in_redis() {
     let other = "an0ther-t0ken-that-n0body-may-see";
     let mut stage = Stage::set("per_token", Upstream::open());
     let spy = Spy::of(&stage.redis);
-    stage.children.environment("TOKENS", &format!("{planted},{other}"));
-    stage.children.environment("TOLLGATE_SECRET", "0123456789abcdef0123456789abcdef");
+    stage
+        .children
+        .environment("TOKENS", &format!("{planted},{other}"));
+    stage
+        .children
+        .environment("TOLLGATE_SECRET", "0123456789abcdef0123456789abcdef");
 
-    // The first campaign has 60 calls left to make and 40 units for them; only one process asks for the other.
+    // The first campaign has 60 calls left to make and 40 units for them; only one process asks for
+    // the other.
     stage.start("before", &["--role", "teller", "--per-hour", "40"]);
     let before = stage.lines().await;
     for who in ["process 1", "process 2"] {
-        stage.start(who, &["--role", "caller", "--per-hour", "40", "--calls", "30"]);
+        stage.start(
+            who,
+            &["--role", "caller", "--per-hour", "40", "--calls", "30"],
+        );
     }
     let calls = stage.lines().await;
     stage.start("after", &["--role", "teller", "--per-hour", "40"]);
@@ -196,33 +268,65 @@ async fn token_has_own_limit_and_never_appears_in_redis() {
     assert_eq!(count(&before, "40 of 40 remain, 0 used"), 2, "{before:?}");
     let log = stage.upstream.log();
     for token in ["1", "2"] {
-        let calls: Vec<_> =
-            log.iter().filter(|arrival| arrival.who.as_deref() == Some(token)).cloned().collect();
-        assert_eq!(calls.len(), 40, "token {token} has all of its limit, and no more");
+        let calls: Vec<_> = log
+            .iter()
+            .filter(|arrival| arrival.who.as_deref() == Some(token))
+            .cloned()
+            .collect();
+        assert_eq!(
+            calls.len(),
+            40,
+            "token {token} has all of its limit, and no more"
+        );
         assert_kept(&Log::from(calls), &[Rule::new(40, seconds(3600))]);
     }
-    assert!(count(&calls, "the limit is 40/3600s; try again in ") >= 2, "{calls:?}");
-    assert_eq!(count(&after, "0 of 40 remain, 40 used, the next in "), 2, "{after:?}");
-    assert_eq!(count(&again, "0 of 40 remain, 40 used, the next in "), 2, "asking spends nothing: {again:?}");
+    assert!(
+        count(&calls, "the limit is 40/3600s; try again in ") >= 2,
+        "{calls:?}"
+    );
+    assert_eq!(
+        count(&after, "0 of 40 remain, 40 used, the next in "),
+        2,
+        "{after:?}"
+    );
+    assert_eq!(
+        count(&again, "0 of 40 remain, 40 used, the next in "),
+        2,
+        "asking spends nothing: {again:?}"
+    );
 
     let (seen, held) = (spy.seen(), everything_in(&stage.redis));
-    let printed: Vec<u8> =
-        [before, calls, after, again].concat().iter().flat_map(|line| line.text.bytes()).collect();
+    let printed: Vec<u8> = [before, calls, after, again]
+        .concat()
+        .iter()
+        .flat_map(|line| line.text.bytes())
+        .collect();
     for (place, bytes) in [("what Redis was told", &seen), ("what Redis holds", &held)] {
-        assert!(contains(bytes, b"per-token"), "{place} has the counts of this test in it");
+        assert!(
+            contains(bytes, b"per-token"),
+            "{place} has the counts of this test in it"
+        );
     }
-    for (place, bytes) in
-        [("what Redis was told", &seen), ("what Redis holds", &held), ("what was printed", &printed)]
-    {
+    for (place, bytes) in [
+        ("what Redis was told", &seen),
+        ("what Redis holds", &held),
+        ("what was printed", &printed),
+    ] {
         for token in [planted, other] {
             assert!(!contains(bytes, token.as_bytes()), "{token} is in {place}");
         }
     }
 
-    // Without a secret the names in Redis are digests that an attacker can test guesses against: no such digest is
-    // there.
-    let bare = RedisStore::builder(&stage.redis.url()).prefix("bare").build().unwrap();
-    let limit = RateLimitLayer::builder(Quota::per_hour(40)).store(Arc::new(bare)).build().unwrap();
+    // Without a secret the names in Redis are digests that an attacker can test guesses against: no
+    // such digest is there.
+    let bare = RedisStore::builder(&stage.redis.url())
+        .prefix("bare")
+        .build()
+        .unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_hour(40))
+        .store(Arc::new(bare))
+        .build()
+        .unwrap();
     for token in [planted, other] {
         drop(limit.limiter().acquire(bearer(token)).await.unwrap());
     }
@@ -230,9 +334,15 @@ async fn token_has_own_limit_and_never_appears_in_redis() {
     assert_eq!(names.len(), 2, "{names:?}");
     for name in names {
         let digest = &name["bare:{".len()..][..8];
-        assert!(contains(&everything_in(&stage.redis), digest.as_bytes()), "the search finds what is there");
+        assert!(
+            contains(&everything_in(&stage.redis), digest.as_bytes()),
+            "the search finds what is there"
+        );
         for (place, bytes) in [("what Redis was told", &seen), ("what Redis holds", &held)] {
-            assert!(!contains(bytes, digest.as_bytes()), "a guess of a token can be tested in {place}");
+            assert!(
+                !contains(bytes, digest.as_bytes()),
+                "a guess of a token can be tested in {place}"
+            );
         }
     }
     let () = stage.redis.command(&["SET", "planted", planted]);
@@ -249,7 +359,7 @@ fn contains(bytes: &[u8], what: &[u8]) -> bool {
     bytes.windows(what.len()).any(|window| window == what)
 }
 
-// ── refusals by this process, the server, or the store ──────────────────────────────────────────────────────────
+// ── refusals by this process, the server, or the store ───────────────────────────────────────────
 
 #[tokio::test]
 async fn callers_distinguish_the_sources_of_refusals() {
@@ -258,19 +368,33 @@ async fn callers_distinguish_the_sources_of_refusals() {
     stage.start("caller", &["--role", "caller"]);
     stage.until("answered: 200 OK").await;
     let local = stage.until("local: ").await;
-    assert!(local.contains("max_wait") && local.contains("the limit is 10/1s; try again in "), "{local}");
+    assert!(
+        local.contains("max_wait") && local.contains("the limit is 10/1s; try again in "),
+        "{local}"
+    );
 
     let url = stage.upstream.url();
     let neighbour = tokio::spawn(async move {
         let client = reqwest::Client::builder().no_proxy().build().unwrap();
         loop {
-            client.get(&url).header(WHO_HEADER, "neighbour").send().await.unwrap().bytes().await.unwrap();
+            client
+                .get(&url)
+                .header(WHO_HEADER, "neighbour")
+                .send()
+                .await
+                .unwrap()
+                .bytes()
+                .await
+                .unwrap();
             sleep(Duration::from_millis(2)).await;
         }
     });
     let upstream = stage.until("upstream: ").await;
     neighbour.abort();
-    assert!(upstream.contains("429 Too Many Requests; try again in 1s"), "{upstream}");
+    assert!(
+        upstream.contains("429 Too Many Requests; try again in 1s"),
+        "{upstream}"
+    );
 
     stage.redis.pause();
     stage.until("store: ").await;
@@ -285,38 +409,67 @@ async fn callers_distinguish_the_sources_of_refusals() {
     stage.lines().await;
 
     let log = stage.upstream.log();
-    let calls: Vec<_> =
-        log.iter().filter(|arrival| arrival.who.as_deref() == Some("caller")).cloned().collect();
+    let calls: Vec<_> = log
+        .iter()
+        .filter(|arrival| arrival.who.as_deref() == Some("caller"))
+        .cloned()
+        .collect();
     let refused = calls.iter().filter(|arrival| !arrival.accepted).count();
     assert!(refused >= 2, "what ended as a refusal was tried twice");
     assert_kept(&Log::from(calls), &[rule]);
 }
 
-// ── the programs as a user starts them ──────────────────────────────────────────────────────────────────────────
+// ── the programs as a user starts them ───────────────────────────────────────────────────────────
 
 #[tokio::test]
 async fn programs_print_help_and_describe_errors() {
-    for example in ["one_a_second", "two_windows", "campaigns", "per_token", "who_said_no"] {
+    for example in [
+        "one_a_second",
+        "two_windows",
+        "campaigns",
+        "per_token",
+        "who_said_no",
+    ] {
         let (code, out, _) = run(example, &["--help"]).await;
-        assert!(code == Some(0) && out.contains("Usage: cargo run --release --example"), "{example}: {out}");
+        assert!(
+            code == Some(0) && out.contains("Usage: cargo run --release --example"),
+            "{example}: {out}"
+        );
         for (words, complaint) in [
-            (&["--frobnicate", "1"][..], "there is no option \"--frobnicate\""),
+            (
+                &["--frobnicate", "1"][..],
+                "there is no option \"--frobnicate\"",
+            ),
             (&["--redis"], "--redis needs a value"),
             (&["--redis", "here"], "--redis takes a URL or \"spawn\": "),
             (&["--role", "king"], "--role is one of "),
         ] {
             let (code, out, err) = run(example, words).await;
-            assert_eq!((code, out.as_str()), (Some(2), ""), "{example} {words:?}: {err}");
+            assert_eq!(
+                (code, out.as_str()),
+                (Some(2), ""),
+                "{example} {words:?}: {err}"
+            );
             assert!(err.contains(complaint), "{example} {words:?}: {err}");
         }
         let (code, _, err) = run(example, &["--redis", "redis://127.0.0.1:1/"]).await;
-        assert!(code == Some(1) && err.contains("the store cannot be reached"), "{example}: {err}");
+        assert!(
+            code == Some(1) && err.contains("the store cannot be reached"),
+            "{example}: {err}"
+        );
     }
 }
 
 #[tokio::test]
 async fn a_program_without_a_role_starts_all_it_needs() {
-    let (code, out, err) = run("campaigns", &["--campaigns", "8", "--calls", "20", "--rate", "100"]).await;
+    let (code, out, err) = run(
+        "campaigns",
+        &["--campaigns", "8", "--calls", "20", "--rate", "100"],
+    )
+    .await;
     assert_eq!(code, Some(0), "{out}{err}");
-    assert!(out.contains("Each call was sent exactly once.") && out.contains("campaign 7"), "{out}");
+    assert!(
+        out.contains("Each call was sent exactly once.") && out.contains("campaign 7"),
+        "{out}"
+    );
 }

@@ -1,7 +1,8 @@
-//! The store is unreachable, and processes go on with their shares. Together they stay within the limit during the
-//! outage and at both of its ends.
+//! The store is unreachable, and processes go on with their shares. Together they stay within the
+//! limit during the outage and at both of its ends.
 //!
-//! Under a paused clock; each limiter is a process, and requests are counted as an upstream would count them.
+//! Under a paused clock; each limiter is a process, and requests are counted as an upstream would
+//! count them.
 
 #[path = "support/counted.rs"]
 #[allow(dead_code, reason = "it counts polls too")]
@@ -16,9 +17,12 @@ use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::quota::Limit;
 use tollgate::store::{
-    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
+    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
-use tollgate::{ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
+use tollgate::{
+    ConfigError, Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer,
+};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -52,7 +56,11 @@ impl Shared {
             StoreReply::Ready(answer) => answer,
             _ => unreachable!("memory answers now"),
         });
-        let gone = || Err(StoreError::Away(Arc::new(std::io::Error::other("no route"))));
+        let gone = || {
+            Err(StoreError::Away(Arc::new(std::io::Error::other(
+                "no route",
+            ))))
+        };
         let answer = answer.filter(|_| !away).unwrap_or_else(gone);
         StoreReply::Pending(Box::pin(async move {
             sleep(ms(1)).await;
@@ -64,13 +72,18 @@ impl Shared {
 impl Store for Shared {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let charged: u64 = request.charges.iter().map(|charge| charge.units).sum();
-        self.most_charges.fetch_max(request.charges.len(), Ordering::Relaxed);
+        self.most_charges
+            .fetch_max(request.charges.len(), Ordering::Relaxed);
         let lost = charged > 0 && self.lose_charges.load(Ordering::Relaxed);
         let answer = self.answer(|| {
             self.charged.fetch_add(charged as usize, Ordering::Relaxed);
             self.store.lease(request)
         });
-        if lost { StoreReply::Pending(Box::pin(async { Err(StoreError::Lost) })) } else { answer }
+        if lost {
+            StoreReply::Pending(Box::pin(async { Err(StoreError::Lost) }))
+        } else {
+            answer
+        }
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -83,7 +96,9 @@ impl Store for Shared {
 }
 
 fn builder(quota: Quota, store: &Arc<Shared>) -> RateLimitBuilder {
-    let builder = RateLimitLayer::builder(quota).store(store.clone()).max_wait(ms(3000));
+    let builder = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .max_wait(ms(3000));
     builder.on_store_error(OnStoreError::FallbackShare)
 }
 
@@ -93,7 +108,8 @@ fn limiter(quota: Quota, store: &Arc<Shared>) -> Limiter {
 
 type Sent = Arc<Mutex<Vec<Instant>>>;
 
-/// Calls repeatedly from `tasks` tasks for `span`, with a pause after each call; notes when they went.
+/// Calls repeatedly from `tasks` tasks for `span`, with a pause after each call; notes when they
+/// went.
 fn calls(limiter: &Limiter, tasks: usize, pause: Duration, span: Duration, sent: &Sent) {
     for _ in 0..tasks {
         let (limiter, sent) = (limiter.clone(), sent.clone());
@@ -110,15 +126,25 @@ fn calls(limiter: &Limiter, tasks: usize, pause: Duration, span: Duration, sent:
 }
 
 fn within(sent: &Sent, from: Instant, to: Instant) -> usize {
-    sent.lock().unwrap().iter().filter(|at| (from..to).contains(at)).count()
+    sent.lock()
+        .unwrap()
+        .iter()
+        .filter(|at| (from..to).contains(at))
+        .count()
 }
 
 #[tokio::test(start_paused = true)]
 async fn shares_keep_fleet_within_limit_until_store_is_back() {
-    let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
+    let (quota, store, sent) = (
+        Quota::per_second(40),
+        Arc::<Shared>::default(),
+        Sent::default(),
+    );
     let start = Instant::now();
     let fleet: Vec<_> = (0..4).map(|_| limiter(quota, &store)).collect();
-    fleet.iter().for_each(|limiter| calls(limiter, 8, ms(0), ms(22_000), &sent));
+    fleet
+        .iter()
+        .for_each(|limiter| calls(limiter, 8, ms(0), ms(22_000), &sent));
     for (at, away) in [(5000, true), (12_000, false)] {
         sleep(start + ms(at) - Instant::now()).await;
         store.set_away(away);
@@ -128,10 +154,17 @@ async fn shares_keep_fleet_within_limit_until_store_is_back() {
     let seconds: Vec<_> = (0..22).map(|number| second(number * 1000)).collect();
     let sent = sent.lock().unwrap().clone();
     let lost = start + ms(5000)..start + ms(6500);
-    let away_from_losing: Vec<_> = sent.iter().filter(|at| !lost.contains(at)).copied().collect();
+    let away_from_losing: Vec<_> = sent
+        .iter()
+        .filter(|at| !lost.contains(at))
+        .copied()
+        .collect();
     let [all, others] = [&sent, &away_from_losing].map(|sent| largest_count(sent, ms(1000)));
     println!("{all} at most in a second, {others} away from the switch; {seconds:?}");
-    assert!(all <= 80 && others <= 44, "{all} in a second, {others} away from the switch: {seconds:?}");
+    assert!(
+        all <= 80 && others <= 44,
+        "{all} in a second, {others} away from the switch: {seconds:?}"
+    );
     let alone: usize = seconds[6..12].iter().sum();
     assert!(alone >= 6 * 34, "most of the limit is used: {seconds:?}");
     let back: usize = seconds[19..].iter().sum();
@@ -141,13 +174,18 @@ async fn shares_keep_fleet_within_limit_until_store_is_back() {
 #[tokio::test(start_paused = true)]
 async fn what_was_granted_before_counts_in_the_share() {
     let (quota, store) = (Quota::new(10, ms(10_000)), Arc::<Shared>::default());
-    let limiter = builder(quota, &store).max_wait(ms(0)).build().unwrap().limiter();
+    let limiter = builder(quota, &store)
+        .max_wait(ms(0))
+        .build()
+        .unwrap()
+        .limiter();
     for _ in 0..16 {
         drop(limiter.acquire(Key::ALL).await.unwrap());
         sleep(ms(2500)).await;
     }
     store.set_away(true);
-    // The process had three or four of each ten seconds, and has as much now; the last three seconds are not over yet.
+    // The process had three or four of each ten seconds, and has as much now; the last three
+    // seconds are not over yet.
     let mut more = 0;
     let refused = loop {
         match limiter.acquire(Key::ALL).await {
@@ -155,16 +193,26 @@ async fn what_was_granted_before_counts_in_the_share() {
             Err(refused) => break refused,
         }
     };
-    assert!(matches!(refused, Limited::Local { .. }) && more <= 1, "{more} more, then {refused:?}");
+    assert!(
+        matches!(refused, Limited::Local { .. }) && more <= 1,
+        "{more} more, then {refused:?}"
+    );
     let again = refused.retry_after().unwrap();
     assert!(again > ms(0) && again < ms(5000), "{again:?}");
     let peek = limiter.peek(Key::ALL).await.unwrap();
     let share = peek.limits[0].limit.count();
     assert!(peek.degraded && (3..=4).contains(&share), "{peek:?}");
-    assert_eq!((peek.limits[0].used, peek.free), (u64::from(share), 0), "{peek:?}");
+    assert_eq!(
+        (peek.limits[0].used, peek.free),
+        (u64::from(share), 0),
+        "{peek:?}"
+    );
     sleep(again + ms(100)).await;
     drop(limiter.acquire(Key::ALL).await.unwrap());
-    assert!(limiter.acquire(Key::ALL).await.is_err(), "units become free one by one, as they were used");
+    assert!(
+        limiter.acquire(Key::ALL).await.is_err(),
+        "units become free one by one, as they were used"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -173,39 +221,75 @@ async fn process_without_history_gets_its_configured_share_only() {
     store.set_away(true);
     let quota = Quota::per_second(40);
     let none = limiter(quota, &store);
-    assert!(matches!(none.acquire(Key::ALL).await, Err(Limited::Store { .. })));
+    assert!(matches!(
+        none.acquire(Key::ALL).await,
+        Err(Limited::Store { .. })
+    ));
     assert!(none.peek(Key::ALL).await.is_err());
-    let eighth = builder(quota, &store).max_wait(ms(0)).fallback_share(0.125).build().unwrap().limiter();
+    let eighth = builder(quota, &store)
+        .max_wait(ms(0))
+        .fallback_share(0.125)
+        .build()
+        .unwrap()
+        .limiter();
     for _ in 0..5 {
         drop(eighth.acquire(Key::ALL).await.unwrap());
     }
     let refused = eighth.acquire(Key::ALL).await.unwrap_err();
     assert!(matches!(refused, Limited::Local { .. }), "{refused:?}");
-    assert_eq!(eighth.peek(Key::ALL).await.unwrap().limits[0].limit.count(), 5);
+    assert_eq!(
+        eighth.peek(Key::ALL).await.unwrap().limits[0].limit.count(),
+        5
+    );
     let costly = eighth.acquire(Key::ALL).cost(6).await.unwrap_err();
     assert!(costly.to_string().contains("allows 5 at once"), "{costly}");
     // A share below one unit is one unit in a longer time.
-    let slow = builder(Quota::per_second(2), &store).max_wait(ms(0)).fallback_share(0.1).build().unwrap();
+    let slow = builder(Quota::per_second(2), &store)
+        .max_wait(ms(0))
+        .fallback_share(0.1)
+        .build()
+        .unwrap();
     drop(slow.limiter().acquire(Key::ALL).await.unwrap());
-    let again = slow.limiter().acquire(Key::ALL).await.unwrap_err().retry_after().unwrap();
+    let again = slow
+        .limiter()
+        .acquire(Key::ALL)
+        .await
+        .unwrap_err()
+        .retry_after()
+        .unwrap();
     assert!(again > ms(4900) && again < ms(5100), "{again:?}");
 }
 
 /// The store returns and fails again: a process keeps the share that it had before.
 #[tokio::test(start_paused = true)]
 async fn shares_stay_when_store_returns_only_briefly() {
-    let (quota, store, sent) = (Quota::per_second(40), Arc::<Shared>::default(), Sent::default());
+    let (quota, store, sent) = (
+        Quota::per_second(40),
+        Arc::<Shared>::default(),
+        Sent::default(),
+    );
     let fleet: Vec<_> = (0..2).map(|_| limiter(quota, &store)).collect();
-    fleet.iter().for_each(|limiter| calls(limiter, 8, ms(0), ms(30_000), &sent));
+    fleet
+        .iter()
+        .for_each(|limiter| calls(limiter, 8, ms(0), ms(30_000), &sent));
     sleep(ms(6000)).await;
-    for (away, span) in [(true, 5000), (false, 3200), (true, 5000), (false, 1000), (true, 5000)] {
+    for (away, span) in [
+        (true, 5000),
+        (false, 3200),
+        (true, 5000),
+        (false, 1000),
+        (true, 5000),
+    ] {
         store.set_away(away);
         sleep(ms(span)).await;
     }
     let now = Instant::now();
     let last = within(&sent, now - ms(4000), now);
     let largest = largest_count(&sent.lock().unwrap(), ms(1000));
-    assert!(last >= 4 * 30, "{last} in the last four seconds, alone again");
+    assert!(
+        last >= 4 * 30,
+        "{last} in the last four seconds, alone again"
+    );
     assert!(largest <= 80, "{largest} in a second");
 }
 
@@ -213,7 +297,12 @@ async fn shares_stay_when_store_returns_only_briefly() {
 async fn units_used_without_store_are_charged_without_requests() {
     let store = Arc::<Shared>::default();
     let quota = Quota::per_minute(20);
-    let limiter = builder(quota, &store).max_wait(ms(0)).fallback_share(0.5).build().unwrap().limiter();
+    let limiter = builder(quota, &store)
+        .max_wait(ms(0))
+        .fallback_share(0.5)
+        .build()
+        .unwrap()
+        .limiter();
     store.set_away(true);
     for _ in 0..10 {
         drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -222,10 +311,17 @@ async fn units_used_without_store_are_charged_without_requests() {
     store.set_away(false);
     sleep(ms(2100)).await;
     let peek = limiter.peek(Key::ALL).await.unwrap();
-    assert_eq!((peek.degraded, peek.limits[0].used), (false, 10), "{peek:?}");
+    assert_eq!(
+        (peek.degraded, peek.limits[0].used),
+        (false, 10),
+        "{peek:?}"
+    );
     let other = self::limiter(quota, &store);
     let mut granted = 0;
-    while timeout(ms(100), other.acquire(Key::ALL)).await.is_ok_and(|permit| permit.is_ok()) {
+    while timeout(ms(100), other.acquire(Key::ALL))
+        .await
+        .is_ok_and(|permit| permit.is_ok())
+    {
         granted += 1;
     }
     assert_eq!(granted, 10, "the other has what is left");
@@ -234,7 +330,11 @@ async fn units_used_without_store_are_charged_without_requests() {
 #[tokio::test(start_paused = true)]
 async fn fallback_keeps_holds_set_without_the_store() {
     let store = Arc::<Shared>::default();
-    let limiter = builder(Quota::per_second(40), &store).fallback_share(0.5).build().unwrap().limiter();
+    let limiter = builder(Quota::per_second(40), &store)
+        .fallback_share(0.5)
+        .build()
+        .unwrap()
+        .limiter();
     drop(limiter.acquire(Key::ALL).await.unwrap());
     store.set_away(true);
     let _ = limiter.hold_for(Key::ALL, ms(2000)).await;
@@ -242,25 +342,46 @@ async fn fallback_keeps_holds_set_without_the_store() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     assert!(start.elapsed() >= ms(1900), "{:?}", start.elapsed());
     // A wait for a hold makes a bounded number of store calls.
-    assert!(store.calls.load(Ordering::Relaxed) < 100, "{:?} calls", store.calls);
+    assert!(
+        store.calls.load(Ordering::Relaxed) < 100,
+        "{:?} calls",
+        store.calls
+    );
 }
 
 #[test]
 fn invalid_shares_are_errors_that_name_the_remedy() {
-    let build = |builder: RateLimitBuilder| builder.build().map(|_| ()).map_err(|error| error.to_string());
+    let build = |builder: RateLimitBuilder| {
+        builder
+            .build()
+            .map(|_| ())
+            .map_err(|error| error.to_string())
+    };
     let quota = Quota::per_second(40);
     let shares = |share| {
-        RateLimitLayer::builder(quota).on_store_error(OnStoreError::FallbackShare).fallback_share(share)
+        RateLimitLayer::builder(quota)
+            .on_store_error(OnStoreError::FallbackShare)
+            .fallback_share(share)
     };
     for share in [0.0, -0.5, 1.5, f64::NAN, f64::INFINITY, 1e-12] {
         let error = build(shares(share)).unwrap_err();
-        assert!(error.contains("fallback_share") && error.contains("above 0"), "{share}: {error}");
+        assert!(
+            error.contains("fallback_share") && error.contains("above 0"),
+            "{share}: {error}"
+        );
     }
     assert_eq!(build(shares(1.0)), Ok(()));
     let closed = build(RateLimitLayer::builder(quota).fallback_share(0.5)).unwrap_err();
     assert!(closed.contains("FallbackShare"), "{closed}");
-    let slots = RateLimitLayer::builder(Quota::in_flight(3)).on_store_error(OnStoreError::FallbackShare);
-    assert!(matches!(slots.build(), Err(ConfigError::OutOfRange { setting: "on_store_error", .. })));
+    let slots =
+        RateLimitLayer::builder(Quota::in_flight(3)).on_store_error(OnStoreError::FallbackShare);
+    assert!(matches!(
+        slots.build(),
+        Err(ConfigError::OutOfRange {
+            setting: "on_store_error",
+            ..
+        })
+    ));
 }
 
 #[derive(Clone, Debug)]
@@ -281,14 +402,25 @@ fn histories() -> impl Strategy<Value = History> {
     ];
     let process = (1..6_usize, 0..400_u64, 0..500_u64);
     let processes = proptest::collection::vec(process, 1..5);
-    (quota, processes, proptest::collection::vec(9000..16_000_u64, 2..5), any::<bool>())
-        .prop_map(|(quota, processes, turns, deaf)| History { quota, processes, turns, deaf })
+    (
+        quota,
+        processes,
+        proptest::collection::vec(9000..16_000_u64, 2..5),
+        any::<bool>(),
+    )
+        .prop_map(|(quota, processes, turns, deaf)| History {
+            quota,
+            processes,
+            turns,
+            deaf,
+        })
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whether shares are what processes were granted in recent windows, and all lose and find the store together.
+    /// Whether shares are what processes were granted in recent windows, and all lose and find the
+    /// store together.
     #[test]
     fn shares_exceed_limit_only_in_the_switch_window(history in histories()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
@@ -357,16 +489,26 @@ async fn long_windows_are_usable_after_store_returns() {
         let (store, sent) = (Arc::<Shared>::default(), Sent::default());
         let start = Instant::now();
         let fleet: Vec<_> = (0..2).map(|_| limiter(quota, &store)).collect();
-        fleet.iter().for_each(|limiter| calls(limiter, 2, pause, 5 * window, &sent));
+        fleet
+            .iter()
+            .for_each(|limiter| calls(limiter, 2, pause, 5 * window, &sent));
         for (at, away) in [(3, true), (4, false)] {
             sleep(start + at * window - Instant::now()).await;
             store.set_away(away);
         }
         sleep(start + 5 * window - Instant::now()).await;
         let windows: Vec<_> = (0..5)
-            .map(|number| within(&sent, start + number * window, start + (number + 1) * window))
+            .map(|number| {
+                within(
+                    &sent,
+                    start + number * window,
+                    start + (number + 1) * window,
+                )
+            })
             .collect();
-        println!("{quota}: calls in each window, the store is unreachable in window 3: {windows:?}");
+        println!(
+            "{quota}: calls in each window, the store is unreachable in window 3: {windows:?}"
+        );
         // Some seconds after the return go to detection and to shares.
         let (before, after) = (windows[2], windows[4]);
         assert!(after * 100 >= before * 95, "{quota}: {windows:?}");
@@ -376,7 +518,11 @@ async fn long_windows_are_usable_after_store_returns() {
 /// A charge whose answer is lost counts as made: it is not repeated.
 #[tokio::test(start_paused = true)]
 async fn charges_whose_answers_are_lost_are_not_repeated() {
-    for quota in [Quota::per_minute(600), Quota::per_minute(600).burst(20), Quota::per_second(10)] {
+    for quota in [
+        Quota::per_minute(600),
+        Quota::per_minute(600).burst(20),
+        Quota::per_second(10),
+    ] {
         let (store, sent) = (Arc::<Shared>::default(), Sent::default());
         let limiter = limiter(quota, &store);
         let start = Instant::now();
@@ -395,16 +541,27 @@ async fn charges_whose_answers_are_lost_are_not_repeated() {
             "{quota}: {alone} calls while the store was unreachable or lost answers, {charged} units charged"
         );
         // Units older than the window are not charged.
-        assert!(charged >= quota.limits()[0].count() as usize * 9 / 10, "{quota}: {charged}");
-        assert!(charged <= alone, "{quota}: {charged} units charged for {alone} calls");
+        assert!(
+            charged >= quota.limits()[0].count() as usize * 9 / 10,
+            "{quota}: {charged}"
+        );
+        assert!(
+            charged <= alone,
+            "{quota}: {charged} units charged for {alone} calls"
+        );
         let sent = sent.lock().unwrap();
-        let after: Vec<_> = sent.iter().copied().filter(|at| *at >= start + ms(240_000)).collect();
+        let after: Vec<_> = sent
+            .iter()
+            .copied()
+            .filter(|at| *at >= start + ms(240_000))
+            .collect();
         let most = largest_count(&after, ms(60_000));
         assert!(most <= 600, "{quota}: {most} in a minute");
     }
 }
 
-/// However much was used without the store: a call has few charges, and each unit of the last window is charged once.
+/// However much was used without the store: a call has few charges, and each unit of the last
+/// window is charged once.
 #[tokio::test(start_paused = true)]
 async fn charges_after_an_outage_are_few_and_made_once() {
     let hour = ms(3_600_000);
@@ -415,7 +572,11 @@ async fn charges_after_an_outage_are_few_and_made_once() {
         (Quota::per_hour(5000).burst(100), hour, ms(4500)),
     ] {
         let (store, sent) = (Arc::<Shared>::default(), Sent::default());
-        let limiter = builder(quota, &store).fallback_share(1.0).build().unwrap().limiter();
+        let limiter = builder(quota, &store)
+            .fallback_share(1.0)
+            .build()
+            .unwrap()
+            .limiter();
         let start = Instant::now();
         store.set_away(true);
         calls(&limiter, 4, pause, 3 * window, &sent);
@@ -426,24 +587,40 @@ async fn charges_after_an_outage_are_few_and_made_once() {
         sleep(ms(15_000)).await;
         let [charged, most] =
             [&store.charged, &store.most_charges].map(|counter| counter.load(Ordering::Relaxed));
-        let (last_window, alone) =
-            (within(&sent, back - window, back), within(&sent, start, back + ms(15_000)));
+        let (last_window, alone) = (
+            within(&sent, back - window, back),
+            within(&sent, start, back + ms(15_000)),
+        );
         println!(
             "{quota}: {alone} used alone, {last_window} in the last window, {charged} charged, {most} at once"
         );
-        assert!(most > 0 && most <= Charge::MOST, "{quota}: {most} charges in a call");
+        assert!(
+            most > 0 && most <= Charge::MOST,
+            "{quota}: {most} charges in a call"
+        );
         // Units are charged in parts; the first part may have begun before the window.
         let part = last_window / 20 + 10;
-        assert!(charged >= last_window - part && charged <= last_window + part, "{quota}: {charged}");
+        assert!(
+            charged >= last_window - part && charged <= last_window + part,
+            "{quota}: {charged}"
+        );
         sleep(ms(1000)).await;
-        assert_eq!(store.charged.load(Ordering::Relaxed), charged, "{quota}: it charges on");
+        assert_eq!(
+            store.charged.load(Ordering::Relaxed),
+            charged,
+            "{quota}: it charges on"
+        );
         let usage = limiter.peek(Key::ALL).await.unwrap().limits[0];
         if matches!(usage.limit, Limit::Sliding { .. }) {
             let (now, used) = (Instant::now(), usage.used as usize);
             let really = within(&sent, now - window, now);
-            // Both the charges and the log of a long window are kept in parts, and some permits are prefetched.
+            // Both the charges and the log of a long window are kept in parts, and some permits are
+            // prefetched.
             let most = really + really * 3 / 20 + 50;
-            assert!(used >= really && used <= most, "{quota}: {used} instead of {really}");
+            assert!(
+                used >= really && used <= most,
+                "{quota}: {used} instead of {really}"
+            );
         }
     }
 }

@@ -16,7 +16,11 @@ use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Reason};
 const HOUR: Duration = Duration::from_secs(3600);
 
 fn limiter(quota: Quota) -> Limiter {
-    RateLimitLayer::builder(quota).max_wait(HOUR).build().unwrap().limiter()
+    RateLimitLayer::builder(quota)
+        .max_wait(HOUR)
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 fn millis(span: u64) -> Duration {
@@ -36,7 +40,8 @@ fn key() -> Key {
     Key::new("key")
 }
 
-/// Joins the queue now: a task is polled when it is spawned, so the order of calls is the order in the queue.
+/// Joins the queue now: a task is polled when it is spawned, so the order of calls is the order in
+/// the queue.
 async fn enter(
     limiter: &Limiter,
     done: &Arc<Mutex<Vec<(usize, Instant)>>>,
@@ -72,15 +77,32 @@ async fn thousand_waiters_go_in_order_with_one_wake_each() {
     join_all(tasks).await;
 
     let order = order.lock().unwrap();
-    assert!(order.iter().map(|(number, _)| *number).eq(0..1050), "first come, first served");
-    let polls: Vec<usize> = counts.iter().map(|polls| polls.load(Ordering::Relaxed)).collect();
-    assert_eq!(polls[..50], [1; 50], "requests without a wait are polled once");
-    assert!(polls[50..].iter().all(|polls| *polls == 2), "one wake-up a waiter: {polls:?}");
+    assert!(
+        order.iter().map(|(number, _)| *number).eq(0..1050),
+        "first come, first served"
+    );
+    let polls: Vec<usize> = counts
+        .iter()
+        .map(|polls| polls.load(Ordering::Relaxed))
+        .collect();
+    assert_eq!(
+        polls[..50],
+        [1; 50],
+        "requests without a wait are polled once"
+    );
+    assert!(
+        polls[50..].iter().all(|polls| *polls == 2),
+        "one wake-up a waiter: {polls:?}"
+    );
 
     let moments: Vec<Instant> = order.iter().map(|(_, at)| *at).collect();
     assert_eq!(largest_count(&moments, Duration::from_secs(1)), 50);
     let allowed = Duration::from_micros(20 * 1_020_000);
-    assert!(start.elapsed() <= allowed + millis(10), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() <= allowed + millis(10),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -96,12 +118,16 @@ async fn one_per_second_sends_once_per_second_plus_margin() {
     for (number, at) in done.lock().unwrap().iter() {
         let expected = millis(1030) * *number as u32;
         let late = (*at - start) - expected;
-        assert!(late <= millis(2) * (1 + *number as u32), "number {number} at {:?}", *at - start);
+        assert!(
+            late <= millis(2) * (1 + *number as u32),
+            "number {number} at {:?}",
+            *at - start
+        );
     }
 }
 
-/// One of six waiters is dropped: before its first poll, after one poll, or after its slot was assigned but before it
-/// saw that. In each case the other waiters get every slot, in order.
+/// One of six waiters is dropped: before its first poll, after one poll, or after its slot was
+/// assigned but before it saw that. In each case the other waiters get every slot, in order.
 #[tokio::test(start_paused = true)]
 async fn waiter_cancelled_after_any_poll_frees_its_slot() {
     for victim in 0..6 {
@@ -132,8 +158,8 @@ async fn waiter_cancelled_after_any_poll_frees_its_slot() {
                 "victim {victim} after {polls} polls: {:?}",
                 start.elapsed()
             );
-            // Without the cancelled waiter the fifth goes with the fourth; with its slot lost it would be a window
-            // later.
+            // Without the cancelled waiter the fifth goes with the fourth; with its slot lost it
+            // would be a window later.
             if !spent && polls < 2 {
                 assert!(done[4].1 - start <= millis(2 * 1030 + 10), "{done:?}");
                 assert!(done[3].1 - start <= millis(1030 + 10), "{done:?}");
@@ -154,10 +180,21 @@ async fn queue_loses_no_slot_when_a_tenth_cancels() {
     for task in tasks.iter().skip(15).step_by(10) {
         task.abort();
     }
-    let finished = join_all(tasks).await.into_iter().filter(Result::is_ok).count();
+    let finished = join_all(tasks)
+        .await
+        .into_iter()
+        .filter(Result::is_ok)
+        .count();
     assert_eq!(finished, 181);
-    assert!(done.lock().unwrap().is_sorted_by_key(|(number, _)| *number), "the others keep their order");
-    assert!(start.elapsed() <= millis(18 * 1030 + 20), "{:?} for 181 at 10 per second", start.elapsed());
+    assert!(
+        done.lock().unwrap().is_sorted_by_key(|(number, _)| *number),
+        "the others keep their order"
+    );
+    assert!(
+        start.elapsed() <= millis(18 * 1030 + 20),
+        "{:?} for 181 at 10 per second",
+        start.elapsed()
+    );
 }
 
 /// D36: abandoned waiters leave nothing behind.
@@ -169,7 +206,9 @@ async fn abandoned_waiters_cost_no_slot_and_leave_nothing() {
         .build()
         .unwrap()
         .limiter();
-    let mut futures: Vec<_> = (0..100_000).map(|_| Box::pin(limiter.acquire(key()))).collect();
+    let mut futures: Vec<_> = (0..100_000)
+        .map(|_| Box::pin(limiter.acquire(key())))
+        .collect();
     for future in &mut futures {
         let _ = future.as_mut().now_or_never();
     }
@@ -193,13 +232,20 @@ async fn late_waking_waiter_keeps_place_and_sends_nothing_late() {
     assert!(next.as_mut().now_or_never().is_none());
 
     advance(millis(1500)).await; // its slot was at 1030 ms, valid for 10 ms
-    assert!(next.as_mut().now_or_never().is_none(), "the next may not pass");
+    assert!(
+        next.as_mut().now_or_never().is_none(),
+        "the next may not pass"
+    );
     let permit = late.await.unwrap();
     assert!(permit.is_valid());
     let first = Instant::now();
     next.await.unwrap().spend();
     assert!(first.elapsed() >= millis(1000), "{:?}", first.elapsed());
-    assert!(first.elapsed() <= millis(1050), "and loses nothing: {:?}", first.elapsed());
+    assert!(
+        first.elapsed() <= millis(1050),
+        "and loses nothing: {:?}",
+        first.elapsed()
+    );
 }
 
 /// D25, and a task that is not polled: no other waiter depends on it.
@@ -211,8 +257,13 @@ async fn waiter_never_polled_again_delays_no_other_waiter() {
     assert!(stuck.as_mut().now_or_never().is_none());
     let start = Instant::now();
     limiter.acquire(key()).await.unwrap().spend();
-    // The first waiter was given one slot in vain besides its own; then it no longer delayed others.
-    assert!(start.elapsed() <= millis(3 * 1030 + 10), "{:?}", start.elapsed());
+    // The first waiter was given one slot in vain besides its own; then it no longer delayed
+    // others.
+    assert!(
+        start.elapsed() <= millis(3 * 1030 + 10),
+        "{:?}",
+        start.elapsed()
+    );
     limiter
         .acquire(Key::new("other"))
         .now_or_never()
@@ -224,8 +275,11 @@ async fn waiter_never_polled_again_delays_no_other_waiter() {
 
 #[tokio::test(start_paused = true)]
 async fn refusal_is_immediate_and_names_the_possible_moment() {
-    let limiter =
-        RateLimitLayer::builder(Quota::per_second(1)).max_wait(millis(1500)).build().unwrap().limiter();
+    let limiter = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(millis(1500))
+        .build()
+        .unwrap()
+        .limiter();
     let start = Instant::now();
     limiter.acquire(key()).await.unwrap().spend();
     let waiting = tokio::spawn(limiter.acquire(key()));
@@ -233,28 +287,64 @@ async fn refusal_is_immediate_and_names_the_possible_moment() {
 
     let refused = limiter.acquire(key()).await.unwrap_err();
     assert_eq!(start.elapsed(), Duration::ZERO, "at once");
-    assert!(matches!(refused, Limited::Local { reason: Reason::MaxWait(_), .. }), "{refused}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::MaxWait(_),
+                ..
+            }
+        ),
+        "{refused}"
+    );
     assert_eq!(refused.retry_after(), Some(millis(2060)));
     assert_eq!(refused.report().turns(), 0);
     waiting.await.unwrap().unwrap().spend();
 
     let deadline = (Instant::now() + millis(500)).into_std();
     let refused = limiter.acquire(key()).deadline(deadline).await.unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::Deadline, .. }), "{refused}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::Deadline,
+                ..
+            }
+        ),
+        "{refused}"
+    );
     let retry_after = refused.retry_after().unwrap();
     sleep(retry_after).await;
-    limiter.acquire(key()).deadline(Instant::now().into_std()).await.expect("it could have been now").spend();
+    limiter
+        .acquire(key())
+        .deadline(Instant::now().into_std())
+        .await
+        .expect("it could have been now")
+        .spend();
 }
 
 #[tokio::test(start_paused = true)]
 async fn full_queue_refuses_with_its_own_reason() {
-    let limiter = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap().limiter();
+    let limiter = RateLimitLayer::builder(Quota::per_second(1))
+        .max_queue(2)
+        .build()
+        .unwrap()
+        .limiter();
     let mut futures: Vec<_> = (0..3).map(|_| Box::pin(limiter.acquire(key()))).collect();
     assert!(futures[0].as_mut().now_or_never().is_some());
     assert!(futures[1].as_mut().now_or_never().is_none());
     assert!(futures[2].as_mut().now_or_never().is_none());
     let refused = limiter.acquire(key()).await.unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::QueueFull(2), .. }), "{refused}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::QueueFull(2),
+                ..
+            }
+        ),
+        "{refused}"
+    );
     assert!(refused.to_string().contains("max_queue"), "{refused}");
 }
 
@@ -269,7 +359,12 @@ async fn keys_are_bounded_and_limited_keys_never_forgotten() {
         .limiter();
     let customer = |number: u32| Key::new(number.to_le_bytes());
     for number in 0..100 {
-        limiter.acquire(customer(number)).cost(2).await.unwrap().spend();
+        limiter
+            .acquire(customer(number))
+            .cost(2)
+            .await
+            .unwrap()
+            .spend();
     }
     for number in 100..1000 {
         let refused = limiter.acquire(customer(number)).await.unwrap_err();
@@ -281,7 +376,11 @@ async fn keys_are_bounded_and_limited_keys_never_forgotten() {
     }
     advance(Duration::from_secs(61)).await;
     for number in 100..200 {
-        limiter.acquire(customer(number)).await.expect("the old ones are idle now").spend();
+        limiter
+            .acquire(customer(number))
+            .await
+            .expect("the old ones are idle now")
+            .spend();
     }
 }
 
@@ -295,20 +394,30 @@ async fn costs_wait_in_one_queue_and_share_no_unit() {
         let (limiter, moments) = (limiter.clone(), moments.clone());
         async move {
             limiter.acquire(key()).cost(cost).await.unwrap().spend();
-            moments.lock().unwrap().extend((0..cost).map(|_| Instant::now()));
+            moments
+                .lock()
+                .unwrap()
+                .extend((0..cost).map(|_| Instant::now()));
         }
     });
     join_all(tasks).await;
     let moments = moments.lock().unwrap();
     assert_eq!(moments.len(), 35);
     assert_eq!(largest_count(&moments, Duration::from_secs(1)), 10);
-    assert!(start.elapsed() <= millis(4 * 1030 + 20), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() <= millis(4 * 1030 + 20),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn returned_permit_is_reused_and_dropped_permit_is_spent() {
-    let limiter =
-        RateLimitLayer::builder(Quota::per_minute(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
+    let limiter = RateLimitLayer::builder(Quota::per_minute(1))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap()
+        .limiter();
     limiter.acquire(key()).await.unwrap().give_back();
     let permit = limiter.acquire(key()).await.expect("it was given back");
     drop(permit);
@@ -329,19 +438,29 @@ async fn returned_permit_goes_to_the_first_waiter() {
     first.now_or_never().expect("at once").unwrap().spend();
     let start = Instant::now();
     second.await.unwrap().spend();
-    assert!(start.elapsed() <= Duration::from_secs(61), "one slot further up: {:?}", start.elapsed());
+    assert!(
+        start.elapsed() <= Duration::from_secs(61),
+        "one slot further up: {:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn peek_consumes_nothing() {
-    let limiter = RateLimitLayer::builder(Quota::per_hour(5000)).build().unwrap().limiter();
+    let limiter = RateLimitLayer::builder(Quota::per_hour(5000))
+        .build()
+        .unwrap()
+        .limiter();
     for _ in 0..3 {
         let peek = limiter.peek(key()).await.unwrap();
         assert_eq!((peek.free, peek.limits[0].used, peek.waiting), (5000, 0, 0));
     }
     limiter.acquire(key()).cost(4990).await.unwrap().spend();
     let peek = limiter.peek(key()).await.unwrap();
-    assert_eq!((peek.free, peek.limits[0].used, peek.next_slot), (10, 4990, Duration::ZERO));
+    assert_eq!(
+        (peek.free, peek.limits[0].used, peek.next_slot),
+        (10, 4990, Duration::ZERO)
+    );
     limiter.acquire(key()).cost(10).await.unwrap().spend();
     let peek = limiter.peek(key()).await.unwrap();
     assert_eq!(peek.free, 0);
@@ -354,7 +473,10 @@ async fn peek_consumes_nothing() {
 fn a_limiter_goes_on_in_another_runtime() {
     let limiter = limiter(Quota::new(1, millis(200)));
     for _ in 0..2 {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let mut abandoned = Box::pin(limiter.acquire(key()));
             let _ = abandoned.as_mut().now_or_never();
@@ -397,7 +519,9 @@ fn invalid_settings_are_errors_that_name_the_remedy() {
         (builder().max_wait(Duration::MAX).build(), "at most a day"),
         (builder().transit_slack(HOUR).build(), "at most 60 s"),
         (
-            RateLimitLayer::builder(Quota::fixed(5, HOUR)).boundary_guard(Duration::MAX).build(),
+            RateLimitLayer::builder(Quota::fixed(5, HOUR))
+                .boundary_guard(Duration::MAX)
+                .build(),
             "lower boundary_guard",
         ),
         (RateLimitLayer::new(Quota::every(millis(50))), "burst of 2"),

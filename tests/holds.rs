@@ -1,4 +1,5 @@
-//! Holds: one refusal by the upstream stops other requests before they are refused too. Under a paused clock.
+//! Holds: one refusal by the upstream stops other requests before they are refused too. Under a
+//! paused clock.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -12,7 +13,9 @@ use http::StatusCode;
 use support::{Failing, Upstream, get, limited, ms, ok, peek, waiting, who_said_no};
 use tokio::time::{Instant, advance, sleep};
 use tollgate::store::MemoryStore;
-use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason};
+use tollgate::{
+    Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason,
+};
 use tower::{ServiceBuilder, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,33 +35,52 @@ fn reason(error: &Limited) -> Option<Reason> {
 async fn hold_after_429_lasts_as_the_upstream_said() {
     let layer = builder().build().unwrap();
     let upstream = Upstream::answering([ok(), limited("3")]);
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
     for _ in 0..2 {
         service.clone().oneshot(get("/")).await.unwrap();
     }
     assert_eq!(peek(&layer, Key::ALL).await.held, Some(3 * SECOND));
     let calls = (0..20).map(|_| service.clone().oneshot(get("/")));
     let answers = join_all(calls).await;
-    assert!(
-        answers.iter().all(|answer| answer.as_ref().is_ok_and(|answer| answer.status() == StatusCode::OK))
-    );
+    assert!(answers.iter().all(|answer| {
+        answer
+            .as_ref()
+            .is_ok_and(|answer| answer.status() == StatusCode::OK)
+    }));
     let arrivals = upstream.arrivals();
     assert_eq!(arrivals[..2], [0, 0]);
-    assert!(arrivals[2..].iter().all(|at| (3000..3100).contains(at)), "{arrivals:?}");
+    assert!(
+        arrivals[2..].iter().all(|at| (3000..3100).contains(at)),
+        "{arrivals:?}"
+    );
     assert_eq!(peek(&layer, Key::ALL).await.held, None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn waiters_wait_out_a_hold_or_are_refused_immediately() {
     // Two a second: the queue reaches some seconds ahead.
-    let layer = RateLimitLayer::builder(Quota::per_second(2)).max_wait(10 * SECOND).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::per_second(2))
+        .max_wait(10 * SECOND)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     let start = Instant::now();
-    let _spent = (limiter.acquire(Key::ALL).await.unwrap(), limiter.acquire(Key::ALL).await.unwrap());
-    let mut patient: Vec<_> = (0..4).map(|_| Box::pin(limiter.acquire(Key::ALL))).collect();
+    let _spent = (
+        limiter.acquire(Key::ALL).await.unwrap(),
+        limiter.acquire(Key::ALL).await.unwrap(),
+    );
+    let mut patient: Vec<_> = (0..4)
+        .map(|_| Box::pin(limiter.acquire(Key::ALL)))
+        .collect();
     let soon = (start + ms(3500)).into_std();
     let mut impatient = Box::pin(limiter.acquire(Key::ALL).deadline(soon));
-    assert!(patient.iter_mut().all(|waits| waits.as_mut().now_or_never().is_none()));
+    assert!(
+        patient
+            .iter_mut()
+            .all(|waits| waits.as_mut().now_or_never().is_none())
+    );
     assert!(impatient.as_mut().now_or_never().is_none());
     advance(ms(100)).await;
 
@@ -72,7 +94,11 @@ async fn waiters_wait_out_a_hold_or_are_refused_immediately() {
         drop(waits.await.unwrap());
         sent.push(start.elapsed().as_millis());
     }
-    assert_eq!(sent, [4100, 4100, 5120, 5120], "in their order, at the pace of the limit");
+    assert_eq!(
+        sent,
+        [4100, 4100, 5120, 5120],
+        "in their order, at the pace of the limit"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -83,7 +109,10 @@ async fn held_key_refuses_impatient_request_with_retry_time() {
     service.clone().oneshot(get("/")).await.unwrap();
     let error = service.clone().oneshot(get("/")).await.unwrap_err();
     let limited = Limited::find(&error).unwrap();
-    assert_eq!((reason(limited), limited.report().retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
+    assert_eq!(
+        (reason(limited), limited.report().retry_after()),
+        (Some(Reason::Held), Some(30 * SECOND))
+    );
     assert_eq!(limited.report().limit(), None);
     assert!(limited.to_string().contains("on hold"), "{limited}");
     assert_eq!(upstream.count(), 1);
@@ -97,9 +126,15 @@ async fn a_hold_only_ever_ends_later() {
     limiter.hold_for(Key::ALL, 5 * SECOND).await.unwrap();
     limiter.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
     assert_eq!(held().await, Some(5 * SECOND));
-    limiter.hold_until(Key::ALL, (Instant::now() + 7 * SECOND).into_std()).await.unwrap();
+    limiter
+        .hold_until(Key::ALL, (Instant::now() + 7 * SECOND).into_std())
+        .await
+        .unwrap();
     assert_eq!(held().await, Some(7 * SECOND));
-    limiter.hold_until(Key::ALL, support::long_ago()).await.unwrap();
+    limiter
+        .hold_until(Key::ALL, support::long_ago())
+        .await
+        .unwrap();
     assert_eq!(held().await, Some(7 * SECOND));
     limiter.release(Key::ALL).await.unwrap();
     assert_eq!(held().await, None);
@@ -126,14 +161,26 @@ async fn waiter_for_hold_end_goes_on_release() {
 
 #[tokio::test(start_paused = true)]
 async fn holds_without_hint_grow_until_a_success() {
-    let layer = builder().max_wait(Duration::from_secs(120)).max_hold(10 * SECOND).build().unwrap();
+    let layer = builder()
+        .max_wait(Duration::from_secs(120))
+        .max_hold(10 * SECOND)
+        .build()
+        .unwrap();
     let refusals = (0..6).map(|_| limited(""));
     let upstream = Upstream::answering(refusals.chain([ok(), limited("")]));
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
     let mut holds = Vec::new();
     for _ in 0..8 {
         service.clone().oneshot(get("/")).await.unwrap();
-        holds.push(peek(&layer, Key::ALL).await.held.unwrap_or_default().as_secs_f64());
+        holds.push(
+            peek(&layer, Key::ALL)
+                .await
+                .held
+                .unwrap_or_default()
+                .as_secs_f64(),
+        );
     }
     for (hold, longest) in holds.iter().zip([1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.0, 1.0]) {
         assert!((longest / 2.0..=longest).contains(hold), "{holds:?}");
@@ -164,9 +211,15 @@ async fn hint_is_cut_to_max_hold_and_zero_disables() {
         assert_eq!(peek(&layer, Key::ALL).await.held, held);
     }
     let layer = builder().build().unwrap();
-    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([limited("0")]));
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(Upstream::answering([limited("0")]));
     service.oneshot(get("/")).await.unwrap();
-    assert_eq!(peek(&layer, Key::ALL).await.held, None, "it may be tried again at once");
+    assert_eq!(
+        peek(&layer, Key::ALL).await.held,
+        None,
+        "it may be tried again at once"
+    );
 }
 
 /// Another user of the same account has used it up: nothing remains, and the limiter does not know.
@@ -174,15 +227,22 @@ async fn hint_is_cut_to_max_hold_and_zero_disables() {
 async fn exhausted_upstream_quota_holds_requests_until_its_reset() {
     let left = |remaining: u32, reset: u32| {
         let response = http::Response::builder().header("ratelimit-limit", 100);
-        let response = response.header("ratelimit-remaining", remaining).header("ratelimit-reset", reset);
+        let response = response
+            .header("ratelimit-remaining", remaining)
+            .header("ratelimit-reset", reset);
         Ok(response.body(String::new()).unwrap())
     };
-    let layer =
-        RateLimitLayer::builder(Quota::per_minute(100)).max_wait(Duration::from_secs(50)).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::per_minute(100))
+        .max_wait(Duration::from_secs(50))
+        .build()
+        .unwrap();
     let upstream = Upstream::answering([left(1, 31), left(0, 30), left(99, 60), left(0, 2), ok()]);
     let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
     for _ in 0..5 {
-        assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), StatusCode::OK);
+        assert_eq!(
+            service.clone().oneshot(get("/")).await.unwrap().status(),
+            StatusCode::OK
+        );
     }
     // Two seconds are no hold; but nothing remains until then.
     assert_eq!(upstream.arrivals(), [0, 0, 30_000, 30_000, 32_000]);
@@ -193,17 +253,36 @@ async fn custom_dialect_holds_the_keys_it_names() {
     let theirs = Key::host("theirs.example");
     let pause = move |key: Key, headers: &http::HeaderMap, signal: tollgate::Signal| {
         if key == theirs && headers.contains_key("x-pause") {
-            signal.with_refusal(StatusCode::TOO_MANY_REQUESTS).with_retry_after(3 * SECOND)
+            signal
+                .with_refusal(StatusCode::TOO_MANY_REQUESTS)
+                .with_retry_after(3 * SECOND)
         } else {
             signal
         }
     };
-    let layer = builder().key(tollgate::by_host).dialect(pause).build().unwrap();
-    let paused = || Ok(http::Response::builder().header("x-pause", "3").body(String::new()).unwrap());
+    let layer = builder()
+        .key(tollgate::by_host)
+        .dialect(pause)
+        .build()
+        .unwrap();
+    let paused = || {
+        Ok(http::Response::builder()
+            .header("x-pause", "3")
+            .body(String::new())
+            .unwrap())
+    };
     let upstream = Upstream::answering([paused(), paused()]);
     let service = ServiceBuilder::new().layer(layer.clone()).service(upstream);
-    service.clone().oneshot(get("http://theirs.example/")).await.unwrap();
-    service.clone().oneshot(get("http://other.example/")).await.unwrap();
+    service
+        .clone()
+        .oneshot(get("http://theirs.example/"))
+        .await
+        .unwrap();
+    service
+        .clone()
+        .oneshot(get("http://other.example/"))
+        .await
+        .unwrap();
     assert_eq!(peek(&layer, theirs).await.held, Some(3 * SECOND));
     assert_eq!(peek(&layer, Key::host("other.example")).await.held, None);
 }
@@ -212,9 +291,19 @@ async fn custom_dialect_holds_the_keys_it_names() {
 async fn keys_are_held_apart() {
     let layer = builder().key(tollgate::by_host).build().unwrap();
     let upstream = Upstream::answering([limited("5")]);
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
-    service.clone().oneshot(get("http://one.example/")).await.unwrap();
-    service.clone().oneshot(get("http://two.example/")).await.unwrap();
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
+    service
+        .clone()
+        .oneshot(get("http://one.example/"))
+        .await
+        .unwrap();
+    service
+        .clone()
+        .oneshot(get("http://two.example/"))
+        .await
+        .unwrap();
     assert_eq!(upstream.arrivals(), [0, 0]);
     assert!(peek(&layer, Key::host("one.example")).await.held.is_some());
 }
@@ -235,7 +324,10 @@ async fn hold_covers_prefetched_permits_of_layers_sharing_a_store() {
     ours.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
     let start = Instant::now();
     let mut waits = Box::pin(theirs.acquire(Key::ALL));
-    assert!(waits.as_mut().now_or_never().is_none(), "the prefetched permits are gone");
+    assert!(
+        waits.as_mut().now_or_never().is_none(),
+        "the prefetched permits are gone"
+    );
     drop(waits.await.unwrap());
     assert_eq!(start.elapsed(), 2 * SECOND);
     assert_eq!(theirs.peek(Key::ALL).await.unwrap().held, None);
@@ -243,7 +335,10 @@ async fn hold_covers_prefetched_permits_of_layers_sharing_a_store() {
 
 #[tokio::test(start_paused = true)]
 async fn hold_applies_with_only_an_in_flight_limit() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(5)).max_wait(4 * SECOND).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::in_flight(5))
+        .max_wait(4 * SECOND)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, 3 * SECOND).await.unwrap();
     let start = Instant::now();
@@ -260,16 +355,29 @@ async fn hold_applies_with_only_an_in_flight_limit() {
 async fn hold_is_kept_while_the_store_is_unreachable() {
     for later in [false, true] {
         let store = Arc::new(Failing::away(later));
-        let layer = builder().store(store).on_store_error(OnStoreError::FailOpen).build().unwrap();
+        let layer = builder()
+            .store(store)
+            .on_store_error(OnStoreError::FailOpen)
+            .build()
+            .unwrap();
         let upstream = Upstream::answering([limited("3")]);
-        let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+        let service = ServiceBuilder::new()
+            .layer(layer.clone())
+            .service(upstream.clone());
         service.clone().oneshot(get("/")).await.unwrap();
         let next = service.clone().oneshot(get("/")).await;
-        assert!(next.is_ok() && upstream.arrivals()[1] >= 3000, "{:?}", upstream.arrivals());
+        assert!(
+            next.is_ok() && upstream.arrivals()[1] >= 3000,
+            "{:?}",
+            upstream.arrivals()
+        );
         let by_hand = layer.limiter().hold_for(Key::ALL, SECOND).await;
         assert!(by_hand.is_err(), "others do not know");
     }
-    let closed = builder().store(Arc::new(Failing::away(true))).build().unwrap();
+    let closed = builder()
+        .store(Arc::new(Failing::away(true)))
+        .build()
+        .unwrap();
     let error = closed.limiter().acquire(Key::ALL).await.unwrap_err();
     assert_eq!(who_said_no(&error), "store");
     assert_eq!(waiting_of(&closed).await, 0);
@@ -285,42 +393,85 @@ async fn waiting_of(layer: &RateLimitLayer) -> usize {
 /// Related to D30: of two budgets, the one that is spent holds, whatever it counts.
 #[tokio::test(start_paused = true)]
 async fn spent_budget_of_all_calls_holds_the_key() {
-    for (name, holds) in [("x-ratelimit-remaining-tokens", true), ("x-ratelimit-remaining-search", false)] {
+    for (name, holds) in [
+        ("x-ratelimit-remaining-tokens", true),
+        ("x-ratelimit-remaining-search", false),
+    ] {
         let layer = builder().build().unwrap();
         let mut spent = ok().unwrap();
         spent.headers_mut().insert(name, 0.into());
-        let reset = name.replace("remaining", "reset").parse::<http::HeaderName>().unwrap();
+        let reset = name
+            .replace("remaining", "reset")
+            .parse::<http::HeaderName>()
+            .unwrap();
         spent.headers_mut().insert(reset, 7.into());
-        spent.headers_mut().insert("x-ratelimit-remaining-requests", 80.into());
-        let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([Ok(spent)]));
+        spent
+            .headers_mut()
+            .insert("x-ratelimit-remaining-requests", 80.into());
+        let service = ServiceBuilder::new()
+            .layer(layer.clone())
+            .service(Upstream::answering([Ok(spent)]));
         service.oneshot(get("/")).await.unwrap();
-        assert_eq!(peek(&layer, Key::ALL).await.held, holds.then_some(7 * SECOND), "{name}");
+        assert_eq!(
+            peek(&layer, Key::ALL).await.held,
+            holds.then_some(7 * SECOND),
+            "{name}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_refusal_holds_the_key_of_its_scope() {
     let (account, store) = (Key::new("account"), Arc::new(MemoryStore::default()));
-    for (scope, held) in [("user", [true, false]), ("global", [false, true]), ("shared", [false, false])] {
+    for (scope, held) in [
+        ("user", [true, false]),
+        ("global", [false, true]),
+        ("shared", [false, false]),
+    ] {
         let route = Key::new(scope);
         let on_scope = move |key, scope: &str| match scope {
             "global" => Some(account),
             "shared" => None,
             _ => Some(key),
         };
-        let routes = builder().key(move |_| route).on_scope(on_scope).store(store.clone()).build().unwrap();
+        let routes = builder()
+            .key(move |_| route)
+            .on_scope(on_scope)
+            .store(store.clone())
+            .build()
+            .unwrap();
         let whole = RateLimitLayer::builder(Quota::per_minute(900)).store(store.clone());
         let of_account = |key, scope: &str| (scope == "global").then_some(key);
-        let whole = whole.key(move |_| account).on_scope(of_account).build().unwrap();
+        let whole = whole
+            .key(move |_| account)
+            .on_scope(of_account)
+            .build()
+            .unwrap();
         let mut refusal = limited("9").unwrap();
-        refusal.headers_mut().insert("x-ratelimit-scope", scope.parse().unwrap());
+        refusal
+            .headers_mut()
+            .insert("x-ratelimit-scope", scope.parse().unwrap());
         let upstream = Upstream::answering([Ok(refusal)]);
-        let stack = ServiceBuilder::new().layer(whole.clone()).layer(routes.clone()).service(upstream);
+        let stack = ServiceBuilder::new()
+            .layer(whole.clone())
+            .layer(routes.clone())
+            .service(upstream);
         stack.oneshot(get("/")).await.unwrap();
-        let holds = [peek(&routes, route).await.held, peek(&whole, account).await.held];
-        assert_eq!(holds, held.map(|held| held.then_some(9 * SECOND)), "{scope}");
+        let holds = [
+            peek(&routes, route).await.held,
+            peek(&whole, account).await.held,
+        ];
+        assert_eq!(
+            holds,
+            held.map(|held| held.then_some(9 * SECOND)),
+            "{scope}"
+        );
         let limits = peek(&whole, account).await.limits;
-        assert_eq!(limits.len(), 1, "the limit of the routes is not asserted for the account: {limits:?}");
+        assert_eq!(
+            limits.len(),
+            1,
+            "the limit of the routes is not asserted for the account: {limits:?}"
+        );
         whole.limiter().release(account).await.unwrap();
     }
 }
@@ -328,7 +479,10 @@ async fn a_refusal_holds_the_key_of_its_scope() {
 /// Requests of high and low cost that waited for the end of a hold leave in order of arrival.
 #[tokio::test(start_paused = true)]
 async fn calls_of_different_costs_leave_hold_in_order() {
-    let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(60 * SECOND).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .max_wait(60 * SECOND)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, 2 * SECOND).await.unwrap();
     let start = Instant::now();
@@ -343,14 +497,19 @@ async fn calls_of_different_costs_leave_hold_in_order() {
     // Ten units in each window.
     assert_eq!(
         join_all(calls).await,
-        [2000, 2000, 2000, 2000, 2000, 2000, 2000, 3020, 3020, 3020, 3020, 3020]
+        [
+            2000, 2000, 2000, 2000, 2000, 2000, 2000, 3020, 3020, 3020, 3020, 3020
+        ]
     );
 }
 
 /// The refusal of a costly call does not refuse the cheap calls behind it.
 #[tokio::test(start_paused = true)]
 async fn refused_costly_call_leaves_cheaper_calls_waiting() {
-    let layer = RateLimitLayer::builder(Quota::per_second(10)).max_wait(SECOND).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .max_wait(SECOND)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     limiter.hold_for(Key::ALL, ms(500)).await.unwrap();
     let start = Instant::now();
@@ -359,19 +518,36 @@ async fn refused_costly_call_leaves_cheaper_calls_waiting() {
         async move { (waits.await.is_ok(), start.elapsed().as_millis()) }
     });
     let ended = join_all(calls).await;
-    assert_eq!(ended, [(true, 500), (false, 500), (true, 500), (false, 500), (true, 500)]);
+    assert_eq!(
+        ended,
+        [
+            (true, 500),
+            (false, 500),
+            (true, 500),
+            (false, 500),
+            (true, 500)
+        ]
+    );
 }
 
 /// A program that makes a limiter for each tenant frees each of them during a long hold.
 #[tokio::test(start_paused = true)]
 async fn a_dropped_limiter_is_freed_before_its_hold_ends() {
     let store = Arc::new(MemoryStore::new(10));
-    let limiter = builder().store(store.clone()).max_wait(100 * SECOND).build().unwrap().limiter();
+    let limiter = builder()
+        .store(store.clone())
+        .max_wait(100 * SECOND)
+        .build()
+        .unwrap()
+        .limiter();
     limiter.hold_for(Key::ALL, 50 * SECOND).await.unwrap();
     let mut waits = Box::pin(limiter.acquire(Key::ALL));
     assert!(waits.as_mut().now_or_never().is_none());
     let freed = Arc::downgrade(&store);
     drop((store, waits, limiter));
     sleep(ms(1)).await;
-    assert!(freed.upgrade().is_none(), "the end of the hold is waited for");
+    assert!(
+        freed.upgrade().is_none(),
+        "the end of the hold is waited for"
+    );
 }

@@ -1,4 +1,5 @@
-//! Holds without a key function: all requests share one count, and each host has its own hold. Under a paused clock.
+//! Holds without a key function: all requests share one count, and each host has its own hold.
+//! Under a paused clock.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -32,43 +33,76 @@ async fn host_429_holds_only_requests_to_that_host() {
     // Few enough that no permit is prefetched.
     let layer = builder(Quota::per_hour(40)).build().unwrap();
     let upstream = Upstream::answering([limited("9")]);
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
     let start = Instant::now();
-    assert_eq!(service.clone().oneshot(get(ONE)).await.unwrap().status(), 429);
-    assert_eq!((held(&layer, "one.test").await, held(&layer, "two.test").await), (Some(9 * SECOND), None));
+    assert_eq!(
+        service.clone().oneshot(get(ONE)).await.unwrap().status(),
+        429
+    );
+    assert_eq!(
+        (
+            held(&layer, "one.test").await,
+            held(&layer, "two.test").await
+        ),
+        (Some(9 * SECOND), None)
+    );
     for _ in 0..3 {
         service.clone().oneshot(get(TWO)).await.unwrap();
     }
     assert_eq!(start.elapsed(), Duration::ZERO);
     let waits = join_all(
-        ["http://one.test/a", "http://ONE.test:8080/b"].map(|url| service.clone().oneshot(get(url))),
+        ["http://one.test/a", "http://ONE.test:8080/b"]
+            .map(|url| service.clone().oneshot(get(url))),
     );
     assert!(waits.await.iter().all(Result::is_ok));
     assert_eq!(start.elapsed(), 9 * SECOND);
     assert_eq!(upstream.paths(), ["/", "/", "/", "/", "/a", "/b"]);
-    assert_eq!(peek(&layer, Key::ALL).await.limits[0].used, 6, "the count is one for all");
+    assert_eq!(
+        peek(&layer, Key::ALL).await.limits[0].used,
+        6,
+        "the count is one for all"
+    );
     assert_eq!(peek(&layer, Key::ALL).await.held, None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn impatient_requests_to_held_host_are_refused_at_once() {
-    let layer = builder(Quota::per_second(2)).max_wait(5 * SECOND).build().unwrap();
+    let layer = builder(Quota::per_second(2))
+        .max_wait(5 * SECOND)
+        .build()
+        .unwrap();
     let upstream = Upstream::taking(ms(100));
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
     for _ in 0..2 {
         service.clone().oneshot(get(TWO)).await.unwrap();
     }
     // These requests are in the queue when their host is held.
     let start = Instant::now();
-    let mut in_line: Vec<_> =
-        [ONE, TWO, ONE, TWO].map(|url| Box::pin(service.clone().oneshot(get(url)))).into();
-    assert!(in_line.iter_mut().all(|call| call.as_mut().now_or_never().is_none()));
-    layer.limiter().hold_for(Key::host_hold("one.test"), 30 * SECOND).await.unwrap();
+    let mut in_line: Vec<_> = [ONE, TWO, ONE, TWO]
+        .map(|url| Box::pin(service.clone().oneshot(get(url))))
+        .into();
+    assert!(
+        in_line
+            .iter_mut()
+            .all(|call| call.as_mut().now_or_never().is_none())
+    );
+    layer
+        .limiter()
+        .hold_for(Key::host_hold("one.test"), 30 * SECOND)
+        .await
+        .unwrap();
     let ended = join_all(in_line).await;
     for index in [0, 2] {
         let error = ended[index].as_ref().unwrap_err();
         let limited = Limited::find(error).unwrap();
-        assert_eq!((limited.reason(), limited.retry_after()), (Some(Reason::Held), Some(30 * SECOND)));
+        assert_eq!(
+            (limited.reason(), limited.retry_after()),
+            (Some(Reason::Held), Some(30 * SECOND))
+        );
     }
     assert!(ended[1].is_ok() && ended[3].is_ok());
     // The other requests have their slots: both in the next second.
@@ -81,12 +115,18 @@ async fn impatient_requests_to_held_host_are_refused_at_once() {
 #[tokio::test(start_paused = true)]
 async fn release_ends_the_hold_of_a_host() {
     let layer = builder(Quota::per_second(50)).build().unwrap();
-    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::answering([limited("50")]));
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(Upstream::answering([limited("50")]));
     service.clone().oneshot(get(ONE)).await.unwrap();
     let start = Instant::now();
     let waits = tokio::spawn(service.clone().oneshot(get(ONE)));
     sleep(SECOND).await;
-    layer.limiter().release(Key::host_hold("One.test.")).await.unwrap();
+    layer
+        .limiter()
+        .release(Key::host_hold("One.test."))
+        .await
+        .unwrap();
     assert_eq!(soon(waits).await.unwrap().unwrap().status(), StatusCode::OK);
     assert_eq!(start.elapsed(), SECOND);
 }
@@ -94,31 +134,50 @@ async fn release_ends_the_hold_of_a_host() {
 #[tokio::test(start_paused = true)]
 async fn a_hold_of_all_holds_all_hosts() {
     let layer = builder(Quota::per_second(50)).build().unwrap();
-    let service = ServiceBuilder::new().layer(layer.clone()).service(Upstream::new());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(Upstream::new());
     let start = Instant::now();
-    layer.limiter().hold_for(Key::ALL, 3 * SECOND).await.unwrap();
+    layer
+        .limiter()
+        .hold_for(Key::ALL, 3 * SECOND)
+        .await
+        .unwrap();
     assert!(
-        join_all([ONE, TWO].map(|url| service.clone().oneshot(get(url)))).await.iter().all(Result::is_ok)
+        join_all([ONE, TWO].map(|url| service.clone().oneshot(get(url))))
+            .await
+            .iter()
+            .all(Result::is_ok)
     );
     assert_eq!(start.elapsed(), 3 * SECOND);
 }
 
 #[tokio::test(start_paused = true)]
 async fn requests_to_held_host_occupy_no_in_flight_slot() {
-    for quota in [Quota::in_flight(1), Quota::in_flight(1).and(Quota::per_second(50))] {
+    for quota in [
+        Quota::in_flight(1),
+        Quota::in_flight(1).and(Quota::per_second(50)),
+    ] {
         let layer = builder(quota).build().unwrap();
         let upstream = Upstream::answering([limited("9")]);
-        let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+        let service = ServiceBuilder::new()
+            .layer(layer.clone())
+            .service(upstream.clone());
         service.clone().oneshot(get(ONE)).await.unwrap();
         let start = Instant::now();
-        let held: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get(ONE)))).collect();
+        let held: Vec<_> = (0..3)
+            .map(|_| tokio::spawn(service.clone().oneshot(get(ONE))))
+            .collect();
         settle().await;
         service.clone().oneshot(get(TWO)).await.unwrap();
         assert_eq!(start.elapsed(), Duration::ZERO);
         for call in held {
             assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
         }
-        assert_eq!((start.elapsed(), peek(&layer, Key::ALL).await.free), (9 * SECOND, 1));
+        assert_eq!(
+            (start.elapsed(), peek(&layer, Key::ALL).await.free),
+            (9 * SECOND, 1)
+        );
     }
 }
 
@@ -128,8 +187,9 @@ async fn requests_leave_a_hold_of_their_host_in_order() {
     let upstream = Upstream::answering([limited("5")]);
     let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
     service.clone().oneshot(get(ONE)).await.unwrap();
-    let calls: Vec<_> =
-        (0..6).map(|index| tokio::spawn(service.clone().oneshot(get(&format!("{ONE}{index}"))))).collect();
+    let calls: Vec<_> = (0..6)
+        .map(|index| tokio::spawn(service.clone().oneshot(get(&format!("{ONE}{index}")))))
+        .collect();
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
@@ -139,11 +199,16 @@ async fn requests_leave_a_hold_of_their_host_in_order() {
 
 #[tokio::test(start_paused = true)]
 async fn truncated_host_hold_ends_with_one_probe() {
-    let layer = builder(Quota::per_second(50)).max_hold(5 * SECOND).build().unwrap();
+    let layer = builder(Quota::per_second(50))
+        .max_hold(5 * SECOND)
+        .build()
+        .unwrap();
     let upstream = Upstream::answering([limited("7000"), limited("7000")]);
     let service = ServiceBuilder::new().layer(layer).service(upstream.clone());
     service.clone().oneshot(get(ONE)).await.unwrap();
-    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get(ONE)))).collect();
+    let calls: Vec<_> = (0..5)
+        .map(|_| tokio::spawn(service.clone().oneshot(get(ONE))))
+        .collect();
     let mut refused = 0;
     for call in calls {
         refused += usize::from(soon(call).await.unwrap().unwrap().status() == 429);
@@ -158,9 +223,15 @@ async fn truncated_host_hold_ends_with_one_probe() {
 #[tokio::test(start_paused = true)]
 async fn layers_sharing_a_store_share_host_holds() {
     let store = Arc::new(MemoryStore::default());
-    let layers = [0, 1].map(|_| builder(Quota::per_second(50)).store(store.clone()).build().unwrap());
+    let layers = [0, 1].map(|_| {
+        builder(Quota::per_second(50))
+            .store(store.clone())
+            .build()
+            .unwrap()
+    });
     let upstream = Upstream::answering([ok(), limited("9")]);
-    let [ours, theirs] = layers.map(|layer| ServiceBuilder::new().layer(layer).service(upstream.clone()));
+    let [ours, theirs] =
+        layers.map(|layer| ServiceBuilder::new().layer(layer).service(upstream.clone()));
     theirs.clone().oneshot(get(TWO)).await.unwrap();
     ours.clone().oneshot(get(ONE)).await.unwrap();
     let start = Instant::now();
@@ -175,7 +246,12 @@ async fn layers_sharing_a_store_share_host_holds() {
 #[tokio::test(start_paused = true)]
 async fn later_layer_reads_host_holds_from_the_store() {
     let store = Arc::new(MemoryStore::default());
-    let layer = || builder(Quota::per_second(50)).store(store.clone()).build().unwrap();
+    let layer = || {
+        builder(Quota::per_second(50))
+            .store(store.clone())
+            .build()
+            .unwrap()
+    };
     let upstream = Upstream::answering([limited("9")]);
     let service = |layer| ServiceBuilder::new().layer(layer).service(upstream.clone());
     let first = layer();
@@ -190,7 +266,9 @@ async fn quotas_of_one_host_do_not_stop_the_others() {
     let layer = builder(Quota::per_minute(100)).build().unwrap();
     let mut refusal = limited("30").unwrap();
     for (name, value) in [("limit", 100), ("remaining", 0), ("reset", 30)] {
-        let name = format!("x-ratelimit-{name}").parse::<http::HeaderName>().unwrap();
+        let name = format!("x-ratelimit-{name}")
+            .parse::<http::HeaderName>()
+            .unwrap();
         refusal.headers_mut().insert(name, value.into());
     }
     let upstream = Upstream::answering([ok(), Ok(refusal)]);
@@ -205,7 +283,9 @@ async fn quotas_of_one_host_do_not_stop_the_others() {
 #[tokio::test(start_paused = true)]
 async fn hosts_beyond_max_keys_are_neither_held_nor_refused() {
     let layer = builder(Quota::per_second(50)).max_keys(2).build().unwrap();
-    let service = ServiceBuilder::new().layer(layer).service(Upstream::answering([limited("2")]));
+    let service = ServiceBuilder::new()
+        .layer(layer)
+        .service(Upstream::answering([limited("2")]));
     for url in [ONE, TWO, ONE, TWO, "http://three.test/"] {
         let answer = service.clone().oneshot(get(url)).await;
         assert!(answer.is_ok(), "{url}: {answer:?}");
@@ -215,8 +295,13 @@ async fn hosts_beyond_max_keys_are_neither_held_nor_refused() {
 #[tokio::test(start_paused = true)]
 async fn one_key_for_all_hosts_holds_all_of_them() {
     let account = Key::new("our account");
-    let layer = builder(Quota::per_second(50)).key(move |_| account).build().unwrap();
-    let service = ServiceBuilder::new().layer(layer).service(Upstream::answering([limited("9")]));
+    let layer = builder(Quota::per_second(50))
+        .key(move |_| account)
+        .build()
+        .unwrap();
+    let service = ServiceBuilder::new()
+        .layer(layer)
+        .service(Upstream::answering([limited("9")]));
     service.clone().oneshot(get(ONE)).await.unwrap();
     let start = Instant::now();
     service.clone().oneshot(get(TWO)).await.unwrap();

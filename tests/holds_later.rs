@@ -15,8 +15,8 @@ use http::Response;
 use proptest::prelude::*;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::store::{
-    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreEvent, StoreListener,
-    StoreReply, UnusedPermits, UpstreamRemaining, Usage,
+    HoldState, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreEvent,
+    StoreListener, StoreReply, UnusedPermits, UpstreamRemaining, Usage,
 };
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal};
 
@@ -34,11 +34,17 @@ struct Server {
 impl Server {
     fn new() -> Arc<Self> {
         let (store, listeners) = (MemoryStore::default(), Mutex::default());
-        Arc::new(Server { store, listeners, mute: AtomicBool::new(false) })
+        Arc::new(Server {
+            store,
+            listeners,
+            mute: AtomicBool::new(false),
+        })
     }
 
     fn changed(&self, key: Key, held: StoreReply<HoldState>) -> Result<HoldState, StoreError> {
-        let StoreReply::Ready(held) = held else { unreachable!("memory answers now") };
+        let StoreReply::Ready(held) = held else {
+            unreachable!("memory answers now")
+        };
         let held = held?;
         for (trip, listener) in &*self.listeners.lock().unwrap() {
             let (trip, listener) = (*trip, listener.clone());
@@ -55,7 +61,8 @@ impl Server {
     }
 }
 
-/// The store of one process: the server decides at once, and its answers take the given trips in turn.
+/// The store of one process: the server decides at once, and its answers take the given trips in
+/// turn.
 struct Wire {
     server: Arc<Server>,
     trips: Vec<Duration>,
@@ -64,7 +71,11 @@ struct Wire {
 
 impl Wire {
     fn new(server: &Arc<Server>, trips: &[Duration]) -> Arc<Self> {
-        Arc::new(Wire { server: server.clone(), trips: trips.into(), calls: AtomicUsize::new(0) })
+        Arc::new(Wire {
+            server: server.clone(),
+            trips: trips.into(),
+            calls: AtomicUsize::new(0),
+        })
     }
 
     fn later<T: Send + 'static>(&self, answer: Result<T, StoreError>) -> StoreReply<T> {
@@ -103,20 +114,35 @@ impl Store for Wire {
         held: HoldState,
         left: Option<UpstreamRemaining>,
     ) -> StoreReply<HoldState> {
-        self.later(self.server.changed(key, self.server.store.hold(key, spec, held, left)))
+        self.later(
+            self.server
+                .changed(key, self.server.store.hold(key, spec, held, left)),
+        )
     }
 
     fn release(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<HoldState> {
-        self.later(self.server.changed(key, self.server.store.release(key, spec)))
+        self.later(
+            self.server
+                .changed(key, self.server.store.release(key, spec)),
+        )
     }
 
     fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.server.listeners.lock().unwrap().push((self.trips[0], listener));
+        self.server
+            .listeners
+            .lock()
+            .unwrap()
+            .push((self.trips[0], listener));
     }
 }
 
 fn process(store: Arc<dyn Store>, quota: Quota, max_wait: Duration) -> Limiter {
-    RateLimitLayer::builder(quota).store(store).max_wait(max_wait).build().unwrap().limiter()
+    RateLimitLayer::builder(quota)
+        .store(store)
+        .max_wait(max_wait)
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 fn key() -> Key {
@@ -128,17 +154,27 @@ fn ms(millis: u64) -> Duration {
 }
 
 fn is_held(refused: &Limited) -> bool {
-    matches!(refused, Limited::Local { reason: Reason::Held, .. })
+    matches!(
+        refused,
+        Limited::Local {
+            reason: Reason::Held,
+            ..
+        }
+    )
 }
 
 #[tokio::test(start_paused = true)]
 async fn permits_returned_during_hold_stay_unused_until_its_end() {
     for later in [false, true] {
         let server = Server::new();
-        let store: Arc<dyn Store> =
-            if later { Wire::new(&server, &[ms(1)]) } else { Arc::new(MemoryStore::default()) };
+        let store: Arc<dyn Store> = if later {
+            Wire::new(&server, &[ms(1)])
+        } else {
+            Arc::new(MemoryStore::default())
+        };
         let limiter = process(store, Quota::new(10_000, HOUR), 10 * SECOND);
-        // In heavy use, so that some permits are prefetched; permits of this quota are valid for minutes.
+        // In heavy use, so that some permits are prefetched; permits of this quota are valid for
+        // minutes.
         let mut permits = Vec::new();
         for _ in 0..100 {
             permits.push(limiter.acquire(key()).await.unwrap());
@@ -149,9 +185,16 @@ async fn permits_returned_during_hold_stay_unused_until_its_end() {
         assert!(waits.as_mut().now_or_never().is_none());
         permits.drain(50..).for_each(tollgate::Permit::give_back);
         let mut late = Box::pin(limiter.acquire(key()));
-        assert!(late.as_mut().now_or_never().is_none(), "later: {later}: returned permits are at hand");
+        assert!(
+            late.as_mut().now_or_never().is_none(),
+            "later: {later}: returned permits are at hand"
+        );
         drop(waits.await.unwrap());
-        assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() >= 3 * SECOND - ms(2),
+            "later: {later}: {:?}",
+            start.elapsed()
+        );
         drop(late.await.unwrap());
 
         limiter.hold_for(key(), 3 * SECOND).await.unwrap();
@@ -159,7 +202,11 @@ async fn permits_returned_during_hold_stay_unused_until_its_end() {
         // No request waits.
         permits.into_iter().for_each(tollgate::Permit::give_back);
         drop(limiter.acquire(key()).await.unwrap());
-        assert!(start.elapsed() >= 3 * SECOND - ms(2), "later: {later}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() >= 3 * SECOND - ms(2),
+            "later: {later}: {:?}",
+            start.elapsed()
+        );
     }
 }
 
@@ -182,7 +229,11 @@ async fn in_flight_limit_hold_reaches_later_processes() {
 
 #[tokio::test(start_paused = true)]
 async fn in_flight_limit_waiters_receive_hold_changes() {
-    let limiter = process(Arc::new(MemoryStore::default()), Quota::in_flight(5), 10 * SECOND);
+    let limiter = process(
+        Arc::new(MemoryStore::default()),
+        Quota::in_flight(5),
+        10 * SECOND,
+    );
     let start = Instant::now();
     let waits = async || {
         let limiter = limiter.clone();
@@ -200,7 +251,11 @@ async fn in_flight_limit_waiters_receive_hold_changes() {
     let [waiter] = waits().await;
     limiter.release(key()).await.unwrap();
     waiter.await.unwrap().unwrap();
-    assert_eq!(start.elapsed(), 7 * SECOND, "it goes when the hold is released");
+    assert_eq!(
+        start.elapsed(),
+        7 * SECOND,
+        "it goes when the hold is released"
+    );
 
     limiter.hold_for(key(), 8 * SECOND).await.unwrap();
     let [waiter] = waits().await;
@@ -213,8 +268,13 @@ async fn in_flight_limit_waiters_receive_hold_changes() {
 async fn hold_is_set_by_processes_that_missed_a_release() {
     for later in [false, true] {
         let (server, memory) = (Server::new(), Arc::new(MemoryStore::default()));
-        let store =
-            || -> Arc<dyn Store> { if later { Wire::new(&server, &[ms(1)]) } else { memory.clone() } };
+        let store = || -> Arc<dyn Store> {
+            if later {
+                Wire::new(&server, &[ms(1)])
+            } else {
+                memory.clone()
+            }
+        };
         let [ours, theirs, cold] = [(); 3].map(|()| process(store(), Quota::per_hour(100), SECOND));
         ours.hold_for(key(), 60 * SECOND).await.unwrap();
         theirs.release(key()).await.unwrap();
@@ -239,7 +299,11 @@ async fn hold_end_stays_however_often_it_is_requested() {
         .map(|number| {
             let mut trips = trips.clone();
             trips.rotate_left(number % 6);
-            process(Wire::new(&server, &trips), Quota::per_second(200), 60 * SECOND)
+            process(
+                Wire::new(&server, &trips),
+                Quota::per_second(200),
+                60 * SECOND,
+            )
         })
         .collect();
     for limiter in &processes {
@@ -251,14 +315,28 @@ async fn hold_end_stays_however_often_it_is_requested() {
     while start.elapsed() < 3 * SECOND {
         sleep(ms(20)).await;
         tasks.extend(
-            processes.iter().map(|limiter| tokio::spawn(limiter.acquire(key()).map(|got| got.map(drop)))),
+            processes
+                .iter()
+                .map(|limiter| tokio::spawn(limiter.acquire(key()).map(|got| got.map(drop)))),
         );
     }
     let peek = processes[0].peek(key()).await.unwrap();
-    println!("after {:?} of 4 s it is held for {:?} more", start.elapsed(), peek.held);
+    println!(
+        "after {:?} of 4 s it is held for {:?} more",
+        start.elapsed(),
+        peek.held
+    );
     let left = peek.held.unwrap();
-    assert!(start.elapsed() + left <= 4 * SECOND + ms(120), "{:?} left after {:?}", left, start.elapsed());
-    join_all(tasks).await.into_iter().for_each(|ended| ended.unwrap().unwrap());
+    assert!(
+        start.elapsed() + left <= 4 * SECOND + ms(120),
+        "{:?} left after {:?}",
+        left,
+        start.elapsed()
+    );
+    join_all(tasks)
+        .await
+        .into_iter()
+        .for_each(|ended| ended.unwrap().unwrap());
 }
 
 #[tokio::test(start_paused = true)]
@@ -276,12 +354,15 @@ async fn missed_release_is_learned_when_other_processes_call() {
     ours.release(key()).await.unwrap();
     let start = Instant::now();
     while theirs.acquire(key()).await.is_err() {
-        assert!(start.elapsed() < 5 * SECOND, "it makes no store call, and gets no notification");
+        assert!(
+            start.elapsed() < 5 * SECOND,
+            "it makes no store call, and gets no notification"
+        );
         sleep(ms(100)).await;
     }
 }
 
-// ── random histories ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── random histories ─────────────────────────────────────────────────────────────────────────────
 
 #[derive(Clone, Debug)]
 enum Act {
@@ -299,13 +380,20 @@ struct Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let call = (prop_oneof![3 => Just(None), 1 => (0u64..4000).prop_map(Some)], prop::bool::weighted(0.85));
+    let call = (
+        prop_oneof![3 => Just(None), 1 => (0u64..4000).prop_map(Some)],
+        prop::bool::weighted(0.85),
+    );
     let act = prop_oneof![
         20 => call.prop_map(|(patience, uses)| Act::Call { patience, uses }),
         1 => (1u64..2500).prop_map(Act::Hold),
     ];
     let after = prop_oneof![6 => Just(0u64), 2 => 1u64..50, 1 => 100u64..1500];
-    (after, 0usize..3, act).prop_map(|(after, process, act)| Step { after, process, act })
+    (after, 0usize..3, act).prop_map(|(after, process, act)| Step {
+        after,
+        process,
+        act,
+    })
 }
 
 /// One call: when it asked, whether its wait is unbounded, and when it left.
@@ -328,10 +416,19 @@ struct Past {
 async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Duration) {
     let (server, past) = (Server::new(), Arc::new(Mutex::new(Past::default())));
     let start = Instant::now();
-    let wire = |trips: &Vec<u64>| Wire::new(&server, &trips.iter().copied().map(ms).collect::<Vec<_>>());
-    let processes: Vec<_> = trips.iter().map(|trips| process(wire(trips), quota, 80_000 * SECOND)).collect();
+    let wire =
+        |trips: &Vec<u64>| Wire::new(&server, &trips.iter().copied().map(ms).collect::<Vec<_>>());
+    let processes: Vec<_> = trips
+        .iter()
+        .map(|trips| process(wire(trips), quota, 80_000 * SECOND))
+        .collect();
     let mut tasks = Vec::new();
-    for Step { after, process, act } in steps.iter().cloned() {
+    for Step {
+        after,
+        process,
+        act,
+    } in steps.iter().cloned()
+    {
         sleep(ms(after)).await;
         // No two things happen at the same moment.
         advance(Duration::from_nanos(100)).await;
@@ -339,8 +436,13 @@ async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Dura
         match act {
             Act::Hold(span) => {
                 let asked = Instant::now();
-                past.lock().unwrap().holds.push((process, asked, asked + ms(span)));
-                tasks.push(tokio::spawn(async move { limiter.hold_for(key(), ms(span)).await.unwrap() }));
+                past.lock()
+                    .unwrap()
+                    .holds
+                    .push((process, asked, asked + ms(span)));
+                tasks.push(tokio::spawn(async move {
+                    limiter.hold_for(key(), ms(span)).await.unwrap()
+                }));
             }
             Act::Call { patience, uses } => tasks.push(tokio::spawn(async move {
                 let asked = Instant::now();
@@ -354,7 +456,12 @@ async fn replay(quota: Quota, trips: &[Vec<u64>], steps: &[Step]) -> (Past, Dura
                 }
                 let mut past = past.lock().unwrap();
                 let (patient, left) = (patience.is_none(), got.is_ok().then(Instant::now));
-                past.calls.push(Call { process, asked, patient, left });
+                past.calls.push(Call {
+                    process,
+                    asked,
+                    patient,
+                    left,
+                });
                 match got {
                     Ok(permit) if uses => {
                         past.uses.push(Instant::now());
@@ -393,7 +500,8 @@ proptest! {
         for call in &calls {
             let Some(left) = call.left else { continue };
             for &(process, from, until) in &holds {
-                // Other processes are notified after a trip, and answers under way arrive after another.
+                // Other processes are notified after a trip, and answers under way arrive after
+                // another.
                 let known = if process == call.process { from } else { from + ms(trips[call.process][0] + 2) };
                 prop_assert!(
                     left <= known || left >= until,
@@ -407,8 +515,8 @@ proptest! {
                 prop_assert!(!overtook, "{second:?} left before {first:?}");
             }
         }
-        // The limiter is never idle for long: the sum of holds, calls at the pace of the limit, trips and expired
-        // permits.
+        // The limiter is never idle for long: the sum of holds, calls at the pace of the limit,
+        // trips and expired permits.
         let holds: u64 = holds.iter().map(|(_, from, until)| (*until - *from).as_millis() as u64).sum();
         let arrived: u64 = steps.iter().map(|step| step.after).sum();
         let windows = calls.len() as u64 / u64::from(count) + 2;
@@ -422,8 +530,13 @@ proptest! {
 async fn full_limit_is_available_from_hold_end() {
     for trips in [[ms(1), ms(2)], [ms(0), ms(7)]] {
         let server = Server::new();
-        let processes =
-            [(); 4].map(|()| process(Wire::new(&server, &trips), Quota::per_second(100), 15 * SECOND));
+        let processes = [(); 4].map(|()| {
+            process(
+                Wire::new(&server, &trips),
+                Quota::per_second(100),
+                15 * SECOND,
+            )
+        });
         let (start, sent) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
         for process in &processes {
             for _ in 0..50 {
@@ -443,7 +556,13 @@ async fn full_limit_is_available_from_hold_end() {
         let _ = timeout(ms(1), hold).await;
         sleep(10 * SECOND).await;
         let end = ms(4042);
-        let after: Vec<_> = sent.lock().unwrap().iter().copied().filter(|at| *at >= end - ms(5)).collect();
+        let after: Vec<_> = sent
+            .lock()
+            .unwrap()
+            .iter()
+            .copied()
+            .filter(|at| *at >= end - ms(5))
+            .collect();
         let first = after.iter().filter(|at| **at < end + ms(100)).count();
         // One permit may have been prefetched.
         assert!((99..=100).contains(&first), "trips {trips:?}: {first}");
@@ -452,7 +571,9 @@ async fn full_limit_is_available_from_hold_end() {
 
 /// The answer of an upstream that states a limit of 40.
 fn answers(status: u16, remaining: u32, retry_after: Option<u32>) -> Signal {
-    let response = Response::builder().status(status).header("X-RateLimit-Limit", 40);
+    let response = Response::builder()
+        .status(status)
+        .header("X-RateLimit-Limit", 40);
     let response = response.header("X-RateLimit-Remaining", remaining);
     let response = match retry_after {
         Some(wait) => response.header("Retry-After", wait),
@@ -467,9 +588,16 @@ async fn request_arriving_during_a_store_call_is_sent_next() {
     let (server, quota) = (Server::new(), Quota::new(40, 60 * SECOND));
     let ours = process(Wire::new(&server, &[ms(50)]), quota, 30 * SECOND);
     let theirs = process(Wire::new(&server, &[ms(1)]), quota, 30 * SECOND);
-    let [one, other] = [ours.acquire(key()).await.unwrap(), ours.acquire(key()).await.unwrap()];
+    let [one, other] = [
+        ours.acquire(key()).await.unwrap(),
+        ours.acquire(key()).await.unwrap(),
+    ];
     one.answered(&answers(200, 38, None));
-    theirs.acquire(key()).await.unwrap().answered(&answers(429, 0, Some(0)));
+    theirs
+        .acquire(key())
+        .await
+        .unwrap()
+        .answered(&answers(429, 0, Some(0)));
     sleep(ms(10)).await;
     let start = Instant::now();
     let mut waits: Vec<_> = (0..2).map(|_| Box::pin(ours.acquire(key()))).collect();
@@ -483,24 +611,41 @@ async fn request_arriving_during_a_store_call_is_sent_next() {
     assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
 }
 
-/// How long each of these requests waits for its permit, and whether it gets it; `others` come `after` the first.
-async fn line_up(limiter: &Limiter, first: usize, after: Duration, others: usize) -> Vec<(Duration, bool)> {
+/// How long each of these requests waits for its permit, and whether it gets it; `others` come
+/// `after` the first.
+async fn line_up(
+    limiter: &Limiter,
+    first: usize,
+    after: Duration,
+    others: usize,
+) -> Vec<(Duration, bool)> {
     let wait = |limiter: Limiter| async move {
         let start = Instant::now();
         let granted = limiter.acquire(key()).await.is_ok();
         (start.elapsed(), granted)
     };
-    let first: Vec<_> = (0..first).map(|_| tokio::spawn(wait(limiter.clone()))).collect();
+    let first: Vec<_> = (0..first)
+        .map(|_| tokio::spawn(wait(limiter.clone())))
+        .collect();
     sleep(after).await;
-    let others: Vec<_> = (0..others).map(|_| tokio::spawn(wait(limiter.clone()))).collect();
-    join_all(first.into_iter().chain(others)).await.into_iter().map(Result::unwrap).collect()
+    let others: Vec<_> = (0..others)
+        .map(|_| tokio::spawn(wait(limiter.clone())))
+        .collect();
+    join_all(first.into_iter().chain(others))
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect()
 }
 
 #[tokio::test(start_paused = true)]
 async fn hold_time_counts_as_wait() {
     for later in [false, true] {
-        let store: Arc<dyn Store> =
-            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let store: Arc<dyn Store> = if later {
+            Wire::new(&Server::new(), &[ms(2)])
+        } else {
+            Arc::new(MemoryStore::default())
+        };
         let limiter = process(store, Quota::per_second(1), 10 * SECOND);
         limiter.hold_for(key(), 8 * SECOND).await.unwrap();
         let waits = line_up(&limiter, 10, 7 * SECOND, 10).await;
@@ -510,15 +655,23 @@ async fn hold_time_counts_as_wait() {
         let granted: Vec<_> = waits.iter().map(|(_, granted)| *granted).collect();
         let expected = [vec![true; 2], vec![false; 8], vec![true; 7], vec![false; 3]].concat();
         assert_eq!(granted, expected, "later: {later}: {waits:?}");
-        assert!(waits.iter().all(|(waited, granted)| *granted || *waited < 8 * SECOND + ms(20)), "{waits:?}");
+        assert!(
+            waits
+                .iter()
+                .all(|(waited, granted)| *granted || *waited < 8 * SECOND + ms(20)),
+            "{waits:?}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_is_refused_early_when_a_hold_is_released() {
     for later in [false, true] {
-        let store: Arc<dyn Store> =
-            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let store: Arc<dyn Store> = if later {
+            Wire::new(&Server::new(), &[ms(2)])
+        } else {
+            Arc::new(MemoryStore::default())
+        };
         let limiter = process(store, Quota::new(1, 100 * SECOND), 20 * SECOND);
         drop(limiter.acquire(key()).await.unwrap());
         limiter.hold_for(key(), 3 * SECOND).await.unwrap();
@@ -529,8 +682,13 @@ async fn request_is_refused_early_when_a_hold_is_released() {
             limiter.release(key()).await.unwrap();
         };
         let (waits, ()) = tokio::join!(line_up(&limiter, 1, Duration::ZERO, 0), by_hand);
-        let [(waited, false)] = waits[..] else { panic!("the limit is used up: {waits:?}") };
-        assert!(waited < SECOND + ms(50), "later: {later}: refused after {waited:?}");
+        let [(waited, false)] = waits[..] else {
+            panic!("the limit is used up: {waits:?}")
+        };
+        assert!(
+            waited < SECOND + ms(50),
+            "later: {later}: refused after {waited:?}"
+        );
     }
 }
 
@@ -546,7 +704,10 @@ async fn beside_an_idle_runtime(
     let (first, idle) = tokio::task::spawn_blocking({
         let mut first = Box::pin(limiter.acquire(key()));
         move || {
-            let idle = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            let idle = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .build()
+                .unwrap();
             idle.block_on(async { assert!(first.as_mut().now_or_never().is_none()) });
             (first, idle)
         }
@@ -554,7 +715,9 @@ async fn beside_an_idle_runtime(
     .await
     .unwrap();
     let granted = limiter.acquire(key()).await.map(drop);
-    tokio::task::spawn_blocking(move || drop((first, idle))).await.unwrap();
+    tokio::task::spawn_blocking(move || drop((first, idle)))
+        .await
+        .unwrap();
     (granted, start.elapsed())
 }
 
@@ -567,14 +730,21 @@ async fn request_after_hold_is_not_held_by_its_answer() {
 #[tokio::test]
 async fn hold_end_is_noticed_despite_an_idle_runtime() {
     for later in [false, true] {
-        let store: Arc<dyn Store> =
-            if later { Wire::new(&Server::new(), &[ms(2)]) } else { Arc::new(MemoryStore::default()) };
+        let store: Arc<dyn Store> = if later {
+            Wire::new(&Server::new(), &[ms(2)])
+        } else {
+            Arc::new(MemoryStore::default())
+        };
         let (granted, waited) = beside_an_idle_runtime(store, 10 * SECOND).await;
-        assert!(granted.is_ok() && waited < 5 * SECOND, "later: {later}: {waited:?}, {granted:?}");
+        assert!(
+            granted.is_ok() && waited < 5 * SECOND,
+            "later: {later}: {waited:?}, {granted:?}"
+        );
     }
 }
 
-/// A reply that the store sent before a release refuses no request after it, and books no slot for the end of the hold.
+/// A reply that the store sent before a release refuses no request after it, and books no slot for
+/// the end of the hold.
 #[tokio::test(start_paused = true)]
 async fn release_overtakes_replies_sent_before_it() {
     for max_wait in [SECOND, 300 * SECOND] {
@@ -590,9 +760,23 @@ async fn release_overtakes_replies_sent_before_it() {
         sleep(ms(10)).await;
         server.mute.store(false, Ordering::Relaxed);
         ours.release(key()).await.unwrap();
-        drop(waits.await.unwrap().expect("the release came before the reply"));
-        drop(theirs.acquire(key()).await.expect("the release came before the reply"));
-        assert!(start.elapsed() < SECOND, "{max_wait:?}: {:?}", start.elapsed());
+        drop(
+            waits
+                .await
+                .unwrap()
+                .expect("the release came before the reply"),
+        );
+        drop(
+            theirs
+                .acquire(key())
+                .await
+                .expect("the release came before the reply"),
+        );
+        assert!(
+            start.elapsed() < SECOND,
+            "{max_wait:?}: {:?}",
+            start.elapsed()
+        );
     }
 }
 
@@ -623,16 +807,26 @@ impl Store for WithoutLeases {
     }
 }
 
-/// The store fails the call of two waiters, and the key is put on hold before their tasks run. One of them can wait until
-/// the end of the hold.
+/// The store fails the call of two waiters, and the key is put on hold before their tasks run. One
+/// of them can wait until the end of the hold.
 #[tokio::test(start_paused = true)]
 async fn waiters_that_may_pass_uncounted_obey_holds() {
     let store = Arc::new(WithoutLeases(Wire::new(&Server::new(), &[ms(5)])));
-    let layer = RateLimitLayer::builder(Quota::per_second(10)).store(store).max_wait(10 * SECOND);
-    let limiter = layer.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .store(store)
+        .max_wait(10 * SECOND);
+    let limiter = layer
+        .on_store_error(OnStoreError::FailOpen)
+        .build()
+        .unwrap()
+        .limiter();
     let start = Instant::now();
     let mut patient = Box::pin(limiter.acquire(key()));
-    let mut hurried = Box::pin(limiter.acquire(key()).deadline((start + 2 * SECOND).into_std()));
+    let mut hurried = Box::pin(
+        limiter
+            .acquire(key())
+            .deadline((start + 2 * SECOND).into_std()),
+    );
     assert!(patient.as_mut().now_or_never().is_none() && hurried.as_mut().now_or_never().is_none());
     sleep(ms(50)).await;
     limiter.hold_for(key(), 3 * SECOND).await.unwrap();

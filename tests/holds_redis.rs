@@ -33,7 +33,11 @@ fn process(server: &RedisServer, quota: Quota, secret: Option<&str>) -> Limiter 
         None => store,
     };
     let builder = RateLimitLayer::builder(quota).store(Arc::new(store.build().unwrap()));
-    builder.max_wait(Duration::from_secs(10)).build().unwrap().limiter()
+    builder
+        .max_wait(Duration::from_secs(10))
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 /// Waits until the process knows of the hold, without a store call: a peek would ask the store.
@@ -42,8 +46,14 @@ async fn until_refused(limiter: &Limiter) {
     loop {
         let deadline = (Instant::now() + millis(1)).into_std();
         match limiter.acquire(Key::ALL).deadline(deadline).await {
-            Err(Limited::Local { reason: Reason::Held, .. }) => return,
-            _ => assert!(Instant::now() < give_up, "the process never learned of the hold"),
+            Err(Limited::Local {
+                reason: Reason::Held,
+                ..
+            }) => return,
+            _ => assert!(
+                Instant::now() < give_up,
+                "the process never learned of the hold"
+            ),
         }
     }
 }
@@ -52,7 +62,9 @@ async fn until_refused(limiter: &Limiter) {
 async fn processes_share_a_hold_with_or_without_secret() {
     let server = RedisServer::start().unwrap();
     for secret in [None, Some("only we know")] {
-        let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::per_second(2000), secret)).collect();
+        let processes: Vec<_> = (0..4)
+            .map(|_| process(&server, Quota::per_second(2000), secret))
+            .collect();
         for limiter in &processes {
             for _ in 0..50 {
                 drop(limiter.acquire(Key::ALL).await.unwrap());
@@ -67,13 +79,19 @@ async fn processes_share_a_hold_with_or_without_secret() {
         drop(again);
 
         // A release by another process ends the hold for all.
-        processes[0].hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        processes[0]
+            .hold_for(Key::ALL, Duration::from_secs(60))
+            .await
+            .unwrap();
         join_all(processes.iter().map(until_refused)).await;
         processes[3].release(Key::ALL).await.unwrap();
         for limiter in &processes {
             let give_up = Instant::now() + Duration::from_secs(10);
             while let Err(error) = limiter.acquire(Key::ALL).await {
-                assert!(Instant::now() < give_up, "the process never learned of the release: {error:?}");
+                assert!(
+                    Instant::now() < give_up,
+                    "the process never learned of the release: {error:?}"
+                );
                 sleep(millis(1)).await;
             }
             assert_eq!(limiter.peek(Key::ALL).await.unwrap().held, None);
@@ -86,10 +104,22 @@ async fn processes_share_a_hold_with_or_without_secret() {
 async fn later_process_learns_of_hold_with_first_request() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);
-    process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    process(&server, quota, None)
+        .hold_for(Key::ALL, Duration::from_secs(60))
+        .await
+        .unwrap();
     let late = process(&server, quota, None);
     let refused = late.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::Held,
+                ..
+            }
+        ),
+        "{refused:?}"
+    );
     assert!(late.peek(Key::ALL).await.unwrap().held > Some(Duration::from_secs(50)));
 }
 
@@ -97,7 +127,10 @@ async fn later_process_learns_of_hold_with_first_request() {
 async fn in_flight_limit_learns_a_hold_after_one_call() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::in_flight(5);
-    process(&server, quota, None).hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    process(&server, quota, None)
+        .hold_for(Key::ALL, Duration::from_secs(60))
+        .await
+        .unwrap();
     let late = process(&server, quota, None);
     let _ = late.acquire(Key::ALL).await;
     until_refused(&late).await;
@@ -111,19 +144,39 @@ async fn restarted_redis_receives_known_holds_before_any_call() {
     for limiter in [&ours, &theirs] {
         drop(limiter.acquire(Key::ALL).await.unwrap());
     }
-    ours.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+    ours.hold_for(Key::ALL, Duration::from_secs(60))
+        .await
+        .unwrap();
     until_refused(&theirs).await;
     drop(ours);
     server.restart().unwrap();
     // This process only peeks.
     let late = process(&server, quota, None);
     let give_up = Instant::now() + Duration::from_secs(10);
-    while late.peek(Key::ALL).await.ok().and_then(|peek| peek.held).is_none() {
-        assert!(Instant::now() < give_up, "no process reports the hold to Redis");
+    while late
+        .peek(Key::ALL)
+        .await
+        .ok()
+        .and_then(|peek| peek.held)
+        .is_none()
+    {
+        assert!(
+            Instant::now() < give_up,
+            "no process reports the hold to Redis"
+        );
         sleep(millis(10)).await;
     }
     let refused = late.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::Held,
+                ..
+            }
+        ),
+        "{refused:?}"
+    );
 }
 
 #[tokio::test]
@@ -131,7 +184,9 @@ async fn forgotten_hold_is_sent_again_with_next_request() {
     let server = RedisServer::start().unwrap();
     let quota = Quota::per_second(50);
     let (ours, theirs) = (process(&server, quota, None), process(&server, quota, None));
-    ours.hold_for(Key::ALL, Duration::from_secs(30)).await.unwrap();
+    ours.hold_for(Key::ALL, Duration::from_secs(30))
+        .await
+        .unwrap();
     let () = server.command(&["FLUSHALL"]);
     // A request that may wait for the end asks for a slot after it.
     let patient = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(60));
@@ -141,7 +196,16 @@ async fn forgotten_hold_is_sent_again_with_next_request() {
         ours.acquire(Key::ALL).deadline(deadline).await.map(drop)
     });
     let refused = waits.await.unwrap().unwrap_err();
-    assert!(matches!(refused, Limited::Local { reason: Reason::Held, .. }), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Limited::Local {
+                reason: Reason::Held,
+                ..
+            }
+        ),
+        "{refused:?}"
+    );
     drop(theirs);
 }
 
@@ -154,7 +218,10 @@ async fn until_host_is_held(service: &RateLimit<Upstream>, url: &str) {
                 let reason = Limited::find(&error).and_then(Limited::reason);
                 return assert_eq!(reason, Some(Reason::Held), "{error}");
             }
-            Ok(_) => assert!(Instant::now() < give_up, "the process never learned of the hold"),
+            Ok(_) => assert!(
+                Instant::now() < give_up,
+                "the process never learned of the hold"
+            ),
         }
     }
 }
@@ -180,11 +247,18 @@ async fn host_hold_is_shared_without_a_key_function() {
         service.clone().oneshot(get(two)).await.unwrap();
     }
     // A release by one process ends the hold for all.
-    theirs.limiter().release(Key::host_hold("one.test")).await.unwrap();
+    theirs
+        .limiter()
+        .release(Key::host_hold("one.test"))
+        .await
+        .unwrap();
     for service in [&our_service, &their_service, &late_service] {
         let give_up = Instant::now() + Duration::from_secs(10);
         while service.clone().oneshot(get(one)).await.is_err() {
-            assert!(Instant::now() < give_up, "the process never learned of the release");
+            assert!(
+                Instant::now() < give_up,
+                "the process never learned of the release"
+            );
             sleep(millis(1)).await;
         }
     }
@@ -193,13 +267,17 @@ async fn host_hold_is_shared_without_a_key_function() {
 /// How many messages the server was asked to publish.
 fn published(server: &RedisServer) -> u64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_publish:"));
-    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_publish:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok())
+        .unwrap_or(0)
 }
 
 type Refusal = Pin<Box<dyn Future<Output = Result<http::Response<()>, Infallible>> + Send>>;
 
-/// An upstream that refuses requests in turn, one `every` interval, with the `Retry-After` of their turn.
+/// An upstream that refuses requests in turn, one `every` interval, with the `Retry-After` of their
+/// turn.
 fn refusing(
     every: Duration,
     retry_after: fn(u32) -> u64,
@@ -210,7 +288,9 @@ fn refusing(
         Box::pin(async move {
             // All requests have left before the first is refused.
             sleep(millis(700) + every * turn).await;
-            let refusal = http::Response::builder().status(429).header("Retry-After", retry_after(turn));
+            let refusal = http::Response::builder()
+                .status(429)
+                .header("Retry-After", retry_after(turn));
             Ok(refusal.body(()).unwrap())
         })
     }
@@ -235,15 +315,29 @@ async fn storm(
     let builder = RateLimitLayer::builder(Quota::per_second(2000)).store(Arc::new(store));
     let by_path = |request: &RequestRef<'_>| Some(Key::new(request.path()));
     // Requests that have not left when the first is refused may stay unsent.
-    let builder = builder.key(by_path).max_wait(millis(600)).max_hold(Duration::from_secs(3600));
-    let service = builder.build().unwrap().layer(service_fn(refusing(every, retry_after)));
+    let builder = builder
+        .key(by_path)
+        .max_wait(millis(600))
+        .max_hold(Duration::from_secs(3600));
+    let service = builder
+        .build()
+        .unwrap()
+        .layer(service_fn(refusing(every, retry_after)));
     let (before, start) = (published(server), Instant::now());
     let calls = (0..count).map(|number| {
         let url = format!("http://one.test/{}", number % keys);
         service.clone().oneshot(get(&url))
     });
-    let refused = join_all(calls).await.iter().filter(|answer| answer.is_ok()).count() as u32;
-    Storm { refused, took: start.elapsed(), published: published(server) - before }
+    let refused = join_all(calls)
+        .await
+        .iter()
+        .filter(|answer| answer.is_ok())
+        .count() as u32;
+    Storm {
+        refused,
+        took: start.elapsed(),
+        published: published(server) - before,
+    }
 }
 
 /// Each refusal would hold its key slightly longer than the one before.
@@ -254,8 +348,8 @@ async fn storms_of_refusals_publish_once_a_second_and_key() {
     for round in 0.. {
         let storm = storm(&server, (600, KEYS), millis(5), |_| 6).await;
         println!("{storm:?}");
-        // After half a second without a refusal, the next one holds for longer by a tenth: then the machine stalled,
-        // and the test repeats the round.
+        // After half a second without a refusal, the next one holds for longer by a tenth: then the
+        // machine stalled, and the test repeats the round.
         let bounds = u64::from(KEYS)..=u64::from(KEYS) * (storm.took.as_secs() + 1);
         if storm.refused > 500 && bounds.contains(&storm.published) {
             break;
@@ -272,17 +366,30 @@ async fn refusals_that_hold_for_longer_are_published_at_once() {
     for round in 0.. {
         let _: () = server.command(&["FLUSHALL"]);
         let before = published(&server);
-        if storm(&server, (8, 1), millis(20), |turn| 2 << turn).await.refused < 8 {
+        if storm(&server, (8, 1), millis(20), |turn| 2 << turn)
+            .await
+            .refused
+            < 8
+        {
             assert!(round < 4, "the machine stands still");
             continue;
         }
         // The process does not wait until the store knows.
-        let (other, give_up) =
-            (process(&server, Quota::per_second(2000), None), Instant::now() + Duration::from_secs(10));
-        while other.peek(Key::new("/0")).await.ok().and_then(|peek| peek.held)
+        let (other, give_up) = (
+            process(&server, Quota::per_second(2000), None),
+            Instant::now() + Duration::from_secs(10),
+        );
+        while other
+            .peek(Key::new("/0"))
+            .await
+            .ok()
+            .and_then(|peek| peek.held)
             < Some(Duration::from_secs(200))
         {
-            assert!(Instant::now() < give_up, "the store does not know of the longest hold");
+            assert!(
+                Instant::now() < give_up,
+                "the store does not know of the longest hold"
+            );
             sleep(millis(10)).await;
         }
         let published = published(&server) - before;

@@ -10,26 +10,45 @@ use upstream::{Log, Rule, SENT_HEADER, Upstream, closed_loops};
 const SLACK: Duration = Duration::from_millis(10);
 
 fn rules(quota: &Quota) -> Vec<Rule> {
-    let sliding = quota.limits().iter().filter(|limit| matches!(limit, Limit::Sliding { .. }));
-    sliding.map(|limit| Rule::new(limit.count(), limit.window())).collect()
+    let sliding = quota
+        .limits()
+        .iter()
+        .filter(|limit| matches!(limit, Limit::Sliding { .. }));
+    sliding
+        .map(|limit| Rule::new(limit.count(), limit.window()))
+        .collect()
 }
 
 /// `callers` callers, each in a closed loop for `span`, behind one layer.
 async fn run(quota: Quota, callers: usize, span: Duration) -> (Log, usize) {
     let upstream = Upstream::start(rules(&quota));
-    let layer = RateLimitLayer::builder(quota).max_wait(Duration::from_secs(600)).build().unwrap();
+    let layer = RateLimitLayer::builder(quota)
+        .max_wait(Duration::from_secs(600))
+        .build()
+        .unwrap();
     let service = ServiceBuilder::new()
         .layer(layer)
         .map_request(|mut request: reqwest::Request| {
-            request.headers_mut().insert(SENT_HEADER, upstream::sent_now());
+            request
+                .headers_mut()
+                .insert(SENT_HEADER, upstream::sent_now());
             request
         })
         .service(reqwest::Client::new());
     let url = reqwest::Url::parse(&upstream.url()).unwrap();
     let get = move || {
-        let (service, request) = (service.clone(), reqwest::Request::new(reqwest::Method::GET, url.clone()));
+        let (service, request) = (
+            service.clone(),
+            reqwest::Request::new(reqwest::Method::GET, url.clone()),
+        );
         async move {
-            service.oneshot(request).await.unwrap().bytes().await.unwrap();
+            service
+                .oneshot(request)
+                .await
+                .unwrap()
+                .bytes()
+                .await
+                .unwrap();
         }
     };
     closed_loops(callers, span, get).await;
@@ -44,7 +63,8 @@ async fn check(quota: Quota, callers: usize, span: Duration) {
     for rule in rules(&quota) {
         assert_eq!(log.over(rule, SLACK), None, "{quota}");
     }
-    // The server has no slack: it refuses a call only when transit times varied by more than our slack.
+    // The server has no slack: it refuses a call only when transit times varied by more than our
+    // slack.
     assert!(
         refused == 0 || log.jitter() > SLACK,
         "{quota}: {refused} refused at a jitter of {:?}",
@@ -57,11 +77,17 @@ async fn check(quota: Quota, callers: usize, span: Duration) {
         100.0 * log.len() as f64 / allowed as f64,
         log.jitter()
     );
-    // A machine that stalls loses slots: the figure is printed, and only an idle limiter is an error.
-    assert!(log.len() * 4 >= allowed, "{quota}: {} of {allowed}", log.len());
+    // A machine that stalls loses slots: the figure is printed, and only an idle limiter is an
+    // error.
+    assert!(
+        log.len() * 4 >= allowed,
+        "{quota}: {} of {allowed}",
+        log.len()
+    );
 }
 
-/// How many requests fit into `span` when each leaves as soon as all limits, a margin longer, allow it.
+/// How many requests fit into `span` when each leaves as soon as all limits, a margin longer, allow
+/// it.
 fn allowed(quota: &Quota, span: Duration) -> usize {
     let margin = Duration::from_millis(20);
     let mut moments: Vec<Duration> = Vec::new();
@@ -73,7 +99,10 @@ fn allowed(quota: &Quota, span: Duration) -> usize {
             }
             _ => None,
         });
-        let next = free.max().unwrap_or(Duration::ZERO).max(moments.last().copied().unwrap_or_default());
+        let next = free
+            .max()
+            .unwrap_or(Duration::ZERO)
+            .max(moments.last().copied().unwrap_or_default());
         if next >= span {
             return moments.len();
         }
@@ -94,12 +123,22 @@ async fn quota_25_per_5_s_with_300_per_minute() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_limits_that_bind_in_turn() {
-    check("10/1s, 24/4s".parse().unwrap(), 40, Duration::from_millis(8500)).await;
+    check(
+        "10/1s, 24/4s".parse().unwrap(),
+        40,
+        Duration::from_millis(8500),
+    )
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_a_second_spread_by_a_burst() {
-    check(Quota::per_second(1000).burst(50), 200, Duration::from_secs(3)).await;
+    check(
+        Quota::per_second(1000).burst(50),
+        200,
+        Duration::from_secs(3),
+    )
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

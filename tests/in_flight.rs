@@ -49,7 +49,10 @@ async fn in_flight_limit_is_fully_used_and_never_exceeded() {
 async fn waiters_are_served_in_order_with_one_more_poll() {
     let layer = layer(Quota::in_flight(3));
     let limiter = layer.limiter();
-    let (order, polls) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
+    let (order, polls) = (
+        Arc::new(Mutex::new(Vec::new())),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let mut tasks = Vec::new();
     for number in 0..60 {
         let (limiter, order, polls) = (limiter.clone(), order.clone(), polls.clone());
@@ -96,12 +99,20 @@ async fn dropped_at_any_await_nothing_is_lost() {
 
 #[tokio::test(start_paused = true)]
 async fn impatient_request_is_refused_at_once_naming_the_limit() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(3)).max_wait(Duration::ZERO).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::in_flight(3))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     let held: Vec<_> = join_all((0..3).map(|_| limiter.acquire(Key::ALL))).await;
     assert!(held.iter().all(Result::is_ok), "{held:?}");
     let refused = limiter.acquire(Key::ALL).await.unwrap_err();
-    let Limited::Local { reason: Reason::MaxWait(Duration::ZERO), report, .. } = &refused else {
+    let Limited::Local {
+        reason: Reason::MaxWait(Duration::ZERO),
+        report,
+        ..
+    } = &refused
+    else {
         panic!("{refused:?}");
     };
     assert_eq!(report.limit(), Some(Limit::in_flight(3)));
@@ -113,29 +124,66 @@ async fn impatient_request_is_refused_at_once_naming_the_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn wait_ends_after_max_wait_or_at_deadline() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_wait(ms(500)).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::in_flight(1))
+        .max_wait(ms(500))
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     let _held = limiter.acquire(Key::ALL).await.unwrap();
     let start = Instant::now();
     let late = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(late, Limited::Local { reason: Reason::MaxWait(_), .. }), "{late:?}");
+    assert!(
+        matches!(
+            late,
+            Limited::Local {
+                reason: Reason::MaxWait(_),
+                ..
+            }
+        ),
+        "{late:?}"
+    );
     assert_eq!(start.elapsed(), ms(500));
     let deadline = (Instant::now() + ms(100)).into_std();
-    let late = limiter.acquire(Key::ALL).deadline(deadline).await.unwrap_err();
-    assert!(matches!(late, Limited::Local { reason: Reason::Deadline, .. }), "{late:?}");
+    let late = limiter
+        .acquire(Key::ALL)
+        .deadline(deadline)
+        .await
+        .unwrap_err();
+    assert!(
+        matches!(
+            late,
+            Limited::Local {
+                reason: Reason::Deadline,
+                ..
+            }
+        ),
+        "{late:?}"
+    );
     assert_eq!(start.elapsed(), ms(600));
     assert_eq!(waiting(&layer).await, 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_line_that_is_full_refuses_the_next() {
-    let layer = RateLimitLayer::builder(Quota::in_flight(1)).max_queue(1).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::in_flight(1))
+        .max_queue(1)
+        .build()
+        .unwrap();
     let limiter = layer.limiter();
     let held = limiter.acquire(Key::ALL).await.unwrap();
     let mut waits = Box::pin(limiter.acquire(Key::ALL));
     assert!(waits.as_mut().now_or_never().is_none());
     let full = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(full, Limited::Local { reason: Reason::QueueFull(1), .. }), "{full:?}");
+    assert!(
+        matches!(
+            full,
+            Limited::Local {
+                reason: Reason::QueueFull(1),
+                ..
+            }
+        ),
+        "{full:?}"
+    );
     drop(held);
     assert!(waits.await.is_ok());
 }
@@ -145,7 +193,9 @@ async fn rate_slot_is_not_spent_waiting_for_in_flight() {
     // Ten a second would allow more, but each call takes a second and two may be in flight.
     let layer = layer(Quota::per_second(10).and(Quota::in_flight(2)));
     let upstream = Upstream::taking(ms(1000));
-    let service = ServiceBuilder::new().layer(layer.clone()).service(upstream.clone());
+    let service = ServiceBuilder::new()
+        .layer(layer.clone())
+        .service(upstream.clone());
     join_all((0..6).map(|_| service.clone().oneshot(get("/")))).await;
     assert_eq!(upstream.arrivals(), [0, 0, 1000, 1000, 2000, 2000]);
 
@@ -185,14 +235,17 @@ async fn call_ends_with_its_head_error_or_future() {
 async fn call_kept_until_body_end_stays_in_flight() {
     let layer = layer(Quota::in_flight(1));
     let client = service_fn(|request: Request<String>| async move {
-        let parts = ["one ", "two"].map(|part| Ok::<_, BoxError>(http_body::Frame::data(Bytes::from(part))));
+        let parts = ["one ", "two"]
+            .map(|part| Ok::<_, BoxError>(http_body::Frame::data(Bytes::from(part))));
         let body = match request.uri().path() {
             "/empty" => http_body_util::Either::Left(Full::new(Bytes::new())),
             _ => http_body_util::Either::Right(StreamBody::new(futures::stream::iter(parts))),
         };
         Ok::<_, BoxError>(Response::new(body))
     });
-    let service = ServiceBuilder::new().layer(layer.clone().in_flight_until_body_end()).service(client);
+    let service = ServiceBuilder::new()
+        .layer(layer.clone().in_flight_until_body_end())
+        .service(client);
     let response = service.clone().oneshot(get("/")).await.unwrap();
     assert_eq!(free(&layer).await, 0);
     let mut body = response.into_body();
@@ -215,14 +268,25 @@ async fn call_kept_until_body_end_stays_in_flight() {
 #[tokio::test(start_paused = true)]
 async fn layers_sharing_a_store_queue_in_flight_calls_together() {
     let store = Arc::new(MemoryStore::default());
-    let build =
-        || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
+    let build = || {
+        RateLimitLayer::builder(Quota::in_flight(2))
+            .store(store.clone())
+            .build()
+            .unwrap()
+            .limiter()
+    };
     let (ours, theirs) = (build(), build());
     let one = ours.acquire(Key::ALL).await.unwrap();
     let two = ours.acquire(Key::ALL).await.unwrap();
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut tasks = Vec::new();
-    for (name, limiter) in [("a", &ours), ("b", &theirs), ("c", &ours), ("d", &theirs), ("e", &ours)] {
+    for (name, limiter) in [
+        ("a", &ours),
+        ("b", &theirs),
+        ("c", &ours),
+        ("d", &theirs),
+        ("e", &ours),
+    ] {
         let (limiter, order) = (limiter.clone(), order.clone());
         tasks.push(tokio::spawn(async move {
             let permit = limiter.acquire(Key::ALL).await.unwrap();
@@ -242,23 +306,37 @@ async fn layers_sharing_a_store_queue_in_flight_calls_together() {
 async fn stricter_of_two_asserted_limits_applies() {
     let store = Arc::new(MemoryStore::default());
     let build = |most| {
-        RateLimitLayer::builder(Quota::in_flight(most)).store(store.clone()).build().unwrap().limiter()
+        RateLimitLayer::builder(Quota::in_flight(most))
+            .store(store.clone())
+            .build()
+            .unwrap()
+            .limiter()
     };
     let (strict, loose) = (build(1), build(5));
     let held = strict.acquire(Key::ALL).await.unwrap();
     assert!(loose.acquire(Key::ALL).now_or_never().is_none());
     drop(held);
-    let all = join_all((0..5).map(|_| loose.acquire(Key::ALL))).now_or_never().expect("all at once");
+    let all = join_all((0..5).map(|_| loose.acquire(Key::ALL)))
+        .now_or_never()
+        .expect("all at once");
     assert!(all.iter().all(Result::is_ok));
 }
 
 #[tokio::test(start_paused = true)]
 async fn store_without_in_flight_limits_errs_or_fails_open() {
     let build = |on_store_error| {
-        let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(Failing::away(false)));
-        builder.on_store_error(on_store_error).build().unwrap().limiter()
+        let builder =
+            RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(Failing::away(false)));
+        builder
+            .on_store_error(on_store_error)
+            .build()
+            .unwrap()
+            .limiter()
     };
-    let error = build(OnStoreError::FailClosed).acquire(Key::ALL).await.unwrap_err();
+    let error = build(OnStoreError::FailClosed)
+        .acquire(Key::ALL)
+        .await
+        .unwrap_err();
     assert_eq!(who_said_no(&error), "store");
     assert!(error.to_string().contains("calls in flight"), "{error}");
     let open = build(OnStoreError::FailOpen);
@@ -269,11 +347,18 @@ async fn store_without_in_flight_limits_errs_or_fails_open() {
 #[tokio::test(start_paused = true)]
 async fn store_that_forgot_a_free_key_counts_anew() {
     let store = Arc::new(MemoryStore::new(1));
-    let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(ms(500));
+    let builder = RateLimitLayer::builder(Quota::in_flight(1))
+        .store(store)
+        .max_wait(ms(500));
     let limiter = builder.build().unwrap().limiter();
     for round in 0..10 {
         for key in [Key::ALL, Key::new("another")] {
-            drop(limiter.acquire(key).await.unwrap_or_else(|error| panic!("round {round}: {error}")));
+            drop(
+                limiter
+                    .acquire(key)
+                    .await
+                    .unwrap_or_else(|error| panic!("round {round}: {error}")),
+            );
         }
     }
 }
@@ -288,7 +373,10 @@ async fn request_without_cost_needs_no_in_flight_slot() {
 #[test]
 fn dropped_runtime_leaves_no_call_in_flight() {
     let layer = layer(Quota::in_flight(60));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
         for _ in 0..50 {
             let permit = layer.limiter().acquire(Key::ALL).await.unwrap();
@@ -315,12 +403,19 @@ async fn retried_refusal_occupies_no_in_flight_slot() {
             .max_wait(Duration::from_secs(60))
             .build()
             .unwrap();
-        let service = ServiceBuilder::new().layer(throttle.retrying()).layer(limit).service(upstream);
+        let service = ServiceBuilder::new()
+            .layer(throttle.retrying())
+            .layer(limit)
+            .service(upstream);
         let start = Instant::now();
         let answers = join_all((0..slots).map(|_| service.clone().oneshot(get("/")))).await;
         for answer in answers {
             assert_eq!(answer.unwrap().status(), http::StatusCode::OK);
         }
-        assert!(start.elapsed() < Duration::from_secs(14), "{:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_secs(14),
+            "{:?}",
+            start.elapsed()
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! In-flight limits when Redis loses its data, is unreachable, or blocks notifications: the limit holds, and every
-//! slot is free again in the end.
+//! In-flight limits when Redis loses its data, is unreachable, or blocks notifications: the limit
+//! holds, and every slot is free again in the end.
 
 #![cfg(feature = "redis")]
 
@@ -23,8 +23,13 @@ use in_flight::{Upstream, builder, free, millis, process, until_free};
 #[tokio::test]
 async fn server_that_forgot_grants_nothing_during_calls_in_flight() {
     let server = RedisServer::start().unwrap();
-    let build =
-        || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
+    let build = || {
+        builder(&server, Quota::in_flight(4))
+            .in_flight_ttl(millis(900))
+            .build()
+            .unwrap()
+            .limiter()
+    };
     let (ours, theirs) = (build(), build());
     let upstream = Arc::new(Upstream::default());
     let call = |limiter: &Limiter, takes| {
@@ -55,7 +60,16 @@ async fn unreachable_store_is_reported_at_once_and_found_again() {
     server.kill();
     sleep(millis(100)).await;
     let error = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(matches!(error, Limited::Store { source: StoreError::Away(_), .. }), "{error:?}");
+    assert!(
+        matches!(
+            error,
+            Limited::Store {
+                source: StoreError::Away(_),
+                ..
+            }
+        ),
+        "{error:?}"
+    );
     server.restart().unwrap();
     let give_up = Instant::now() + Duration::from_secs(20);
     let permit = loop {
@@ -73,10 +87,21 @@ async fn unreachable_store_is_reported_at_once_and_found_again() {
 async fn call_past_in_flight_ttl_is_revoked_or_continues() {
     let mut server = RedisServer::start().unwrap();
     let life = millis(400);
-    let closed = builder(&server, Quota::in_flight(2)).in_flight_ttl(life).build().unwrap().limiter();
+    let closed = builder(&server, Quota::in_flight(2))
+        .in_flight_ttl(life)
+        .build()
+        .unwrap()
+        .limiter();
     let open = builder(&server, Quota::in_flight(2)).in_flight_ttl(life);
-    let open = open.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
-    let (one, two) = (closed.acquire(Key::ALL).await.unwrap(), open.acquire(Key::ALL).await.unwrap());
+    let open = open
+        .on_store_error(OnStoreError::FailOpen)
+        .build()
+        .unwrap()
+        .limiter();
+    let (one, two) = (
+        closed.acquire(Key::ALL).await.unwrap(),
+        open.acquire(Key::ALL).await.unwrap(),
+    );
     server.kill();
     let lost = one.revoked().await;
     assert!(matches!(lost, StoreError::InFlightSlotLost), "{lost:?}");
@@ -99,7 +124,11 @@ async fn custom_connection_polls_without_notifications() {
             async move { client.get_multiplexed_async_connection().await }
         });
         let store = Arc::new(store.build().unwrap());
-        RateLimitLayer::builder(Quota::in_flight(1)).store(store).build().unwrap().limiter()
+        RateLimitLayer::builder(Quota::in_flight(1))
+            .store(store)
+            .build()
+            .unwrap()
+            .limiter()
     };
     let (ours, theirs) = (build(), build());
     let held = ours.acquire(Key::ALL).await.unwrap();
@@ -112,8 +141,13 @@ async fn custom_connection_polls_without_notifications() {
 #[tokio::test]
 async fn server_that_forgot_relearns_slots_granted_to_waiters() {
     let server = RedisServer::start().unwrap();
-    let build =
-        || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(900)).build().unwrap().limiter();
+    let build = || {
+        builder(&server, Quota::in_flight(4))
+            .in_flight_ttl(millis(900))
+            .build()
+            .unwrap()
+            .limiter()
+    };
     let (ours, theirs) = (build(), build());
     let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
     let waits = tokio::spawn({
@@ -134,8 +168,15 @@ async fn server_that_forgot_relearns_slots_granted_to_waiters() {
 #[tokio::test]
 async fn recently_idle_process_detects_a_server_that_forgot() {
     let server = RedisServer::start().unwrap();
-    let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
-    let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
+    let build = || {
+        builder(&server, Quota::in_flight(4))
+            .in_flight_ttl(millis(8000))
+            .max_wait(millis(500))
+    };
+    let (ours, theirs) = (
+        build().build().unwrap().limiter(),
+        build().build().unwrap().limiter(),
+    );
     drop(theirs.acquire(Key::ALL).await.unwrap());
     until_free(&ours, 4).await;
     let held = join_all((0..4).map(|_| ours.acquire(Key::ALL))).await;
@@ -148,8 +189,15 @@ async fn recently_idle_process_detects_a_server_that_forgot() {
 #[tokio::test]
 async fn newer_process_detects_a_server_with_older_state() {
     let mut server = RedisServer::with_options(&["--save", "3600 1"]).unwrap();
-    let build = || builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(8000)).max_wait(millis(500));
-    let (ours, theirs) = (build().build().unwrap().limiter(), build().build().unwrap().limiter());
+    let build = || {
+        builder(&server, Quota::in_flight(4))
+            .in_flight_ttl(millis(8000))
+            .max_wait(millis(500))
+    };
+    let (ours, theirs) = (
+        build().build().unwrap().limiter(),
+        build().build().unwrap().limiter(),
+    );
     drop(theirs.acquire(Key::ALL).await.unwrap());
     until_free(&ours, 4).await;
     let () = server.command(&["SAVE"]);
@@ -172,7 +220,10 @@ struct Odd {
 }
 
 impl redis::aio::ConnectionLike for Odd {
-    fn req_packed_command<'a>(&'a mut self, cmd: &'a redis::Cmd) -> redis::RedisFuture<'a, redis::Value> {
+    fn req_packed_command<'a>(
+        &'a mut self,
+        cmd: &'a redis::Cmd,
+    ) -> redis::RedisFuture<'a, redis::Value> {
         assert!(!self.next.swap(false, Ordering::Relaxed), "as told");
         Box::pin(async move {
             sleep(self.takes).await;
@@ -200,9 +251,16 @@ async fn a_connection_that_panics_once_harms_one_call() {
     let next = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let client = redis::Client::open(server.url()).unwrap();
     let inner = client.get_multiplexed_async_connection().await.unwrap();
-    let store = RedisStore::with_connection(Odd { takes: Duration::ZERO, inner, next: next.clone() }).build();
+    let store = RedisStore::with_connection(Odd {
+        takes: Duration::ZERO,
+        inner,
+        next: next.clone(),
+    })
+    .build();
     let store = store.unwrap();
-    let limiter = RateLimitLayer::builder(Quota::in_flight(1)).store(Arc::new(store)).max_wait(millis(5000));
+    let limiter = RateLimitLayer::builder(Quota::in_flight(1))
+        .store(Arc::new(store))
+        .max_wait(millis(5000));
     let limiter = limiter.build().unwrap().limiter();
     drop(limiter.acquire(Key::ALL).await.unwrap());
     until_free(&limiter, 1).await;
@@ -216,13 +274,21 @@ async fn a_connection_that_panics_once_harms_one_call() {
 #[tokio::test]
 async fn waiters_poll_when_publish_is_forbidden() {
     let server = RedisServer::start().unwrap();
-    let app = ["ACL", "SETUSER", "app", "on", ">secret", "~*", "&*", "+@all", "-publish"];
+    let app = [
+        "ACL", "SETUSER", "app", "on", ">secret", "~*", "&*", "+@all", "-publish",
+    ];
     let () = server.command(&app);
     let url = server.url().replace("redis://", "redis://app:secret@");
     let build = || {
         let store = patient::store(&url);
-        let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(millis(4000));
-        builder.in_flight_ttl(Duration::from_secs(60)).build().unwrap().limiter()
+        let builder = RateLimitLayer::builder(Quota::in_flight(1))
+            .store(store)
+            .max_wait(millis(4000));
+        builder
+            .in_flight_ttl(Duration::from_secs(60))
+            .build()
+            .unwrap()
+            .limiter()
     };
     let (ours, theirs) = (build(), build());
     let held = ours.acquire(Key::ALL).await.unwrap();
@@ -232,8 +298,8 @@ async fn waiters_poll_when_publish_is_forbidden() {
     waits.await.unwrap().unwrap();
 }
 
-/// A proxy between processes and Redis; from some moment on, subscribed connections receive nothing, and are not
-/// closed.
+/// A proxy between processes and Redis; from some moment on, subscribed connections receive
+/// nothing, and are not closed.
 struct Proxy {
     url: String,
     deaf: Arc<std::sync::atomic::AtomicBool>,
@@ -245,8 +311,14 @@ impl Proxy {
         use tokio::net::{TcpListener, TcpStream};
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("redis://{}/", listener.local_addr().unwrap());
-        let (deaf, port) = (Arc::new(std::sync::atomic::AtomicBool::new(false)), server.port());
-        let proxy = Proxy { url, deaf: deaf.clone() };
+        let (deaf, port) = (
+            Arc::new(std::sync::atomic::AtomicBool::new(false)),
+            server.port(),
+        );
+        let proxy = Proxy {
+            url,
+            deaf: deaf.clone(),
+        };
         tokio::spawn(async move {
             while let Ok((caller, _)) = listener.accept().await {
                 let deaf = deaf.clone();
@@ -272,7 +344,9 @@ impl Proxy {
                     });
                     let mut bytes = [0; 4096];
                     while let Ok(count @ 1..) = answers.read(&mut bytes).await {
-                        let cut = listens.load(Ordering::Relaxed) && !later && deaf.load(Ordering::Relaxed);
+                        let cut = listens.load(Ordering::Relaxed)
+                            && !later
+                            && deaf.load(Ordering::Relaxed);
                         if !cut && back.write_all(&bytes[..count]).await.is_err() {
                             break;
                         }
@@ -291,7 +365,11 @@ async fn connection_cut_silently_is_made_anew() {
     let build = |url: &str| {
         let store = patient::store(url);
         let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(store);
-        builder.in_flight_ttl(Duration::from_secs(120)).build().unwrap().limiter()
+        builder
+            .in_flight_ttl(Duration::from_secs(120))
+            .build()
+            .unwrap()
+            .limiter()
     };
     let (ours, theirs) = (build(&server.url()), build(&proxy.url));
     // They are subscribed.
@@ -313,11 +391,23 @@ async fn shutdown_does_not_wait_for_what_others_say_meanwhile() {
     let server = RedisServer::start().unwrap();
     let client = redis::Client::open(server.url()).unwrap();
     let inner = client.get_multiplexed_async_connection().await.unwrap();
-    let odd = Odd { takes: millis(20), inner, next: Arc::default() };
-    let store = RedisStore::with_connection(odd).store_timeout(patient::TIMEOUT).build().unwrap();
+    let odd = Odd {
+        takes: millis(20),
+        inner,
+        next: Arc::default(),
+    };
+    let store = RedisStore::with_connection(odd)
+        .store_timeout(patient::TIMEOUT)
+        .build()
+        .unwrap();
     let store = Arc::new(store);
-    let build =
-        || RateLimitLayer::builder(Quota::in_flight(2)).store(store.clone()).build().unwrap().limiter();
+    let build = || {
+        RateLimitLayer::builder(Quota::in_flight(2))
+            .store(store.clone())
+            .build()
+            .unwrap()
+            .limiter()
+    };
     let (leaves, stays) = (build(), build());
     let others: Vec<_> = (0..200u32)
         .map(|number| {
@@ -332,7 +422,10 @@ async fn shutdown_does_not_wait_for_what_others_say_meanwhile() {
         .collect();
     let held = leaves.acquire(Key::ALL).await.unwrap();
     drop(held);
-    tokio::time::timeout(Duration::from_secs(10), leaves.shutdown()).await.expect("an answer").unwrap();
+    tokio::time::timeout(Duration::from_secs(10), leaves.shutdown())
+        .await
+        .expect("an answer")
+        .unwrap();
     assert_eq!(free(&leaves).await, 2);
     others.iter().for_each(tokio::task::JoinHandle::abort);
 }

@@ -1,4 +1,5 @@
-//! In-flight limits that many processes share: separate stores stand for processes. With a real Redis.
+//! In-flight limits that many processes share: separate stores stand for processes. With a real
+//! Redis.
 
 #![cfg(feature = "redis")]
 
@@ -22,19 +23,24 @@ use in_flight::{Upstream, builder, free, millis, process, scripts_run, until_fre
 async fn processes_share_in_flight_slots_without_polling() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
-    let processes: Vec<_> = (0..4).map(|_| process(&server, Quota::in_flight(8))).collect();
+    let processes: Vec<_> = (0..4)
+        .map(|_| process(&server, Quota::in_flight(8)))
+        .collect();
     join_all(processes.iter().map(free)).await;
     let before = scripts_run(&server);
-    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 16]).map(|limiter| {
-        let upstream = upstream.clone();
-        tokio::spawn(async move {
-            for _ in 0..10 {
-                let permit = limiter.acquire(Key::ALL).await.unwrap();
-                upstream.call(millis(10)).await;
-                drop(permit);
-            }
-        })
-    });
+    let callers = processes
+        .iter()
+        .flat_map(|limiter| vec![limiter.clone(); 16])
+        .map(|limiter| {
+            let upstream = upstream.clone();
+            tokio::spawn(async move {
+                for _ in 0..10 {
+                    let permit = limiter.acquire(Key::ALL).await.unwrap();
+                    upstream.call(millis(10)).await;
+                    drop(permit);
+                }
+            })
+        });
     join_all(callers).await;
     assert_eq!((upstream.most(), upstream.calls()), (8, 640));
     let scripts = scripts_run(&server) - before;
@@ -71,7 +77,10 @@ async fn lone_process_reuses_in_flight_slots_without_the_store() {
 #[tokio::test]
 async fn waiters_go_in_order_across_processes() {
     let server = RedisServer::start().unwrap();
-    let (ours, theirs) = (process(&server, Quota::in_flight(1)), process(&server, Quota::in_flight(1)));
+    let (ours, theirs) = (
+        process(&server, Quota::in_flight(1)),
+        process(&server, Quota::in_flight(1)),
+    );
     let held = ours.acquire(Key::ALL).await.unwrap();
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut tasks = VecDeque::new();
@@ -96,16 +105,25 @@ async fn an_upstream_slower_than_the_life_never_sees_more() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
     let processes: Vec<_> = (0..3)
-        .map(|_| builder(&server, Quota::in_flight(5)).in_flight_ttl(millis(1500)).build().unwrap().limiter())
-        .collect();
-    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 5]).map(|limiter| {
-        let upstream = upstream.clone();
-        tokio::spawn(async move {
-            let permit = limiter.acquire(Key::ALL).await.unwrap();
-            upstream.call(millis(3200)).await;
-            drop(permit);
+        .map(|_| {
+            builder(&server, Quota::in_flight(5))
+                .in_flight_ttl(millis(1500))
+                .build()
+                .unwrap()
+                .limiter()
         })
-    });
+        .collect();
+    let callers = processes
+        .iter()
+        .flat_map(|limiter| vec![limiter.clone(); 5])
+        .map(|limiter| {
+            let upstream = upstream.clone();
+            tokio::spawn(async move {
+                let permit = limiter.acquire(Key::ALL).await.unwrap();
+                upstream.call(millis(3200)).await;
+                drop(permit);
+            })
+        });
     join_all(callers).await;
     assert_eq!((upstream.most(), upstream.calls()), (5, 15));
 }
@@ -113,8 +131,14 @@ async fn an_upstream_slower_than_the_life_never_sees_more() {
 #[test]
 fn runtime_dropped_with_fifty_calls_leaves_none() {
     let server = RedisServer::start().unwrap();
-    let (ours, theirs) = (process(&server, Quota::in_flight(60)), process(&server, Quota::in_flight(60)));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (ours, theirs) = (
+        process(&server, Quota::in_flight(60)),
+        process(&server, Quota::in_flight(60)),
+    );
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
         for _ in 0..50 {
             let permit = ours.acquire(Key::ALL).await.unwrap();
@@ -127,7 +151,10 @@ fn runtime_dropped_with_fifty_calls_leaves_none() {
         until_free(&theirs, 10).await;
     });
     drop(runtime);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(until_free(&theirs, 60));
 }
 
@@ -145,7 +172,11 @@ async fn shutdown_returns_after_all_releases_reach_the_store() {
 #[tokio::test]
 async fn consecutive_calls_each_get_an_in_flight_slot() {
     let server = RedisServer::start().unwrap();
-    let limiter = builder(&server, Quota::in_flight(1)).max_wait(millis(2000)).build().unwrap().limiter();
+    let limiter = builder(&server, Quota::in_flight(1))
+        .max_wait(millis(2000))
+        .build()
+        .unwrap()
+        .limiter();
     for _ in 0..20 {
         drop(limiter.acquire(Key::ALL).await.unwrap());
         // The store knows that no call is in flight.
@@ -156,7 +187,13 @@ async fn consecutive_calls_each_get_an_in_flight_slot() {
 #[tokio::test]
 async fn impatient_requests_are_refused_when_the_store_answers() {
     let server = RedisServer::start().unwrap();
-    let build = || builder(&server, Quota::in_flight(1)).max_wait(Duration::ZERO).build().unwrap().limiter();
+    let build = || {
+        builder(&server, Quota::in_flight(1))
+            .max_wait(Duration::ZERO)
+            .build()
+            .unwrap()
+            .limiter()
+    };
     let (theirs, ours) = (build(), build());
     let held = theirs.acquire(Key::ALL).await.unwrap();
     for round in 0..5 {
@@ -206,7 +243,11 @@ async fn in_flight_slot_is_not_kept_for_departed_waiters() {
 #[tokio::test]
 async fn repeated_claims_grant_no_extra_slots() {
     let server = RedisServer::start().unwrap();
-    let limiter = builder(&server, Quota::in_flight(4)).in_flight_ttl(millis(300)).build().unwrap().limiter();
+    let limiter = builder(&server, Quota::in_flight(4))
+        .in_flight_ttl(millis(300))
+        .build()
+        .unwrap()
+        .limiter();
     let (permits, mut held) = tokio::sync::mpsc::unbounded_channel();
     let calls: Vec<_> = (0..6)
         .map(|_| {
@@ -231,25 +272,34 @@ async fn repeated_claims_grant_no_extra_slots() {
 async fn hundred_processes_share_one_key_within_its_limit() {
     let server = RedisServer::start().unwrap();
     let upstream = Arc::new(Upstream::default());
-    let build = || builder(&server, Quota::in_flight(8)).max_wait(Duration::from_secs(60)).build().unwrap();
+    let build = || {
+        builder(&server, Quota::in_flight(8))
+            .max_wait(Duration::from_secs(60))
+            .build()
+            .unwrap()
+    };
     let processes: Vec<_> = (0..100).map(|_| build().limiter()).collect();
     let (before, start) = (scripts_run(&server), Instant::now());
-    let callers = processes.iter().flat_map(|limiter| vec![limiter.clone(); 4]).map(|limiter| {
-        let upstream = upstream.clone();
-        tokio::spawn(async move {
-            for _ in 0..3 {
-                let permit = limiter.acquire(Key::ALL).await.unwrap();
-                upstream.call(millis(5)).await;
-                drop(permit);
-            }
-        })
-    });
+    let callers = processes
+        .iter()
+        .flat_map(|limiter| vec![limiter.clone(); 4])
+        .map(|limiter| {
+            let upstream = upstream.clone();
+            tokio::spawn(async move {
+                for _ in 0..3 {
+                    let permit = limiter.acquire(Key::ALL).await.unwrap();
+                    upstream.call(millis(5)).await;
+                    drop(permit);
+                }
+            })
+        });
     let watch = tokio::spawn({
         let mut redis = server.connect().unwrap();
         async move {
             let mut most = 0u64;
             loop {
-                let keys: Vec<String> = redis::cmd("KEYS").arg("*:seats").query(&mut redis).unwrap();
+                let keys: Vec<String> =
+                    redis::cmd("KEYS").arg("*:seats").query(&mut redis).unwrap();
                 for key in keys {
                     most = most.max(redis::cmd("STRLEN").arg(&key).query(&mut redis).unwrap());
                 }
@@ -262,8 +312,14 @@ async fn hundred_processes_share_one_key_within_its_limit() {
     watch.abort();
     let scripts = scripts_run(&server) - before;
     let stats: String = server.command(&["INFO", "commandstats"]);
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
-    println!("1200 calls of 5 ms in {:?}, {scripts} store calls; {line}", start.elapsed());
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"))
+        .unwrap_or_default();
+    println!(
+        "1200 calls of 5 ms in {:?}, {scripts} store calls; {line}",
+        start.elapsed()
+    );
     assert_eq!((upstream.most(), upstream.calls()), (8, 1200));
     until_free(&processes[0], 8).await;
 }
@@ -272,13 +328,22 @@ async fn hundred_processes_share_one_key_within_its_limit() {
 async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
     let server = RedisServer::start().unwrap();
     let builder = RateLimitLayer::builder(Quota::in_flight(1)).store(patient::store(&server.url()));
-    let limiter = builder.in_flight_ttl(millis(10_000)).max_wait(millis(60_000)).build().unwrap().limiter();
+    let limiter = builder
+        .in_flight_ttl(millis(10_000))
+        .max_wait(millis(60_000))
+        .build()
+        .unwrap()
+        .limiter();
     let key = |number: u32| Key::new(number.to_le_bytes());
     let mut held = Vec::new();
     for chunk in 0..100 {
-        held.extend(join_all((0..100).map(|number| limiter.acquire(key(100 * chunk + number)))).await);
+        held.extend(
+            join_all((0..100).map(|number| limiter.acquire(key(100 * chunk + number)))).await,
+        );
     }
-    let waits: Vec<_> = (0..100).map(|chunk| tokio::spawn(limiter.acquire(key(100 * chunk)))).collect();
+    let waits: Vec<_> = (0..100)
+        .map(|chunk| tokio::spawn(limiter.acquire(key(100 * chunk))))
+        .collect();
     sleep(millis(1000)).await;
     let before = scripts_run(&server);
     for _ in 0..3 {
@@ -286,7 +351,11 @@ async fn calls_of_many_keys_stay_counted_after_lost_subscriptions() {
         let () = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]);
         sleep(millis(1500)).await;
     }
-    println!("{} store calls in 4.5 s for {} calls in flight", scripts_run(&server) - before, held.len());
+    println!(
+        "{} store calls in 4.5 s for {} calls in flight",
+        scripts_run(&server) - before,
+        held.len()
+    );
     drop(held.into_iter().collect::<Result<Vec<_>, _>>().unwrap());
     for waits in waits {
         drop(waits.await.unwrap().unwrap());

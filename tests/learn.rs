@@ -17,8 +17,11 @@ fn sliding(count: u32, seconds: u64) -> Limit {
 }
 
 fn stating(headers: &[(&str, &str)]) -> Response<String> {
-    let response =
-        headers.iter().fold(Response::builder(), |response, (name, value)| response.header(*name, *value));
+    let response = headers
+        .iter()
+        .fold(Response::builder(), |response, (name, value)| {
+            response.header(*name, *value)
+        });
     response.body("hello".to_owned()).unwrap()
 }
 
@@ -51,16 +54,26 @@ async fn granted(layer: &RateLimitLayer) -> usize {
 
 async fn learned(layer: &RateLimitLayer) -> Vec<(Limit, Option<Box<str>>)> {
     let learned = layer.limiter().peek(Key::ALL).await.unwrap().learned;
-    learned.into_iter().map(|learned| (learned.limit, learned.name)).collect()
+    learned
+        .into_iter()
+        .map(|learned| (learned.limit, learned.name))
+        .collect()
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_stricter_policy_holds_for_the_fleet() {
     let policy = [("RateLimit-Policy", r#""default";q=30;w=10"#)];
     let [taught, other] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &policy).await;
-    assert_eq!(learned(&taught).await, [(sliding(30, 10), Some("default".into()))]);
+    assert_eq!(
+        learned(&taught).await,
+        [(sliding(30, 10), Some("default".into()))]
+    );
     assert_eq!(granted(&taught).await, 29, "the first call counts");
-    assert_eq!(granted(&other).await, 0, "the other limiter saw no response, and still keeps the policy");
+    assert_eq!(
+        granted(&other).await,
+        0,
+        "the other limiter saw no response, and still keeps the policy"
+    );
     pass(Duration::from_secs(10) + Duration::from_millis(100)).await;
     assert_eq!(granted(&other).await, 30);
     // No process asserts it any more.
@@ -90,7 +103,10 @@ async fn a_looser_policy_counts_where_that_is_asked_for() {
 
 #[tokio::test(start_paused = true)]
 async fn several_budgets_gate_together() {
-    let budgets = [("X-App-Rate-Limit", "20:1,50:120"), ("X-App-Rate-Limit-Count", "1:1,1:120")];
+    let budgets = [
+        ("X-App-Rate-Limit", "20:1,50:120"),
+        ("X-App-Rate-Limit-Count", "1:1,1:120"),
+    ];
     let [taught, other] = taught(Quota::per_second(1000), HeaderTrust::Stricter, &budgets).await;
     assert_eq!(learned(&taught).await.len(), 2);
     assert_eq!(granted(&taught).await, 19, "20 a second");
@@ -104,14 +120,25 @@ async fn several_budgets_gate_together() {
 async fn policy_may_change_and_expires_when_no_longer_stated() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
-    let policy = |count: u32| Ok(stating(&[("RateLimit-Policy", &format!(r#""default";q={count};w=2"#))]));
+    let policy = |count: u32| {
+        Ok(stating(&[(
+            "RateLimit-Policy",
+            &format!(r#""default";q={count};w=2"#),
+        )]))
+    };
     let upstream = Upstream::answering([policy(3), policy(5), Ok(stating(&[]))]);
     let service = layer.layer(upstream);
     service.clone().oneshot(get("/")).await.unwrap();
-    assert_eq!(learned(&layer).await, [(sliding(3, 2), Some("default".into()))]);
+    assert_eq!(
+        learned(&layer).await,
+        [(sliding(3, 2), Some("default".into()))]
+    );
     pass(Duration::from_secs(3)).await;
     service.clone().oneshot(get("/")).await.unwrap();
-    assert_eq!(learned(&layer).await, [(sliding(5, 2), Some("default".into()))]);
+    assert_eq!(
+        learned(&layer).await,
+        [(sliding(5, 2), Some("default".into()))]
+    );
     pass(Duration::from_secs(61)).await;
     let other = Upstream::answering([Ok(stating(&[("X-RateLimit-Remaining", "7")]))]);
     layer.layer(other).oneshot(get("/")).await.unwrap();
@@ -124,7 +151,8 @@ async fn policy_expires_during_use_without_further_statements() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
     let layer = layer(Quota::per_minute(1000), HeaderTrust::Stricter, &store);
     let policy = Ok(stating(&[("RateLimit-Policy", r#""default";q=1;w=2"#)]));
-    let upstream = Upstream::answering(std::iter::once(policy).chain((0..99).map(|_| Ok(stating(&[])))));
+    let upstream =
+        Upstream::answering(std::iter::once(policy).chain((0..99).map(|_| Ok(stating(&[])))));
     let service = layer.layer(upstream);
     for _ in 0..24 {
         service.clone().oneshot(get("/")).await.unwrap();
@@ -145,7 +173,8 @@ async fn bucket_larger_than_stated_implies_nothing() {
     }
 }
 
-/// Remaining units stated for another limit are not reported to the store as those of the new limit.
+/// Remaining units stated for another limit are not reported to the store as those of the new
+/// limit.
 #[tokio::test(start_paused = true)]
 async fn remaining_of_one_limit_is_not_applied_to_another() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -160,7 +189,10 @@ async fn remaining_of_one_limit_is_not_applied_to_another() {
     head.status = http::StatusCode::TOO_MANY_REQUESTS;
     let upstream = Upstream::answering([Ok(Response::from_parts(head, body))]);
     layer.layer(upstream).oneshot(get("/")).await.unwrap();
-    assert_eq!(learned(&layer).await, [(sliding(1000, 3600), Some("hourly".into()))]);
+    assert_eq!(
+        learned(&layer).await,
+        [(sliding(1000, 3600), Some("hourly".into()))]
+    );
     let limits = layer.limiter().peek(Key::ALL).await.unwrap().limits;
     assert!(limits.iter().all(|usage| usage.reserved == 0), "{limits:?}");
 }
@@ -172,7 +204,10 @@ async fn implausible_request_limits_are_ignored() {
         ("RateLimit-Policy", r#""default";q=10"#),
         ("RateLimit-Policy", r#""tokens";q=10;w=10;qu="tokens""#),
         ("RateLimit-Policy", r#""default";q=99999999999;w=10"#),
-        ("X-App-Usage", r#"{"call_count": 28, "total_time": 25, "total_cputime": 25}"#),
+        (
+            "X-App-Usage",
+            r#"{"call_count": 28, "total_time": 25, "total_cputime": 25}"#,
+        ),
         ("X-RateLimit-Limit", "10"),
     ] {
         let [taught, _] = taught(Quota::per_minute(300), HeaderTrust::Stricter, &[headers]).await;
@@ -207,7 +242,8 @@ async fn remaining_after_a_restart_is_all_that_is_used() {
     assert_eq!(granted(&layer).await, 4987, "it started again");
 }
 
-/// An operator overrides the upstream: a release in any process lets all use the units reserved for others.
+/// An operator overrides the upstream: a release in any process lets all use the units reserved for
+/// others.
 #[tokio::test(start_paused = true)]
 async fn release_forgets_what_was_reserved_for_others() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
@@ -224,7 +260,11 @@ async fn release_forgets_what_was_reserved_for_others() {
         let upstream = Upstream::answering([says(12, 1200), says(11, 1195), says(10, 1194)]);
         for pause in [0, 5, 1] {
             pass(Duration::from_secs(pause)).await;
-            layers[0].layer(upstream.clone()).oneshot(get("/")).await.unwrap();
+            layers[0]
+                .layer(upstream.clone())
+                .oneshot(get("/"))
+                .await
+                .unwrap();
         }
         drop(layers[other].limiter().acquire(Key::ALL).await.unwrap());
         let usage = layers[other].limiter().peek(Key::ALL).await.unwrap().limits[0];
@@ -232,9 +272,15 @@ async fn release_forgets_what_was_reserved_for_others() {
         layers[releases].limiter().release(Key::ALL).await.unwrap();
         for layer in &layers {
             let peek = layer.limiter().peek(Key::ALL).await.unwrap();
-            assert!(peek.limits[0].reserved == 0 && peek.free >= 4990, "{peek:?}");
+            assert!(
+                peek.limits[0].reserved == 0 && peek.free >= 4990,
+                "{peek:?}"
+            );
         }
-        assert!(granted(&layers[other]).await >= 4990, "all that is not used is free");
+        assert!(
+            granted(&layers[other]).await >= 4990,
+            "all that is not used is free"
+        );
         pass(Duration::from_secs(3 * 3600)).await;
     }
 }
@@ -247,16 +293,25 @@ async fn remaining_tokens_do_not_affect_a_request_limit() {
     let says = |requests: u32, tokens: u32, reset: u32| {
         let budgets = format!(r#""r";r={requests};t={reset}, "t";r={tokens};t={reset}"#);
         let policies = r#""r";q=1000;w=60, "t";q=60000;w=60;qu="tokens""#;
-        Ok(stating(&[("RateLimit-Policy", policies), ("RateLimit", &budgets)]))
+        Ok(stating(&[
+            ("RateLimit-Policy", policies),
+            ("RateLimit", &budgets),
+        ]))
     };
-    let service =
-        layer.layer(Upstream::answering([says(999, 800, 50), says(998, 700, 46), says(997, 600, 45)]));
+    let service = layer.layer(Upstream::answering([
+        says(999, 800, 50),
+        says(998, 700, 46),
+        says(997, 600, 45),
+    ]));
     for pause in [0, 4, 1] {
         pass(Duration::from_secs(pause)).await;
         service.clone().oneshot(get("/")).await.unwrap();
     }
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
-    assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
+    assert_eq!(
+        layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved,
+        0
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -266,25 +321,42 @@ async fn remaining_of_smaller_quota_does_not_reduce_the_limit() {
     let says = |all: u32, searches: u32, reset: u32| {
         let budgets = format!(r#""all";r={all};t={reset}, "search";r={searches};t={reset}"#);
         let policies = r#""all";q=1000;w=60, "search";q=10;w=60"#;
-        Ok(stating(&[("RateLimit-Policy", policies), ("RateLimit", &budgets)]))
+        Ok(stating(&[
+            ("RateLimit-Policy", policies),
+            ("RateLimit", &budgets),
+        ]))
     };
-    let service = layer.layer(Upstream::answering([says(999, 9, 50), says(998, 8, 46), says(997, 7, 45)]));
+    let service = layer.layer(Upstream::answering([
+        says(999, 9, 50),
+        says(998, 8, 46),
+        says(997, 7, 45),
+    ]));
     for pause in [0, 4, 1] {
         pass(Duration::from_secs(pause)).await;
         service.clone().oneshot(get("/")).await.unwrap();
     }
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
-    assert_eq!(layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved, 0);
+    assert_eq!(
+        layer.limiter().peek(Key::ALL).await.unwrap().limits[0].reserved,
+        0
+    );
 }
 
-/// For a minute the upstream wrongly states that nothing remains. No response holds a key for longer than `max_hold`.
+/// For a minute the upstream wrongly states that nothing remains. No response holds a key for
+/// longer than `max_hold`.
 #[tokio::test(start_paused = true)]
 async fn wrong_responses_starve_no_key() {
     let quota = Quota::per_day(1000);
-    let layer = RateLimitLayer::builder(quota).max_wait(Duration::ZERO).build().unwrap(); // max_hold: 60 s
+    let layer = RateLimitLayer::builder(quota)
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap(); // max_hold: 60 s
     let wrong = |reset: &str| {
-        let headers =
-            [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", "0"), ("X-RateLimit-Reset", reset)];
+        let headers = [
+            ("X-RateLimit-Limit", "1000"),
+            ("X-RateLimit-Remaining", "0"),
+            ("X-RateLimit-Reset", reset),
+        ];
         Ok(stating(&headers))
     };
     let upstream = Upstream::answering([wrong("80000"), wrong("79930")]); // both are 200; then the upstream is correct again
@@ -299,19 +371,28 @@ async fn wrong_responses_starve_no_key() {
         hours.push(granted(&layer).await);
         pass(Duration::from_secs(3600)).await;
     }
-    assert!(hours[..3].iter().sum::<usize>() > 900, "granted in each hour after: {hours:?}");
+    assert!(
+        hours[..3].iter().sum::<usize>() > 900,
+        "granted in each hour after: {hours:?}"
+    );
 }
 
 /// The same when other users exhaust a window and are absent from the next one.
 #[tokio::test(start_paused = true)]
 async fn windows_after_others_are_not_lost() {
-    let layer = RateLimitLayer::builder(Quota::per_hour(1000)).max_wait(Duration::ZERO).build().unwrap();
+    let layer = RateLimitLayer::builder(Quota::per_hour(1000))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap();
     // After this hour the log covers the whole window.
     drop(layer.limiter().acquire(Key::ALL).await.unwrap());
     pass(Duration::from_secs(3600)).await;
     let left = |left: &str, reset: &str| {
-        let headers =
-            [("X-RateLimit-Limit", "1000"), ("X-RateLimit-Remaining", left), ("X-RateLimit-Reset", reset)];
+        let headers = [
+            ("X-RateLimit-Limit", "1000"),
+            ("X-RateLimit-Remaining", left),
+            ("X-RateLimit-Reset", reset),
+        ];
         Ok(stating(&headers))
     };
     // Ten minutes before the end of its window another user has taken nearly all.
@@ -328,5 +409,8 @@ async fn windows_after_others_are_not_lost() {
         pass(Duration::from_secs(600)).await;
     }
     let in_the_first_hour: usize = tens[..6].iter().sum();
-    assert!(in_the_first_hour > 500, "granted in each ten minutes of the two windows after: {tens:?}");
+    assert!(
+        in_the_first_hour > 500,
+        "granted in each ten minutes of the two windows after: {tens:?}"
+    );
 }

@@ -27,7 +27,12 @@ fn caller() -> impl Strategy<Value = Caller> {
         prop_oneof![4 => Just(None), 1 => (0u64..3000).prop_map(Some)],
         prop_oneof![6 => Just(Some(0u64)), 2 => (1u64..9).prop_map(Some), 1 => Just(None)],
     )
-        .prop_map(|(after, cost, patience, uses_after)| Caller { after, cost, patience, uses_after })
+        .prop_map(|(after, cost, patience, uses_after)| Caller {
+            after,
+            cost,
+            patience,
+            uses_after,
+        })
 }
 
 fn quota() -> impl Strategy<Value = Quota> {
@@ -36,7 +41,8 @@ fn quota() -> impl Strategy<Value = Quota> {
         (5u32..30).prop_map(Quota::per_second),
         (5u32..20).prop_map(|count| Quota::per_second(count).burst(5)),
         (5u32..10)
-            .prop_map(move |count| Quota::new(count, millis(500)).and(Quota::new(count * 3, millis(4000)))),
+            .prop_map(move |count| Quota::new(count, millis(500))
+                .and(Quota::new(count * 3, millis(4000)))),
         (5u32..12, 3u32..30)
             .prop_map(move |(capacity, count)| Quota::bucket(capacity).refill(count, millis(1000))),
         (120u32..400).prop_map(Quota::per_second),
@@ -69,18 +75,27 @@ async fn call(limiter: Limiter, caller: Caller, uses: Uses) {
 
 fn over(quota: &Quota, uses: &[(Instant, u32)]) -> Option<String> {
     quota.limits().iter().find_map(|limit| match *limit {
-        Limit::Sliding { count, window, .. } => uses.iter().enumerate().find_map(|(index, (from, _))| {
-            let inside = uses[index..].iter().take_while(|(at, _)| *at - *from < window);
-            let units: u32 = inside.map(|(_, units)| units).sum();
-            (units > count).then(|| format!("{units} > {count} per {window:?}"))
-        }),
-        Limit::Bucket { capacity, count, window, .. } => {
+        Limit::Sliding { count, window, .. } => {
+            uses.iter().enumerate().find_map(|(index, (from, _))| {
+                let inside = uses[index..]
+                    .iter()
+                    .take_while(|(at, _)| *at - *from < window);
+                let units: u32 = inside.map(|(_, units)| units).sum();
+                (units > count).then(|| format!("{units} > {count} per {window:?}"))
+            })
+        }
+        Limit::Bucket {
+            capacity,
+            count,
+            window,
+            ..
+        } => {
             let rate = f64::from(count) / window.as_secs_f64();
             let mut tokens = f64::from(capacity);
             let mut last = uses.first()?.0;
             uses.iter().find_map(|(at, units)| {
-                tokens =
-                    (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity)) - f64::from(*units);
+                tokens = (tokens + (*at - last).as_secs_f64() * rate).min(f64::from(capacity))
+                    - f64::from(*units);
                 last = *at;
                 (tokens < -1e-6).then(|| format!("bucket of {capacity} at {tokens}"))
             })
@@ -111,7 +126,8 @@ proptest! {
             }
             let end = Instant::now();
             let waiting = layer.limiter().peek(Key::new("key")).await.unwrap().waiting;
-            // Units that were cancelled or given back are no longer counted once a window has passed.
+            // Units that were cancelled or given back are no longer counted once a window has
+            // passed.
             sleep(Duration::from_secs(60)).await;
             let largest = quota.largest_cost();
             let permit = timeout(Duration::ZERO, layer.limiter().acquire(Key::new("key")).cost(largest)).await;
@@ -120,7 +136,8 @@ proptest! {
         });
         prop_assert_eq!(waiting, 0);
         prop_assert_eq!(over(&quota, &uses), None);
-        // The limiter is never idle: if work took longer than twice what the limit needs for it, a slot stayed unused.
+        // The limiter is never idle: if work took longer than twice what the limit needs for it, a
+        // slot stayed unused.
         let arrived: u64 = callers.iter().map(|caller| caller.after).sum();
         let units: u32 = callers.iter().map(|caller| caller.cost).sum();
         let slowest = quota.limits().iter().map(|limit| {

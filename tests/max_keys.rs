@@ -7,11 +7,13 @@ use std::time::Duration;
 use futures::FutureExt;
 use tokio::time::{advance, sleep};
 use tollgate::store::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
+    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits,
+    Usage,
 };
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer};
 
-/// A store that answers asynchronously and may lose its state, as a server does. It records what it receives.
+/// A store that answers asynchronously and may lose its state, as a server does. It records what it
+/// receives.
 #[derive(Default)]
 struct Server {
     store: MemoryStore,
@@ -49,12 +51,16 @@ impl Store for Server {
 }
 
 fn limiter(quota: Quota, max_keys: usize) -> Limiter {
-    let builder = RateLimitLayer::builder(quota).max_keys(max_keys).max_wait(Duration::ZERO);
+    let builder = RateLimitLayer::builder(quota)
+        .max_keys(max_keys)
+        .max_wait(Duration::ZERO);
     builder.build().unwrap().limiter()
 }
 
 fn limiter_over(server: &Arc<Server>, quota: Quota, max_keys: usize) -> Limiter {
-    let builder = RateLimitLayer::builder(quota).max_keys(max_keys).store(server.clone());
+    let builder = RateLimitLayer::builder(quota)
+        .max_keys(max_keys)
+        .store(server.clone());
     builder.build().unwrap().limiter()
 }
 
@@ -64,7 +70,10 @@ fn host(number: u32) -> Key {
 
 /// The outcome of a call that must not wait.
 fn call(limiter: &Limiter, host: Key) -> Result<Permit, Limited> {
-    limiter.acquire(host).now_or_never().expect("no request waits here")
+    limiter
+        .acquire(host)
+        .now_or_never()
+        .expect("no request waits here")
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -99,7 +108,10 @@ async fn limited_keys_are_kept_however_many_keys_arrive() {
         for other in [number, number.wrapping_mul(2_654_435_761) % (number + 1)] {
             if call(&limiter, host(other)).is_ok() {
                 let before = served[other as usize].replace(moment);
-                assert!(before.is_none_or(|before| before + 10_000 < moment), "{other} again at {moment}");
+                assert!(
+                    before.is_none_or(|before| before + 10_000 < moment),
+                    "{other} again at {moment}"
+                );
                 here += 1;
             }
         }
@@ -123,11 +135,14 @@ async fn hosts_that_take_turns_have_prefetched_permits() {
         calls.push(server.calls.load(Ordering::Relaxed) - before);
     }
     let last: usize = calls[10..].iter().sum();
-    assert!(last * 5 < 10_000, "calls of the store in each turn of a thousand hosts: {calls:?}");
+    assert!(
+        last * 5 < 10_000,
+        "calls of the store in each turn of a thousand hosts: {calls:?}"
+    );
 }
 
-/// Grants within the window are reported with the next call, so that a store that lost them can detect it. With more
-/// keys than `max_keys`, the keys with the latest grants are remembered.
+/// Grants within the window are reported with the next call, so that a store that lost them can
+/// detect it. With more keys than `max_keys`, the keys with the latest grants are remembered.
 #[tokio::test(start_paused = true)]
 async fn grants_are_remembered_for_at_least_max_keys_keys() {
     const MOST: u32 = 1000;
@@ -144,18 +159,27 @@ async fn grants_are_remembered_for_at_least_max_keys_keys() {
     };
     assert_eq!(granted(0..MOST).await, 0);
     sleep(HOUR / 2).await;
-    assert_eq!(granted(0..MOST).await, MOST as usize, "no key was forgotten");
+    assert_eq!(
+        granted(0..MOST).await,
+        MOST as usize,
+        "no key was forgotten"
+    );
     // New keys need room: idle keys are forgotten, approximately oldest first.
     assert_eq!(granted(MOST..MOST + MOST / 10).await, 0);
     let young = granted(MOST / 2..MOST).await;
-    assert!(young * 10 >= MOST as usize / 2 * 9, "{young} of the younger half are remembered");
+    assert!(
+        young * 10 >= MOST as usize / 2 * 9,
+        "{young} of the younger half are remembered"
+    );
 }
 
 /// A key that makes room for another keeps no permits.
 #[tokio::test(start_paused = true)]
 async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
     let store = Arc::new(MemoryStore::default());
-    let builder = RateLimitLayer::builder(Quota::per_hour(5000)).max_keys(1).store(store);
+    let builder = RateLimitLayer::builder(Quota::per_hour(5000))
+        .max_keys(1)
+        .store(store);
     let limiter = builder.build().unwrap().limiter();
     for _ in 0..15 {
         drop(call(&limiter, host(1)).unwrap());
@@ -168,7 +192,8 @@ async fn prefetched_permits_go_back_when_their_key_is_forgotten() {
     assert_eq!(used().await, 15);
 }
 
-/// Four new keys appear each second; each calls for some seconds, sometimes too often, and then never again.
+/// Four new keys appear each second; each calls for some seconds, sometimes too often, and then
+/// never again.
 async fn ten_minutes(limiter: &Limiter, first: u32) {
     for number in first..first + 2400 {
         for age in [0, 1, 2, 10, 10, 20] {
@@ -183,10 +208,14 @@ async fn ten_minutes(limiter: &Limiter, first: u32) {
 
 /// Bytes still allocated after each ten minutes of an hour.
 fn bytes_over_an_hour(limiter: &Limiter) -> Vec<i64> {
-    let builder = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let builder = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
     let (runtime, mut bytes) = (builder.unwrap(), 0);
     let parts = (0..6).map(|part| {
-        let used = allocation_counter::measure(|| runtime.block_on(ten_minutes(limiter, part * 2400)));
+        let used =
+            allocation_counter::measure(|| runtime.block_on(ten_minutes(limiter, part * 2400)));
         bytes += used.bytes_current;
         bytes
     });
@@ -203,6 +232,9 @@ fn keys_used_for_an_hour_leave_nothing() {
         println!("{name}: {bytes:?} bytes after each ten minutes");
         let first = bytes[0];
         assert!(first < 300_000, "{name}: {bytes:?}");
-        assert!(bytes.iter().all(|bytes| *bytes <= first + first / 4), "{name}: {bytes:?}");
+        assert!(
+            bytes.iter().all(|bytes| *bytes <= first + first / 4),
+            "{name}: {bytes:?}"
+        );
     }
 }

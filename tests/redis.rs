@@ -18,7 +18,9 @@ fn store(server: &RedisServer) -> Arc<RedisStore> {
 }
 
 fn limiter(store: &Arc<RedisStore>, quota: Quota, max_wait: Duration) -> Limiter {
-    let layer = RateLimitLayer::builder(quota).store(store.clone()).max_wait(max_wait);
+    let layer = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .max_wait(max_wait);
     layer.build().unwrap().limiter()
 }
 
@@ -52,7 +54,9 @@ async fn redis_keeps_the_contract_under_threads() {
 async fn stores_of_many_processes_share_one_limit() {
     let server = RedisServer::start().unwrap();
     let stores: Vec<_> = (0..3).map(|_| store(&server)).collect();
-    let limiters = stores.iter().map(|store| limiter(store, Quota::per_minute(10), Duration::ZERO));
+    let limiters = stores
+        .iter()
+        .map(|store| limiter(store, Quota::per_minute(10), Duration::ZERO));
     let mut all = 0;
     for limiter in limiters.cycle().take(30).collect::<Vec<_>>() {
         all += granted(&limiter, Key::ALL, 1).await;
@@ -64,7 +68,11 @@ async fn stores_of_many_processes_share_one_limit() {
 async fn prefixes_and_secrets_keep_limits_apart() {
     let server = RedisServer::start().unwrap();
     let of = |builder: tollgate::store::RedisStoreBuilder| {
-        limiter(&Arc::new(builder.build().unwrap()), Quota::per_minute(5), Duration::ZERO)
+        limiter(
+            &Arc::new(builder.build().unwrap()),
+            Quota::per_minute(5),
+            Duration::ZERO,
+        )
     };
     let url = server.url();
     let one = of(patient::builder(&url));
@@ -74,18 +82,29 @@ async fn prefixes_and_secrets_keep_limits_apart() {
     for limiter in [&one, &prefixed, &sealed] {
         assert_eq!(granted(limiter, Key::new("k"), 9).await, 5);
     }
-    assert_eq!(granted(&sealed_too, Key::new("k"), 9).await, 0, "the same secret is the same key");
+    assert_eq!(
+        granted(&sealed_too, Key::new("k"), 9).await,
+        0,
+        "the same secret is the same key"
+    );
     let keys: Vec<String> = server.command(&["KEYS", "*"]);
     assert_eq!(keys.len(), 3, "{keys:?}");
-    assert!(keys.iter().all(|key| key.ends_with('}') && key.contains(":{")), "{keys:?}");
+    assert!(
+        keys.iter()
+            .all(|key| key.ends_with('}') && key.contains(":{")),
+        "{keys:?}"
+    );
 }
 
-/// Whether `limiter` was notified that its key is held, or of a release. It makes no store call: only calls in flight
-/// are limited.
+/// Whether `limiter` was notified that its key is held, or of a release. It makes no store call:
+/// only calls in flight are limited.
 async fn is_held(limiter: &Limiter) -> bool {
     match limiter.acquire(Key::ALL).await {
         Ok(_) => false,
-        Err(Limited::Local { reason: Reason::Held, .. }) => true,
+        Err(Limited::Local {
+            reason: Reason::Held,
+            ..
+        }) => true,
         Err(other) => panic!("{other}"),
     }
 }
@@ -95,7 +114,10 @@ async fn until_held(limiters: &[&Limiter], held: bool) {
     let start = Instant::now();
     for limiter in limiters {
         while is_held(limiter).await != held {
-            assert!(start.elapsed() < Duration::from_secs(10), "the limiters are not notified");
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "the limiters are not notified"
+            );
             sleep(millis(10)).await;
         }
     }
@@ -114,18 +136,32 @@ async fn databases_keep_holds_apart() {
             let client = client.clone();
             async move { client.get_multiplexed_async_connection().await }
         };
-        over(RedisStore::with_factory(connect).store_timeout(patient::TIMEOUT).build().unwrap())
+        over(
+            RedisStore::with_factory(connect)
+                .store_timeout(patient::TIMEOUT)
+                .build()
+                .unwrap(),
+        )
     };
     let ([production, staging], [own_production, own_staging]) = ([0, 1].map(of), [0, 1].map(own));
     // Until all are subscribed.
     for (holds, is_told) in [(&staging, &own_staging), (&production, &own_production)] {
-        is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        is_told
+            .hold_for(Key::ALL, Duration::from_secs(60))
+            .await
+            .unwrap();
         let start = Instant::now();
         while !is_held(holds).await {
-            assert!(start.elapsed() < Duration::from_secs(10), "the limiter is not notified");
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "the limiter is not notified"
+            );
             is_told.release(Key::ALL).await.unwrap();
             sleep(millis(50)).await;
-            is_told.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+            is_told
+                .hold_for(Key::ALL, Duration::from_secs(60))
+                .await
+                .unwrap();
         }
         is_told.release(Key::ALL).await.unwrap();
         until_held(&[holds], false).await;
@@ -135,7 +171,10 @@ async fn databases_keep_holds_apart() {
         (&staging, &staging, &production),
         (&own_production, &production, &staging),
     ] {
-        holds.hold_for(Key::ALL, Duration::from_secs(60)).await.unwrap();
+        holds
+            .hold_for(Key::ALL, Duration::from_secs(60))
+            .await
+            .unwrap();
         until_held(&[holds, also], true).await;
         sleep(millis(50)).await;
         assert!(!is_held(others).await, "another database holds the key");
@@ -144,7 +183,8 @@ async fn databases_keep_holds_apart() {
     }
 }
 
-/// Every state has a time to live that outlasts its booked slots, and stays small however long the queue is.
+/// Every state has a time to live that outlasts its booked slots, and stays small however long the
+/// queue is.
 #[tokio::test]
 async fn a_state_is_small_and_runs_out_by_itself() {
     let server = RedisServer::start().unwrap();
@@ -180,7 +220,10 @@ async fn a_state_is_small_and_runs_out_by_itself() {
             assert!(bytes <= most, "{quota}: {bytes} bytes");
             let ttl: i64 = server.command(&["PTTL", &name]);
             let next = i64::try_from(peek.next_slot.as_millis()).unwrap();
-            assert!(ttl > next, "{quota}: lives for {ttl} ms, but slots are booked for {next} ms");
+            assert!(
+                ttl > next,
+                "{quota}: lives for {ttl} ms, but slots are booked for {next} ms"
+            );
         }
         drop(line);
         let () = server.command(&["FLUSHALL"]);
@@ -190,8 +233,11 @@ async fn a_state_is_small_and_runs_out_by_itself() {
 /// How many scripts the server has run.
 fn scripts_run(server: &RedisServer) -> u64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
-    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok())
+        .unwrap_or(0)
 }
 
 /// The cost of one slot.
@@ -205,7 +251,12 @@ struct SlotTaken {
 }
 
 /// Tries repeatedly without waiting. Returns the cost of each of `count` slots after the first.
-async fn hammer(server: &RedisServer, limiter: &Limiter, window: Duration, count: usize) -> Vec<SlotTaken> {
+async fn hammer(
+    server: &RedisServer,
+    limiter: &Limiter,
+    window: Duration,
+    count: usize,
+) -> Vec<SlotTaken> {
     let (mut taken, mut last) = (Vec::new(), None);
     let (mut tried, mut pause, mut calls) = (Instant::now(), Duration::ZERO, scripts_run(server));
     while taken.len() < count {
@@ -236,7 +287,8 @@ async fn zero_max_wait_takes_each_slot_with_five_calls() {
     for round in 0.. {
         let slots = hammer(&server, &limiter, window, 11).await;
         println!("{slots:?}");
-        // If the machine stalled, a permit may have expired before its use, and was requested again.
+        // If the machine stalled, a permit may have expired before its use, and was requested
+        // again.
         let steady = slots.iter().filter(|slot| slot.pause < millis(8));
         steady.for_each(|slot| assert!(slot.calls <= 5, "{slot:?} of {slots:?}"));
         let median = |of: fn(&SlotTaken) -> u128| {
@@ -244,11 +296,17 @@ async fn zero_max_wait_takes_each_slot_with_five_calls() {
             values.sort();
             values[values.len() / 2]
         };
-        let (late, calls) = (median(|slot| slot.late.as_millis()), median(|slot| slot.calls.into()));
+        let (late, calls) = (
+            median(|slot| slot.late.as_millis()),
+            median(|slot| slot.calls.into()),
+        );
         if late <= 50 && calls <= 5 {
             break;
         }
-        assert!(round < 4, "medians: {calls} calls, {late} ms late; {slots:?}");
+        assert!(
+            round < 4,
+            "medians: {calls} calls, {late} ms late; {slots:?}"
+        );
     }
 }
 
@@ -257,7 +315,12 @@ async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
     let start = Instant::now();
     loop {
         let peek = limiter.peek(key).await.unwrap();
-        let used: u64 = peek.limits.iter().map(|limit| limit.used).max().unwrap_or(0);
+        let used: u64 = peek
+            .limits
+            .iter()
+            .map(|limit| limit.used)
+            .max()
+            .unwrap_or(0);
         let booked = usize::try_from(used).unwrap_or(usize::MAX) >= waiting.min(50);
         if booked || start.elapsed() > Duration::from_secs(5) {
             return;
@@ -271,16 +334,34 @@ async fn settle(limiter: &Limiter, key: Key, waiting: usize) {
 async fn a_thousand_keys_need_no_more_connections_than_one() {
     let server = RedisServer::start().unwrap();
     // On a busy machine a waiter may miss its slot, and waits for the next.
-    let limiter = limiter(&store(&server), Quota::per_minute(2), Duration::from_secs(5));
+    let limiter = limiter(
+        &store(&server),
+        Quota::per_minute(2),
+        Duration::from_secs(5),
+    );
     let before: String = server.command(&["INFO", "clients"]);
-    assert!(before.contains("connected_clients:1"), "only the connection of this command: {before}");
+    assert!(
+        before.contains("connected_clients:1"),
+        "only the connection of this command: {before}"
+    );
     let calls = (0..1000u32).map(|number| limiter.acquire(Key::new(number.to_le_bytes())));
     let granted = futures::future::join_all(calls).await;
-    let failed: Vec<_> =
-        granted.iter().filter_map(|granted| granted.as_ref().err()).map(ToString::to_string).collect();
-    assert!(failed.is_empty(), "{} failed: {:?}", failed.len(), failed.first());
+    let failed: Vec<_> = granted
+        .iter()
+        .filter_map(|granted| granted.as_ref().err())
+        .map(ToString::to_string)
+        .collect();
+    assert!(
+        failed.is_empty(),
+        "{} failed: {:?}",
+        failed.len(),
+        failed.first()
+    );
     let after: String = server.command(&["INFO", "clients"]);
-    assert!(after.contains("connected_clients:3"), "one for a thousand keys, one to listen: {after}");
+    assert!(
+        after.contains("connected_clients:3"),
+        "one for a thousand keys, one to listen: {after}"
+    );
 }
 
 /// Redis forgets every key in each case: each has a time to live from its first moment on.
@@ -289,7 +370,11 @@ async fn of_ten_thousand_keys_none_stays_for_ever() {
     const KEYS: u32 = 10_000;
     let server = RedisServer::start().unwrap();
     let builder = patient::builder(&server.url());
-    let limiter = limiter(&Arc::new(builder.build().unwrap()), Quota::new(2, millis(500)), Duration::ZERO);
+    let limiter = limiter(
+        &Arc::new(builder.build().unwrap()),
+        Quota::new(2, millis(500)),
+        Duration::ZERO,
+    );
     // A script, so that no key expires between the reading of its name and of its time to live.
     let without_end = || -> (u32, u32, u32) {
         let look = "local count, endless, bytes = 0, 0, 0 \
@@ -333,7 +418,11 @@ async fn scripts_that_were_flushed_are_sent_again() {
     let limiter = limiter(&store(&server), Quota::per_minute(10), Duration::ZERO);
     assert_eq!(granted(&limiter, Key::ALL, 4).await, 4);
     let () = server.command(&["SCRIPT", "FLUSH"]);
-    assert_eq!(granted(&limiter, Key::ALL, 20).await, 6, "and what was granted before is known");
+    assert_eq!(
+        granted(&limiter, Key::ALL, 20).await,
+        6,
+        "and what was granted before is known"
+    );
 }
 
 /// The commands that the documentation names are all that a user of Redis needs.
@@ -374,15 +463,22 @@ async fn a_user_with_few_rights_is_enough() {
     let quota = Quota::in_flight(1);
     let other = patient::store(&url);
     let wait = Duration::from_secs(5);
-    let (ours, theirs) = (self::limiter(&store, quota, wait), self::limiter(&other, quota, wait));
+    let (ours, theirs) = (
+        self::limiter(&store, quota, wait),
+        self::limiter(&other, quota, wait),
+    );
     let held = ours.acquire(Key::ALL).await.unwrap();
     let waits = tokio::spawn(async move { theirs.acquire(Key::ALL).await.map(drop) });
     tokio::time::sleep(millis(200)).await;
     drop(held);
     waits.await.unwrap().unwrap();
-    let denied: Vec<std::collections::HashMap<String, redis::Value>> = server.command(&["ACL", "LOG"]);
+    let denied: Vec<std::collections::HashMap<String, redis::Value>> =
+        server.command(&["ACL", "LOG"]);
     let info = redis::Value::BulkString(b"info".to_vec());
-    assert!(denied.iter().all(|entry| entry["object"] == info), "INFO is nice to have: {denied:?}");
+    assert!(
+        denied.iter().all(|entry| entry["object"] == info),
+        "INFO is nice to have: {denied:?}"
+    );
 }
 
 /// No number of free units may look like a status.
@@ -390,7 +486,11 @@ async fn a_user_with_few_rights_is_enough() {
 async fn peek_is_read_with_each_number_of_free_units() {
     let server = RedisServer::start().unwrap();
     let store = store(&server);
-    let limiter = limiter(&store, Quota::per_hour(8).and(Quota::in_flight(8)), Duration::ZERO);
+    let limiter = limiter(
+        &store,
+        Quota::per_hour(8).and(Quota::in_flight(8)),
+        Duration::ZERO,
+    );
     let mut held = Vec::new();
     for used in 0..=8 {
         let peek = limiter.peek(Key::ALL).await.unwrap();
@@ -410,10 +510,19 @@ async fn invalid_store_settings_are_errors_without_secrets() {
         RedisStore::builder("redis://127.0.0.1/").prefix("a{b"),
         RedisStore::builder("redis://127.0.0.1/").store_timeout(Duration::ZERO),
     ];
-    let names = ["URL of Redis", "URL of Redis", "prefix", "prefix", "store_timeout"];
+    let names = [
+        "URL of Redis",
+        "URL of Redis",
+        "prefix",
+        "prefix",
+        "store_timeout",
+    ];
     for (builder, name) in wrong.into_iter().zip(names) {
         let error: ConfigError = builder.build().map(|_| ()).unwrap_err();
         assert!(error.to_string().contains(name), "{error}");
-        assert!(!format!("{error} {error:?}").contains("s3cr3t"), "{error:?}");
+        assert!(
+            !format!("{error} {error:?}").contains("s3cr3t"),
+            "{error:?}"
+        );
     }
 }

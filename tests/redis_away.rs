@@ -1,5 +1,5 @@
-//! The store in Redis when Redis is unreachable, slow, or of another version: a named error, in time, and no restart
-//! needed.
+//! The store in Redis when Redis is unreachable, slow, or of another version: a named error, in
+//! time, and no restart needed.
 
 #![cfg(feature = "redis")]
 
@@ -17,12 +17,19 @@ use redis::aio::{ConnectionLike, ConnectionManager, MultiplexedConnection};
 use redis::{Cmd, RedisFuture, Value};
 use redis_server::RedisServer;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{RedisStore, RedisStoreBuilder, Store, StoreError, StoreEvent, StoreListener};
+use tollgate::store::{
+    RedisStore, RedisStoreBuilder, Store, StoreError, StoreEvent, StoreListener,
+};
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer};
 
 fn limiter_of(builder: RedisStoreBuilder, quota: Quota, max_wait: Duration) -> Limiter {
     let store = Arc::new(builder.build().unwrap());
-    RateLimitLayer::builder(quota).store(store).max_wait(max_wait).build().unwrap().limiter()
+    RateLimitLayer::builder(quota)
+        .store(store)
+        .max_wait(max_wait)
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 fn limiter(url: &str, quota: Quota) -> Limiter {
@@ -41,8 +48,15 @@ async fn failure(limiter: &Limiter) -> (StoreError, Duration) {
 /// Until a call succeeds.
 async fn recovered(limiter: &Limiter) -> Duration {
     let start = Instant::now();
-    while limiter.acquire(Key::new(format!("{:?}", start.elapsed()))).await.is_err() {
-        assert!(start.elapsed() < Duration::from_secs(20), "the store never recovered");
+    while limiter
+        .acquire(Key::new(format!("{:?}", start.elapsed())))
+        .await
+        .is_err()
+    {
+        assert!(
+            start.elapsed() < Duration::from_secs(20),
+            "the store never recovered"
+        );
         sleep(Duration::from_millis(10)).await;
     }
     start.elapsed()
@@ -50,12 +64,19 @@ async fn recovered(limiter: &Limiter) -> Duration {
 
 /// A port on which no process listens.
 fn closed_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }
 
 #[tokio::test]
 async fn refused_connection_is_an_error_at_once() {
-    let limiter = limiter(&format!("redis://127.0.0.1:{}/", closed_port()), Quota::per_second(5));
+    let limiter = limiter(
+        &format!("redis://127.0.0.1:{}/", closed_port()),
+        Quota::per_second(5),
+    );
     for _ in 0..3 {
         let (error, took) = failure(&limiter).await;
         assert!(matches!(error, StoreError::Away(_)), "{error:?}");
@@ -70,10 +91,14 @@ async fn program_can_check_at_start_whether_redis_answers() {
     patient::store(&server.url()).connect().await.unwrap();
     let nowhere = RedisStore::new(&format!("redis://127.0.0.1:{}/", closed_port())).unwrap();
     let error = nowhere.connect().await.unwrap_err();
-    assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
+    assert!(
+        error.to_string().starts_with("the store cannot be reached"),
+        "{error}"
+    );
 }
 
-/// Redis accepts connections and answers nothing, as a stopped process, or behind a network that drops packets.
+/// Redis accepts connections and answers nothing, as a stopped process, or behind a network that
+/// drops packets.
 #[tokio::test]
 async fn hanging_redis_is_detected_once_and_recovers_without_restart() {
     let server = RedisServer::start().unwrap();
@@ -85,14 +110,21 @@ async fn hanging_redis_is_detected_once_and_recovers_without_restart() {
     recovered(&limiter).await;
     server.pause();
     let (first, took) = failure(&limiter).await;
-    assert!(first.to_string().contains("no answer within 200ms"), "{first}");
+    assert!(
+        first.to_string().contains("no answer within 200ms"),
+        "{first}"
+    );
     assert!(took >= Duration::from_millis(200), "{took:?}");
     // From now on no request waits for it.
     let start = Instant::now();
     for _ in 0..100 {
         failure(&limiter).await;
     }
-    assert!(start.elapsed() < Duration::from_secs(5), "100 calls took {:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "100 calls took {:?}",
+        start.elapsed()
+    );
     server.resume();
     recovered(&limiter).await;
 }
@@ -112,8 +144,14 @@ async fn killed_redis_recovers_without_process_restart() {
 async fn fail_open_lets_pass_what_it_cannot_count() {
     let server = RedisServer::start().unwrap();
     let store = patient::store(&server.url());
-    let layer = RateLimitLayer::builder(Quota::per_minute(2)).store(store).max_wait(Duration::ZERO);
-    let limiter = layer.on_store_error(OnStoreError::FailOpen).build().unwrap().limiter();
+    let layer = RateLimitLayer::builder(Quota::per_minute(2))
+        .store(store)
+        .max_wait(Duration::ZERO);
+    let limiter = layer
+        .on_store_error(OnStoreError::FailOpen)
+        .build()
+        .unwrap()
+        .limiter();
     let pass = async || limiter.acquire(Key::ALL).await.is_ok();
     assert_eq!(
         [pass().await, pass().await, pass().await],
@@ -121,7 +159,10 @@ async fn fail_open_lets_pass_what_it_cannot_count() {
         "while it is there, it counts"
     );
     drop(server);
-    assert_eq!([pass().await, pass().await, pass().await], [true, true, true]);
+    assert_eq!(
+        [pass().await, pass().await, pass().await],
+        [true, true, true]
+    );
 }
 
 /// An error reply concerns one call: no other request waits for it.
@@ -138,7 +179,12 @@ async fn redis_error_reply_is_reported_and_breaks_nothing() {
     }
     let (error, _) = failure(&limiter).await;
     assert!(matches!(error, StoreError::Failed(_)), "{error:?}");
-    assert!(error.to_string().contains("format 9, this release understands 1"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("format 9, this release understands 1"),
+        "{error}"
+    );
     for name in &name {
         let () = server.command(&["DEL", name]);
         let _: i64 = server.command(&["LPUSH", name, "not ours"]);
@@ -179,10 +225,14 @@ async fn custom_connections_work_too() {
         assert!(limiter.acquire(Key::ALL).await.is_ok());
         assert!(limiter.acquire(Key::ALL).await.is_ok());
     }
-    assert_eq!(made.load(Ordering::Relaxed), 1, "a factory makes one connection");
+    assert_eq!(
+        made.load(Ordering::Relaxed),
+        1,
+        "a factory makes one connection"
+    );
 }
 
-// ── lost state ──────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── lost state ───────────────────────────────────────────────────────────────────────────────────
 
 /// Both processes know what they were granted: Redis learns it from them before it grants more.
 #[tokio::test]
@@ -205,8 +255,15 @@ async fn redis_without_state_grants_no_second_full_limit() {
     );
     assert_eq!(patient.peek(Key::ALL).await.unwrap().free, 0);
     drop(patient.acquire(Key::ALL).await.unwrap());
-    assert!(start.elapsed() > Duration::from_secs(2), "six went {:?} ago", start.elapsed());
-    assert!(start.elapsed() < Duration::from_secs(8), "and it does not learn for ever");
+    assert!(
+        start.elapsed() > Duration::from_secs(2),
+        "six went {:?} ago",
+        start.elapsed()
+    );
+    assert!(
+        start.elapsed() < Duration::from_secs(8),
+        "and it does not learn for ever"
+    );
 }
 
 /// Nothing is charged yet, and the state under recovery must not be forgotten meanwhile.
@@ -217,7 +274,10 @@ async fn recovering_state_lives_until_recovery_ends() {
     drop(limiter.acquire(Key::ALL).await.unwrap());
     let () = server.command(&["FLUSHALL"]);
     let refused = limiter.acquire(Key::ALL).await.unwrap_err();
-    assert!(refused.retry_after() > Some(Duration::from_secs(70)), "{refused}");
+    assert!(
+        refused.retry_after() > Some(Duration::from_secs(70)),
+        "{refused}"
+    );
     let names: Vec<String> = server.command(&["KEYS", "*"]);
     let ttl: i64 = server.command(&["PTTL", &names[0]]);
     assert!(ttl > 75_000, "lives for {ttl} ms");
@@ -236,9 +296,10 @@ async fn expired_state_is_not_a_lost_state() {
     }
 }
 
-// ── unknown outcomes ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── unknown outcomes ─────────────────────────────────────────────────────────────────────────────
 
-/// A proxy that cuts the connection when the server answers the script: the script ran, and the caller does not know.
+/// A proxy that cuts the connection when the server answers the script: the script ran, and the
+/// caller does not know.
 struct CutWire {
     port: u16,
     /// How often the script was requested through it.
@@ -253,7 +314,8 @@ impl CutWire {
         let all = asked.clone();
         std::thread::spawn(move || {
             for caller in listener.incoming() {
-                let (Ok(caller), Ok(server)) = (caller, TcpStream::connect((Ipv4Addr::LOCALHOST, target)))
+                let (Ok(caller), Ok(server)) =
+                    (caller, TcpStream::connect((Ipv4Addr::LOCALHOST, target)))
                 else {
                     return;
                 };
@@ -263,7 +325,10 @@ impl CutWire {
                 std::thread::spawn(move || {
                     let mut bytes = [0; 65_536];
                     while let Ok(count @ 1..) = from.read(&mut bytes) {
-                        let calls = bytes[..count].windows(7).filter(|word| word == b"EVALSHA").count();
+                        let calls = bytes[..count]
+                            .windows(7)
+                            .filter(|word| word == b"EVALSHA")
+                            .count();
                         asked.fetch_add(calls, Ordering::SeqCst);
                         all.fetch_add(calls, Ordering::SeqCst);
                         if to.write_all(&bytes[..count]).is_err() {
@@ -301,7 +366,10 @@ async fn call_with_lost_answer_is_spent_and_never_repeated() {
     drop(direct.acquire(Key::ALL).await); // so that the server has the script
     let before = used().await;
     let wire = CutWire::to(&server);
-    let cut = limiter(&format!("redis://127.0.0.1:{}/", wire.port), Quota::per_hour(45));
+    let cut = limiter(
+        &format!("redis://127.0.0.1:{}/", wire.port),
+        Quota::per_hour(45),
+    );
     let (mut asked, start) = (0, Instant::now());
     while asked < 30 {
         // Without a connection no call is made; a call that was made and lost is spent once.
@@ -316,16 +384,28 @@ async fn call_with_lost_answer_is_spent_and_never_repeated() {
     assert_eq!(used().await - before, wire.asked());
 }
 
-// ── giving back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── giving back ──────────────────────────────────────────────────────────────────────────────────
 
-/// Permits and places in the queue that end outside of any runtime, or with their runtime, are given back.
+/// Permits and places in the queue that end outside of any runtime, or with their runtime, are
+/// given back.
 #[test]
 fn permits_dropped_outside_a_runtime_are_given_back() {
     let server = RedisServer::start().unwrap();
-    let runtime =
-        || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = || {
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap()
+    };
     let quota = Quota::new(5, Duration::from_secs(30));
-    let build = || limiter_of(patient::builder(&server.url()), quota, Duration::from_secs(600));
+    let build = || {
+        limiter_of(
+            patient::builder(&server.url()),
+            quota,
+            Duration::from_secs(600),
+        )
+    };
     let limiter = build();
     let (held, waiting) = (Key::new("held"), Key::new("waiting"));
 
@@ -360,7 +440,7 @@ fn permits_dropped_outside_a_runtime_are_given_back() {
     });
 }
 
-// ── the store's own thread ──────────────────────────────────────────────────────────────────────────────────────────
+// ── the store's own thread ───────────────────────────────────────────────────────────────────────
 
 struct Panics;
 
@@ -379,16 +459,23 @@ async fn a_listener_that_panics_stops_no_store() {
     let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store.clone());
     let limiter = layer.max_wait(Duration::ZERO).build().unwrap().limiter();
     let call = limiter.acquire(Key::ALL).await.unwrap();
-    limiter.hold_for(Key::new("another"), Duration::from_secs(1)).await.unwrap();
+    limiter
+        .hold_for(Key::new("another"), Duration::from_secs(1))
+        .await
+        .unwrap();
     // The process is notified of the connection and of the hold.
     sleep(Duration::from_millis(500)).await;
     store.connect().await.unwrap();
-    assert!(limiter.acquire(Key::ALL).await.is_err(), "one call is in flight");
+    assert!(
+        limiter.acquire(Key::ALL).await.is_err(),
+        "one call is in flight"
+    );
     drop(call);
     recovered(&limiter).await;
 }
 
-/// A user's connection whose second clone panics: that clone is made for a command of the store itself.
+/// A user's connection whose second clone panics: that clone is made for a command of the store
+/// itself.
 struct Fragile {
     connection: MultiplexedConnection,
     clones: Arc<AtomicUsize>,
@@ -396,8 +483,15 @@ struct Fragile {
 
 impl Clone for Fragile {
     fn clone(&self) -> Self {
-        assert_ne!(self.clones.fetch_add(1, Ordering::Relaxed), 1, "a connection that panics");
-        Fragile { connection: self.connection.clone(), clones: self.clones.clone() }
+        assert_ne!(
+            self.clones.fetch_add(1, Ordering::Relaxed),
+            1,
+            "a connection that panics"
+        );
+        Fragile {
+            connection: self.connection.clone(),
+            clones: self.clones.clone(),
+        }
     }
 }
 
@@ -423,10 +517,18 @@ impl ConnectionLike for Fragile {
 #[tokio::test]
 async fn a_connection_that_panics_is_made_anew() {
     let server = RedisServer::start().unwrap();
-    let (client, clones) = (redis::Client::open(server.url()).unwrap(), Arc::new(AtomicUsize::new(0)));
+    let (client, clones) = (
+        redis::Client::open(server.url()).unwrap(),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let factory = RedisStore::with_factory(move || {
         let (client, clones) = (client.clone(), clones.clone());
-        async move { Ok(Fragile { connection: client.get_multiplexed_async_connection().await?, clones }) }
+        async move {
+            Ok(Fragile {
+                connection: client.get_multiplexed_async_connection().await?,
+                clones,
+            })
+        }
     });
     let limiter = limiter_of(factory, Quota::per_second(1000), Duration::ZERO);
     for _ in 0..3 {
@@ -439,28 +541,41 @@ async fn a_connection_that_panics_is_made_anew() {
 /// Limits the memory that this process may map.
 fn limit_memory(bytes: &str) {
     let limit = format!("--as={bytes}:");
-    let limited = Command::new("prlimit").args(["--pid", &std::process::id().to_string(), &limit]).status();
+    let limited = Command::new("prlimit")
+        .args(["--pid", &std::process::id().to_string(), &limit])
+        .status();
     assert!(
         limited.is_ok_and(|status| status.success()),
         "prlimit {limit} (Debian: apt-get install util-linux)"
     );
 }
 
-/// A process that cannot start threads gets an error, and its store works when threads can start again. In a separate
-/// process, in which no other test runs.
+/// A process that cannot start threads gets an error, and its store works when threads can start
+/// again. In a separate process, in which no other test runs.
 #[test]
 fn a_thread_that_cannot_be_started_is_started_later() {
     const CHILD: &str = "TOLLGATE_TEST_WITHOUT_THREADS";
     if let Ok(url) = std::env::var(CHILD) {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         return runtime.block_on(without_threads(&url));
     }
     let server = RedisServer::start().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "a_thread_that_cannot_be_started_is_started_later", "--nocapture"]);
+    child.args([
+        "--exact",
+        "a_thread_that_cannot_be_started_is_started_later",
+        "--nocapture",
+    ]);
     let output = child.env(CHILD, server.url()).output().unwrap();
     let text = [&output.stdout[..], &output.stderr[..]].concat();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&text)
+    );
 }
 
 async fn without_threads(url: &str) {
@@ -473,6 +588,9 @@ async fn without_threads(url: &str) {
     limit_memory("unlimited");
     let error = failed.unwrap_err();
     assert!(matches!(error, StoreError::Away(_)), "{error:?}");
-    assert!(error.to_string().contains("thread cannot be started"), "{error}");
+    assert!(
+        error.to_string().contains("thread cannot be started"),
+        "{error}"
+    );
     store.connect().await.unwrap();
 }

@@ -1,9 +1,10 @@
-//! Each fault on a real server: the time to detection, the cost of a call meanwhile, and the time to recovery. Each
-//! test also checks that no limit was exceeded and no call was made twice.
+//! Each fault on a real server: the time to detection, the cost of a call meanwhile, and the time
+//! to recovery. Each test also checks that no limit was exceeded and no call was made twice.
 //!
-//! `cargo test --test redis_faults -- --nocapture --test-threads 1` prints the figures. `TOLLGATE_FAULT_ROUNDS` sets
-//! the rounds of each fault (default 2; published figures need 20). `TOLLGATE_FAULT_CLIENTS` sets how many clients
-//! lose a server together (default 150; 1000 need 6000 file descriptors).
+//! `cargo test --test redis_faults -- --nocapture --test-threads 1` prints the figures.
+//! `TOLLGATE_FAULT_ROUNDS` sets the rounds of each fault (default 2; published figures need 20).
+//! `TOLLGATE_FAULT_CLIENTS` sets how many clients lose a server together (default 150; 1000 need
+//! 6000 file descriptors).
 
 #![cfg(feature = "redis")]
 
@@ -44,17 +45,30 @@ fn limiter(url: &str, quota: Quota) -> Limiter {
 
 /// A connection that observes other processes, with a generous timeout.
 fn judge(url: &str) -> Limiter {
-    over(RedisStore::builder(url).store_timeout(Duration::from_secs(10)).build().unwrap(), Quota::per_hour(5))
+    over(
+        RedisStore::builder(url)
+            .store_timeout(Duration::from_secs(10))
+            .build()
+            .unwrap(),
+        Quota::per_hour(5),
+    )
 }
 
 fn over(store: RedisStore, quota: Quota) -> Limiter {
-    RateLimitLayer::builder(quota).store(Arc::new(store)).max_wait(Duration::ZERO).build().unwrap().limiter()
+    RateLimitLayer::builder(quota)
+        .store(Arc::new(store))
+        .max_wait(Duration::ZERO)
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 /// A number from the environment.
 fn setting(name: &str, otherwise: usize) -> usize {
-    std::env::var(name)
-        .map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+    std::env::var(name).map_or(otherwise, |text| {
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name}={text} is no number"))
+    })
 }
 
 /// A call with a key of its own.
@@ -77,11 +91,20 @@ impl Site {
     fn new() -> Site {
         let options = ["--save", "", "--enable-debug-command", "yes"];
         // Reading a state from a file is slow: about half a second for ten thousand keys.
-        let slowly = ["--key-load-delay", "50", "--loading-process-events-interval-bytes", "1024"];
+        let slowly = [
+            "--key-load-delay",
+            "50",
+            "--loading-process-events-interval-bytes",
+            "1024",
+        ];
         let server = RedisServer::with_options(&[&options[..], &slowly].concat()).unwrap();
         let proxy = Proxy::start(server.port()).unwrap();
         let admin = Mutex::new(server.connect().unwrap());
-        Site { server: Mutex::new(server), proxy, admin }
+        Site {
+            server: Mutex::new(server),
+            proxy,
+            admin,
+        }
     }
 
     fn admin(&self, words: &[&str]) {
@@ -90,7 +113,9 @@ impl Site {
             command.arg(word);
         });
         let mut admin = self.admin.lock().unwrap();
-        command.exec(&mut admin).unwrap_or_else(|error| panic!("{words:?}: {error}"));
+        command
+            .exec(&mut admin)
+            .unwrap_or_else(|error| panic!("{words:?}: {error}"));
     }
 
     fn restart(&self) {
@@ -151,7 +176,10 @@ impl Site {
 fn percentile(spans: &mut [Duration], share: f64) -> Duration {
     spans.sort_unstable();
     let index = (spans.len() as f64 * share) as usize;
-    spans.get(index.min(spans.len().saturating_sub(1))).copied().unwrap_or_default()
+    spans
+        .get(index.min(spans.len().saturating_sub(1)))
+        .copied()
+        .unwrap_or_default()
 }
 
 /// What a fault did, over all its rounds.
@@ -168,20 +196,32 @@ struct Measured {
 async fn measure(fault: &'static str, rounds: usize) -> Measured {
     let site = Arc::new(Site::new());
     let url = site.proxy.url();
-    let (calls, sent, over) =
-        (Arc::<Mutex<Vec<Call>>>::default(), Arc::default(), Arc::new(AtomicBool::new(false)));
+    let (calls, sent, over) = (
+        Arc::<Mutex<Vec<Call>>>::default(),
+        Arc::default(),
+        Arc::new(AtomicBool::new(false)),
+    );
     let number = Arc::new(AtomicUsize::new(0));
     let mut tasks = Vec::new();
     for _ in 0..2 {
-        let (alone, shared) = (limiter(&url, Quota::per_hour(5)), limiter(&url, Quota::per_second(LIMIT)));
+        let (alone, shared) = (
+            limiter(&url, Quota::per_hour(5)),
+            limiter(&url, Quota::per_second(LIMIT)),
+        );
         for _ in 0..2 {
-            let (alone, calls, over, number) = (alone.clone(), calls.clone(), over.clone(), number.clone());
+            let (alone, calls, over, number) =
+                (alone.clone(), calls.clone(), over.clone(), number.clone());
             tasks.push(tokio::spawn(async move {
                 while !over.load(Ordering::Relaxed) {
                     let key = Key::new(format!("call {}", number.fetch_add(1, Ordering::Relaxed)));
                     let asked = Instant::now();
                     let failed = matches!(alone.acquire(key).await, Err(Limited::Store { .. }));
-                    calls.lock().unwrap().push(Call { key, asked, took: asked.elapsed(), failed });
+                    calls.lock().unwrap().push(Call {
+                        key,
+                        asked,
+                        took: asked.elapsed(),
+                        failed,
+                    });
                     sleep(ms(3)).await;
                 }
             }));
@@ -201,25 +241,37 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
         sleep(ms(300)).await;
         let made = site.clone();
         let begins = Instant::now();
-        tokio::task::spawn_blocking(move || made.make(fault)).await.unwrap();
+        tokio::task::spawn_blocking(move || made.make(fault))
+            .await
+            .unwrap();
         let ends = Instant::now();
         let good = |call: &&Call| call.asked >= ends && !call.failed;
         let recovered = loop {
             sleep(ms(5)).await;
-            assert!(ends.elapsed() < Duration::from_secs(20), "{fault}: the store never recovered");
+            assert!(
+                ends.elapsed() < Duration::from_secs(20),
+                "{fault}: the store never recovered"
+            );
             if let Some(call) = calls.lock().unwrap().iter().find(good) {
                 break call.asked + call.took - ends;
             }
         };
         sleep(ms(100)).await;
         let all = std::mem::take(&mut *calls.lock().unwrap());
-        let bad: Vec<_> = all.iter().filter(|call| call.failed && call.asked + call.took >= begins).collect();
+        let bad: Vec<_> = all
+            .iter()
+            .filter(|call| call.failed && call.asked + call.took >= begins)
+            .collect();
         // Requests made when the fault began, or first after it, waited until it was detected.
         let first = bad.iter().map(|call| call.asked + call.took).min();
         if let Some(first) = first {
             let waiting = bad.iter().filter(|call| call.asked <= first);
             measured.found_out.extend(waiting.map(|call| call.took));
-            measured.meanwhile.extend(bad.iter().filter(|call| call.asked > first).map(|call| call.took));
+            measured.meanwhile.extend(
+                bad.iter()
+                    .filter(|call| call.asked > first)
+                    .map(|call| call.took),
+            );
             measured.recovered.push(recovered);
         }
         measured.failed += bad.len();
@@ -241,7 +293,14 @@ async fn measure(fault: &'static str, rounds: usize) -> Measured {
 /// Every fault is detected, costs little meanwhile, and ends without help.
 async fn check(fault: &'static str) {
     let mut measured = measure(fault, setting("TOLLGATE_FAULT_ROUNDS", 2)).await;
-    let Measured { found_out, meanwhile, recovered, failed, twice, extra } = &mut measured;
+    let Measured {
+        found_out,
+        meanwhile,
+        recovered,
+        failed,
+        twice,
+        extra,
+    } = &mut measured;
     let found = percentile(found_out, 0.99);
     let [then, then99] = [0.5, 0.99].map(|share| percentile(meanwhile, share));
     let [back, back99] = [0.5, 0.99].map(|share| percentile(recovered, share));
@@ -250,7 +309,10 @@ async fn check(fault: &'static str) {
          p50 {back:.2?} p99 {back99:.2?}; {extra} over the limit, {twice} done twice"
     );
     assert_eq!((*extra, *twice), (0, 0), "{fault}");
-    assert!(found <= STORE_TIMEOUT + NOISE, "{fault}: found out after {found:?}");
+    assert!(
+        found <= STORE_TIMEOUT + NOISE,
+        "{fault}: found out after {found:?}"
+    );
     assert!(then <= ms(20), "{fault}: a call costs {then:?} meanwhile");
     assert!(back99 <= ms(5000), "{fault}: over after {back99:?}");
     let harmless = ["NOSCRIPT", "connections reset"].contains(&fault);
@@ -307,7 +369,10 @@ async fn lose_answers(store: usize, calls: usize, proxy: Proxy, through: Limiter
     for number in 0..calls {
         let start = Instant::now();
         while through.peek(Key::ALL).await.is_err() {
-            assert!(start.elapsed() < Duration::from_secs(20), "the store never recovered");
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "the store never recovered"
+            );
             sleep(ms(2)).await;
         }
         proxy.break_after_script();
@@ -325,7 +390,12 @@ fn lost_key(store: usize, number: usize) -> Key {
 async fn assert_each_done_once(what: &str, direct: &Limiter, stores: usize, calls: usize) {
     let mut done = [0; 3];
     for number in 0..stores * calls {
-        let used = direct.peek(lost_key(number / calls, number % calls)).await.unwrap().limits[0].used;
+        let used = direct
+            .peek(lost_key(number / calls, number % calls))
+            .await
+            .unwrap()
+            .limits[0]
+            .used;
         done[used.min(2) as usize] += 1;
     }
     println!(
@@ -363,9 +433,16 @@ async fn unanswered_cluster_calls_are_never_made_twice() {
     drop(direct.acquire(Key::ALL).await.unwrap());
     let proxy = Proxy::start(server.port()).unwrap();
     // Clients connect to the address that the cluster announces.
-    let () = server.command(&["CONFIG", "SET", "cluster-announce-port", &proxy.port().to_string()]);
+    let () = server.command(&[
+        "CONFIG",
+        "SET",
+        "cluster-announce-port",
+        &proxy.port().to_string(),
+    ]);
     let store = Arc::new(RedisStore::cluster([proxy.url()]).build().unwrap());
-    let through = RateLimitLayer::builder(Quota::per_hour(5)).store(store).max_wait(Duration::ZERO);
+    let through = RateLimitLayer::builder(Quota::per_hour(5))
+        .store(store)
+        .max_wait(Duration::ZERO);
     lose_answers(0, 100, proxy, through.build().unwrap().limiter()).await;
     assert_each_done_once("a cluster", &direct, 1, 100).await;
 }
@@ -376,11 +453,16 @@ async fn many_clients_do_not_reconnect_at_once() {
     let clients = setting("TOLLGATE_FAULT_CLIENTS", 150);
     let server = RedisServer::start().unwrap();
     let proxy = Proxy::start(server.port()).unwrap();
-    let stores: Vec<_> = (0..clients).map(|_| RedisStore::new(&proxy.url()).unwrap()).collect();
+    let stores: Vec<_> = (0..clients)
+        .map(|_| RedisStore::new(&proxy.url()).unwrap())
+        .collect();
     for store in &stores {
         let start = Instant::now();
         while store.connect().await.is_err() {
-            assert!(start.elapsed() < Duration::from_secs(20), "it cannot be reached");
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "it cannot be reached"
+            );
             sleep(ms(10)).await;
         }
     }
@@ -389,7 +471,11 @@ async fn many_clients_do_not_reconnect_at_once() {
     proxy.refuse(false);
     let back = std::time::Instant::now();
     sleep(ms(2000)).await;
-    let tries: Vec<_> = proxy.tries_since(back).into_iter().map(Instant::from_std).collect();
+    let tries: Vec<_> = proxy
+        .tries_since(back)
+        .into_iter()
+        .map(Instant::from_std)
+        .collect();
     let largest = largest_count(&tries, ms(100));
     println!(
         "{clients} clients with two connections each came back by {} tries, at most {largest} ({} %) in 100 ms",
@@ -397,5 +483,9 @@ async fn many_clients_do_not_reconnect_at_once() {
         largest * 100 / tries.len().max(1)
     );
     assert!(tries.len() >= clients, "{} tries", tries.len());
-    assert!(largest * 2 <= tries.len(), "{largest} of {} within 100 ms", tries.len());
+    assert!(
+        largest * 2 <= tries.len(),
+        "{largest} of {} within 100 ms",
+        tries.len()
+    );
 }

@@ -1,4 +1,5 @@
-//! Deployments of Redis: a cluster, Sentinels, TLS, credentials that change. Real servers, real failovers.
+//! Deployments of Redis: a cluster, Sentinels, TLS, credentials that change. Real servers, real
+//! failovers.
 
 #![cfg(all(feature = "redis-cluster", feature = "redis-sentinel"))]
 
@@ -12,11 +13,16 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::store::{RedisStore, RedisStoreBuilder};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
 
-/// A limiter with a `max_wait` of a second: enough for a machine that stalls past a permit's validity, and too short
-/// for the limits of these tests.
+/// A limiter with a `max_wait` of a second: enough for a machine that stalls past a permit's
+/// validity, and too short for the limits of these tests.
 fn limiter(builder: RedisStoreBuilder, quota: Quota) -> Limiter {
     let store = Arc::new(builder.build().unwrap());
-    RateLimitLayer::builder(quota).store(store).max_wait(Duration::from_secs(1)).build().unwrap().limiter()
+    RateLimitLayer::builder(quota)
+        .store(store)
+        .max_wait(Duration::from_secs(1))
+        .build()
+        .unwrap()
+        .limiter()
 }
 
 const FEW: u32 = 5;
@@ -44,7 +50,8 @@ async fn share(store: impl Fn() -> RedisStoreBuilder) {
     until_told(&one, &other, Key::new("held")).await;
 }
 
-/// Waits until another process knows of a hold. With only an in-flight limit, a hold is published and not polled.
+/// Waits until another process knows of a hold. With only an in-flight limit, a hold is published
+/// and not polled.
 async fn until_told(one: &Limiter, other: &Limiter, key: Key) -> Duration {
     let start = Instant::now();
     loop {
@@ -52,15 +59,21 @@ async fn until_told(one: &Limiter, other: &Limiter, key: Key) -> Duration {
         let held = other.acquire(key).await;
         one.release(key).await.unwrap();
         match held {
-            Err(Limited::Local { reason: Reason::Held, .. }) => return start.elapsed(),
-            _ => assert!(start.elapsed() < PATIENCE, "the other process is not notified"),
+            Err(Limited::Local {
+                reason: Reason::Held,
+                ..
+            }) => return start.elapsed(),
+            _ => assert!(
+                start.elapsed() < PATIENCE,
+                "the other process is not notified"
+            ),
         }
         sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// Makes calls, each with its own key, until `over`. Returns the keys, which of the calls were granted, and the
-/// longest time without a grant.
+/// Makes calls, each with its own key, until `over`. Returns the keys, which of the calls were
+/// granted, and the longest time without a grant.
 async fn calls(limiter: &Limiter, over: &AtomicBool) -> (Vec<Key>, usize, Duration) {
     let (mut keys, mut granted) = (Vec::new(), 0);
     let (mut last, mut longest) = (Instant::now(), Duration::ZERO);
@@ -108,7 +121,9 @@ async fn assert_none_twice(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
-    let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap()).await.unwrap();
+    let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
+        .await
+        .unwrap();
     let urls = cluster.urls();
     share(|| RedisStore::cluster(&urls)).await;
 
@@ -126,8 +141,9 @@ async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
         }
         let primary = cluster.primary_of(slot).unwrap();
         cluster.node(primary).kill();
-        cluster
-            .wait_for("another has it", |cluster| cluster.primary_of(slot).is_some_and(|now| now != primary));
+        cluster.wait_for("another has it", |cluster| {
+            cluster.primary_of(slot).is_some_and(|now| now != primary)
+        });
         std::thread::sleep(Duration::from_secs(3));
         over.store(true, Ordering::Relaxed);
         // The connections are kept until all questions are answered.
@@ -136,7 +152,12 @@ async fn cluster_counts_notifies_migrates_and_fails_over_without_repeats() {
     let cluster = tokio::task::spawn_blocking(disturb).await.unwrap();
     let called = calling.await.unwrap();
     assert!(called.2 < PATIENCE, "{:?}", called.2);
-    assert_none_twice("a cluster, 20 slots moved and a primary killed", &limiter, called).await;
+    assert_none_twice(
+        "a cluster, 20 slots moved and a primary killed",
+        &limiter,
+        called,
+    )
+    .await;
     drop(cluster);
 }
 
@@ -183,12 +204,22 @@ async fn until_granted(limiter: &Limiter, keys: &[Key]) -> Duration {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hanging_primary_fails_its_own_keys_only() {
     const HANGS: usize = 2;
-    let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap()).await.unwrap();
+    let mut cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
+        .await
+        .unwrap();
     let urls = cluster.urls();
-    let connect = |url: &String| redis::Client::open(url.as_str()).unwrap().get_connection().unwrap();
+    let connect = |url: &String| {
+        redis::Client::open(url.as_str())
+            .unwrap()
+            .get_connection()
+            .unwrap()
+    };
     let configure = |name: &str, value: &str| {
         for url in &urls {
-            redis::cmd("CONFIG").arg(&["SET", name, value]).exec(&mut connect(url)).unwrap();
+            redis::cmd("CONFIG")
+                .arg(&["SET", name, value])
+                .exec(&mut connect(url))
+                .unwrap();
         }
     };
     // No replica replaces it.
@@ -198,10 +229,18 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     let limiter = limiter(RedisStore::cluster(&urls), Quota::per_hour(49));
     let (mut its_own, mut others) = (Vec::new(), Vec::new());
     for number in 0..60 {
-        let size = || redis::cmd("DBSIZE").query::<u64>(&mut connect(&urls[HANGS])).unwrap();
+        let size = || {
+            redis::cmd("DBSIZE")
+                .query::<u64>(&mut connect(&urls[HANGS]))
+                .unwrap()
+        };
         let (key, before) = (Key::new(format!("key {number}")), size());
         drop(limiter.acquire(key).await.unwrap());
-        if size() > before { its_own.push(key) } else { others.push(key) }
+        if size() > before {
+            its_own.push(key)
+        } else {
+            others.push(key)
+        }
     }
 
     let to_be_held = others.pop().unwrap();
@@ -230,24 +269,37 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
         "one of three primaries hangs for 8 s: keys of the others {of_others:?}, its own {of_its_own:?}; processes that listen \
          are told within {told:.1?}; back {resumed:.1?} after it went on"
     );
-    assert!(of_others.granted > 50 && of_others.failed * 20 < of_others.granted, "{of_others:?}");
+    assert!(
+        of_others.granted > 50 && of_others.failed * 20 < of_others.granted,
+        "{of_others:?}"
+    );
     assert_eq!(of_its_own.granted, 0);
-    assert!(of_its_own.failed > 50 && of_its_own.slow * 20 < of_its_own.failed, "{of_its_own:?}");
+    assert!(
+        of_its_own.failed > 50 && of_its_own.slow * 20 < of_its_own.failed,
+        "{of_its_own:?}"
+    );
 
-    // Its replica takes its place. Until then Redis by default refuses all keys of the cluster, once the primary is
-    // marked as failed.
+    // Its replica takes its place. Until then Redis by default refuses all keys of the cluster,
+    // once the primary is marked as failed.
     configure("cluster-require-full-coverage", "no");
     configure("cluster-node-timeout", "1000");
-    let slot = (0..16384).find(|slot| cluster.primary_of(*slot) == Some(HANGS)).unwrap();
+    let slot = (0..16384)
+        .find(|slot| cluster.primary_of(*slot) == Some(HANGS))
+        .unwrap();
     cluster.node(HANGS).pause();
     let replaced = async {
-        while cluster.primary_of(slot).is_none_or(|primary| primary == HANGS) {
+        while cluster
+            .primary_of(slot)
+            .is_none_or(|primary| primary == HANGS)
+        {
             sleep(Duration::from_millis(10)).await;
         }
     };
     let of_others = Fared::of(&limiter, &others, replaced).await;
     let back = until_granted(&limiter, &its_own).await;
-    println!("it hangs and is replaced: keys of the others {of_others:?}; back {back:.1?} after that");
+    println!(
+        "it hangs and is replaced: keys of the others {of_others:?}; back {back:.1?} after that"
+    );
     assert!(of_others.failed * 20 <= of_others.granted, "{of_others:?}");
     cluster.node(HANGS).resume();
     let all = [others, its_own].concat();
@@ -260,21 +312,33 @@ async fn a_hanging_primary_fails_its_own_keys_only() {
     (0..urls.len()).for_each(|node| cluster.node(node).resume());
     let back = until_granted(&limiter, &all).await;
     println!("all hang: all keys {of_all:?}; back {back:.1?} after they went on");
-    assert!(of_all.granted == 0 && of_all.slow * 10 < of_all.failed, "{of_all:?}");
+    assert!(
+        of_all.granted == 0 && of_all.slow * 10 < of_all.failed,
+        "{of_all:?}"
+    );
 }
 
 /// A key that is being migrated is requested from its new server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_that_moves_is_counted_on_the_way() {
-    let cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap()).await.unwrap();
+    let cluster = tokio::task::spawn_blocking(|| RedisCluster::start().unwrap())
+        .await
+        .unwrap();
     let urls = cluster.urls();
     let limiter = limiter(RedisStore::cluster(&urls), Quota::per_hour(1000));
     let key = Key::new("the one that moves");
     drop(limiter.acquire(key).await.unwrap());
     let name: String = (urls.iter())
         .find_map(|url| {
-            let mut redis = redis::Client::open(url.as_str()).ok()?.get_connection().ok()?;
-            redis::cmd("KEYS").arg("tollgate:*").query::<Vec<String>>(&mut redis).ok()?.pop()
+            let mut redis = redis::Client::open(url.as_str())
+                .ok()?
+                .get_connection()
+                .ok()?;
+            redis::cmd("KEYS")
+                .arg("tollgate:*")
+                .query::<Vec<String>>(&mut redis)
+                .ok()?
+                .pop()
         })
         .unwrap();
     let slot = cluster.slot(&name);
@@ -297,14 +361,22 @@ async fn a_key_that_moves_is_counted_on_the_way() {
     }
     let used = limiter.peek(key).await.unwrap().limits[0].used;
     println!("moved three times: {granted} granted, {failed} failed, {used} counted");
-    assert!(granted > 50 && failed <= granted / 10, "{granted} granted, {failed} failed");
-    assert!(used >= granted, "{granted} granted, {used} counted: prefetched permits are counted too");
+    assert!(
+        granted > 50 && failed <= granted / 10,
+        "{granted} granted, {failed} failed"
+    );
+    assert!(
+        used >= granted,
+        "{granted} granted, {used} counted: prefetched permits are counted too"
+    );
     drop(moving.await.unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sentinel_failover_needs_no_restart_and_repeats_nothing() {
-    let mut watched = tokio::task::spawn_blocking(|| Watched::start().unwrap()).await.unwrap();
+    let mut watched = tokio::task::spawn_blocking(|| Watched::start().unwrap())
+        .await
+        .unwrap();
     let (urls, master) = (watched.urls(), format!("redis://{}/", Watched::NAME));
     share(|| RedisStore::sentinel(&urls, &master)).await;
     let limiter = limiter(RedisStore::sentinel(&urls, &master), Quota::per_hour(FEW));
@@ -320,10 +392,18 @@ async fn sentinel_failover_needs_no_restart_and_repeats_nothing() {
         assert!(start.elapsed() < PATIENCE, "the store never recovered");
         sleep(Duration::from_millis(10)).await;
     }
-    println!("Sentinels: calls are granted {:.1?} after the master was killed", start.elapsed());
+    println!(
+        "Sentinels: calls are granted {:.1?} after the master was killed",
+        start.elapsed()
+    );
     sleep(Duration::from_millis(500)).await;
     over.store(true, Ordering::Relaxed);
-    assert_none_twice("Sentinels, the master killed", &limiter, calling.await.unwrap()).await;
+    assert_none_twice(
+        "Sentinels, the master killed",
+        &limiter,
+        calling.await.unwrap(),
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -331,11 +411,36 @@ async fn credentials_that_change_are_taken_up_by_the_factory() {
     let server = RedisServer::start().unwrap();
     let user = |password: &str| {
         let password = format!(">{password}");
-        let rules = ["ACL", "SETUSER", "tollgate", "on", "resetpass", &password, "resetkeys", "~tollgate:*"];
+        let rules = [
+            "ACL",
+            "SETUSER",
+            "tollgate",
+            "on",
+            "resetpass",
+            &password,
+            "resetkeys",
+            "~tollgate:*",
+        ];
         let rules = [
             &rules[..],
-            &["resetchannels", "&tollgate:*", "-@all", "+evalsha", "+eval", "+ping", "+time"],
-            &["+get", "+getrange", "+setrange", "+set", "+pexpire", "+publish", "+subscribe"],
+            &[
+                "resetchannels",
+                "&tollgate:*",
+                "-@all",
+                "+evalsha",
+                "+eval",
+                "+ping",
+                "+time",
+            ],
+            &[
+                "+get",
+                "+getrange",
+                "+setrange",
+                "+set",
+                "+pexpire",
+                "+publish",
+                "+subscribe",
+            ],
         ];
         let () = server.command(&rules.concat());
     };
@@ -343,8 +448,15 @@ async fn credentials_that_change_are_taken_up_by_the_factory() {
     let password = Arc::new(Mutex::new("one"));
     let (port, known) = (server.port(), password.clone());
     let factory = move || {
-        let url = format!("redis://tollgate:{}@127.0.0.1:{port}/", known.lock().unwrap());
-        async move { redis::Client::open(url)?.get_multiplexed_async_connection().await }
+        let url = format!(
+            "redis://tollgate:{}@127.0.0.1:{port}/",
+            known.lock().unwrap()
+        );
+        async move {
+            redis::Client::open(url)?
+                .get_multiplexed_async_connection()
+                .await
+        }
     };
     let limiter = limiter(RedisStore::with_factory(factory), Quota::per_hour(FEW));
     let key = Key::new("key");
@@ -358,15 +470,24 @@ async fn credentials_that_change_are_taken_up_by_the_factory() {
         let (start, mut errors) = (Instant::now(), 0);
         while limiter.peek(key).await.is_err() {
             errors += 1;
-            assert!(start.elapsed() < Duration::from_secs(10), "the store never recovered");
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "the store never recovered"
+            );
             if start.elapsed() > Duration::from_millis(400) {
                 *password.lock().unwrap() = new;
             }
             sleep(Duration::from_millis(5)).await;
         }
-        println!("the password is {new}: {errors} calls failed, back after {:.1?}", start.elapsed());
+        println!(
+            "the password is {new}: {errors} calls failed, back after {:.1?}",
+            start.elapsed()
+        );
     }
-    assert!(limiter.peek(key).await.unwrap().limits[0].used > 0, "the count is kept");
+    assert!(
+        limiter.peek(key).await.unwrap().limits[0].used > 0,
+        "the count is kept"
+    );
 }
 
 /// The access rules that the guide names.
@@ -379,9 +500,14 @@ async fn an_acl_for_a_cluster_suffices() {
     let url = format!("redis://tollgate:password@127.0.0.1:{}/", server.port());
     let [one, other] = [(); 2].map(|()| limiter(RedisStore::cluster([&url]), Quota::in_flight(1)));
     until_told(&one, &other, Key::ALL).await;
-    let store = RedisStore::cluster([url.replace("password", "geheim")]).build().unwrap();
+    let store = RedisStore::cluster([url.replace("password", "geheim")])
+        .build()
+        .unwrap();
     let error = store.connect().await.unwrap_err().to_string();
-    assert!(error.contains(&format!("127.0.0.1:{}", server.port())) && !error.contains("geheim"), "{error}");
+    assert!(
+        error.contains(&format!("127.0.0.1:{}", server.port())) && !error.contains("geheim"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -400,7 +526,10 @@ fn invalid_places_are_errors_without_passwords() {
     ];
     for (number, builder) in builders.into_iter().enumerate() {
         let error = builder.build().map(|_| ()).unwrap_err().to_string();
-        assert!(error.contains("URL of Redis") && !error.contains("geheim"), "{number}: {error}");
+        assert!(
+            error.contains("URL of Redis") && !error.contains("geheim"),
+            "{number}: {error}"
+        );
     }
 }
 
@@ -411,7 +540,13 @@ async fn server_without_tls_is_unreachable_for_a_tls_store() {
     let server = RedisServer::start().unwrap();
     let url = server.url().replace("redis://", "rediss://");
     let store = RedisStore::new(&url).unwrap();
-    let error = timeout(PATIENCE, store.connect()).await.unwrap().unwrap_err();
-    assert!(error.to_string().starts_with("the store cannot be reached"), "{error}");
+    let error = timeout(PATIENCE, store.connect())
+        .await
+        .unwrap()
+        .unwrap_err();
+    assert!(
+        error.to_string().starts_with("the store cannot be reached"),
+        "{error}"
+    );
     assert!(!error.to_string().contains("panic"), "{error}");
 }

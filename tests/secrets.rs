@@ -18,8 +18,12 @@ const SECRET: &str = "s3cr3t-token";
 
 /// A request whose key is a secret, and which has the secret in every private place.
 fn secret() -> http::Request<String> {
-    let mut request = get(&format!("http://{SECRET}:{SECRET}@api.example.com/{SECRET}?token={SECRET}"));
-    request.headers_mut().insert(AUTHORIZATION, SECRET.parse().unwrap());
+    let mut request = get(&format!(
+        "http://{SECRET}:{SECRET}@api.example.com/{SECRET}?token={SECRET}"
+    ));
+    request
+        .headers_mut()
+        .insert(AUTHORIZATION, SECRET.parse().unwrap());
     request
 }
 
@@ -42,7 +46,14 @@ async fn second(builder: RateLimitBuilder, request: http::Request<String>) -> Li
 
 /// The error of the first request.
 async fn first(builder: RateLimitBuilder, request: http::Request<String>) -> Limited {
-    only(builder.build().unwrap().layer(Upstream::answering([limited("7")])).oneshot(request).await)
+    only(
+        builder
+            .build()
+            .unwrap()
+            .layer(Upstream::answering([limited("7")]))
+            .oneshot(request)
+            .await,
+    )
 }
 
 fn only<T>(result: Result<T, Error>) -> Limited {
@@ -65,21 +76,53 @@ async fn behind_another(builder: RateLimitBuilder, request: http::Request<String
 
 /// Every kind of refusal, and a word in its text that names the remedy.
 async fn every_no() -> Vec<(Limited, &'static str)> {
-    let failing = |error| builder().store(Arc::new(Failing { error, later: false }));
+    let failing = |error| {
+        builder().store(Arc::new(Failing {
+            error,
+            later: false,
+        }))
+    };
     let another_key = with(Key::new(SECRET).and("another"));
     let mut keyless = secret();
     keyless.headers_mut().remove(AUTHORIZATION);
     vec![
-        (second(builder().max_wait(ms(10)), secret()).await, "max_wait"),
-        (second(builder(), with(Deadline(long_ago()))).await, "deadline"),
-        (behind_another(builder().max_queue(1), secret()).await, "max_queue"),
-        (behind_another(builder().max_keys(1), another_key).await, "max_keys"),
-        (second(builder(), with(Cost(9))).await, "split it, or raise the limit"),
-        (first(builder(), keyless).await, "by_host needs an absolute URL"),
-        (first(builder().error_on_upstream_limit(), secret()).await, "try again in 7"),
-        (first(failing(StoreError::Full { max_keys: 3 }), secret()).await, "raise max_keys"),
+        (
+            second(builder().max_wait(ms(10)), secret()).await,
+            "max_wait",
+        ),
+        (
+            second(builder(), with(Deadline(long_ago()))).await,
+            "deadline",
+        ),
+        (
+            behind_another(builder().max_queue(1), secret()).await,
+            "max_queue",
+        ),
+        (
+            behind_another(builder().max_keys(1), another_key).await,
+            "max_keys",
+        ),
+        (
+            second(builder(), with(Cost(9))).await,
+            "split it, or raise the limit",
+        ),
+        (
+            first(builder(), keyless).await,
+            "by_host needs an absolute URL",
+        ),
+        (
+            first(builder().error_on_upstream_limit(), secret()).await,
+            "try again in 7",
+        ),
+        (
+            first(failing(StoreError::Full { max_keys: 3 }), secret()).await,
+            "raise max_keys",
+        ),
         (first(failing(StoreError::Lost), secret()).await, "store"),
-        (first(builder().store(Arc::new(Failing::away(false))), secret()).await, "connection refused"),
+        (
+            first(builder().store(Arc::new(Failing::away(false))), secret()).await,
+            "connection refused",
+        ),
     ]
 }
 
@@ -97,9 +140,15 @@ async fn errors_show_no_key_and_name_the_remedy() {
         let (shown, debug) = (error.to_string(), format!("{error:?} {error:#?}"));
         assert!(shown.contains(word), "it names no {word}: {shown}");
         assert!(shown.contains(&key), "it names no key: {shown}");
-        assert!(!shown.contains('\n') && !shown.ends_with('.'), "one line, no final stop: {shown}");
+        assert!(
+            !shown.contains('\n') && !shown.ends_with('.'),
+            "one line, no final stop: {shown}"
+        );
         assert!(!shown.starts_with(char::is_uppercase), "{shown}");
-        assert!(!shown.contains(SECRET) && !debug.contains(SECRET), "{shown} {debug}");
+        assert!(
+            !shown.contains(SECRET) && !debug.contains(SECRET),
+            "{shown} {debug}"
+        );
     }
     assert!(matches!(
         reasons[..],
@@ -108,7 +157,10 @@ async fn errors_show_no_key_and_name_the_remedy() {
             Reason::Deadline,
             Reason::QueueFull(1),
             Reason::TooManyKeys(1),
-            Reason::CostAboveLimit { cost: 9, largest: 1 },
+            Reason::CostAboveLimit {
+                cost: 9,
+                largest: 1
+            },
             Reason::NoKey,
             Reason::TooManyKeys(3),
         ]
@@ -122,11 +174,21 @@ async fn no_debug_output_shows_a_key() {
     let mut service = limit.layer(Upstream::new());
     let mut text = format!("{limit:?} {:?} {:?}", limit.limiter(), builder());
     let permit = limit.limiter().acquire(Key::new(SECRET)).await.unwrap();
-    write!(text, "{permit:?} {:?}", limit.limiter().peek(Key::new(SECRET)).await.unwrap()).unwrap();
+    write!(
+        text,
+        "{permit:?} {:?}",
+        limit.limiter().peek(Key::new(SECRET)).await.unwrap()
+    )
+    .unwrap();
     let mut acquire = Box::pin(limit.limiter().acquire(Key::new(SECRET)));
     assert!(futures::poll!(acquire.as_mut()).is_pending());
     let call = service.ready().await.unwrap().call(secret());
-    write!(text, "{acquire:?} {call:?} {service:?} {:?}", Key::new(SECRET)).unwrap();
+    write!(
+        text,
+        "{acquire:?} {call:?} {service:?} {:?}",
+        Key::new(SECRET)
+    )
+    .unwrap();
     assert!(!text.contains(SECRET), "{text}");
 }
 
@@ -137,13 +199,19 @@ async fn events_show_no_key_and_count_each_refusal_once() {
     let refusals = every_no().await.len();
     let waits = builder().build().unwrap().layer(Upstream::new());
     for _ in 0..2 {
-        support::soon(waits.clone().oneshot(secret())).await.unwrap();
+        support::soon(waits.clone().oneshot(secret()))
+            .await
+            .unwrap();
     }
     let told = events::told();
     assert!(!told.contains(SECRET), "{told}");
     let count = |what: &str| told.lines().filter(|line| line.contains(what)).count();
     assert_eq!(count("message=request refused"), refusals, "{told}");
-    assert_eq!((count("waiting for a permit"), count("permit granted")), (3, 1), "{told}");
+    assert_eq!(
+        (count("waiting for a permit"), count("permit granted")),
+        (3, 1),
+        "{told}"
+    );
 }
 
 /// Records the events of `tracing`, for each thread; a test is one thread.
@@ -159,10 +227,13 @@ mod events {
 
     thread_local!(static TOLD: RefCell<String> = const { RefCell::new(String::new()) });
 
-    /// Every test starts with this call: a call site first reached by a thread without a subscriber may stay disabled.
+    /// Every test starts with this call: a call site first reached by a thread without a subscriber
+    /// may stay disabled.
     pub(crate) fn listen() {
         static LISTENS: Once = Once::new();
-        LISTENS.call_once(|| tracing::subscriber::set_global_default(Listener).expect("nobody else listens"));
+        LISTENS.call_once(|| {
+            tracing::subscriber::set_global_default(Listener).expect("nobody else listens")
+        });
         TOLD.take();
     }
 
@@ -177,7 +248,9 @@ mod events {
 
     impl Visit for Fields {
         fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-            TOLD.with_borrow_mut(|told| write!(told, "{field}={value:?} ").expect("a string grows"));
+            TOLD.with_borrow_mut(|told| {
+                write!(told, "{field}={value:?} ").expect("a string grows")
+            });
         }
     }
 

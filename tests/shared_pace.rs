@@ -1,5 +1,5 @@
-//! One pace and one queue for many processes: each a layer of its own over the same store, with a clock that moves
-//! when the test waits.
+//! One pace and one queue for many processes: each a layer of its own over the same store, with a
+//! clock that moves when the test waits.
 
 mod support;
 
@@ -11,8 +11,8 @@ use http::{HeaderMap, StatusCode};
 use tollgate::pace::{Fair, Unpaced};
 use tollgate::signal::ResponseInfo;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreListener,
-    StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Register, RegisterRequest, Store, StoreError,
+    StoreListener, StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{AdaptiveThrottleLayer, ConfigError, Key, Signal};
 
@@ -31,7 +31,10 @@ struct Remote {
 
 impl Remote {
     fn new(trip: Duration) -> Arc<Self> {
-        Arc::new(Remote { trip, ..Remote::default() })
+        Arc::new(Remote {
+            trip,
+            ..Remote::default()
+        })
     }
 }
 
@@ -62,7 +65,9 @@ impl Store for Client {
             if remote.away.load(Ordering::Relaxed) {
                 return Err(StoreError::Lost);
             }
-            let StoreReply::Ready(answer) = remote.store.compare_and_set(change) else { unreachable!() };
+            let StoreReply::Ready(answer) = remote.store.compare_and_set(change) else {
+                unreachable!()
+            };
             pass(remote.trip / 2).await;
             answer
         }))
@@ -108,7 +113,11 @@ impl Bucket {
         }
         let mut headers = HeaderMap::new();
         headers.insert("ratelimit-remaining", (self.tokens.floor() as u64).into());
-        let status = if is_refused { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+        let status = if is_refused {
+            StatusCode::TOO_MANY_REQUESTS
+        } else {
+            StatusCode::OK
+        };
         Signal::read(&Response { status, headers })
     }
 }
@@ -138,7 +147,11 @@ fn layer(remote: &Arc<Remote>) -> AdaptiveThrottleLayer {
 }
 
 /// Calls repeatedly until `end`; returns how long each call waited.
-async fn call_until(end: Instant, layer: AdaptiveThrottleLayer, bucket: Arc<Mutex<Bucket>>) -> Vec<Duration> {
+async fn call_until(
+    end: Instant,
+    layer: AdaptiveThrottleLayer,
+    bucket: Arc<Mutex<Bucket>>,
+) -> Vec<Duration> {
     let mut waits = Vec::new();
     while now() < end {
         let start = now();
@@ -164,8 +177,9 @@ struct Outcome {
 
 async fn run(processes: usize, remote: Arc<Remote>, bucket: Arc<Mutex<Bucket>>) -> Outcome {
     let end = now() + Duration::from_secs(1800);
-    let calling: Vec<_> =
-        (0..processes).map(|_| tokio::spawn(call_until(end, layer(&remote), bucket.clone()))).collect();
+    let calling: Vec<_> = (0..processes)
+        .map(|_| tokio::spawn(call_until(end, layer(&remote), bucket.clone())))
+        .collect();
     let mut waits = Vec::new();
     for process in calling {
         waits.push(soon(process).await.unwrap());
@@ -183,26 +197,43 @@ async fn run(processes: usize, remote: Arc<Remote>, bucket: Arc<Mutex<Bucket>>) 
 
 #[tokio::test(start_paused = true)]
 async fn fifty_processes_at_an_empty_bucket_are_refused_once() {
-    let Outcome { accepted, refused, longest, calls: (fewest, most), exchanges } =
-        run(50, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
+    let Outcome {
+        accepted,
+        refused,
+        longest,
+        calls: (fewest, most),
+        exchanges,
+    } = run(50, Remote::new(ms(1)), Bucket::new(4500.0, 1.25, 0.0)).await;
     assert_eq!(refused, 1, "the probe");
     assert!(accepted >= 2240, "{accepted} of 2250");
     // A fair round robin takes 40 s.
     assert!(longest < Duration::from_secs(50), "{longest:?}");
     assert!(most - fewest <= 1, "{fewest} to {most}");
-    assert!(exchanges < 3 * accepted as u64, "{exchanges} for {accepted}");
+    assert!(
+        exchanges < 3 * accepted as u64,
+        "{exchanges} for {accepted}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn requests_skip_the_store_while_units_are_plentiful() {
     let remote = Remote::new(ms(40));
     let bucket = Bucket::new(1e6, 1000.0, 1e6);
-    let Outcome { accepted, refused, exchanges, longest, .. } = run(10, remote, bucket).await;
+    let Outcome {
+        accepted,
+        refused,
+        exchanges,
+        longest,
+        ..
+    } = run(10, remote, bucket).await;
     assert_eq!(refused, 0);
-    // The first request of each process asks at the same time. A process that reports late must not wait for the next
-    // exchange.
+    // The first request of each process asks at the same time. A process that reports late must not
+    // wait for the next exchange.
     assert!(longest < Duration::from_secs(2), "{longest:?}");
-    assert!(accepted >= 111_000, "{accepted} of 112,500: some request waits");
+    assert!(
+        accepted >= 111_000,
+        "{accepted} of 112,500: some request waits"
+    );
     assert!(exchanges < accepted as u64 * 2, "{exchanges}");
 }
 
@@ -219,7 +250,11 @@ async fn processes_keep_their_pace_share_without_the_store() {
             pass(Duration::from_secs(300)).await;
             let accepted = {
                 let bucket = bucket.lock().unwrap();
-                assert!(bucket.refused <= before + 10, "{} refusals", bucket.refused - before);
+                assert!(
+                    bucket.refused <= before + 10,
+                    "{} refusals",
+                    bucket.refused - before
+                );
                 let start = now() - Duration::from_secs(300);
                 bucket.accepted.iter().filter(|at| **at > start).count()
             };
@@ -229,7 +264,11 @@ async fn processes_keep_their_pace_share_without_the_store() {
     };
     let (outcome, ()) = tokio::join!(run(20, remote, bucket), away);
     assert!(outcome.accepted >= 2200, "{} of 2250", outcome.accepted);
-    assert!(outcome.longest < Duration::from_secs(80), "{:?}", outcome.longest);
+    assert!(
+        outcome.longest < Duration::from_secs(80),
+        "{:?}",
+        outcome.longest
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -237,9 +276,15 @@ async fn refusal_of_one_process_holds_all() {
     let remote = Remote::new(ms(1));
     let (one, other) = (layer(&remote), layer(&remote));
     // Both know that the bucket holds plenty, and send without asking.
-    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
+    let plenty =
+        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     for layer in [&one, &other, &one, &other] {
-        layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
+        layer
+            .throttle()
+            .acquire(Key::ALL)
+            .await
+            .unwrap()
+            .answered(&plenty);
         pass(ms(150)).await;
     }
     let refusal = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
@@ -248,7 +293,11 @@ async fn refusal_of_one_process_holds_all() {
     permit.answered(&refusal);
     pass(ms(20)).await;
     let permit = soon(other.throttle().acquire(Key::ALL)).await.unwrap();
-    assert!(now() - start >= Duration::from_secs(30), "{:?}", now() - start);
+    assert!(
+        now() - start >= Duration::from_secs(30),
+        "{:?}",
+        now() - start
+    );
     permit.answered(&plenty);
 }
 
@@ -261,25 +310,45 @@ fn refusal_for(seconds: u64) -> Signal {
 async fn release_in_new_process_ends_every_process_s_hold() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
-    one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
+    one.acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&refusal_for(3000));
     let start = now();
     let calls = [&one, &other].map(|throttle| {
         let throttle = throttle.clone();
         tokio::spawn(async move {
-            throttle.acquire(Key::ALL).await.map(|permit| permit.answered(&Signal::default()))
+            throttle
+                .acquire(Key::ALL)
+                .await
+                .map(|permit| permit.answered(&Signal::default()))
         })
     });
     pass(ms(5000)).await;
-    assert!(calls.iter().all(|call| !call.is_finished()), "they are held");
+    assert!(
+        calls.iter().all(|call| !call.is_finished()),
+        "they are held"
+    );
     // This process was started after the refusal, to release the hold.
     layer(&remote).throttle().release(Key::ALL).await.unwrap();
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
-    assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
+    assert!(
+        now() - start < Duration::from_secs(60),
+        "{:?}",
+        now() - start
+    );
     // Later processes do not see the hold either.
-    soon(layer(&remote).throttle().acquire(Key::ALL)).await.unwrap().give_back();
-    assert!(now() - start < Duration::from_secs(60), "{:?}", now() - start);
+    soon(layer(&remote).throttle().acquire(Key::ALL))
+        .await
+        .unwrap()
+        .give_back();
+    assert!(
+        now() - start < Duration::from_secs(60),
+        "{:?}",
+        now() - start
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -287,26 +356,45 @@ async fn manual_hold_is_shared_when_the_call_returns() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
     let start = now();
-    one.hold_for(Key::ALL, Duration::from_secs(30)).await.unwrap();
+    one.hold_for(Key::ALL, Duration::from_secs(30))
+        .await
+        .unwrap();
     soon(other.acquire(Key::ALL)).await.unwrap().give_back();
-    assert!(now() - start >= Duration::from_secs(30), "{:?}", now() - start);
+    assert!(
+        now() - start >= Duration::from_secs(30),
+        "{:?}",
+        now() - start
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn release_without_store_is_shared_when_store_returns() {
     let remote = Remote::new(ms(20));
     let (one, other) = (layer(&remote).throttle(), layer(&remote).throttle());
-    one.acquire(Key::ALL).await.unwrap().answered(&refusal_for(3000));
+    one.acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&refusal_for(3000));
     let start = now();
     pass(ms(1000)).await;
     remote.away.store(true, Ordering::Relaxed);
     assert!(matches!(one.release(Key::ALL).await, Err(StoreError::Lost)));
-    soon(one.acquire(Key::ALL)).await.unwrap().answered(&Signal::default());
+    soon(one.acquire(Key::ALL))
+        .await
+        .unwrap()
+        .answered(&Signal::default());
     pass(ms(5000)).await;
     remote.away.store(false, Ordering::Relaxed);
     pass(ms(30_000)).await;
-    soon(other.acquire(Key::ALL)).await.unwrap().answered(&Signal::default());
-    assert!(now() - start < Duration::from_secs(120), "{:?}", now() - start);
+    soon(other.acquire(Key::ALL))
+        .await
+        .unwrap()
+        .answered(&Signal::default());
+    assert!(
+        now() - start < Duration::from_secs(120),
+        "{:?}",
+        now() - start
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -335,7 +423,13 @@ async fn dropped_waiter_blocks_no_other_request() {
     let accepted = bucket.lock().unwrap().accepted.len();
     assert!(accepted >= 330, "{accepted} of 375");
     for layer in layers {
-        assert_eq!((layer.throttle().waiting(Key::ALL), layer.throttle().in_flight(Key::ALL)), (0, 0));
+        assert_eq!(
+            (
+                layer.throttle().waiting(Key::ALL),
+                layer.throttle().in_flight(Key::ALL)
+            ),
+            (0, 0)
+        );
     }
 }
 
@@ -348,12 +442,29 @@ async fn impatient_request_goes_when_its_turn_is_due() {
         .max_wait(Duration::ZERO)
         .build()
         .unwrap();
-    let empty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
-    layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
+    let empty =
+        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
+    layer
+        .throttle()
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&empty);
     let refused = layer.throttle().acquire(Key::ALL).await.unwrap_err();
-    assert!(refused.report().retry_after().is_some_and(|wait| wait > ms(500)), "{refused}");
+    assert!(
+        refused
+            .report()
+            .retry_after()
+            .is_some_and(|wait| wait > ms(500)),
+        "{refused}"
+    );
     pass(Duration::from_secs(20)).await;
-    layer.throttle().acquire(Key::ALL).await.unwrap().answered(&empty);
+    layer
+        .throttle()
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&empty);
 }
 
 #[tokio::test(start_paused = true)]
@@ -361,11 +472,21 @@ async fn silent_store_counts_as_unreachable() {
     let remote = Remote::new(ms(1));
     remote.mute.store(true, Ordering::Relaxed);
     let (layer, start) = (layer(&remote), now());
-    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
+    let plenty =
+        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     for _ in 0..10 {
-        layer.throttle().acquire(Key::ALL).await.unwrap().answered(&plenty);
+        layer
+            .throttle()
+            .acquire(Key::ALL)
+            .await
+            .unwrap()
+            .answered(&plenty);
     }
-    assert!(now() - start < Duration::from_secs(30), "{:?}", now() - start);
+    assert!(
+        now() - start < Duration::from_secs(30),
+        "{:?}",
+        now() - start
+    );
 }
 
 #[test]
@@ -376,7 +497,8 @@ fn stalled_runtime_delays_no_request_in_another_runtime() {
     };
     let (first, second) = (runtime(), runtime());
     let layer = layer(&Remote::new(ms(1)));
-    let plenty = Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
+    let plenty =
+        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(4000));
     let call = |after: Duration| {
         let (throttle, plenty) = (layer.throttle(), plenty.clone());
         async move {
@@ -396,7 +518,9 @@ fn stalled_runtime_delays_no_request_in_another_runtime() {
 
 #[test]
 fn pace_that_cannot_be_shared_is_refused_with_remedy() {
-    let builder = AdaptiveThrottleLayer::builder().pace(|| Unpaced).store(Arc::new(MemoryStore::default()));
+    let builder = AdaptiveThrottleLayer::builder()
+        .pace(|| Unpaced)
+        .store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
     assert_eq!(error, ConfigError::PaceNotShared);
     assert!(error.to_string().contains("Pace::share"), "{error}");

@@ -1,4 +1,5 @@
-//! One pace and one queue for many processes, with a real Redis: separate stores stand for processes.
+//! One pace and one queue for many processes, with a real Redis: separate stores stand for
+//! processes.
 
 #![cfg(feature = "redis")]
 
@@ -28,8 +29,11 @@ fn process(server: &RedisServer, secret: Option<&str>) -> Throttle {
         Some(secret) => store.secret(secret),
         None => store,
     };
-    let builder = AdaptiveThrottleLayer::builder().pace(|| Fair::new().limit(20, Duration::from_secs(1)));
-    let builder = builder.store(Arc::new(store.build().unwrap())).max_wait(Duration::from_secs(60));
+    let builder =
+        AdaptiveThrottleLayer::builder().pace(|| Fair::new().limit(20, Duration::from_secs(1)));
+    let builder = builder
+        .store(Arc::new(store.build().unwrap()))
+        .max_wait(Duration::from_secs(60));
     builder.build().unwrap().throttle()
 }
 
@@ -67,10 +71,20 @@ impl Bucket {
 #[tokio::test]
 async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
     let mut server = RedisServer::start().unwrap();
-    let processes: Vec<_> = (0..30).map(|_| process(&server, Some("only we know"))).collect();
-    let bucket = Arc::new(Mutex::new(Bucket { tokens: 0.0, last: Instant::now(), accepted: 0, refused: 0 }));
+    let processes: Vec<_> = (0..30)
+        .map(|_| process(&server, Some("only we know")))
+        .collect();
+    let bucket = Arc::new(Mutex::new(Bucket {
+        tokens: 0.0,
+        last: Instant::now(),
+        accepted: 0,
+        refused: 0,
+    }));
     let end = Instant::now() + Duration::from_secs(21);
-    let calls: Vec<_> = processes.iter().map(|_| Arc::new(AtomicUsize::new(0))).collect();
+    let calls: Vec<_> = processes
+        .iter()
+        .map(|_| Arc::new(AtomicUsize::new(0)))
+        .collect();
     let calling = processes.iter().zip(&calls).map(|(throttle, calls)| {
         let (throttle, bucket, calls) = (throttle.clone(), bucket.clone(), calls.clone());
         tokio::spawn(async move {
@@ -89,16 +103,26 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
         let bucket = bucket.lock().unwrap();
         (bucket.accepted, bucket.refused)
     };
-    // A process that starts at a nearly empty bucket assumes that others use it, and learns the number.
+    // A process that starts at a nearly empty bucket assumes that others use it, and learns the
+    // number.
     sleep(Duration::from_secs(6)).await;
     let (before, refused) = count();
     assert!(is_rare(refused, before), "{refused} refused of {before}");
     sleep(Duration::from_secs(6)).await;
     let (accepted, refused) = count();
-    assert!(is_rare(refused, accepted), "{refused} refused of {accepted}");
+    assert!(
+        is_rare(refused, accepted),
+        "{refused} refused of {accepted}"
+    );
     assert!(accepted >= before + 60, "{accepted} of 120 after {before}");
-    let calls: Vec<_> = calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect();
-    assert!(calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 3, "{calls:?}");
+    let calls: Vec<_> = calls
+        .iter()
+        .map(|calls| calls.load(Ordering::Relaxed))
+        .collect();
+    assert!(
+        calls.iter().max().unwrap() - calls.iter().min().unwrap() <= 3,
+        "{calls:?}"
+    );
 
     // Each process goes on by itself.
     server.kill();
@@ -106,15 +130,24 @@ async fn processes_sharing_a_pace_survive_redis_with_few_refusals() {
     let without = bucket.lock().unwrap().accepted - accepted;
     assert!(without >= 60, "{without} of 120 without Redis");
     server.restart().unwrap();
-    join_all(calling).await.into_iter().for_each(|calling| calling.unwrap());
+    join_all(calling)
+        .await
+        .into_iter()
+        .for_each(|calling| calling.unwrap());
     let after = bucket.lock().unwrap().refused - refused;
     println!(
         "{accepted} of 240 passed in 12 s and {refused} were refused; {without} of 120 in 6 s without Redis, and {after} \
          refused then and when it was back"
     );
-    assert!(after <= 30, "{after} refused without Redis, and when it was back");
+    assert!(
+        after <= 30,
+        "{after} refused without Redis, and when it was back"
+    );
     for throttle in &processes {
-        assert_eq!((throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (0, 0));
+        assert_eq!(
+            (throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)),
+            (0, 0)
+        );
     }
 }
 
@@ -124,7 +157,11 @@ async fn hold_signal_to_one_process_holds_the_others() {
     let processes: Vec<_> = (0..3).map(|_| process(&server, None)).collect();
     // All have asked, and know that the bucket holds plenty.
     for throttle in processes.iter().cycle().take(9) {
-        throttle.acquire(Key::ALL).await.unwrap().answered(&left(1000));
+        throttle
+            .acquire(Key::ALL)
+            .await
+            .unwrap()
+            .answered(&left(1000));
     }
     sleep(millis(300)).await;
     let start = Instant::now();
@@ -150,36 +187,64 @@ async fn release_ends_a_hold_that_is_kept_in_redis() {
     }
     sleep(millis(300)).await;
     let held = process(&server, None);
-    assert!(held.acquire(Key::ALL).await.is_err(), "for longer than it can wait");
+    assert!(
+        held.acquire(Key::ALL).await.is_err(),
+        "for longer than it can wait"
+    );
     process(&server, None).release(Key::ALL).await.unwrap();
-    process(&server, None).acquire(Key::ALL).await.unwrap().answered(&left(1000));
+    process(&server, None)
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&left(1000));
     // The notification takes a trip.
     let told = async {
         while held.acquire(Key::ALL).await.is_err() {
             sleep(millis(5)).await;
         }
     };
-    timeout(Duration::from_secs(10), told).await.expect("released in all processes");
+    timeout(Duration::from_secs(10), told)
+        .await
+        .expect("released in all processes");
 }
 
 #[tokio::test]
 async fn redis_sees_no_key_and_keeps_nothing_for_ever() {
     let server = RedisServer::start().unwrap();
     let throttle = process(&server, None);
-    throttle.acquire(Key::new("s3cr3t token")).await.unwrap().answered(&left(5));
+    throttle
+        .acquire(Key::new("s3cr3t token"))
+        .await
+        .unwrap()
+        .answered(&left(5));
     sleep(millis(400)).await;
     let client = redis::Client::open(server.url()).unwrap();
     let mut connection = client.get_multiplexed_async_connection().await.unwrap();
-    let names: Vec<String> = redis::cmd("KEYS").arg("*").query_async(&mut connection).await.unwrap();
-    assert!(names.len() == 1 && names[0].contains(":register:") && !names[0].contains("s3cr3t"), "{names:?}");
-    let left: i64 = redis::cmd("PTTL").arg(&names[0]).query_async(&mut connection).await.unwrap();
+    let names: Vec<String> = redis::cmd("KEYS")
+        .arg("*")
+        .query_async(&mut connection)
+        .await
+        .unwrap();
+    assert!(
+        names.len() == 1 && names[0].contains(":register:") && !names[0].contains("s3cr3t"),
+        "{names:?}"
+    );
+    let left: i64 = redis::cmd("PTTL")
+        .arg(&names[0])
+        .query_async(&mut connection)
+        .await
+        .unwrap();
     assert!((1..=3_600_000).contains(&left), "{left}");
 }
 
 #[tokio::test]
 async fn unreadable_register_is_made_anew() {
     let server = RedisServer::start().unwrap();
-    process(&server, None).acquire(Key::ALL).await.unwrap().answered(&left(5));
+    process(&server, None)
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&left(5));
     sleep(millis(400)).await;
     let names: Vec<String> = server.command(&["KEYS", "*"]);
     for garbage in [

@@ -62,8 +62,23 @@ const NAMES: &[&str] = &[
     "content-type",
     "gw-ratelimit-reset",
 ];
-const FRONTS: &[&str] = &["", "x-", "vendor-", "x-vendor-", "gw-", "anthropic-", "--", "x-x-x-x-"];
-const MIDDLES: &[&str] = &["ratelimit", "rate-limit", "ratelimitbysize", "ratelimits", "limit"];
+const FRONTS: &[&str] = &[
+    "",
+    "x-",
+    "vendor-",
+    "x-vendor-",
+    "gw-",
+    "anthropic-",
+    "--",
+    "x-x-x-x-",
+];
+const MIDDLES: &[&str] = &[
+    "ratelimit",
+    "rate-limit",
+    "ratelimitbysize",
+    "ratelimits",
+    "limit",
+];
 const WORDS: &[&str] = &[
     "limit",
     "max",
@@ -145,15 +160,20 @@ const VALUES: &[&str] = &[
     "1µs",
     "\u{feff}5",
 ];
-const GLUE: &[&str] =
-    &[",", ", ", ";", ";w=", "=", ":", "/", " ", "\"", "\\", "(", "[", "{", "}", "-", ".", "\t"];
+const GLUE: &[&str] = &[
+    ",", ", ", ";", ";w=", "=", ":", "/", " ", "\"", "\\", "(", "[", "{", "}", "-", ".", "\t",
+];
 
 fn some(words: &'static [&'static str]) -> impl Strategy<Value = String> {
     proptest::sample::select(words).prop_map(str::to_owned)
 }
 
 fn name() -> impl Strategy<Value = String> {
-    let glued = (some(FRONTS), some(MIDDLES), proptest::collection::vec(some(WORDS), 0..4));
+    let glued = (
+        some(FRONTS),
+        some(MIDDLES),
+        proptest::collection::vec(some(WORDS), 0..4),
+    );
     prop_oneof![
         3 => some(NAMES),
         5 => glued.prop_map(|(front, middle, words)| {
@@ -164,8 +184,10 @@ fn name() -> impl Strategy<Value = String> {
 }
 
 fn value() -> impl Strategy<Value = Vec<u8>> {
-    let piece = prop_oneof![6 => some(VALUES), 4 => some(GLUE), 1 => "[0-9]{1,30}", 1 => "[ -~]{0,12}"];
-    let glued = proptest::collection::vec(piece, 1..6).prop_map(|pieces| pieces.concat().into_bytes());
+    let piece =
+        prop_oneof![6 => some(VALUES), 4 => some(GLUE), 1 => "[0-9]{1,30}", 1 => "[ -~]{0,12}"];
+    let glued =
+        proptest::collection::vec(piece, 1..6).prop_map(|pieces| pieces.concat().into_bytes());
     let long = (glued.clone(), 1usize..4000)
         .prop_map(|(piece, times)| piece.repeat(times.min(20_000 / piece.len().max(1) + 1)));
     let junk = proptest::collection::vec(any::<u8>(), 0..40);
@@ -176,7 +198,10 @@ fn value() -> impl Strategy<Value = Vec<u8>> {
 struct Sent {
     status: u16,
     lines: Vec<(String, Vec<u8>)>,
-    #[cfg_attr(not(feature = "body"), expect(dead_code, reason = "then nobody reads it"))]
+    #[cfg_attr(
+        not(feature = "body"),
+        expect(dead_code, reason = "then nobody reads it")
+    )]
     body: Vec<u8>,
 }
 
@@ -186,7 +211,11 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => 100u16..=999,
     ];
     let lines = proptest::collection::vec((name(), value()), 0..12);
-    (status, lines, value()).prop_map(|(status, lines, body)| Sent { status, lines, body })
+    (status, lines, value()).prop_map(|(status, lines, body)| Sent {
+        status,
+        lines,
+        body,
+    })
 }
 
 /// The response, with names as given or in capital letters; bytes that HTTP forbids are left out.
@@ -194,10 +223,15 @@ fn response(sent: &Sent, capitals: bool) -> Response<()> {
     let mut response = Response::new(());
     *response.status_mut() = StatusCode::from_u16(sent.status).unwrap();
     for (name, value) in &sent.lines {
-        let name = if capitals { name.to_uppercase() } else { name.clone() };
-        if let (Ok(name), Ok(value)) =
-            (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value))
-        {
+        let name = if capitals {
+            name.to_uppercase()
+        } else {
+            name.clone()
+        };
+        if let (Ok(name), Ok(value)) = (
+            HeaderName::from_bytes(name.as_bytes()),
+            HeaderValue::from_bytes(value),
+        ) {
             response.headers_mut().append(name, value);
         }
     }
@@ -225,11 +259,22 @@ fn is_sound(sent: &Sent) -> Result<(), TestCaseError> {
     prop_assert!(signal.retry_after() <= Some(YEAR));
     prop_assert!(signal.quotas().len() <= Signal::MOST_QUOTAS);
     for quota in signal.quotas() {
-        prop_assert!(quota.window() <= Some(YEAR) && quota.window() != Some(Duration::ZERO), "{:?}", quota);
+        prop_assert!(
+            quota.window() <= Some(YEAR) && quota.window() != Some(Duration::ZERO),
+            "{:?}",
+            quota
+        );
         prop_assert!(quota.reset_after() <= Some(YEAR), "{:?}", quota);
-        let largest = [quota.limit(), quota.remaining(), quota.used()].into_iter().flatten().max();
+        let largest = [quota.limit(), quota.remaining(), quota.used()]
+            .into_iter()
+            .flatten()
+            .max();
         prop_assert!(largest < Some(1 << 53), "{:?}", quota);
-        prop_assert!(largest.is_some() || quota.reset_after().is_some(), "{:?}", quota);
+        prop_assert!(
+            largest.is_some() || quota.reset_after().is_some(),
+            "{:?}",
+            quota
+        );
     }
     prop_assert_eq!(&signal, &read(sent, true).0);
     Ok(())
@@ -237,18 +282,27 @@ fn is_sound(sent: &Sent) -> Result<(), TestCaseError> {
 
 #[tokio::test(start_paused = true)]
 async fn whatever_is_sent_is_read_within_bounds() {
-    let seconds =
-        std::env::var("TOLLGATE_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(3);
+    let seconds = std::env::var("TOLLGATE_FUZZ_SECONDS")
+        .ok()
+        .and_then(|seconds| seconds.parse().ok())
+        .unwrap_or(3);
     let (start, mut cases) = (Instant::now(), 0);
     while start.elapsed() < Duration::from_secs(seconds) {
-        let config = Config { cases: 256, failure_persistence: None, ..Config::default() };
-        TestRunner::new(config).run(&sent(), |sent| is_sound(&sent)).unwrap();
+        let config = Config {
+            cases: 256,
+            failure_persistence: None,
+            ..Config::default()
+        };
+        TestRunner::new(config)
+            .run(&sent(), |sent| is_sound(&sent))
+            .unwrap();
         cases += 256;
     }
     println!("{cases} responses in {seconds} s");
 }
 
-/// More than linear time would take minutes here: a square of 64 kB is 4 * 10^9 steps, for each of 500 shapes.
+/// More than linear time would take minutes here: a square of 64 kB is 4 * 10^9 steps, for each of
+/// 500 shapes.
 #[test]
 fn long_values_and_names_are_read_in_linear_time() {
     const LONG: usize = 64 * 1024;
@@ -301,18 +355,43 @@ fn long_values_and_names_are_read_in_linear_time() {
         let value = piece.repeat(LONG / piece.len());
         for name in names {
             let lines = vec![(name.to_owned(), value.clone().into_bytes())];
-            let (_, bytes) = read(&Sent { status: 429, lines, body: Vec::new() }, false);
+            let (_, bytes) = read(
+                &Sent {
+                    status: 429,
+                    lines,
+                    body: Vec::new(),
+                },
+                false,
+            );
             assert!(bytes <= 1024, "{name}: {piece}");
         }
-        for body in [value.clone(), format!("[\"{value}\"]"), format!("{{\"message\":\"{value}\"}}")] {
-            let (_, bytes) = read(&Sent { status: 403, lines: Vec::new(), body: body.into_bytes() }, false);
+        for body in [
+            value.clone(),
+            format!("[\"{value}\"]"),
+            format!("{{\"message\":\"{value}\"}}"),
+        ] {
+            let (_, bytes) = read(
+                &Sent {
+                    status: 403,
+                    lines: Vec::new(),
+                    body: body.into_bytes(),
+                },
+                false,
+            );
             assert!(bytes <= 1024, "body: {piece}");
         }
     }
     for piece in ["-", "a-", "limit-", "rate-", "l", "reset-", "ratelimit-"] {
         let name = piece.repeat(20_000 / piece.len()) + "x-ratelimit-limit" + &"-a".repeat(2_000);
         let line = |end: usize| (format!("{name}{end}"), b"1".to_vec());
-        read(&Sent { status: 200, lines: (0..64).map(line).collect(), body: Vec::new() }, false);
+        read(
+            &Sent {
+                status: 200,
+                lines: (0..64).map(line).collect(),
+                body: Vec::new(),
+            },
+            false,
+        );
     }
 }
 
@@ -325,11 +404,14 @@ fn a_response_without_such_headers_takes_no_memory() {
         ("x-request-id", "5f0c2a"),
         ("age", "7"),
     ] {
-        response.headers_mut().append(name, HeaderValue::from_static(value));
+        response
+            .headers_mut()
+            .append(name, HeaderValue::from_static(value));
     }
     for status in [200, 404, 429, 503] {
         *response.status_mut() = StatusCode::from_u16(status).unwrap();
-        let spent = allocation_counter::measure(|| assert_eq!(Signal::read(&response).quotas(), []));
+        let spent =
+            allocation_counter::measure(|| assert_eq!(Signal::read(&response).quotas(), []));
         assert_eq!(spent.count_total, 0);
     }
 }
@@ -338,12 +420,15 @@ fn a_response_without_such_headers_takes_no_memory() {
 fn a_quota_without_name_takes_no_memory() {
     let mut response = Response::new(());
     let headers: &mut HeaderMap = response.headers_mut();
-    for (name, value) in
-        [("x-ratelimit-limit", "60"), ("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767225660")]
-    {
+    for (name, value) in [
+        ("x-ratelimit-limit", "60"),
+        ("x-ratelimit-remaining", "0"),
+        ("x-ratelimit-reset", "1767225660"),
+    ] {
         headers.insert(name, HeaderValue::from_static(value));
     }
-    let spent =
-        allocation_counter::measure(|| assert_eq!(Signal::read(&response).quotas()[0].limit(), Some(60)));
+    let spent = allocation_counter::measure(|| {
+        assert_eq!(Signal::read(&response).quotas()[0].limit(), Some(60))
+    });
     assert_eq!(spent.count_total, 0);
 }

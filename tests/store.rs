@@ -8,8 +8,8 @@ use std::time::Duration;
 use tollgate::Key;
 use tollgate::quota::Limit;
 use tollgate::store::{
-    Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore, Refusal, Store,
-    StoreListener, StoreReply, UnusedPermits, Usage, contract,
+    Claim, Demand, Grant, HoldState, Lease, LeaseRequest, LimitSpec, LimitUsage, MemoryStore,
+    Refusal, Store, StoreListener, StoreReply, UnusedPermits, Usage, contract,
 };
 
 #[tokio::test(start_paused = true)]
@@ -45,7 +45,9 @@ impl Store for Later {
 }
 
 fn later<T: Send + 'static>(answer: StoreReply<T>) -> StoreReply<T> {
-    let StoreReply::Ready(answer) = answer else { return answer };
+    let StoreReply::Ready(answer) = answer else {
+        return answer;
+    };
     StoreReply::Pending(Box::pin(async move {
         tokio::time::sleep(Duration::from_micros(1)).await;
         answer
@@ -65,15 +67,29 @@ fn stores_outside_the_crate_can_build_every_answer() {
     (grant.slot, grant.stamp) = (7, 8);
     let mut lease = Lease::default();
     lease.grants.push(grant);
-    lease.refused = Some(Refusal::new(Some(second), Some(Limit::bucket(5, 2, second))));
+    lease.refused = Some(Refusal::new(
+        Some(second),
+        Some(Limit::bucket(5, 2, second)),
+    ));
     lease.hold = HoldState::new(second, 1);
     assert_eq!((lease.grants[0].count, lease.hold.cut), (3, false));
 
     let mut usage = Usage::default();
-    for limit in [Limit::sliding(9, second), Limit::fixed(9, second), Limit::in_flight(9)] {
+    for limit in [
+        Limit::sliding(9, second),
+        Limit::fixed(9, second),
+        Limit::in_flight(9),
+    ] {
         usage.limits.push(LimitUsage::new(limit, 4, 5));
     }
-    assert_eq!(usage.limits.iter().map(|usage| usage.limit.count()).sum::<u32>(), 27);
+    assert_eq!(
+        usage
+            .limits
+            .iter()
+            .map(|usage| usage.limit.count())
+            .sum::<u32>(),
+        27
+    );
     assert_eq!(Demand::new(1, 2), Demand::new(1, 2));
     assert_eq!(UnusedPermits::new(7, 8, 6, 1).units, 6);
 }
@@ -142,7 +158,9 @@ mod broken {
             let mut claim = claim;
             match self.fault {
                 Fault::SeatsOneTooMany => claim.limit += 1,
-                Fault::TakesInWhatIsLate => claim.number += self.calls.fetch_add(1, Ordering::Relaxed) as u64,
+                Fault::TakesInWhatIsLate => {
+                    claim.number += self.calls.fetch_add(1, Ordering::Relaxed) as u64
+                }
                 Fault::PassesSeatsOver => claim.in_use += claim.wanted,
                 _ => {}
             }
@@ -168,7 +186,11 @@ mod broken {
             Fault::TakesInWhatIsLate,
             Fault::PassesSeatsOver,
         ] {
-            let store = Arc::new(Broken { store: MemoryStore::default(), fault, calls: AtomicUsize::new(0) });
+            let store = Arc::new(Broken {
+                store: MemoryStore::default(),
+                fault,
+                calls: AtomicUsize::new(0),
+            });
             let checked = tokio::spawn(contract::check(store)).await;
             assert!(checked.is_err(), "{fault:?} was not noticed");
         }

@@ -1,6 +1,8 @@
-//! A stranger uses the same credential: the fleet leaves the stranger's calls room, and uses the rest.
+//! A stranger uses the same credential: the fleet leaves the stranger's calls room, and uses the
+//! rest.
 //!
-//! Virtual time: for minutes, three limiters on one store behind an upstream that states what remains.
+//! Virtual time: for minutes, three limiters on one store behind an upstream that states what
+//! remains.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -22,7 +24,7 @@ const LATENCY: Duration = Duration::from_millis(20);
 const WARM_UP: Duration = Duration::from_secs(30);
 const SPAN: Duration = Duration::from_secs(330);
 
-// ── the upstream ────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the upstream ─────────────────────────────────────────────────────────────────────────────────
 
 #[derive(Clone, Copy, Debug)]
 enum Counting {
@@ -61,7 +63,11 @@ impl Upstream {
             Counting::Fixed => now - Duration::from_millis(3700), // in step with no clock here
             Counting::Aligned => {
                 let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-                now - Duration::from_nanos((since_epoch.as_nanos() % WINDOW.as_nanos()).try_into().unwrap())
+                now - Duration::from_nanos(
+                    (since_epoch.as_nanos() % WINDOW.as_nanos())
+                        .try_into()
+                        .unwrap(),
+                )
             }
             Counting::Sliding | Counting::Bucket => now,
         };
@@ -82,13 +88,19 @@ impl Upstream {
         match self.counting {
             Counting::Bucket => {
                 let rate = f64::from(LIMIT) / WINDOW.as_secs_f64();
-                self.tokens = (self.tokens + (now - self.filled).as_secs_f64() * rate).min(f64::from(LIMIT));
+                self.tokens =
+                    (self.tokens + (now - self.filled).as_secs_f64() * rate).min(f64::from(LIMIT));
                 self.filled = now;
-                (self.tokens as u32, Duration::from_secs_f64((f64::from(LIMIT) - self.tokens) / rate))
+                (
+                    self.tokens as u32,
+                    Duration::from_secs_f64((f64::from(LIMIT) - self.tokens) / rate),
+                )
             }
             Counting::Fixed | Counting::Aligned => {
                 let into = Duration::from_nanos(
-                    ((now - self.start).as_nanos() % WINDOW.as_nanos()).try_into().unwrap(),
+                    ((now - self.start).as_nanos() % WINDOW.as_nanos())
+                        .try_into()
+                        .unwrap(),
                 );
                 self.accepted.retain(|at| *at >= now - into);
                 (LIMIT - self.accepted.len() as u32, WINDOW - into)
@@ -114,7 +126,11 @@ impl Upstream {
         let now = Instant::now();
         let accepted = self.take(now);
         if now.duration_since(self.opened) > WARM_UP {
-            *(if accepted { &mut self.tally.ours } else { &mut self.tally.refused }) += 1;
+            *(if accepted {
+                &mut self.tally.ours
+            } else {
+                &mut self.tally.refused
+            }) += 1;
         }
         let (left, reset) = self.left(now);
         let mut response = Response::builder()
@@ -122,8 +138,14 @@ impl Upstream {
             .header("X-RateLimit-Remaining", left)
             .header("X-RateLimit-Reset", whole(reset));
         if !accepted {
-            let wait = if let Counting::Bucket = self.counting { 1 } else { whole(reset) };
-            response = response.status(StatusCode::TOO_MANY_REQUESTS).header("Retry-After", wait);
+            let wait = if let Counting::Bucket = self.counting {
+                1
+            } else {
+                whole(reset)
+            };
+            response = response
+                .status(StatusCode::TOO_MANY_REQUESTS)
+                .header("Retry-After", wait);
         }
         response.body(()).unwrap()
     }
@@ -164,7 +186,7 @@ impl Service<Request<()>> for Server {
     }
 }
 
-// ── the stranger, and the fleet ─────────────────────────────────────────────────────────────────────────────────────
+// ── the stranger, and the fleet ──────────────────────────────────────────────────────────────────
 
 #[derive(Clone, Copy, Debug)]
 enum Stranger {
@@ -194,10 +216,19 @@ async fn be(stranger: Stranger, server: Server) {
     }
 }
 
-/// Shares of the limit in per cent: our accepted calls, our refused calls, and the stranger's calls.
-fn percent(quota: Quota, counting: Counting, stranger: Stranger, latency: Duration) -> (f64, f64, f64) {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+/// Shares of the limit in per cent: our accepted calls, our refused calls, and the stranger's
+/// calls.
+fn percent(
+    quota: Quota,
+    counting: Counting,
+    stranger: Stranger,
+    latency: Duration,
+) -> (f64, f64, f64) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     let tally = runtime.block_on(async {
         let server = Server(Arc::new(Mutex::new(Upstream::new(counting, latency))));
         tokio::spawn(be(stranger, server.clone()));
@@ -236,7 +267,11 @@ fn percent(quota: Quota, counting: Counting, stranger: Stranger, latency: Durati
 fn check(quota: Quota, counting: Counting, strangers: &[Stranger]) {
     for &stranger in strangers {
         let (ours, refused, theirs) = percent(quota, counting, stranger, LATENCY);
-        assert!(ours + theirs >= 97.0, "{:.1} % of the limit is used", ours + theirs);
+        assert!(
+            ours + theirs >= 97.0,
+            "{:.1} % of the limit is used",
+            ours + theirs
+        );
         assert!(refused <= 2.0, "{refused:.1} % refused");
     }
 }
@@ -260,7 +295,11 @@ fn beside_a_paced_sliding_window() {
 
 #[test]
 fn beside_fixed_windows() {
-    check(Quota::fixed(LIMIT, WINDOW), Counting::Aligned, &[Stranger::Evenly, Stranger::AtOnce]);
+    check(
+        Quota::fixed(LIMIT, WINDOW),
+        Counting::Aligned,
+        &[Stranger::Evenly, Stranger::AtOnce],
+    );
 }
 
 #[test]
@@ -275,25 +314,37 @@ fn beside_a_bucket() {
 /// Without a stranger, no unit is reserved.
 #[test]
 fn alone_all_of_the_limit_is_used() {
-    for quota in [Quota::new(LIMIT, WINDOW), Quota::new(LIMIT, WINDOW).burst(5), Quota::fixed(LIMIT, WINDOW)]
-    {
+    for quota in [
+        Quota::new(LIMIT, WINDOW),
+        Quota::new(LIMIT, WINDOW).burst(5),
+        Quota::fixed(LIMIT, WINDOW),
+    ] {
         for counting in [Counting::Fixed, Counting::Sliding, Counting::Bucket] {
             let (ours, refused, _) = percent(quota, counting, Stranger::Nobody, LATENCY);
-            assert!(ours >= 99.0 && refused <= 0.1, "{ours:.1} % used, {refused:.1} % refused");
+            assert!(
+                ours >= 99.0 && refused <= 0.1,
+                "{ours:.1} % used, {refused:.1} % refused"
+            );
         }
     }
 }
 
-/// For any response time. With slow calls many are under way: up to one for each caller goes in a window.
+/// For any response time. With slow calls many are under way: up to one for each caller goes in a
+/// window.
 #[test]
 fn alone_behind_a_slow_upstream_nothing_is_reserved() {
     let slow = Duration::from_millis(2500);
     let sliding = Quota::new(LIMIT, WINDOW);
     let bucket = Quota::bucket(LIMIT).refill(LIMIT, WINDOW);
-    for (quota, counting) in
-        [(sliding, Counting::Fixed), (sliding, Counting::Sliding), (bucket, Counting::Bucket)]
-    {
+    for (quota, counting) in [
+        (sliding, Counting::Fixed),
+        (sliding, Counting::Sliding),
+        (bucket, Counting::Bucket),
+    ] {
         let (ours, refused, _) = percent(quota, counting, Stranger::Nobody, slow);
-        assert!(ours >= 98.0 && refused <= 0.1, "{ours:.1} % used, {refused:.1} % refused");
+        assert!(
+            ours >= 98.0 && refused <= 0.1,
+            "{ours:.1} % used, {refused:.1} % refused"
+        );
     }
 }

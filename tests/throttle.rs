@@ -1,4 +1,5 @@
-//! The layer that learns its pace, around an upstream without sockets, with a clock that moves when the test waits.
+//! The layer that learns its pace, around an upstream without sockets, with a clock that moves when
+//! the test waits.
 
 mod support;
 
@@ -11,7 +12,8 @@ use http::StatusCode;
 use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic, Unpaced};
 use tollgate::store::StoreError;
 use tollgate::{
-    AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal, by_host,
+    AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal,
+    by_host,
 };
 use tower::{Layer, Service, ServiceBuilder, ServiceExt};
 
@@ -32,7 +34,11 @@ impl Pace for Every {
 }
 
 fn every(millis: u64) -> AdaptiveThrottleLayer {
-    AdaptiveThrottleLayer::builder().pace(move || Every(millis)).max_wait(ms(60_000)).build().unwrap()
+    AdaptiveThrottleLayer::builder()
+        .pace(move || Every(millis))
+        .max_wait(ms(60_000))
+        .build()
+        .unwrap()
 }
 
 fn reason(error: &Error) -> Option<Reason> {
@@ -43,33 +49,52 @@ fn reason(error: &Error) -> Option<Reason> {
 async fn first_request_goes_alone_and_later_requests_without_wait() {
     let upstream = Upstream::taking(ms(100));
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
-    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..5)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     for call in calls {
         assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
     }
     let arrivals = upstream.arrivals();
     assert_eq!(arrivals[0], 0);
-    assert!(arrivals[1..].iter().all(|at| (100..=102).contains(at)), "{arrivals:?}");
+    assert!(
+        arrivals[1..].iter().all(|at| (100..=102).contains(at)),
+        "{arrivals:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn hanging_first_request_delays_others_for_a_second() {
     let upstream = Upstream::taking(ms(5000));
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
-    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..3)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
     let arrivals = upstream.arrivals();
-    assert!((1000..=1002).contains(&arrivals[1]) && (2000..=2004).contains(&arrivals[2]), "{arrivals:?}");
+    assert!(
+        (1000..=1002).contains(&arrivals[1]) && (2000..=2004).contains(&arrivals[2]),
+        "{arrivals:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn refusal_passes_and_its_hint_holds_the_next() {
     let upstream = Upstream::answering([limited("2")]);
     let service = AdaptiveThrottleLayer::new().layer(upstream.clone());
-    assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), 429);
-    assert_eq!(soon(service.clone().oneshot(get("/"))).await.unwrap().status(), 200);
+    assert_eq!(
+        service.clone().oneshot(get("/")).await.unwrap().status(),
+        429
+    );
+    assert_eq!(
+        soon(service.clone().oneshot(get("/")))
+            .await
+            .unwrap()
+            .status(),
+        200
+    );
     assert!(upstream.arrivals()[1] >= 2000, "{:?}", upstream.arrivals());
 }
 
@@ -85,9 +110,15 @@ async fn a_refused_request_goes_again_before_all_others() {
     for call in calls {
         assert_eq!(soon(call).await.unwrap().unwrap().status(), 200);
     }
-    assert_eq!(upstream.paths(), ["/first", "/second", "/second", "/second", "/third"]);
+    assert_eq!(
+        upstream.paths(),
+        ["/first", "/second", "/second", "/second", "/third"]
+    );
     let arrivals = upstream.arrivals();
-    assert!(arrivals[2] >= arrivals[1] + 1000 && arrivals[3] >= arrivals[2] + 1000, "{arrivals:?}");
+    assert!(
+        arrivals[2] >= arrivals[1] + 1000 && arrivals[3] >= arrivals[2] + 1000,
+        "{arrivals:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -96,8 +127,17 @@ async fn request_unable_to_await_retry_returns_the_refusal() {
     let layer = AdaptiveThrottleLayer::new();
     let service = layer.clone().retrying().layer(upstream.clone());
     let response = soon(service.clone().oneshot(get("/"))).await.unwrap();
-    assert_eq!((response.status(), upstream.count()), (StatusCode::TOO_MANY_REQUESTS, 1));
-    assert_eq!((layer.throttle().in_flight(Key::ALL), layer.throttle().waiting(Key::ALL)), (0, 0));
+    assert_eq!(
+        (response.status(), upstream.count()),
+        (StatusCode::TOO_MANY_REQUESTS, 1)
+    );
+    assert_eq!(
+        (
+            layer.throttle().in_flight(Key::ALL),
+            layer.throttle().waiting(Key::ALL)
+        ),
+        (0, 0)
+    );
 
     // The next request cannot wait either, and is refused at once with the time to retry.
     let start = now();
@@ -118,7 +158,8 @@ impl Drop for Body {
     }
 }
 
-/// Refuses the first calls, each for the seconds in the script; `bodies` counts the responses that are not dropped.
+/// Refuses the first calls, each for the seconds in the script; `bodies` counts the responses that
+/// are not dropped.
 fn refusing(script: &'static [u64], bodies: &Arc<AtomicUsize>) -> BodyService {
     let (bodies, calls) = (Arc::clone(bodies), AtomicUsize::new(0));
     let calls = Arc::new(calls);
@@ -128,26 +169,38 @@ fn refusing(script: &'static [u64], bodies: &Arc<AtomicUsize>) -> BodyService {
         let mut response = http::Response::new(Body(Arc::clone(&bodies)));
         if let Some(seconds) = script.get(calls.fetch_add(1, Ordering::SeqCst)) {
             *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
-            response.headers_mut().insert("retry-after", (*seconds).into());
+            response
+                .headers_mut()
+                .insert("retry-after", (*seconds).into());
         }
         async move { Ok(response) }
     }))
 }
 
-type BodyService = tower::util::BoxCloneService<http::Request<String>, http::Response<Body>, tower::BoxError>;
+type BodyService =
+    tower::util::BoxCloneService<http::Request<String>, http::Response<Body>, tower::BoxError>;
 
 #[tokio::test(start_paused = true)]
 async fn refusals_are_dropped_before_the_retry_wait() {
     let bodies = Arc::default();
-    let service = AdaptiveThrottleLayer::new().retrying().layer(refusing(&[2, 2], &bodies));
+    let service = AdaptiveThrottleLayer::new()
+        .retrying()
+        .layer(refusing(&[2, 2], &bodies));
     let call = tokio::spawn(service.oneshot(get("/")));
     for _ in 0..2 {
         settle().await;
-        assert_eq!(bodies.load(Ordering::SeqCst), 0, "it waits without the refusal");
+        assert_eq!(
+            bodies.load(Ordering::SeqCst),
+            0,
+            "it waits without the refusal"
+        );
         pass(ms(1500)).await;
     }
     let response = soon(call).await.unwrap().unwrap();
-    assert_eq!((response.status(), bodies.load(Ordering::SeqCst)), (StatusCode::OK, 1));
+    assert_eq!(
+        (response.status(), bodies.load(Ordering::SeqCst)),
+        (StatusCode::OK, 1)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -157,11 +210,26 @@ async fn retry_wait_in_vain_reports_the_refusal() {
     let throttle = layer.throttle();
     let call = tokio::spawn(layer.retrying().layer(upstream.clone()).oneshot(get("/")));
     pass(ms(1000)).await;
-    throttle.hold_until(Key::ALL, now() + ms(30_000)).await.unwrap();
+    throttle
+        .hold_until(Key::ALL, now() + ms(30_000))
+        .await
+        .unwrap();
     let error = soon(call).await.unwrap().unwrap_err();
-    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else { panic!("{error}") };
-    assert_eq!((status.as_u16(), report.retry_after()), (429, Some(ms(30_000))));
-    assert_eq!((upstream.count(), throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (1, 0, 0));
+    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (status.as_u16(), report.retry_after()),
+        (429, Some(ms(30_000)))
+    );
+    assert_eq!(
+        (
+            upstream.count(),
+            throttle.waiting(Key::ALL),
+            throttle.in_flight(Key::ALL)
+        ),
+        (1, 0, 0)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -169,18 +237,31 @@ async fn waiters_are_refused_when_hold_exceeds_their_wait() {
     let mut script: Vec<_> = vec![ok()];
     script.push(limited("50"));
     let upstream = Upstream::answering(script);
-    let layer = AdaptiveThrottleLayer::builder().pace(|| Every(5000)).max_wait(ms(20_000)).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Every(5000))
+        .max_wait(ms(20_000))
+        .build()
+        .unwrap();
     let service = layer.layer(upstream.clone());
     service.clone().oneshot(get("/")).await.unwrap();
     let start = now();
-    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..3)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     let mut ended = Vec::new();
     for call in calls {
         ended.push(
-            soon(call).await.unwrap().map(|response| response.status().as_u16()).map_err(|e| reason(&e)),
+            soon(call)
+                .await
+                .unwrap()
+                .map(|response| response.status().as_u16())
+                .map_err(|e| reason(&e)),
         );
     }
-    assert_eq!(ended, [Ok(429), Err(Some(Reason::Held)), Err(Some(Reason::Held))]);
+    assert_eq!(
+        ended,
+        [Ok(429), Err(Some(Reason::Held)), Err(Some(Reason::Held))]
+    );
     assert!(now() - start < ms(5100), "{:?}", now() - start);
 }
 
@@ -188,8 +269,15 @@ async fn waiters_are_refused_when_hold_exceeds_their_wait() {
 async fn local_refusals_name_their_reason() {
     let upstream = Upstream::taking(ms(100));
     let build = |max_wait, max_queue| {
-        let builder = AdaptiveThrottleLayer::builder().pace(|| Every(10_000)).key(by_host);
-        builder.max_wait(ms(max_wait)).max_queue(max_queue).max_keys(1).build().unwrap()
+        let builder = AdaptiveThrottleLayer::builder()
+            .pace(|| Every(10_000))
+            .key(by_host);
+        builder
+            .max_wait(ms(max_wait))
+            .max_queue(max_queue)
+            .max_keys(1)
+            .build()
+            .unwrap()
     };
     let url = "http://api.example.com/";
     let service = build(0, 1).layer(upstream.clone());
@@ -206,9 +294,16 @@ async fn local_refusals_name_their_reason() {
     settle().await;
     let full = service.clone().oneshot(get(url)).await.unwrap_err();
     assert_eq!(reason(&full), Some(Reason::QueueFull(1)));
-    let other = service.clone().oneshot(get("http://other.example.com/")).await.unwrap_err();
+    let other = service
+        .clone()
+        .oneshot(get("http://other.example.com/"))
+        .await
+        .unwrap_err();
     assert_eq!(reason(&other), Some(Reason::TooManyKeys(1)));
-    assert_eq!(reason(&service.clone().oneshot(get("/")).await.unwrap_err()), Some(Reason::NoKey));
+    assert_eq!(
+        reason(&service.clone().oneshot(get("/")).await.unwrap_err()),
+        Some(Reason::NoKey)
+    );
     let start = now();
     let late = soon(waits).await.unwrap().unwrap_err();
     assert_eq!(reason(&late), Some(Reason::MaxWait(ms(5000))));
@@ -217,15 +312,26 @@ async fn local_refusals_name_their_reason() {
     let mut request = get(url);
     request.extensions_mut().insert(Deadline(now() + ms(1000)));
     let late = soon(service.clone().oneshot(request)).await.unwrap_err();
-    assert_eq!((reason(&late), who_said_no(&late)), (Some(Reason::Deadline), "local"));
+    assert_eq!(
+        (reason(&late), who_said_no(&late)),
+        (Some(Reason::Deadline), "local")
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn each_key_has_a_pace_of_its_own() {
     let upstream = Upstream::new();
-    let layer = AdaptiveThrottleLayer::builder().pace(|| Every(1000)).key(by_host).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Every(1000))
+        .key(by_host)
+        .build()
+        .unwrap();
     let service = layer.layer(upstream.clone());
-    for url in ["http://a.example.com/", "http://b.example.com/", "http://a.example.com/"] {
+    for url in [
+        "http://a.example.com/",
+        "http://b.example.com/",
+        "http://a.example.com/",
+    ] {
         soon(service.clone().oneshot(get(url))).await.unwrap();
     }
     let arrivals = upstream.arrivals();
@@ -238,23 +344,31 @@ async fn waiter_that_gives_up_leaves_its_turn() {
     let (upstream, layer) = (Upstream::new(), every(1000));
     let service = layer.layer(upstream.clone());
     service.clone().oneshot(get("/0")).await.unwrap();
-    let calls: Vec<_> =
-        (1..=3).map(|index| tokio::spawn(service.clone().oneshot(get(&format!("/{index}"))))).collect();
+    let calls: Vec<_> = (1..=3)
+        .map(|index| tokio::spawn(service.clone().oneshot(get(&format!("/{index}")))))
+        .collect();
     settle().await;
     assert_eq!(layer.throttle().waiting(Key::ALL), 3);
     calls[0].abort();
     pass(ms(3000)).await;
     assert_eq!(upstream.paths(), ["/0", "/2", "/3"]);
     let arrivals = upstream.arrivals();
-    assert!(arrivals[1] <= 1002 && arrivals[2] <= 2004, "no slot is lost: {arrivals:?}");
+    assert!(
+        arrivals[1] <= 1002 && arrivals[2] <= 2004,
+        "no slot is lost: {arrivals:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn unused_turn_goes_to_the_next_waiter() {
     let throttle = every(1000).throttle();
-    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
-    // Two requests wait; the first gets its turn through the answer of another, and is dropped before it is polled
-    // again.
+    throttle
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&Signal::default());
+    // Two requests wait; the first gets its turn through the answer of another, and is dropped
+    // before it is polled again.
     let mut first = Box::pin(throttle.acquire(Key::ALL));
     let mut second = Box::pin(throttle.acquire(Key::ALL));
     assert!(futures::poll!(&mut first).is_pending() && futures::poll!(&mut second).is_pending());
@@ -272,23 +386,35 @@ async fn unused_turn_goes_to_the_next_waiter() {
     assert_eq!((now() - start, throttle.in_flight(Key::ALL)), (ms(0), 0));
 }
 
-/// A call is dropped at every moment of its life: in the queue, in flight, in the queue again, in flight again.
+/// A call is dropped at every moment of its life: in the queue, in flight, in the queue again, in
+/// flight again.
 #[tokio::test(start_paused = true)]
 async fn a_call_may_be_dropped_at_any_time() {
     for end in (0..3500).step_by(50) {
         let refusals = [ok(), limited("1")].into_iter().cycle().take(2);
         let (upstream, layer) = (Upstream::answering(refusals), every(500));
-        let service =
-            layer.clone().retrying().layer(ServiceBuilder::new().layer(slow(300)).service(upstream.clone()));
+        let service = layer.clone().retrying().layer(
+            ServiceBuilder::new()
+                .layer(slow(300))
+                .service(upstream.clone()),
+        );
         service.clone().oneshot(get("/first")).await.unwrap();
         let call = tokio::spawn(service.clone().oneshot(get("/dropped")));
         let other = tokio::spawn(service.clone().oneshot(get("/other")));
         pass(ms(end)).await;
         call.abort();
-        assert_eq!(soon(other).await.unwrap().unwrap().status(), 200, "dropped after {end} ms");
+        assert_eq!(
+            soon(other).await.unwrap().unwrap().status(),
+            200,
+            "dropped after {end} ms"
+        );
         let _ = call.await;
         let throttle = layer.throttle();
-        assert_eq!((throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)), (0, 0), "after {end} ms");
+        assert_eq!(
+            (throttle.waiting(Key::ALL), throttle.in_flight(Key::ALL)),
+            (0, 0),
+            "after {end} ms"
+        );
     }
 }
 
@@ -297,7 +423,11 @@ fn slow(
     millis: u64,
 ) -> impl Layer<
     Upstream,
-    Service = tower::util::BoxCloneService<http::Request<String>, http::Response<String>, tower::BoxError>,
+    Service = tower::util::BoxCloneService<
+        http::Request<String>,
+        http::Response<String>,
+        tower::BoxError,
+    >,
 > {
     tower::layer::layer_fn(move |upstream: Upstream| {
         tower::util::BoxCloneService::new(upstream.and_then(move |response| async move {
@@ -321,37 +451,69 @@ async fn failed_call_is_no_answer_and_leaves_in_flight() {
 async fn refusal_errors_and_dialects_are_opt_in() {
     let quiet = || {
         let mut response = http::Response::new(String::new());
-        response.headers_mut().insert("x-pause", "3".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("x-pause", "3".parse().unwrap());
         Ok(response)
     };
-    let pause = |_, headers: &http::HeaderMap, signal: Signal| match headers.contains_key("x-pause") {
-        true => signal.with_refusal(StatusCode::TOO_MANY_REQUESTS).with_retry_after(ms(3000)),
+    let pause = |_, headers: &http::HeaderMap, signal: Signal| match headers.contains_key("x-pause")
+    {
+        true => signal
+            .with_refusal(StatusCode::TOO_MANY_REQUESTS)
+            .with_retry_after(ms(3000)),
         false => signal,
     };
-    let builder = AdaptiveThrottleLayer::builder().key(by_host).dialect(pause).error_on_upstream_limit();
+    let builder = AdaptiveThrottleLayer::builder()
+        .key(by_host)
+        .dialect(pause)
+        .error_on_upstream_limit();
     let layer = builder.max_wait(ms(60_000)).build().unwrap();
     let upstream = Upstream::answering([quiet(), quiet(), quiet()]);
     let url = "http://api.example.com/";
-    let error = layer.layer(upstream.clone()).oneshot(get(url)).await.unwrap_err();
-    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else { panic!("{error}") };
+    let error = layer
+        .layer(upstream.clone())
+        .oneshot(get(url))
+        .await
+        .unwrap_err();
+    let Some(Limited::Upstream { status, report, .. }) = Limited::find(&error) else {
+        panic!("{error}")
+    };
     assert_eq!(
         (status.as_u16(), report.key(), report.retry_after()),
         (429, "api.example.com", Some(ms(3000)))
     );
 
     let retrying = layer.retrying().layer(upstream.clone());
-    assert_eq!(soon(retrying.oneshot(get(url))).await.unwrap().status(), 200);
+    assert_eq!(
+        soon(retrying.oneshot(get(url))).await.unwrap().status(),
+        200
+    );
     assert_eq!(upstream.count(), 4);
 }
 
 #[tokio::test(start_paused = true)]
 async fn throttle_combines_with_limiter_and_errors_stay_flat() {
     let upstream = Upstream::answering([ok(), limited("5")]);
-    let known = RateLimitLayer::builder(Quota::per_second(1)).max_hold(ms(0)).build().unwrap();
-    let learned = AdaptiveThrottleLayer::builder().max_wait(ms(3000)).build().unwrap();
-    let service = ServiceBuilder::new().layer(known).layer(learned).service(upstream.clone());
+    let known = RateLimitLayer::builder(Quota::per_second(1))
+        .max_hold(ms(0))
+        .build()
+        .unwrap();
+    let learned = AdaptiveThrottleLayer::builder()
+        .max_wait(ms(3000))
+        .build()
+        .unwrap();
+    let service = ServiceBuilder::new()
+        .layer(known)
+        .layer(learned)
+        .service(upstream.clone());
     soon(service.clone().oneshot(get("/"))).await.unwrap();
-    assert_eq!(soon(service.clone().oneshot(get("/"))).await.unwrap().status(), 429);
+    assert_eq!(
+        soon(service.clone().oneshot(get("/")))
+            .await
+            .unwrap()
+            .status(),
+        429
+    );
     assert!(upstream.arrivals()[1] >= 1000);
     let error = soon(service.clone().oneshot(get("/"))).await.unwrap_err();
     assert!(matches!(&error, Error::Limited(_)), "{error:?}");
@@ -362,7 +524,11 @@ async fn throttle_combines_with_limiter_and_errors_stay_flat() {
 async fn one_wake_up_for_each_turn() {
     const CALLS: usize = 200;
     let throttle = every(10).throttle();
-    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
+    throttle
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&Signal::default());
     let polls = Arc::new(AtomicUsize::new(0));
     let calls: Vec<_> = (0..CALLS)
         .map(|_| {
@@ -388,11 +554,19 @@ async fn one_wake_up_for_each_turn() {
 #[tokio::test(start_paused = true)]
 async fn release_ends_an_upstream_hold_for_waiters() {
     let upstream = Upstream::answering([limited("3600")]);
-    let layer = AdaptiveThrottleLayer::builder().max_wait(ms(7_200_000)).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .max_wait(ms(7_200_000))
+        .build()
+        .unwrap();
     let (service, throttle) = (layer.layer(upstream.clone()), layer.throttle());
-    assert_eq!(service.clone().oneshot(get("/")).await.unwrap().status(), 429);
+    assert_eq!(
+        service.clone().oneshot(get("/")).await.unwrap().status(),
+        429
+    );
     let start = now();
-    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..3)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     pass(ms(1000)).await;
     assert_eq!((throttle.waiting(Key::ALL), upstream.count()), (3, 1));
     throttle.release(Key::ALL).await.unwrap();
@@ -409,23 +583,45 @@ async fn release_ends_an_upstream_hold_for_waiters() {
 
 #[tokio::test(start_paused = true)]
 async fn manual_holds_beyond_max_keys_are_errors() {
-    let layer = AdaptiveThrottleLayer::builder().max_keys(1).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .max_keys(1)
+        .build()
+        .unwrap();
     let throttle = layer.throttle();
     let _used = throttle.acquire(Key::new("a")).await.unwrap();
-    let error = throttle.hold_for(Key::new("b"), ms(1000)).await.unwrap_err();
+    let error = throttle
+        .hold_for(Key::new("b"), ms(1000))
+        .await
+        .unwrap_err();
     assert!(matches!(error, StoreError::Full { max_keys: 1 }), "{error}");
-    throttle.hold_until(Key::new("b"), support::long_ago()).await.unwrap();
+    throttle
+        .hold_until(Key::new("b"), support::long_ago())
+        .await
+        .unwrap();
     throttle.release(Key::new("b")).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
 async fn manual_hold_applies_to_throttle_without_a_pace() {
-    let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Unpaced)
+        .build()
+        .unwrap();
     let throttle = layer.throttle();
-    throttle.hold_until(Key::ALL, now() + ms(2000)).await.unwrap();
-    throttle.hold_until(Key::ALL, now() + ms(1000)).await.unwrap();
+    throttle
+        .hold_until(Key::ALL, now() + ms(2000))
+        .await
+        .unwrap();
+    throttle
+        .hold_until(Key::ALL, now() + ms(1000))
+        .await
+        .unwrap();
     let start = now();
-    throttle.acquire(Key::ALL).await.unwrap().answered(&Signal::default());
+    throttle
+        .acquire(Key::ALL)
+        .await
+        .unwrap()
+        .answered(&Signal::default());
     assert!((2000..=2002).contains(&(now() - start).as_millis()));
 }
 
@@ -457,7 +653,10 @@ impl Service<http::Request<String>> for Cloned {
 async fn the_service_is_cloned_only_for_retries() {
     let clones = Arc::new(AtomicUsize::new(0));
     let inner = || Cloned(Upstream::new(), clones.clone());
-    let layer = AdaptiveThrottleLayer::builder().pace(|| Unpaced).build().unwrap();
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Unpaced)
+        .build()
+        .unwrap();
     let mut service = layer.layer(inner());
     for _ in 0..3 {
         service.ready().await.unwrap().call(get("/")).await.unwrap();

@@ -1,4 +1,5 @@
-//! Real HTTP: layers that do not know of each other share a bucket that is configured in none of them.
+//! Real HTTP: layers that do not know of each other share a bucket that is configured in none of
+//! them.
 #![cfg(feature = "reqwest-middleware")]
 
 use std::sync::{Arc, Mutex};
@@ -9,11 +10,16 @@ use tollgate::AdaptiveThrottleLayer;
 use tower::{Service, ServiceBuilder, ServiceExt};
 use upstream::{Bucket, Upstream};
 
-/// Retrying callers of both ecosystems, each behind its own layer, all succeed, and share the bucket.
+/// Retrying callers of both ecosystems, each behind its own layer, all succeed, and share the
+/// bucket.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_share_a_bucket() {
     const CALLS: usize = 40;
-    let upstream = Upstream::open().bucket(Bucket { size: 20.0, refill: 50.0, start: 20.0 });
+    let upstream = Upstream::open().bucket(Bucket {
+        size: 20.0,
+        refill: 50.0,
+        start: 20.0,
+    });
     let url = reqwest::Url::parse(&upstream.url()).unwrap();
     let layer = || {
         let builder = AdaptiveThrottleLayer::builder().max_wait(Duration::from_secs(60));
@@ -50,5 +56,8 @@ async fn strangers_share_a_bucket() {
     let sent = log.len();
     println!("{} requests for {} calls", sent, 4 * CALLS);
     assert_eq!(*refused.lock().unwrap(), 0, "each waited for its success");
-    assert!(sent < 6 * CALLS, "half as many again would be no pace at all: {sent}");
+    assert!(
+        sent < 6 * CALLS,
+        "half as many again would be no pace at all: {sent}"
+    );
 }

@@ -1,5 +1,5 @@
-//! The inner service is polled only for a request that has its permit, and no waiter occupies it. In every case no
-//! permit is lost and none is used after it expired.
+//! The inner service is polled only for a request that has its permit, and no waiter occupies it.
+//! In every case no permit is lost and none is used after it expired.
 
 mod support;
 
@@ -22,11 +22,14 @@ fn one_a_second() -> RateLimitLayer {
 }
 
 fn one_a_second_by_host() -> RateLimitLayer {
-    RateLimitLayer::builder(Quota::per_second(1)).key(by_host).build().unwrap()
+    RateLimitLayer::builder(Quota::per_second(1))
+        .key(by_host)
+        .build()
+        .unwrap()
 }
 
-/// An upstream behind a door: not ready while it is closed. Clones share the door, which admits waiting requests in
-/// order of arrival.
+/// An upstream behind a door: not ready while it is closed. Clones share the door, which admits
+/// waiting requests in order of arrival.
 struct Door {
     upstream: Upstream,
     state: Arc<Mutex<State>>,
@@ -47,7 +50,13 @@ enum State {
 impl Door {
     fn open(upstream: Upstream) -> Self {
         let state = Arc::new(Mutex::new(State::Open));
-        Door { upstream, state, moved: Arc::default(), opening: None, asked: Arc::default() }
+        Door {
+            upstream,
+            state,
+            moved: Arc::default(),
+            opening: None,
+            asked: Arc::default(),
+        }
     }
 
     fn becomes(&self, state: State) {
@@ -126,7 +135,9 @@ async fn readiness_is_the_service_s_own_and_costs_nothing() {
 async fn readiness_is_forwarded_even_when_the_line_is_long() {
     let limit = one_a_second();
     let mut service = limit.layer(Upstream::new());
-    let line: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let line: Vec<_> = (0..5)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     settle().await;
     assert_eq!(waiting(&limit).await, 4);
     assert!(futures::poll!(service.ready()).is_ready());
@@ -139,41 +150,91 @@ async fn readiness_is_forwarded_even_when_the_line_is_long() {
 async fn an_error_of_readiness_is_an_inner_error() {
     let door = Door::open(Upstream::new());
     door.becomes(State::Broken);
-    let error = one_a_second().layer(door).ready().await.map(|_| ()).unwrap_err();
+    let error = one_a_second()
+        .layer(door)
+        .ready()
+        .await
+        .map(|_| ())
+        .unwrap_err();
     assert!(matches!(error, Error::Inner(_)), "{error}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_waiter_holds_nothing_that_another_key_needs() {
     let upstream = Upstream::new();
-    let mut service =
-        ServiceBuilder::new().layer(one_a_second_by_host()).concurrency_limit(1).service(upstream.clone());
-    soon(service.ready()).await.unwrap().call(get("http://a/1")).await.unwrap();
+    let mut service = ServiceBuilder::new()
+        .layer(one_a_second_by_host())
+        .concurrency_limit(1)
+        .service(upstream.clone());
+    soon(service.ready())
+        .await
+        .unwrap()
+        .call(get("http://a/1"))
+        .await
+        .unwrap();
     let waits = tokio::spawn(soon(service.ready()).await.unwrap().call(get("http://a/2")));
     settle().await;
-    soon(service.clone().oneshot(get("http://b/3"))).await.unwrap();
-    soon(soon(service.ready()).await.unwrap().call(get("http://c/4"))).await.unwrap();
+    soon(service.clone().oneshot(get("http://b/3")))
+        .await
+        .unwrap();
+    soon(soon(service.ready()).await.unwrap().call(get("http://c/4")))
+        .await
+        .unwrap();
     soon(waits).await.unwrap().unwrap();
-    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 0), ("/4".into(), 0), ("/2".into(), SECOND)]);
+    assert_eq!(
+        upstream.log(),
+        [
+            ("/1".into(), 0),
+            ("/3".into(), 0),
+            ("/4".into(), 0),
+            ("/2".into(), SECOND)
+        ]
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn waiter_is_not_blocked_by_its_original_service_value() {
     let upstream = Upstream::new();
-    let mut service =
-        ServiceBuilder::new().layer(one_a_second()).concurrency_limit(1).service(upstream.clone());
-    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap();
-    // `service` is not touched again: were it still ready, it would occupy the only place inside for ever.
-    soon(soon(service.ready()).await.unwrap().call(get("/"))).await.unwrap();
+    let mut service = ServiceBuilder::new()
+        .layer(one_a_second())
+        .concurrency_limit(1)
+        .service(upstream.clone());
+    soon(service.ready())
+        .await
+        .unwrap()
+        .call(get("/"))
+        .await
+        .unwrap();
+    // `service` is not touched again: were it still ready, it would occupy the only place inside
+    // for ever.
+    soon(soon(service.ready()).await.unwrap().call(get("/")))
+        .await
+        .unwrap();
     assert_eq!(upstream.arrivals(), [0, SECOND]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_refused_request_leaves_the_service_value_unready() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
-    let mut service = ServiceBuilder::new().layer(limit).concurrency_limit(1).service(Upstream::new());
-    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap();
-    soon(service.ready()).await.unwrap().call(get("/")).await.unwrap_err();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(ms(0))
+        .build()
+        .unwrap();
+    let mut service = ServiceBuilder::new()
+        .layer(limit)
+        .concurrency_limit(1)
+        .service(Upstream::new());
+    soon(service.ready())
+        .await
+        .unwrap()
+        .call(get("/"))
+        .await
+        .unwrap();
+    soon(service.ready())
+        .await
+        .unwrap()
+        .call(get("/"))
+        .await
+        .unwrap_err();
     let other = service.clone();
     pass(ms(SECOND)).await;
     soon(other.oneshot(get("/"))).await.unwrap();
@@ -184,7 +245,13 @@ async fn permit_expired_before_readiness_is_returned_and_replaced() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let door = Door::open(upstream.clone());
     let mut service = limit.layer(door.clone());
-    service.ready().await.unwrap().call(get("/1")).await.unwrap();
+    service
+        .ready()
+        .await
+        .unwrap()
+        .call(get("/1"))
+        .await
+        .unwrap();
     let late = service.ready().await.unwrap().call(get("/2"));
     door.becomes(State::Closed);
     let late = tokio::spawn(late);
@@ -192,21 +259,36 @@ async fn permit_expired_before_readiness_is_returned_and_replaced() {
     assert_eq!(upstream.count(), 1);
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
-    assert_eq!(upstream.arrivals(), [0, 5000], "the slot of 1030 was given back: there is one at once");
+    assert_eq!(
+        upstream.arrivals(),
+        [0, 5000],
+        "the slot of 1030 was given back: there is one at once"
+    );
     soon(service.oneshot(get("/3"))).await.unwrap();
     upstream.was_never_over(1, ms(1000));
-    assert!(upstream.arrivals()[2] < 6100, "nothing was lost: {:?}", upstream.arrivals());
+    assert!(
+        upstream.arrivals()[2] < 6100,
+        "nothing was lost: {:?}",
+        upstream.arrivals()
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn requests_with_missed_slots_keep_order_and_limit() {
     let upstream = Upstream::new();
-    let limit = RateLimitLayer::builder(Quota::per_second(2)).max_wait(ms(60_000)).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(2))
+        .max_wait(ms(60_000))
+        .build()
+        .unwrap();
     let door = Door::open(upstream.clone());
     let mut service = limit.layer(door.clone());
     let mut calls = Vec::new();
     for number in 0..8 {
-        let call = service.ready().await.unwrap().call(get(&format!("/{number}")));
+        let call = service
+            .ready()
+            .await
+            .unwrap()
+            .call(get(&format!("/{number}")));
         calls.push(tokio::spawn(call));
         settle().await;
     }
@@ -219,7 +301,11 @@ async fn requests_with_missed_slots_keep_order_and_limit() {
     let paths: Vec<_> = (0..8).map(|number| format!("/{number}")).collect();
     assert_eq!(upstream.paths(), paths);
     upstream.was_never_over(2, ms(1000));
-    assert!(upstream.arrivals()[7] < 10_500 + 3 * SECOND, "nothing was lost: {:?}", upstream.arrivals());
+    assert!(
+        upstream.arrivals()[7] < 10_500 + 3 * SECOND,
+        "nothing was lost: {:?}",
+        upstream.arrivals()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -232,8 +318,9 @@ async fn request_with_missed_slot_precedes_later_requests() {
     let late = tokio::spawn(blocked.ready().await.unwrap().call(get("/late")));
     door.becomes(State::Closed);
     settle().await;
-    let others: Vec<_> =
-        (0..4).map(|number| tokio::spawn(free.clone().oneshot(get(&format!("/{number}"))))).collect();
+    let others: Vec<_> = (0..4)
+        .map(|number| tokio::spawn(free.clone().oneshot(get(&format!("/{number}")))))
+        .collect();
     pass(ms(3500)).await; // /0 and /1 have gone at 2060 and 3090
     door.becomes(State::Open);
     soon(late).await.unwrap().unwrap();
@@ -246,7 +333,10 @@ async fn request_with_missed_slot_precedes_later_requests() {
 
 #[tokio::test(start_paused = true)]
 async fn request_with_missed_slot_still_obeys_max_wait() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(2000)).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(ms(2000))
+        .build()
+        .unwrap();
     let door = Door::open(Upstream::new());
     let mut service = limit.layer(door.clone());
     service.ready().await.unwrap().call(get("/")).await.unwrap();
@@ -255,7 +345,9 @@ async fn request_with_missed_slot_still_obeys_max_wait() {
     pass(ms(3000)).await;
     door.becomes(State::Open);
     let error = soon(late).await.unwrap().unwrap_err();
-    let Error::Limited(Limited::Local { reason, report, .. }) = error else { panic!("{error}") };
+    let Error::Limited(Limited::Local { reason, report, .. }) = error else {
+        panic!("{error}")
+    };
     assert_eq!(reason, Reason::MaxWait(ms(2000)));
     assert_eq!(report.waited(), ms(3000));
     assert!(report.turns() > 1);
@@ -278,7 +370,11 @@ async fn readiness_error_after_the_wait_returns_the_permit() {
     let error = soon(failing).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::Inner(_)), "{error}");
     soon(behind).await.unwrap().unwrap();
-    assert_eq!(upstream.log(), [("/1".into(), 0), ("/3".into(), 1035)], "it went to the next waiter");
+    assert_eq!(
+        upstream.log(),
+        [("/1".into(), 0), ("/3".into(), 1035)],
+        "it went to the next waiter"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -286,7 +382,9 @@ async fn call_counts_from_sending_not_from_its_answer() {
     let upstream = Upstream::taking(ms(60_000));
     let limit = RateLimitLayer::new(Quota::per_second(2)).unwrap();
     let service = limit.layer(upstream.clone());
-    let calls: Vec<_> = (0..5).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..5)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     for call in calls {
         soon(call).await.unwrap().unwrap();
     }
@@ -320,9 +418,13 @@ async fn request_dropped_after_any_poll_leaks_nothing_remotely() {
     }
 }
 
-/// One request goes, the next is dropped after `polls` polls; only its sent call may delay the third.
+/// One request goes, the next is dropped after `polls` polls; only its sent call may delay the
+/// third.
 async fn drop_after(polls: u64, store: impl Store) {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).store(Arc::new(store)).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .store(Arc::new(store))
+        .build()
+        .unwrap();
     let upstream = Upstream::taking(ms(400));
     let door = Door::open(upstream.clone());
     let (mut service, free) = (limit.layer(door.clone()), limit.layer(upstream.clone()));
@@ -346,7 +448,11 @@ async fn drop_after(polls: u64, store: impl Store) {
     soon(first).await.unwrap().unwrap();
     upstream.was_never_over(1, ms(1000));
     let next = *upstream.arrivals().last().unwrap();
-    assert!(next <= due + 60, "after {polls} polls: {next} instead of {due}; {:?}", upstream.log());
+    assert!(
+        next <= due + 60,
+        "after {polls} polls: {next} instead of {due}; {:?}",
+        upstream.log()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -368,7 +474,11 @@ async fn inner_service_is_polled_only_after_the_wait() {
 async fn wrappers_that_drop_waiting_requests_free_their_places() {
     let (upstream, limit) = (Upstream::new(), one_a_second());
     let service = limit.layer(upstream.clone());
-    let wrapped = ServiceBuilder::new().buffer(4).load_shed().boxed_clone_sync().service(service.clone());
+    let wrapped = ServiceBuilder::new()
+        .buffer(4)
+        .load_shed()
+        .boxed_clone_sync()
+        .service(service.clone());
     service.oneshot(get("/")).await.unwrap();
     let mut waits = Box::pin(wrapped.clone().oneshot(get("/")));
     for _ in 0..8 {

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use http::StatusCode;
-use tollgate::{Cost, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, by_header, by_host};
+use tollgate::{
+    Cost, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, by_header, by_host,
+};
 use tower::{Layer, ServiceExt};
 
 use support::{
-    Distant, Failing, SECOND, Upstream, far_future, get, limited, ms, now, ok, pass, peek, settle, soon,
-    used, waiting, who_said_no,
+    Distant, Failing, SECOND, Upstream, far_future, get, limited, ms, now, ok, pass, peek, settle,
+    soon, used, waiting, who_said_no,
 };
 
 /// The error of `request` under `limit`, which is refused.
@@ -41,8 +43,14 @@ async fn refusal_wait_is_exact_to_the_millisecond() {
         Quota::fixed(2, ms(10_000)),
         Quota::per_second(2).and(Quota::new(3, ms(7000))),
     ] {
-        for cost in [1, 2].into_iter().filter(|&cost| cost <= quota.largest_cost()) {
-            let limit = RateLimitLayer::builder(quota).max_wait(ms(0)).build().unwrap();
+        for cost in [1, 2]
+            .into_iter()
+            .filter(|&cost| cost <= quota.largest_cost())
+        {
+            let limit = RateLimitLayer::builder(quota)
+                .max_wait(ms(0))
+                .build()
+                .unwrap();
             let service = limit.layer(Upstream::new());
             let call = || {
                 let mut request = get("/");
@@ -51,13 +59,21 @@ async fn refusal_wait_is_exact_to_the_millisecond() {
             };
             for round in 0..20 {
                 let Err(error) = call().await else { continue };
-                let Error::Limited(limited) = error else { panic!("{error}") };
+                let Error::Limited(limited) = error else {
+                    panic!("{error}")
+                };
                 assert_eq!(local(&limited), Reason::MaxWait(ms(0)));
                 let wait = limited.retry_after().unwrap();
                 tokio::time::advance(wait.saturating_sub(ms(1))).await;
-                assert!(call().await.is_err(), "{quota}, cost {cost}, round {round}: a ms before {wait:?}");
+                assert!(
+                    call().await.is_err(),
+                    "{quota}, cost {cost}, round {round}: a ms before {wait:?}"
+                );
                 tokio::time::advance(wait.min(ms(1))).await;
-                assert!(call().await.is_ok(), "{quota}, cost {cost}, round {round}: after {wait:?}");
+                assert!(
+                    call().await.is_ok(),
+                    "{quota}, cost {cost}, round {round}: after {wait:?}"
+                );
             }
         }
     }
@@ -65,8 +81,15 @@ async fn refusal_wait_is_exact_to_the_millisecond() {
 
 #[tokio::test(start_paused = true)]
 async fn retry_at_is_the_same_whenever_requests_are_refused() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0)).build().unwrap();
-    limit.layer(Upstream::new()).oneshot(get("/")).await.unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(ms(0))
+        .build()
+        .unwrap();
+    limit
+        .layer(Upstream::new())
+        .oneshot(get("/"))
+        .await
+        .unwrap();
     let mut moments = Vec::new();
     for _ in 0..4 {
         moments.push(refusal(&limit, get("/")).await.report().retry_at().unwrap());
@@ -74,7 +97,10 @@ async fn retry_at_is_the_same_whenever_requests_are_refused() {
     }
     let first = moments[0];
     for moment in moments {
-        let apart = moment.duration_since(first).or(first.duration_since(moment)).unwrap();
+        let apart = moment
+            .duration_since(first)
+            .or(first.duration_since(moment))
+            .unwrap();
         assert!(apart <= Duration::from_micros(2), "{apart:?}");
     }
 }
@@ -82,15 +108,27 @@ async fn retry_at_is_the_same_whenever_requests_are_refused() {
 #[tokio::test(start_paused = true)]
 async fn refusal_names_its_limit_key_and_wait() {
     let (second, minute) = (Quota::per_second(2), Quota::per_minute(3));
-    let limit = RateLimitLayer::builder(second.and(minute)).key(by_host).max_wait(ms(0)).build().unwrap();
+    let limit = RateLimitLayer::builder(second.and(minute))
+        .key(by_host)
+        .max_wait(ms(0))
+        .build()
+        .unwrap();
     let service = limit.layer(Upstream::new());
     for (expected, wait) in [(second, 1020), (minute, 60_000 - 1020)] {
-        while service.clone().oneshot(get("http://api.example.com/")).await.is_ok() {}
+        while service
+            .clone()
+            .oneshot(get("http://api.example.com/"))
+            .await
+            .is_ok()
+        {}
         let refused = refusal(&limit, get("http://api.example.com/")).await;
         assert_eq!(refused.key(), "api.example.com");
         assert_eq!(refused.report().limit(), Some(expected.limits()[0]));
         let told = refused.retry_after().unwrap();
-        assert!(told >= ms(wait) && told <= ms(wait + 40), "{expected}: {told:?}");
+        assert!(
+            told >= ms(wait) && told <= ms(wait + 40),
+            "{expected}: {told:?}"
+        );
         assert_eq!((refused.waited(), refused.report().turns()), (ms(0), 0));
         pass(told).await;
     }
@@ -98,13 +136,19 @@ async fn refusal_names_its_limit_key_and_wait() {
 
 #[tokio::test(start_paused = true)]
 async fn full_queue_refuses_requests_until_a_waiter_leaves() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_queue(2).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .max_queue(2)
+        .build()
+        .unwrap();
     let service = limit.layer(Upstream::new());
     let call = || tokio::spawn(service.clone().oneshot(get("/")));
     let calls = [call(), call(), call()];
     settle().await;
     assert_eq!(waiting(&limit).await, 2);
-    assert_eq!(local(&refusal(&limit, get("/")).await), Reason::QueueFull(2));
+    assert_eq!(
+        local(&refusal(&limit, get("/")).await),
+        Reason::QueueFull(2)
+    );
     let [first, second, third] = calls;
     second.abort();
     let fourth = call();
@@ -115,14 +159,23 @@ async fn full_queue_refuses_requests_until_a_waiter_leaves() {
 
 #[tokio::test(start_paused = true)]
 async fn slot_beyond_max_wait_is_refused_without_cost() {
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(2500)).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .max_wait(ms(2500))
+        .build()
+        .unwrap();
     let service = limit.layer(Upstream::new());
-    let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+    let calls: Vec<_> = (0..3)
+        .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+        .collect();
     settle().await;
     for _ in 0..50 {
         let refused = refusal(&limit, get("/")).await;
         assert_eq!(local(&refused), Reason::MaxWait(ms(2500)));
-        assert_eq!(refused.retry_after(), Some(ms(3 * SECOND)), "fifty refusals later it is the same");
+        assert_eq!(
+            refused.retry_after(),
+            Some(ms(3 * SECOND)),
+            "fifty refusals later it is the same"
+        );
     }
     assert_eq!(used(&limit).await, 3);
     for call in calls {
@@ -132,7 +185,11 @@ async fn slot_beyond_max_wait_is_refused_without_cost() {
 
 #[tokio::test(start_paused = true)]
 async fn max_keys_bounds_the_keys_limited_at_once() {
-    let limit = RateLimitLayer::builder(Quota::per_minute(1)).key(by_host).max_keys(2).build().unwrap();
+    let limit = RateLimitLayer::builder(Quota::per_minute(1))
+        .key(by_host)
+        .max_keys(2)
+        .build()
+        .unwrap();
     let service = limit.layer(Upstream::new());
     for uri in ["http://a/", "http://b/"] {
         service.clone().oneshot(get(uri)).await.unwrap();
@@ -152,33 +209,63 @@ async fn upstream_429_is_a_response_and_costs_a_permit() {
         let response = soon(service.clone().oneshot(get("/"))).await.unwrap();
         assert_eq!(response.status(), status);
     }
-    assert_eq!(upstream.arrivals(), [0, SECOND, 2 * SECOND], "a fast no is no faster than a yes");
+    assert_eq!(
+        upstream.arrivals(),
+        [0, SECOND, 2 * SECOND],
+        "a fast no is no faster than a yes"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn upstream_429_as_opt_in_error_carries_retry_after() {
     let upstream = Upstream::answering([limited("7"), limited("8"), limited("soon"), ok()]);
-    let limit = RateLimitLayer::builder(Quota::per_second(1)).key(by_host).error_on_upstream_limit();
-    let service = limit.max_hold(ms(0)).build().unwrap().layer(upstream.clone());
+    let limit = RateLimitLayer::builder(Quota::per_second(1))
+        .key(by_host)
+        .error_on_upstream_limit();
+    let service = limit
+        .max_hold(ms(0))
+        .build()
+        .unwrap()
+        .layer(upstream.clone());
     for (retry_after, waited) in [(Some(7), 0), (Some(8), SECOND), (None, SECOND)] {
-        let error = soon(service.clone().oneshot(get("http://api.example.com/x"))).await.unwrap_err();
-        let Error::Limited(Limited::Upstream { status, report, .. }) = error else { panic!("{error}") };
+        let error = soon(service.clone().oneshot(get("http://api.example.com/x")))
+            .await
+            .unwrap_err();
+        let Error::Limited(Limited::Upstream { status, report, .. }) = error else {
+            panic!("{error}")
+        };
         assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
         assert_eq!(report.key(), "api.example.com", "whether it waited or not");
         assert_eq!(report.retry_after(), retry_after.map(Duration::from_secs));
         assert_eq!(report.waited(), ms(waited));
     }
-    assert_eq!(soon(service.oneshot(get("http://api.example.com/x"))).await.unwrap().status(), 200);
+    assert_eq!(
+        soon(service.oneshot(get("http://api.example.com/x")))
+            .await
+            .unwrap()
+            .status(),
+        200
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn upstream_error_names_no_header_holding_the_key() {
-    let limit = RateLimitLayer::builder(Quota::per_second(5)).key(by_header(http::header::AUTHORIZATION));
-    let service = limit.error_on_upstream_limit().build().unwrap().layer(Upstream::answering([limited("1")]));
+    let limit =
+        RateLimitLayer::builder(Quota::per_second(5)).key(by_header(http::header::AUTHORIZATION));
+    let service = limit
+        .error_on_upstream_limit()
+        .build()
+        .unwrap()
+        .layer(Upstream::answering([limited("1")]));
     let mut request = get("http://api.example.com/");
-    request.headers_mut().insert("authorization", "s3cr3t-token".parse().unwrap());
+    request
+        .headers_mut()
+        .insert("authorization", "s3cr3t-token".parse().unwrap());
     let error = service.oneshot(request).await.unwrap_err();
-    assert_eq!(Limited::find(&error).unwrap().key(), Key::new("s3cr3t-token").to_string());
+    assert_eq!(
+        Limited::find(&error).unwrap().key(),
+        Key::new("s3cr3t-token").to_string()
+    );
     assert_eq!(who_said_no(&error), "upstream");
 }
 
@@ -195,12 +282,25 @@ async fn other_responses_become_errors_only_with_limit_evidence() {
         let mut answer = ok().unwrap();
         *answer.status_mut() = StatusCode::from_u16(status).unwrap();
         if hint {
-            answer.headers_mut().insert("retry-after", "3600".parse().unwrap());
+            answer
+                .headers_mut()
+                .insert("retry-after", "3600".parse().unwrap());
         }
-        let limit = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit().build().unwrap();
-        match limit.layer(Upstream::answering([Ok(answer)])).oneshot(get("/")).await {
+        let limit = RateLimitLayer::builder(Quota::per_second(1))
+            .error_on_upstream_limit()
+            .build()
+            .unwrap();
+        match limit
+            .layer(Upstream::answering([Ok(answer)]))
+            .oneshot(get("/"))
+            .await
+        {
             Ok(answer) => assert_eq!((answer.status().as_u16(), is_error), (status, false)),
-            Err(error) => assert_eq!((who_said_no(&error), is_error), ("upstream", true), "{status}"),
+            Err(error) => assert_eq!(
+                (who_said_no(&error), is_error),
+                ("upstream", true),
+                "{status}"
+            ),
         }
     }
 }
@@ -213,25 +313,42 @@ async fn unreachable_store_is_named_and_nothing_is_sent() {
             .build()
             .unwrap();
         let upstream = Upstream::new();
-        let error = soon(limit.layer(upstream.clone()).oneshot(get("/"))).await.unwrap_err();
+        let error = soon(limit.layer(upstream.clone()).oneshot(get("/")))
+            .await
+            .unwrap_err();
         assert_eq!((who_said_no(&error), upstream.count()), ("store", 0));
-        let mut chain = std::iter::successors(Some(&error as &dyn std::error::Error), |error| error.source());
-        assert!(chain.any(|error| error.is::<std::io::Error>()), "its own error is in the chain");
+        let mut chain = std::iter::successors(Some(&error as &dyn std::error::Error), |error| {
+            error.source()
+        });
+        assert!(
+            chain.any(|error| error.is::<std::io::Error>()),
+            "its own error is in the chain"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn zero_max_wait_still_awaits_the_store_s_answer() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(0));
-    let limit = builder().store(Arc::new(Distant::new(ms(2)))).build().unwrap();
+    let limit = builder()
+        .store(Arc::new(Distant::new(ms(2))))
+        .build()
+        .unwrap();
     let service = limit.layer(Upstream::new());
     soon(service.clone().oneshot(get("/"))).await.unwrap();
-    let Err(Error::Limited(refused)) = soon(service.oneshot(get("/"))).await else { panic!("one a second") };
+    let Err(Error::Limited(refused)) = soon(service.oneshot(get("/"))).await else {
+        panic!("one a second")
+    };
     assert_eq!(local(&refused), Reason::MaxWait(ms(0)));
     assert!(refused.retry_after().unwrap() >= ms(1000), "{refused}");
 
-    let away = builder().store(Arc::new(Failing::away(true))).build().unwrap();
-    let error = soon(away.layer(Upstream::new()).oneshot(get("/"))).await.unwrap_err();
+    let away = builder()
+        .store(Arc::new(Failing::away(true)))
+        .build()
+        .unwrap();
+    let error = soon(away.layer(Upstream::new()).oneshot(get("/")))
+        .await
+        .unwrap_err();
     assert_eq!(who_said_no(&error), "store");
 }
 
@@ -258,19 +375,43 @@ async fn request_and_upstream_input_never_panics_nor_hangs() {
         &huge,
     ];
     for header in headers {
-        let limit = RateLimitLayer::builder(Quota::per_second(1)).error_on_upstream_limit().build().unwrap();
-        let error = limit.layer(Upstream::answering([limited(header)])).oneshot(get("/")).await.unwrap_err();
+        let limit = RateLimitLayer::builder(Quota::per_second(1))
+            .error_on_upstream_limit()
+            .build()
+            .unwrap();
+        let error = limit
+            .layer(Upstream::answering([limited(header)]))
+            .oneshot(get("/"))
+            .await
+            .unwrap_err();
         let refused = Limited::find(&error).unwrap();
-        assert!(refused.retry_after().unwrap_or_default() <= Duration::from_secs(366 * 86_400), "{header}");
-        assert!(refused.report().retry_at() >= refused.retry_after().map(|_| SystemTime::UNIX_EPOCH));
+        assert!(
+            refused.retry_after().unwrap_or_default() <= Duration::from_secs(366 * 86_400),
+            "{header}"
+        );
+        assert!(
+            refused.report().retry_at() >= refused.retry_after().map(|_| SystemTime::UNIX_EPOCH)
+        );
         assert!(!format!("{error} {error:?}").is_empty());
     }
     let epoch = now();
     for cost in [0, 1, 2, u32::MAX] {
-        for deadline in [None, Some(support::long_ago()), Some(epoch), Some(far_future())] {
-            for key in [Key::ALL, Key::new(""), Key::new(vec![0xff; 100_000]), Key::new(&huge).and("")] {
-                let limit =
-                    RateLimitLayer::builder(Quota::per_second(1)).max_wait(ms(86_400_000)).build().unwrap();
+        for deadline in [
+            None,
+            Some(support::long_ago()),
+            Some(epoch),
+            Some(far_future()),
+        ] {
+            for key in [
+                Key::ALL,
+                Key::new(""),
+                Key::new(vec![0xff; 100_000]),
+                Key::new(&huge).and(""),
+            ] {
+                let limit = RateLimitLayer::builder(Quota::per_second(1))
+                    .max_wait(ms(86_400_000))
+                    .build()
+                    .unwrap();
                 for _ in 0..3 {
                     let mut request = get("/");
                     request.extensions_mut().insert(Cost(cost));
@@ -291,30 +432,47 @@ fn absurd_settings_are_errors_that_name_the_setting() {
     let builder = || RateLimitLayer::builder(Quota::per_second(1));
     for (built, setting) in [
         (builder().max_wait(Duration::MAX).build(), "max_wait"),
-        (builder().transit_slack(Duration::MAX).build(), "transit_slack"),
+        (
+            builder().transit_slack(Duration::MAX).build(),
+            "transit_slack",
+        ),
         (builder().max_keys(0).build(), "max_keys"),
         (RateLimitLayer::new(Quota::per_second(0)), "count"),
         (RateLimitLayer::new(Quota::every(Duration::MAX)), "window"),
         (
-            RateLimitLayer::builder(Quota::fixed(1, ms(1000))).boundary_guard(Duration::MAX).build(),
+            RateLimitLayer::builder(Quota::fixed(1, ms(1000)))
+                .boundary_guard(Duration::MAX)
+                .build(),
             "boundary_guard",
         ),
     ] {
         let error = built.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(setting), "{error}");
     }
-    assert!(builder().max_queue(usize::MAX).max_keys(usize::MAX).max_wait(ms(86_400_000)).build().is_ok());
+    assert!(
+        builder()
+            .max_queue(usize::MAX)
+            .max_keys(usize::MAX)
+            .max_wait(ms(86_400_000))
+            .build()
+            .is_ok()
+    );
 }
 
 #[test]
 fn layer_outlives_its_runtime_and_works_in_another() {
     let limit = RateLimitLayer::new(Quota::per_second(1)).unwrap();
     for _ in 0..3 {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build();
         runtime.unwrap().block_on(async {
             let upstream = Upstream::new();
             let service = limit.layer(upstream.clone());
-            let calls: Vec<_> = (0..3).map(|_| tokio::spawn(service.clone().oneshot(get("/")))).collect();
+            let calls: Vec<_> = (0..3)
+                .map(|_| tokio::spawn(service.clone().oneshot(get("/"))))
+                .collect();
             soon(async {
                 while upstream.count() < 2 {
                     pass(ms(10)).await;

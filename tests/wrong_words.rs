@@ -1,4 +1,5 @@
-//! Upstreams whose headers are incomplete or unexpected: few requests are refused while the limiter learns that.
+//! Upstreams whose headers are incomplete or unexpected: few requests are refused while the limiter
+//! learns that.
 
 #[path = "support/patient.rs"]
 #[cfg(feature = "redis")]
@@ -66,7 +67,11 @@ struct Server {
 
 impl Server {
     fn answer(&self) -> Response<String> {
-        let behind = if let Words::Behind(behind) = self.words { behind } else { Duration::ZERO };
+        let behind = if let Words::Behind(behind) = self.words {
+            behind
+        } else {
+            Duration::ZERO
+        };
         let ours = self.clock.1 + (now() - self.clock.0);
         let theirs = ours.duration_since(UNIX_EPOCH).unwrap() - behind;
         let number = theirs.as_secs() / WINDOW.as_secs();
@@ -88,19 +93,28 @@ impl Server {
                 .header("X-RateLimit-Limit", COUNT)
                 .header("X-RateLimit-Remaining", COUNT - window.accepted)
                 .header("X-RateLimit-Reset", ends),
-            Words::RoundedDown if is_full => {
-                response.header("Retry-After", (Duration::from_secs(ends) - theirs).as_secs())
-            }
+            Words::RoundedDown if is_full => response.header(
+                "Retry-After",
+                (Duration::from_secs(ends) - theirs).as_secs(),
+            ),
             Words::RoundedDown => response,
         };
-        let status = if is_full { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
+        let status = if is_full {
+            StatusCode::TOO_MANY_REQUESTS
+        } else {
+            StatusCode::OK
+        };
         response.status(status).body(String::new()).unwrap()
     }
 
     fn service(
         self,
-    ) -> impl Service<Request<String>, Response = Response<String>, Error = BoxError, Future: Future + Send>
-    + Clone
+    ) -> impl Service<
+        Request<String>,
+        Response = Response<String>,
+        Error = BoxError,
+        Future: Future + Send,
+    > + Clone
     + Send
     + 'static {
         tower::service_fn(move |_: Request<String>| {
@@ -117,7 +131,10 @@ impl Server {
 
 /// Returns the calls in each window of a server, from callers that send as fast as they may.
 async fn windows(server: Server, quota: Quota, callers: usize) -> Vec<Window> {
-    let limit = RateLimitLayer::builder(quota).max_wait(2 * WINDOW).build().unwrap();
+    let limit = RateLimitLayer::builder(quota)
+        .max_wait(2 * WINDOW)
+        .build()
+        .unwrap();
     let service = limit.layer(server.clone().service());
     let end = now() + WINDOWS * WINDOW;
     let mut tasks = JoinSet::new();
@@ -140,16 +157,29 @@ async fn windows(server: Server, quota: Quota, callers: usize) -> Vec<Window> {
 async fn server_with_imprecise_resets_refuses_few() {
     let clock = (now(), SystemTime::now());
     for words in [Words::Behind(ms(300)), Words::RoundedDown] {
-        for quota in [Quota::per_second(100), Quota::fixed(5, WINDOW), Quota::new(5, WINDOW)] {
+        for quota in [
+            Quota::per_second(100),
+            Quota::fixed(5, WINDOW),
+            Quota::new(5, WINDOW),
+        ] {
             for callers in [1, 8] {
-                let server = Server { words, clock, windows: Arc::default() };
+                let server = Server {
+                    words,
+                    clock,
+                    windows: Arc::default(),
+                };
                 let windows = windows(server, quota, callers).await;
                 let rounds: Vec<_> = windows.iter().map(Window::rounds).collect();
                 let used = windows.iter().map(|window| window.accepted).sum::<usize>();
-                let what = format!("{words:?}, {quota}, {callers} callers: {rounds:?} refused, {used} used");
-                // One refusal in each window shows that it is full. At most three more teach the limiter when windows
-                // begin.
-                let early = rounds.iter().map(|rounds| rounds.saturating_sub(1)).sum::<usize>();
+                let what = format!(
+                    "{words:?}, {quota}, {callers} callers: {rounds:?} refused, {used} used"
+                );
+                // One refusal in each window shows that it is full. At most three more teach the
+                // limiter when windows begin.
+                let early = rounds
+                    .iter()
+                    .map(|rounds| rounds.saturating_sub(1))
+                    .sum::<usize>();
                 assert!(early <= 3, "{what}");
                 assert!(used >= WINDOWS as usize * COUNT * 97 / 100, "{what}");
             }
@@ -171,14 +201,21 @@ fn left(way: usize, quota: Quota, left: u32, reset: Duration) -> Response<String
             ("X-RateLimit-Remaining", left.to_string()),
             ("X-RateLimit-Reset", reset.to_string()),
         ],
-        _ => vec![("X-RateLimit-Remaining", left.to_string()), ("X-RateLimit-Reset", reset.to_string())],
+        _ => vec![
+            ("X-RateLimit-Remaining", left.to_string()),
+            ("X-RateLimit-Reset", reset.to_string()),
+        ],
     };
-    let response =
-        headers.iter().fold(Response::builder(), |response, (name, value)| response.header(*name, value));
+    let response = headers
+        .iter()
+        .fold(Response::builder(), |response, (name, value)| {
+            response.header(*name, value)
+        });
     response.body(String::new()).unwrap()
 }
 
-/// After an idle time an upstream states that others have used nearly all: no request leaves that it would refuse.
+/// After an idle time an upstream states that others have used nearly all: no request leaves that
+/// it would refuse.
 #[tokio::test(start_paused = true)]
 async fn remaining_units_count_at_once() {
     let quotas = [
@@ -189,7 +226,11 @@ async fn remaining_units_count_at_once() {
         Quota::fixed(10, Duration::from_secs(3600)),
         Quota::per_minute(10).and(Quota::per_day(1000)),
     ];
-    for learn in [HeaderTrust::Usage, HeaderTrust::Stricter, HeaderTrust::Replace] {
+    for learn in [
+        HeaderTrust::Usage,
+        HeaderTrust::Stricter,
+        HeaderTrust::Replace,
+    ] {
         for quota in quotas {
             for way in 0..if quota.limits().len() > 1 { 2 } else { 3 } {
                 for remaining in 0..5 {
@@ -201,7 +242,8 @@ async fn remaining_units_count_at_once() {
                         .build()
                         .unwrap();
                     let says = |units, reset| Ok(left(way, quota, units, reset));
-                    let upstream = Upstream::answering([says(9, window), says(remaining, window - ms(3000))]);
+                    let upstream =
+                        Upstream::answering([says(9, window), says(remaining, window - ms(3000))]);
                     let service = limit.layer(upstream.clone());
                     service.clone().oneshot(get("/")).await.unwrap();
                     pass(3 * window).await;
@@ -218,7 +260,8 @@ async fn remaining_units_count_at_once() {
     }
 }
 
-/// The same with processes that share a limit: a signal to one process reaches the others a trip later.
+/// The same with processes that share a limit: a signal to one process reaches the others a trip
+/// later.
 #[cfg(feature = "redis")]
 mod shared {
 
@@ -228,10 +271,15 @@ mod shared {
 
     fn process(server: &RedisServer, quota: Quota, max_wait: Duration) -> RateLimitLayer {
         let store = super::patient::store(&server.url());
-        RateLimitLayer::builder(quota).max_wait(max_wait).store(store).build().unwrap()
+        RateLimitLayer::builder(quota)
+            .max_wait(max_wait)
+            .store(store)
+            .build()
+            .unwrap()
     }
 
-    /// A signal to one process reaches another a trip later, and makes it give up its prefetched permits.
+    /// A signal to one process reaches another a trip later, and makes it give up its prefetched
+    /// permits.
     #[tokio::test]
     async fn signal_to_one_process_counts_for_all() {
         const LEFT: u32 = 2;
@@ -240,7 +288,8 @@ mod shared {
         for round in 0..rounds {
             let quota = Quota::per_minute(1000 + round);
             let says = left(0, quota, LEFT, Duration::from_secs(40));
-            let hears = process(&server, quota, Duration::ZERO).layer(Upstream::answering([Ok(says)]));
+            let hears =
+                process(&server, quota, Duration::ZERO).layer(Upstream::answering([Ok(says)]));
             let upstream = Upstream::new();
             let other = process(&server, quota, Duration::ZERO).layer(upstream.clone());
             let calls = tokio::spawn(async move {
@@ -259,7 +308,11 @@ mod shared {
             let later = upstream.count();
             pass(ms(200)).await;
             let last = upstream.count();
-            assert!(last <= later + LEFT as usize, "{} went when all knew that 2 are left", last - later);
+            assert!(
+                last <= later + LEFT as usize,
+                "{} went when all knew that 2 are left",
+                last - later
+            );
             soon += usize::from(last <= a_trip_later + LEFT as usize);
             calls.abort();
             let () = server.command(&["FLUSHALL"]);
@@ -268,7 +321,8 @@ mod shared {
         assert!(soon >= 8, "in {soon} of {rounds} rounds a trip was enough");
     }
 
-    /// It gives up later booked slots too: none of these requests leaves before the upstream's next window.
+    /// It gives up later booked slots too: none of these requests leaves before the upstream's next
+    /// window.
     #[tokio::test]
     async fn booked_slots_are_booked_anew() {
         const TOOK: Duration = Duration::from_millis(200);
@@ -278,7 +332,10 @@ mod shared {
         let reset = ms(4000);
         let says = Response::builder()
             .header("RateLimit-Policy", r#""minute";q=100;w=60"#)
-            .header("RateLimit", format!(r#""minute";r=0;t={}"#, reset.as_secs()));
+            .header(
+                "RateLimit",
+                format!(r#""minute";r=0;t={}"#, reset.as_secs()),
+            );
         let answers = Upstream::answering([Ok(says.body(String::new()).unwrap())]);
         let asked = answers.clone();
         let slowly = tower::service_fn(move |request| {
@@ -305,7 +362,11 @@ mod shared {
         first.await.unwrap().unwrap();
         assert_eq!(upstream.count(), 1, "one left before the signal arrived");
         pass(reset.saturating_sub(sent.elapsed() + ms(200))).await;
-        assert_eq!(upstream.count(), 1, "the others left before the upstream's next window");
+        assert_eq!(
+            upstream.count(),
+            1,
+            "the others left before the upstream's next window"
+        );
         assert!(waiters.await.unwrap().iter().all(Result::is_ok));
     }
 }

@@ -1,5 +1,5 @@
-//! The cost of a permit at hand: a call through a limiter that lets it pass at once, less the same call without a
-//! limiter.
+//! The cost of a permit at hand: a call through a limiter that lets it pass at once, less the same
+//! call without a limiter.
 //!
 //! This benchmark never waits.
 
@@ -54,10 +54,24 @@ pub(crate) fn report() {
         raw(),
         Group::raw("refused, without Tower", tollgate::refused()).with(governor::refused()),
     ];
-    compare(&groups, Plan { threads: 1, rounds: 2_000, calls: 1_000 });
+    compare(
+        &groups,
+        Plan {
+            threads: 1,
+            rounds: 2_000,
+            calls: 1_000,
+        },
+    );
 
     println!("## Two threads that share the limiter\n");
-    compare(&[constant(), hosts(1_000), raw()], Plan { threads: 2, rounds: 60, calls: 50_000 });
+    compare(
+        &[constant(), hosts(1_000), raw()],
+        Plan {
+            threads: 2,
+            rounds: 60,
+            calls: 50_000,
+        },
+    );
 }
 
 /// Contenders that do the same work.
@@ -73,12 +87,20 @@ struct Group {
 impl Group {
     fn of_services(title: impl Into<String>, hosts: usize, tollgate: Tollgate) -> Self {
         let bare = Contender::service("the call without a limiter", hosts, || Inner);
-        Group { bare: Some(bare), ..Group::raw(title, tollgate) }
+        Group {
+            bare: Some(bare),
+            ..Group::raw(title, tollgate)
+        }
     }
 
     fn raw(title: impl Into<String>, tollgate: Tollgate) -> Self {
         let Tollgate { contender, store } = tollgate;
-        Group { title: title.into(), bare: None, contenders: vec![contender], store }
+        Group {
+            title: title.into(),
+            bare: None,
+            contenders: vec![contender],
+            store,
+        }
     }
 
     fn with(mut self, contender: Contender) -> Self {
@@ -88,8 +110,10 @@ impl Group {
 }
 
 fn compare(groups: &[Group], plan: Plan) {
-    let contenders: Vec<_> =
-        groups.iter().flat_map(|group| group.bare.iter().chain(&group.contenders)).collect();
+    let contenders: Vec<_> = groups
+        .iter()
+        .flat_map(|group| group.bare.iter().chain(&group.contenders))
+        .collect();
     let warm = || groups.iter().for_each(|group| _ = group.store.take());
     let measured = run(&contenders, plan, warm);
 
@@ -106,7 +130,11 @@ fn compare(groups: &[Group], plan: Plan) {
     // Before each batch, a tenth of it runs unmeasured to warm up.
     let calls = plan.threads * plan.rounds * (plan.calls + plan.calls / 10);
     for group in groups {
-        println!("| {} | {:.6} |", group.title, group.store.take() as f64 / calls as f64);
+        println!(
+            "| {} | {:.6} |",
+            group.title,
+            group.store.take() as f64 / calls as f64
+        );
     }
     println!();
 }
@@ -115,17 +143,34 @@ fn compare(groups: &[Group], plan: Plan) {
 fn rows<'a>(group: &Group, measured: &mut impl Iterator<Item = &'a Measured>) {
     let bare = group.bare.as_ref().and_then(|contender| {
         let bare = measured.next()?;
-        row(&group.title, &contender.name, &bare.nanos, None, bare.allocations);
+        row(
+            &group.title,
+            &contender.name,
+            &bare.nanos,
+            None,
+            bare.allocations,
+        );
         Some(&bare.nanos)
     });
     let mut tollgate = None;
     for (contender, measured) in group.contenders.iter().zip(measured) {
         let above: Vec<f64> = match bare {
-            Some(bare) => measured.nanos.iter().zip(bare).map(|(mine, bare)| mine - bare).collect(),
+            Some(bare) => measured
+                .nanos
+                .iter()
+                .zip(bare)
+                .map(|(mine, bare)| mine - bare)
+                .collect(),
             None => measured.nanos.clone(),
         };
         let first = *tollgate.get_or_insert_with(|| quantile(&above, 0.5));
-        row(&group.title, &contender.name, &above, Some(first), measured.allocations);
+        row(
+            &group.title,
+            &contender.name,
+            &above,
+            Some(first),
+            measured.allocations,
+        );
     }
 }
 

@@ -1,5 +1,6 @@
-//! The cost of one decision in the Redis server, for the scripts of tollgate and of other limiters. The server's own
-//! count (`INFO commandstats`) is used, in interleaved rounds, with fifty keys at a time on one connection.
+//! The cost of one decision in the Redis server, for the scripts of tollgate and of other limiters.
+//! The server's own count (`INFO commandstats`) is used, in interleaved rounds, with fifty keys at
+//! a time on one connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,13 +8,13 @@ use std::time::Duration;
 use futures::future::join_all;
 use redis_server::RedisServer;
 use tollgate::store::{
-    Charge, Demand, Lease, LeaseRequest, LimitSpec, RedisStore, Store, StoreError, StoreReply, UnusedPermits,
-    Usage,
+    Charge, Demand, Lease, LeaseRequest, LimitSpec, RedisStore, Store, StoreError, StoreReply,
+    UnusedPermits, Usage,
 };
 use tollgate::{Key, Limiter, OnStoreError, Quota, RateLimitLayer};
 
-/// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. It is not exact: it allows up to
-/// twice the limit.
+/// GCRA with a burst, as most libraries run it: one number, `TIME`, `GET`, `SET`. It is not exact:
+/// it allows up to twice the limit.
 const GCRA: &str = r#"
 local t = redis.call('TIME')
 local now = t[1] * 1000000 + t[2]
@@ -76,14 +77,21 @@ pub(crate) fn report() {
         "One decision in Redis, microseconds of the server by its own count, medians of {ROUNDS} rounds:\n"
     );
     println!("| script | us | to GCRA |\n|---|--:|--:|");
-    let medians: Vec<f64> = prices.iter_mut().map(|prices| median(&mut prices[1..])).collect();
+    let medians: Vec<f64> = prices
+        .iter_mut()
+        .map(|prices| median(&mut prices[1..]))
+        .collect();
     for (contender, median) in contenders.iter().zip(&medians) {
-        println!("| {} | {median:.1} | {:.2} |", contender.name, median / medians[0]);
+        println!(
+            "| {} | {median:.1} | {:.2} |",
+            contender.name,
+            median / medians[0]
+        );
     }
     largest(&server);
 }
 
-// ── the largest calls ───────────────────────────────────────────────────────────────────────────────────────────────
+// ── the largest calls ────────────────────────────────────────────────────────────────────────────
 
 /// How long one call may keep a server busy; all other callers wait meanwhile.
 const LONGEST_CALL: Duration = Duration::from_millis(10);
@@ -111,9 +119,12 @@ impl Store for Large {
     fn lease(&self, ask: LeaseRequest<'_>) -> StoreReply<Lease> {
         let longest = ask.spec.quota().limits()[0].window();
         // One charge in each part of the window, the oldest first, of more units than a permit.
-        let age =
-            |part: usize| longest * u32::try_from(Charge::MOST - part).unwrap_or(1) / Charge::MOST as u32;
-        let charges: Vec<Charge> = (0..Charge::MOST).map(|part| Charge::new(age(part), 1000)).collect();
+        let age = |part: usize| {
+            longest * u32::try_from(Charge::MOST - part).unwrap_or(1) / Charge::MOST as u32
+        };
+        let charges: Vec<Charge> = (0..Charge::MOST)
+            .map(|part| Charge::new(age(part), 1000))
+            .collect();
         let permits;
         let mut ask = ask;
         (ask.demands, ask.prefetch) = (&[], 0);
@@ -150,7 +161,11 @@ fn largest(server: &RedisServer) {
         "| quota | {} charges | {MOST_ASKED} permits | {MOST_PERMITS} permits |\n|---|--:|--:|--:|",
         Charge::MOST
     );
-    let (second, minute, hour) = (Duration::from_secs(1), Duration::from_secs(60), Duration::from_secs(3600));
+    let (second, minute, hour) = (
+        Duration::from_secs(1),
+        Duration::from_secs(60),
+        Duration::from_secs(3600),
+    );
     for quota in [
         Quota::new(10, second),
         Quota::new(1000, second),
@@ -158,9 +173,15 @@ fn largest(server: &RedisServer) {
         Quota::per_minute(600).burst(20),
         Quota::per_day(1_000_000).burst(1000),
         Quota::fixed(600, minute),
-        Quota::new(10, second).and(Quota::new(300, minute)).and(Quota::new(5000, hour)),
+        Quota::new(10, second)
+            .and(Quota::new(300, minute))
+            .and(Quota::new(5000, hour)),
     ] {
-        let calls = [Instead::Charges, Instead::Permits(MOST_ASKED), Instead::Permits(MOST_PERMITS)];
+        let calls = [
+            Instead::Charges,
+            Instead::Permits(MOST_ASKED),
+            Instead::Permits(MOST_PERMITS),
+        ];
         let [charges, asked, most] = calls.map(|instead| longest_of(server, quota, instead));
         println!("| {quota} | {charges:.2} | {asked:.2} | {most:.2} |");
     }
@@ -168,15 +189,28 @@ fn largest(server: &RedisServer) {
 
 /// Returns the longest of some calls of new keys, in milliseconds.
 fn longest_of(server: &RedisServer, quota: Quota, instead: Instead) -> f64 {
-    let store = RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(30)).build();
-    let store = Large { store: store.expect("a good URL"), instead };
-    let layer = RateLimitLayer::builder(quota).store(Arc::new(store)).max_wait(Duration::ZERO);
+    let store = RedisStore::builder(&server.url())
+        .store_timeout(Duration::from_secs(30))
+        .build();
+    let store = Large {
+        store: store.expect("a good URL"),
+        instead,
+    };
+    let layer = RateLimitLayer::builder(quota)
+        .store(Arc::new(store))
+        .max_wait(Duration::ZERO);
     let limiter = layer.build().expect("a good quota").limiter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .expect("a runtime");
     let longest = (0..ROUNDS).map(|round| {
         let () = server.command(&["CONFIG", "RESETSTAT"]);
         let lost = runtime.block_on(limiter.acquire(Key::new(format!("{quota} {round}"))));
-        assert!(lost.is_err_and(|lost| lost.to_string().contains("lost")), "the server answers");
+        assert!(
+            lost.is_err_and(|lost| lost.to_string().contains("lost")),
+            "the server answers"
+        );
         micros_a_call(server) / 1000.0
     });
     longest.fold(0.0, f64::max)
@@ -187,22 +221,57 @@ fn contenders(server: &RedisServer) -> Vec<Contender> {
     // Fewer than fifty, so that nothing is fetched ahead, and more than the decisions for each key.
     let plenty = Quota::new(49, hour);
     vec![
-        script(server, "GCRA with a burst (not exact), grants", GCRA, &["1", "100000000"]),
+        script(
+            server,
+            "GCRA with a burst (not exact), grants",
+            GCRA,
+            &["1", "100000000"],
+        ),
         script(server, "GCRA, refuses", GCRA, &["100000000", "100000000"]),
-        script(server, "list of grants (exact), grants", RING, &["100", "1"]),
-        script(server, "list of grants, refuses", RING, &["1", "3600000000"]),
+        script(
+            server,
+            "list of grants (exact), grants",
+            RING,
+            &["100", "1"],
+        ),
+        script(
+            server,
+            "list of grants, refuses",
+            RING,
+            &["1", "3600000000"],
+        ),
         tollgate(server, "tollgate (exact), one window, grants", plenty),
         tollgate(server, "tollgate, refuses", Quota::new(1, hour)),
-        tollgate(server, "tollgate, two windows, grants", plenty.and(Quota::new(49, 24 * hour))),
-        tollgate(server, "tollgate, two windows, refuses", Quota::new(1, hour).and(Quota::new(2, 2 * hour))),
-        tollgate(server, "tollgate, a bucket, grants", Quota::bucket(49).refill(49, second)),
+        tollgate(
+            server,
+            "tollgate, two windows, grants",
+            plenty.and(Quota::new(49, 24 * hour)),
+        ),
+        tollgate(
+            server,
+            "tollgate, two windows, refuses",
+            Quota::new(1, hour).and(Quota::new(2, 2 * hour)),
+        ),
+        tollgate(
+            server,
+            "tollgate, a bucket, grants",
+            Quota::bucket(49).refill(49, second),
+        ),
     ]
 }
 
-fn script(server: &RedisServer, name: &'static str, text: &str, arguments: &'static [&str]) -> Contender {
+fn script(
+    server: &RedisServer,
+    name: &'static str,
+    text: &str,
+    arguments: &'static [&str],
+) -> Contender {
     let redis = std::cell::RefCell::new(server.connect().expect("the server is there"));
     let script = redis::Script::new(text);
-    script.prepare_invoke().load(&mut *redis.borrow_mut()).expect("the server takes a script");
+    script
+        .prepare_invoke()
+        .load(&mut *redis.borrow_mut())
+        .expect("the server takes a script");
     let hash = script.get_hash().to_owned();
     let decide = move |calls| {
         for batch in (0..calls).collect::<Vec<_>>().chunks(AT_ONCE) {
@@ -215,21 +284,36 @@ fn script(server: &RedisServer, name: &'static str, text: &str, arguments: &'sta
                     .arg(format!("{name} {}", number % KEYS))
                     .arg(arguments);
             }
-            let _: Vec<(i64, i64)> = pipeline.query(&mut *redis.borrow_mut()).expect("the server answers");
+            let _: Vec<(i64, i64)> = pipeline
+                .query(&mut *redis.borrow_mut())
+                .expect("the server answers");
         }
     };
-    Contender { name, decide: Box::new(decide) }
+    Contender {
+        name,
+        decide: Box::new(decide),
+    }
 }
 
 fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender {
     let prefix = name.replace(|other: char| !other.is_ascii_alphanumeric(), "-");
-    let store =
-        RedisStore::builder(&server.url()).prefix(prefix).store_timeout(Duration::from_secs(5)).build();
-    // A process that fails open asks the store for each request; other processes cache a refusal for a while.
+    let store = RedisStore::builder(&server.url())
+        .prefix(prefix)
+        .store_timeout(Duration::from_secs(5))
+        .build();
+    // A process that fails open asks the store for each request; other processes cache a refusal
+    // for a while.
     let layer = RateLimitLayer::builder(quota).on_store_error(OnStoreError::FailOpen);
     let layer = layer.store(Arc::new(store.expect("a good URL")));
-    let limiter: Limiter = layer.max_wait(Duration::ZERO).build().expect("a good quota").limiter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let limiter: Limiter = layer
+        .max_wait(Duration::ZERO)
+        .build()
+        .expect("a good quota")
+        .limiter();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .expect("a runtime");
     let decide = move |calls| {
         runtime.block_on(async {
             for batch in (0..calls).collect::<Vec<_>>().chunks(AT_ONCE) {
@@ -238,13 +322,25 @@ fn tollgate(server: &RedisServer, name: &'static str, quota: Quota) -> Contender
             }
         });
     };
-    Contender { name, decide: Box::new(decide) }
+    Contender {
+        name,
+        decide: Box::new(decide),
+    }
 }
 
 fn micros_a_call(server: &RedisServer) -> f64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
-    let price = line.and_then(|line| line.split("usec_per_call=").nth(1)?.split(',').next()?.parse().ok());
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"));
+    let price = line.and_then(|line| {
+        line.split("usec_per_call=")
+            .nth(1)?
+            .split(',')
+            .next()?
+            .parse()
+            .ok()
+    });
     price.expect("the server counts its calls")
 }
 

@@ -15,8 +15,8 @@ thread_local! {
     static REQUESTS: RefCell<HashMap<usize, Requests>> = RefCell::default();
 }
 
-/// A service that responds at once and keeps the request ([`last_request`]), so that no request is made or dropped
-/// while time is measured.
+/// A service that responds at once and keeps the request ([`last_request`]), so that no request is
+/// made or dropped while time is measured.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inner;
 
@@ -45,7 +45,8 @@ pub(crate) fn last_request() -> Option<Request<()>> {
 /// Requests that are taken and put back.
 pub(crate) type Requests = Rc<RefCell<Vec<Option<Request<()>>>>>;
 
-/// Returns one request to each of `hosts` hosts, by absolute URI. All contenders of a thread use the same requests.
+/// Returns one request to each of `hosts` hosts, by absolute URI. All contenders of a thread use
+/// the same requests.
 pub(crate) fn requests(hosts: usize) -> Requests {
     let request = |host| {
         let uri = format!("https://api-{host:06}.example.com/v1/items?page=1");

@@ -9,7 +9,8 @@
 //! cargo run --release -p tollgate-benches -- growth    # tollgate with more processes and more keys; --rounds N
 //! ```
 //!
-//! Prints Markdown. No benchmark passes or fails: the numbers are for reading, on an otherwise idle machine.
+//! Prints Markdown. No benchmark passes or fails: the numbers are for reading, on an otherwise idle
+//! machine.
 
 mod at_hand;
 mod contenders;
@@ -29,12 +30,16 @@ fn main() -> Result<(), Failure> {
     match words.split_first() {
         None => {
             // Some peers create their timers early, but no call ever waits for one.
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .build()?;
             let _guard = runtime.enter();
             at_hand::report();
         }
         Some((bench, _)) if bench == "keys" => {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .build()?;
             let _guard = runtime.enter();
             many_keys::report();
         }
@@ -47,7 +52,8 @@ fn main() -> Result<(), Failure> {
             fleet::growth::report(&fleet::Options::from_words(options)?)?;
         }
         Some((child, task)) if child == fleet::CHILD => {
-            let task = fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
+            let task =
+                fleet::ChildTask::from_words(task).ok_or("a child is started by the bench")?;
             fleet::child(&task)?;
         }
         Some((other, _)) => {

@@ -2,7 +2,10 @@
 //!
 //! This benchmark does not use a server.
 
-#![expect(clippy::disallowed_methods, reason = "it measures time, and lets some pass")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "it measures time, and lets some pass"
+)]
 
 use std::future::Future;
 use std::pin::pin;
@@ -16,7 +19,9 @@ use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 /// Measures, and prints the table.
 pub(crate) fn report() {
     println!("# Many keys, in memory\n");
-    println!("Each key in turn; bytes as the allocator was asked for them, lines and counts together.\n");
+    println!(
+        "Each key in turn; bytes as the allocator was asked for them, lines and counts together.\n"
+    );
     println!("| quota | keys | call | ns | worst, us | above 1 ms | bytes a key |");
     println!("|---|--:|---|--:|--:|--:|--:|");
     let second = Quota::per_second(50);
@@ -30,12 +35,22 @@ pub(crate) fn report() {
     println!("| they are | ns | worst, us | above 1 ms | refused |");
     println!("|---|--:|--:|--:|--:|");
     crowd("in use", Quota::per_hour(1), Duration::ZERO);
-    crowd("idle", Quota::new(1, Duration::from_millis(1)), Duration::from_millis(50));
-    crowd("idle one by one", Quota::new(1, Duration::from_millis(600)), Duration::ZERO);
+    crowd(
+        "idle",
+        Quota::new(1, Duration::from_millis(1)),
+        Duration::from_millis(50),
+    );
+    crowd(
+        "idle one by one",
+        Quota::new(1, Duration::from_millis(600)),
+        Duration::ZERO,
+    );
 }
 
 fn limiter(quota: Quota, keys: usize) -> Limiter {
-    let builder = RateLimitLayer::builder(quota).max_keys(keys).max_wait(Duration::ZERO);
+    let builder = RateLimitLayer::builder(quota)
+        .max_keys(keys)
+        .max_wait(Duration::ZERO);
     let builder = builder.store(Arc::new(MemoryStore::new(keys)));
     builder.build().expect("the settings make sense").limiter()
 }
@@ -76,7 +91,10 @@ struct Laps {
 
 impl Laps {
     fn run(limiter: &Limiter, keys: std::ops::Range<usize>) -> Laps {
-        let mut laps = Laps { calls: keys.len(), ..Laps::default() };
+        let mut laps = Laps {
+            calls: keys.len(),
+            ..Laps::default()
+        };
         let start = Instant::now();
         let mut before = start;
         for number in keys {

@@ -1,4 +1,5 @@
-//! Measures time: all contenders in turn, many times over, so that disturbances of the machine affect them all.
+//! Measures time: all contenders in turn, many times over, so that disturbances of the machine
+//! affect them all.
 
 use std::future::Future;
 use std::hint::black_box;
@@ -26,8 +27,8 @@ type Batch = Box<dyn FnMut(usize)>;
 /// How many calls are made before any time is measured.
 const WARM_UP: usize = 20_000;
 
-/// Returns how many calls in a row each key gets at least before any time is measured: enough for a stock of permits
-/// that lasts.
+/// Returns how many calls in a row each key gets at least before any time is measured: enough for a
+/// stock of permits that lasts.
 ///
 /// A million keys have fewer, of which each needs two or three: a stock doubles when it is used up.
 fn warm_up_of_a_key(hosts: usize) -> usize {
@@ -35,8 +36,8 @@ fn warm_up_of_a_key(hosts: usize) -> usize {
 }
 
 impl Contender {
-    /// Builds a contender from a service, called with requests to `hosts` hosts in turn. Each thread gets a service
-    /// from `make`.
+    /// Builds a contender from a service, called with requests to `hosts` hosts in turn. Each
+    /// thread gets a service from `make`.
     pub(crate) fn service<S>(
         name: impl Into<String>,
         hosts: usize,
@@ -58,11 +59,18 @@ impl Contender {
                 let mut requests = requests.borrow_mut();
                 for _ in 0..calls {
                     call(&mut service, &mut requests[next]);
-                    next = if next + 1 < requests.len() { next + 1 } else { 0 };
+                    next = if next + 1 < requests.len() {
+                        next + 1
+                    } else {
+                        0
+                    };
                 }
             }) as Batch
         };
-        Contender { name: name.into(), make: Box::new(make) }
+        Contender {
+            name: name.into(),
+            make: Box::new(make),
+        }
     }
 
     /// Builds a contender from a function that is no service.
@@ -75,7 +83,10 @@ impl Contender {
             (0..WARM_UP).for_each(|_| call());
             Box::new(move |calls| (0..calls).for_each(|_: usize| call())) as Batch
         };
-        Contender { name: name.into(), make: Box::new(make) }
+        Contender {
+            name: name.into(),
+            make: Box::new(make),
+        }
     }
 }
 
@@ -87,7 +98,10 @@ where
 {
     let cx = &mut Context::from_waker(Waker::noop());
     let sent = request.take().expect("it was put back");
-    assert!(matches!(service.poll_ready(cx), Poll::Ready(Ok(()))), "not ready");
+    assert!(
+        matches!(service.poll_ready(cx), Poll::Ready(Ok(()))),
+        "not ready"
+    );
     match pin!(service.call(sent)).poll(cx) {
         Poll::Ready(Ok(response)) => drop(black_box(response)),
         _ => panic!("no permit was at hand"),
@@ -112,7 +126,8 @@ pub(crate) struct Measured {
     pub(crate) allocations: f64,
 }
 
-/// Runs all contenders in turn on all threads. `warm` is called once all are warm, before any time is measured.
+/// Runs all contenders in turn on all threads. `warm` is called once all are warm, before any time
+/// is measured.
 pub(crate) fn run(contenders: &[&Contender], plan: Plan, warm: impl Fn() + Sync) -> Vec<Measured> {
     let barrier = Barrier::new(plan.threads);
     let mut sum = vec![Measured::default(); contenders.len()];
@@ -144,7 +159,10 @@ fn run_thread(
     barrier: &Barrier,
     warm: &impl Fn(),
 ) -> Vec<Measured> {
-    let mut batches: Vec<Batch> = contenders.iter().map(|contender| (contender.make)(thread)).collect();
+    let mut batches: Vec<Batch> = contenders
+        .iter()
+        .map(|contender| (contender.make)(thread))
+        .collect();
     let mut measured = vec![Measured::default(); contenders.len()];
     for (batch, measured) in batches.iter_mut().zip(&mut measured) {
         let counted = allocation_counter::measure(|| batch(plan.calls)).count_total;

@@ -34,31 +34,51 @@ const GITHUB: [(&str, &str); 5] = [
     ("x-ratelimit-resource", "core"),
 ];
 
-const STANDARD: [(&str, &str); 2] =
-    [("ratelimit-policy", "\"default\";q=100;w=10"), ("ratelimit", "\"default\";r=50;t=30")];
+const STANDARD: [(&str, &str); 2] = [
+    ("ratelimit-policy", "\"default\";q=100;w=10"),
+    ("ratelimit", "\"default\";r=50;t=30"),
+];
 
 const ROUNDS: usize = 300;
 const CALLS: u32 = 2_000;
 
 /// Measures, and prints the table.
 pub(crate) fn report() {
-    println!("# Reading a response\n\nNanoseconds for `Signal::read`; medians of {ROUNDS} rounds.\n");
+    println!(
+        "# Reading a response\n\nNanoseconds for `Signal::read`; medians of {ROUNDS} rounds.\n"
+    );
     println!("| headers | ns | allocations |\n|---|---:|---:|");
     row("none", 200, &[]);
     row("4 ordinary ones", 200, &[&ORDINARY[..4]]);
     row("16 ordinary ones", 200, &[&ORDINARY]);
-    row("16 ordinary ones, and 5 of GitHub", 200, &[&ORDINARY, &GITHUB]);
-    row("16 ordinary ones, and the 2 of the IETF", 200, &[&ORDINARY, &STANDARD]);
-    row("16 ordinary ones, and `retry-after`: a refusal", 429, &[&ORDINARY, &[("retry-after", "30")]]);
+    row(
+        "16 ordinary ones, and 5 of GitHub",
+        200,
+        &[&ORDINARY, &GITHUB],
+    );
+    row(
+        "16 ordinary ones, and the 2 of the IETF",
+        200,
+        &[&ORDINARY, &STANDARD],
+    );
+    row(
+        "16 ordinary ones, and `retry-after`: a refusal",
+        429,
+        &[&ORDINARY, &[("retry-after", "30")]],
+    );
 }
 
 fn row(name: &str, status: u16, headers: &[&[(&'static str, &'static str)]]) {
     let mut response = Response::new(());
     *response.status_mut() = status.try_into().expect("a status");
     for (name, value) in headers.iter().copied().flatten() {
-        response.headers_mut().append(HeaderName::from_static(name), HeaderValue::from_static(value));
+        response.headers_mut().append(
+            HeaderName::from_static(name),
+            HeaderValue::from_static(value),
+        );
     }
-    let allocations = allocation_counter::measure(|| drop(black_box(Signal::read(black_box(&response)))));
+    let allocations =
+        allocation_counter::measure(|| drop(black_box(Signal::read(black_box(&response)))));
     let mut rounds: Vec<_> = (0..ROUNDS)
         .map(|_| {
             let start = Instant::now();
@@ -69,5 +89,9 @@ fn row(name: &str, status: u16, headers: &[&[(&'static str, &'static str)]]) {
         })
         .collect();
     rounds.sort_by(f64::total_cmp);
-    println!("| {name} | {:.0} | {} |", rounds[ROUNDS / 2], allocations.count_total);
+    println!(
+        "| {name} | {:.0} | {} |",
+        rounds[ROUNDS / 2],
+        allocations.count_total
+    );
 }

@@ -3,13 +3,13 @@
 //!     cargo run --release --example campaigns
 //!     cargo run --release --example campaigns -- --calls 100000 --rate 4000    # 2,000,000 calls
 //!
-//! The second command takes nine minutes. Six processes on one machine wait for its processors, so the transit time to
-//! the service varies by more than the default allowance of 10 ms. Here `--transit-slack` is 50 ms, which costs 5 % of
-//! the rate.
+//! The second command takes nine minutes. Six processes on one machine wait for its processors, so
+//! the transit time to the service varies by more than the default allowance of 10 ms. Here
+//! `--transit-slack` is 50 ms, which costs 5 % of the rate.
 //!
-//! A call that cannot be sent soon is refused at once, with a time to retry; the worker defers it until then
-//! (`work.rs`). At the end the log of the service shows whether each call was sent exactly once, and whether the limit
-//! was kept.
+//! A call that cannot be sent soon is refused at once, with a time to retry; the worker defers it
+//! until then (`work.rs`). At the end the log of the service shows whether each call was sent
+//! exactly once, and whether the limit was kept.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -59,7 +59,8 @@ async fn main() -> ExitCode {
     .await
 }
 
-/// Starts the Redis, the service and the workers, shows their progress, and checks what the service saw.
+/// Starts the Redis, the service and the workers, shows their progress, and checks what the service
+/// saw.
 async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let rule = Rule::per_second(args.rate);
     args.places.start(|| Upstream::start(rule)).await?;
@@ -78,7 +79,11 @@ async fn start_all(mut args: Args) -> Result<(), BoxError> {
     let mut progress = ProgressLine::new();
     while let Some(Line { who, text }) = children.line().await {
         told.on_event(who, &text);
-        progress.show(start.elapsed(), told.done(calls), &told.summary(start.elapsed(), calls));
+        progress.show(
+            start.elapsed(),
+            told.done(calls),
+            &told.summary(start.elapsed(), calls),
+        );
     }
     progress.finish(told.done(calls), &told.summary(start.elapsed(), calls));
     children.end().await?;
@@ -127,7 +132,10 @@ impl Args {
     fn words(&self, number: u32) -> Vec<String> {
         let mut words = self.places.words();
         words.extend(["--role", "worker"].map(str::to_owned));
-        for (name, span) in [("--max-wait", self.max_wait), ("--transit-slack", self.transit_slack)] {
+        for (name, span) in [
+            ("--max-wait", self.max_wait),
+            ("--transit-slack", self.transit_slack),
+        ] {
             words.extend([name.to_owned(), span.as_secs_f64().to_string()]);
         }
         for (name, value) in [
@@ -145,6 +153,8 @@ impl Args {
 
     /// Returns the campaigns of the worker `number`.
     fn campaigns_of(&self, number: u32) -> Vec<u32> {
-        (0..self.campaigns).filter(|campaign| campaign % self.workers == number).collect()
+        (0..self.campaigns)
+            .filter(|campaign| campaign % self.workers == number)
+            .collect()
     }
 }

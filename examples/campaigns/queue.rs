@@ -22,8 +22,8 @@ pub(crate) enum Next {
     Nothing,
 }
 
-/// All calls of some campaigns that were not taken yet. It stores the numbers of deferred calls, and of each campaign
-/// only its progress: two million calls need almost no memory.
+/// All calls of some campaigns that were not taken yet. It stores the numbers of deferred calls,
+/// and of each campaign only its progress: two million calls need almost no memory.
 #[derive(Debug)]
 pub(crate) struct Queue {
     campaigns: Vec<u32>,
@@ -35,11 +35,16 @@ pub(crate) struct Queue {
 
 impl Queue {
     pub(crate) fn new(campaigns: Vec<u32>, calls: u32) -> Self {
-        Queue { campaigns, calls, taken: 0, put_off: BinaryHeap::new() }
+        Queue {
+            campaigns,
+            calls,
+            taken: 0,
+            put_off: BinaryHeap::new(),
+        }
     }
 
-    /// Takes the next call that is due. While a call is deferred, a new one would be refused too, so it stays in the
-    /// queue.
+    /// Takes the next call that is due. While a call is deferred, a new one would be refused too,
+    /// so it stays in the queue.
     pub(crate) fn next(&mut self, now: SystemTime) -> Next {
         match self.put_off.peek() {
             None => self.new_one().map_or(Next::Nothing, Next::Send),

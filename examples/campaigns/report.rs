@@ -24,7 +24,12 @@ pub(crate) struct Counts {
 impl Counts {
     /// Returns the line that a worker prints.
     pub(crate) fn line(&self, campaign: u32) -> String {
-        let Counts { answered, put_off, refused_there, not_counted } = self;
+        let Counts {
+            answered,
+            put_off,
+            refused_there,
+            not_counted,
+        } = self;
         format!("campaign {campaign} counts {answered} {put_off} {refused_there} {not_counted}")
     }
 
@@ -37,9 +42,22 @@ impl Counts {
 
     fn read(line: &str) -> Option<(u32, Counts)> {
         let (campaign, counts) = line.strip_prefix("campaign ")?.split_once(" counts ")?;
-        let counts: Vec<u64> = counts.split(' ').map(|count| count.parse().ok()).collect::<Option<_>>()?;
-        let [answered, put_off, refused_there, not_counted] = counts[..] else { return None };
-        Some((campaign.parse().ok()?, Counts { answered, put_off, refused_there, not_counted }))
+        let counts: Vec<u64> = counts
+            .split(' ')
+            .map(|count| count.parse().ok())
+            .collect::<Option<_>>()?;
+        let [answered, put_off, refused_there, not_counted] = counts[..] else {
+            return None;
+        };
+        Some((
+            campaign.parse().ok()?,
+            Counts {
+                answered,
+                put_off,
+                refused_there,
+                not_counted,
+            },
+        ))
     }
 }
 
@@ -80,15 +98,35 @@ impl Told {
 pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
     let arrived = log.map(|log| arrived(args, log));
     let seen = |campaign: u32| match &arrived {
-        Some(arrived) => arrived[campaign as usize].iter().map(|count| u64::from(*count)).sum(),
+        Some(arrived) => arrived[campaign as usize]
+            .iter()
+            .map(|count| u64::from(*count))
+            .sum(),
         None => 0,
     };
     let row = |name: String, who: String, counts: Counts, seen: u64| {
-        let seen = if log.is_some() { seen.to_string() } else { "-".to_owned() };
-        let Counts { answered, put_off, refused_there, not_counted } = counts;
+        let seen = if log.is_some() {
+            seen.to_string()
+        } else {
+            "-".to_owned()
+        };
+        let Counts {
+            answered,
+            put_off,
+            refused_there,
+            not_counted,
+        } = counts;
         let [answered, put_off, refused_there, not_counted] =
             [answered, put_off, refused_there, not_counted].map(|count| count.to_string());
-        [name, who, answered, seen, put_off, refused_there, not_counted]
+        [
+            name,
+            who,
+            answered,
+            seen,
+            put_off,
+            refused_there,
+            not_counted,
+        ]
     };
     let mut all = Counts::default();
     let mut rows: Vec<_> = (0..args.campaigns)
@@ -98,20 +136,40 @@ pub(crate) fn table(args: &Args, told: &Told, log: Option<&Log>) -> String {
             row(format!("campaign {campaign}"), who, counts, seen(campaign))
         })
         .collect();
-    rows.push(row("all".to_owned(), String::new(), all, (0..args.campaigns).map(seen).sum()));
-    common::table(["", "by", "answered", "accepted there", "put off", "refused there", "store away"], &rows)
+    rows.push(row(
+        "all".to_owned(),
+        String::new(),
+        all,
+        (0..args.campaigns).map(seen).sum(),
+    ));
+    common::table(
+        [
+            "",
+            "by",
+            "answered",
+            "accepted there",
+            "put off",
+            "refused there",
+            "store away",
+        ],
+        &rows,
+    )
 }
 
 /// Compares what the service saw with the calls that were to be made.
 pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> {
-    let took = log.first().zip(log.last()).map_or(Duration::ZERO, |(first, last)| last.at - first.at);
+    let took = log
+        .first()
+        .zip(log.last())
+        .map_or(Duration::ZERO, |(first, last)| last.at - first.at);
     println!(
         "All within {}. In any second at most {} left and {} arrived, where {} are allowed; {} of the limit used.",
         common::span(took),
         log.largest_count_sent(rule.window),
         log.largest_count(rule.window),
         rule.count,
-        log.used(rule).map_or("-".to_owned(), |used| format!("{:.1} %", used * 100.0)),
+        log.used(rule)
+            .map_or("-".to_owned(), |used| format!("{:.1} %", used * 100.0)),
     );
     if let Some(broken) = common::not_kept(log, &[rule], args.transit_slack) {
         return Err(format!("the limit was not kept: {broken}").into());
@@ -125,13 +183,21 @@ pub(crate) fn check(args: &Args, rule: Rule, log: &Log) -> Result<(), BoxError> 
         );
     }
     let arrived = arrived(args, log);
-    let how_many = |what: fn(u16) -> bool| arrived.iter().flatten().filter(|count| what(**count)).count();
+    let how_many = |what: fn(u16) -> bool| {
+        arrived
+            .iter()
+            .flatten()
+            .filter(|count| what(**count))
+            .count()
+    };
     match (how_many(|count| count == 0), how_many(|count| count > 1)) {
         (0, 0) => {
             println!("Each call was sent exactly once.");
             Ok(())
         }
-        (lost, twice) => Err(format!("{lost} calls were lost, and {twice} sent more than once").into()),
+        (lost, twice) => {
+            Err(format!("{lost} calls were lost, and {twice} sent more than once").into())
+        }
     }
 }
 
@@ -141,7 +207,9 @@ fn arrived(args: &Args, log: &Log) -> Vec<Vec<u16>> {
     for arrival in log.iter().filter(|arrival| arrival.accepted) {
         let call = arrival.who.as_deref().and_then(|who| who.split_once('/'));
         let place = call.and_then(|(campaign, number)| {
-            arrived.get_mut(campaign.parse::<usize>().ok()?)?.get_mut(number.parse::<usize>().ok()?)
+            arrived
+                .get_mut(campaign.parse::<usize>().ok()?)?
+                .get_mut(number.parse::<usize>().ok()?)
         });
         if let Some(count) = place {
             *count = count.saturating_add(1);

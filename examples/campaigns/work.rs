@@ -19,17 +19,25 @@ use crate::{Args, report};
 
 pub(crate) async fn work(args: &Args) -> Result<(), BoxError> {
     args.places.must_be_given()?;
-    let store = RedisStore::builder(&args.places.redis).prefix("campaigns").build()?;
+    let store = RedisStore::builder(&args.places.redis)
+        .prefix("campaigns")
+        .build()?;
     let limit = RateLimitLayer::builder(Quota::per_second(args.rate))
         .store(Arc::new(store))
         .max_wait(args.max_wait)
         .transit_slack(args.transit_slack)
         .error_on_upstream_limit() // a 429 is put off just as a refusal of ours
         .build()?;
-    let service = ServiceBuilder::new().layer(limit.clone()).map_request(stamp).service(client()?);
+    let service = ServiceBuilder::new()
+        .layer(limit.clone())
+        .map_request(stamp)
+        .service(client()?);
 
     let url: Url = args.places.api.parse()?;
-    let desk = Arc::new(Desk::new(Queue::new(args.campaigns_of(args.number), args.calls)));
+    let desk = Arc::new(Desk::new(Queue::new(
+        args.campaigns_of(args.number),
+        args.calls,
+    )));
     let mut senders = JoinSet::new();
     for _ in 0..args.senders {
         senders.spawn(send_on(service.clone(), Arc::clone(&desk), url.clone()));
@@ -49,8 +57,9 @@ pub(crate) async fn work(args: &Args) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Sends one call after the other, until none is left. A refused call was not sent, so it is sent again at the time
-/// that the refusal states. A call that failed on the way may have arrived: that ends the worker.
+/// Sends one call after the other, until none is left. A refused call was not sent, so it is sent
+/// again at the time that the refusal states. A call that failed on the way may have arrived: that
+/// ends the worker.
 async fn send_on<S>(mut service: S, desk: Arc<Desk>, url: Url) -> Result<(), BoxError>
 where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
@@ -66,7 +75,14 @@ where
             Next::Nothing => return Ok(()),
         };
         let request = request(call, &url)?;
-        match service.ready().await.map_err(Into::into)?.call(request).await.map_err(Into::into) {
+        match service
+            .ready()
+            .await
+            .map_err(Into::into)?
+            .call(request)
+            .await
+            .map_err(Into::into)
+        {
             Ok(response) => {
                 response.error_for_status()?.bytes().await?; // so that the connection can be used again
                 desk.answered(call);
@@ -82,7 +98,10 @@ where
 /// Builds a call with its number, so that the log of the service shows lost and repeated calls.
 fn request(call: Call, url: &Url) -> Result<Request, BoxError> {
     let mut request = Request::new(reqwest::Method::POST, url.clone());
-    request.headers_mut().insert(WHO_HEADER, format!("{}/{}", call.campaign, call.number).parse()?);
+    request.headers_mut().insert(
+        WHO_HEADER,
+        format!("{}/{}", call.campaign, call.number).parse()?,
+    );
     Ok(request)
 }
 
@@ -94,7 +113,10 @@ struct Desk {
 
 impl Desk {
     fn new(queue: Queue) -> Self {
-        Desk { queue: Mutex::new(queue), counts: Mutex::default() }
+        Desk {
+            queue: Mutex::new(queue),
+            counts: Mutex::default(),
+        }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -110,7 +132,10 @@ impl Desk {
     }
 
     fn put_off(&self, call: Call, limited: &Limited) {
-        let due = limited.report().retry_at().unwrap_or_else(|| SystemTime::now() + NOBODY_KNOWS);
+        let due = limited
+            .report()
+            .retry_at()
+            .unwrap_or_else(|| SystemTime::now() + NOBODY_KNOWS);
         self.queue().put_off(call, due);
         let mut counts = self.counts();
         let counts = counts.entry(call.campaign).or_default();

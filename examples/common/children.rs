@@ -27,14 +27,23 @@ pub(crate) struct Children {
     /// How many children may still print.
     open: usize,
     /// The lines of all children; `None` when a child has closed its output.
-    lines: (UnboundedSender<Option<Line>>, UnboundedReceiver<Option<Line>>),
+    lines: (
+        UnboundedSender<Option<Line>>,
+        UnboundedReceiver<Option<Line>>,
+    ),
 }
 
 impl Children {
     /// Prepares children of `program`; starts none yet.
     pub(crate) fn of(program: PathBuf) -> Self {
         let lines = unbounded_channel();
-        Children { program, environment: Vec::new(), running: Vec::new(), open: 0, lines }
+        Children {
+            program,
+            environment: Vec::new(),
+            running: Vec::new(),
+            open: 0,
+            lines,
+        }
     }
 
     /// Prepares children of this program; starts none yet.
@@ -42,8 +51,8 @@ impl Children {
         Ok(Children::of(std::env::current_exe()?))
     }
 
-    /// Sets an environment variable for all children started from now on. Pass secrets this way: every user of the
-    /// machine can read the command line of a process.
+    /// Sets an environment variable for all children started from now on. Pass secrets this way:
+    /// every user of the machine can read the command line of a process.
     pub(crate) fn environment(&mut self, name: &str, value: &str) {
         self.environment.push((name.to_owned(), value.to_owned()));
     }
@@ -62,13 +71,18 @@ impl Children {
             .stdout(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .map_err(|error| Error::new(error.kind(), format!("{}: {error}", self.program.display())))?;
+            .map_err(|error| {
+                Error::new(error.kind(), format!("{}: {error}", self.program.display()))
+            })?;
         let output = child.stdout.take().expect("its output is piped");
         let (sender, name) = (self.lines.0.clone(), who.clone());
         tokio::spawn(async move {
             let mut lines = BufReader::new(output).lines();
             while let Ok(Some(text)) = lines.next_line().await {
-                let _ = sender.send(Some(Line { who: name.clone(), text })); // nobody may listen any more
+                let _ = sender.send(Some(Line {
+                    who: name.clone(),
+                    text,
+                })); // nobody may listen any more
             }
             let _ = sender.send(None);
         });

@@ -1,7 +1,8 @@
-//! Code that the examples with several processes share: options, servers, child processes, progress, a table.
+//! Code that the examples with several processes share: options, servers, child processes,
+//! progress, a table.
 //!
-//! Such an example is one program. Started without `--role`, it starts a Redis, a service with a limit, and itself once
-//! more for each role. These processes share the limit.
+//! Such an example is one program. Started without `--role`, it starts a Redis, a service with a
+//! limit, and itself once more for each role. These processes share the limit.
 #![allow(dead_code, unused_imports, reason = "each example uses its part")]
 
 mod children;
@@ -23,7 +24,8 @@ pub(crate) use places::Places;
 pub(crate) use progress::ProgressLine;
 pub(crate) use table::{TRANSIT_SLACK, not_kept, table};
 
-/// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a failure with 1.
+/// Runs an example: prints help, does its work, or prints the error. A bad option ends it with 2, a
+/// failure with 1.
 pub(crate) async fn main(
     name: &str,
     help: &str,
@@ -71,7 +73,8 @@ pub(crate) fn client() -> Result<reqwest::Client, BoxError> {
     Ok(client)
 }
 
-/// Writes the send time into a request. It stands behind the gate, so that a wait there does not count.
+/// Writes the send time into a request. It stands behind the gate, so that a wait there does not
+/// count.
 pub(crate) fn stamp(mut request: Request) -> Request {
     request.headers_mut().insert(SENT_HEADER, sent_now());
     request
@@ -79,10 +82,15 @@ pub(crate) fn stamp(mut request: Request) -> Request {
 
 /// Formats the time of day in UTC.
 pub(crate) fn clock(at: SystemTime) -> String {
-    let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let since_epoch = at
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     let seconds = since_epoch.as_secs() % 86_400;
     let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", since_epoch.subsec_millis())
+    format!(
+        "{hours:02}:{minutes:02}:{seconds:02}.{:03}",
+        since_epoch.subsec_millis()
+    )
 }
 
 /// Formats a span, such as `2.04 s`.

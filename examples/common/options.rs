@@ -22,7 +22,8 @@ impl fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// The options of the command line. Each option is taken out once; an option that is left at the end is unknown.
+/// The options of the command line. Each option is taken out once; an option that is left at the
+/// end is unknown.
 #[derive(Debug)]
 pub(crate) struct Options(Vec<(String, String)>);
 
@@ -41,7 +42,8 @@ impl Options {
                 Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
                 None => (word, words.next()),
             };
-            let value = value.ok_or_else(|| Usage(format!("{name} needs a value, or does not exist")))?;
+            let value =
+                value.ok_or_else(|| Usage(format!("{name} needs a value, or does not exist")))?;
             options.push((name, value));
         }
         Ok(Some(Options(options)))
@@ -72,29 +74,43 @@ impl Options {
         default: u32,
         range: RangeInclusive<u32>,
     ) -> Result<u32, Usage> {
-        let Some(text) = self.find(name) else { return Ok(default) };
+        let Some(text) = self.find(name) else {
+            return Ok(default);
+        };
         let (least, most) = (range.start(), range.end());
         match text.parse() {
             Ok(number) if range.contains(&number) => Ok(number),
-            _ => Err(Usage(format!("{name} takes a whole number from {least} to {most}, not {text:?}"))),
+            _ => Err(Usage(format!(
+                "{name} takes a whole number from {least} to {most}, not {text:?}"
+            ))),
         }
     }
 
     /// Returns the seconds of `name`, such as `15` or `0.5`.
     pub(crate) fn seconds(&mut self, name: &str, default: f64) -> Result<Duration, Usage> {
         let text = self.text(name, &default.to_string());
-        let seconds = text.parse().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
-        seconds
-            .map(Duration::from_secs_f64)
-            .ok_or_else(|| Usage(format!("{name} takes seconds, from 0 to 3600, not {text:?}")))
+        let seconds = text
+            .parse()
+            .ok()
+            .filter(|seconds| (0.0..=3600.0).contains(seconds));
+        seconds.map(Duration::from_secs_f64).ok_or_else(|| {
+            Usage(format!(
+                "{name} takes seconds, from 0 to 3600, not {text:?}"
+            ))
+        })
     }
 
     /// Returns the role of a child process; `None` for the program that the user starts.
     pub(crate) fn role(&mut self, roles: &[&'static str]) -> Result<Option<&'static str>, Usage> {
-        let Some(text) = self.find("--role") else { return Ok(None) };
+        let Some(text) = self.find("--role") else {
+            return Ok(None);
+        };
         match roles.iter().find(|role| **role == text) {
             Some(role) => Ok(Some(role)),
-            None => Err(Usage(format!("--role is one of {}, not {text:?}", roles.join(", ")))),
+            None => Err(Usage(format!(
+                "--role is one of {}, not {text:?}",
+                roles.join(", ")
+            ))),
         }
     }
 

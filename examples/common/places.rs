@@ -25,17 +25,29 @@ impl Places {
     pub(crate) fn given(options: &mut Options) -> Result<Self, Usage> {
         let (redis, api) = (options.text("--redis", SPAWN), options.text("--api", SPAWN));
         if redis != SPAWN {
-            RedisStore::new(&redis)
-                .map_err(|error| Usage::new(format!("--redis takes a URL or {SPAWN:?}: {error}")))?;
+            RedisStore::new(&redis).map_err(|error| {
+                Usage::new(format!("--redis takes a URL or {SPAWN:?}: {error}"))
+            })?;
         }
         if api != SPAWN && reqwest::Url::parse(&api).is_err() {
-            return Err(Usage::new(format!("--api takes a URL or {SPAWN:?}, not {api:?}")));
+            return Err(Usage::new(format!(
+                "--api takes a URL or {SPAWN:?}, not {api:?}"
+            )));
         }
-        Ok(Places { redis, api, server: None, upstream: None })
+        Ok(Places {
+            redis,
+            api,
+            server: None,
+            upstream: None,
+        })
     }
 
-    /// Starts the servers that were not given. A given Redis must respond: without it there is nothing to show.
-    pub(crate) async fn start(&mut self, upstream: impl FnOnce() -> Upstream) -> Result<(), BoxError> {
+    /// Starts the servers that were not given. A given Redis must respond: without it there is
+    /// nothing to show.
+    pub(crate) async fn start(
+        &mut self,
+        upstream: impl FnOnce() -> Upstream,
+    ) -> Result<(), BoxError> {
         if self.redis == SPAWN {
             let server = RedisServer::start()?;
             self.redis = server.url();
@@ -52,13 +64,18 @@ impl Places {
 
     /// Returns the words that pass the URLs to a child process.
     pub(crate) fn words(&self) -> Vec<String> {
-        ["--redis", &self.redis, "--api", &self.api].map(str::to_owned).to_vec()
+        ["--redis", &self.redis, "--api", &self.api]
+            .map(str::to_owned)
+            .to_vec()
     }
 
-    /// Checks that both URLs are given: a child process uses the servers of its parent and starts none.
+    /// Checks that both URLs are given: a child process uses the servers of its parent and starts
+    /// none.
     pub(crate) fn must_be_given(&self) -> Result<(), Usage> {
         if self.redis == SPAWN || self.api == SPAWN {
-            return Err(Usage::new("a process with a --role needs --redis <url> and --api <url>"));
+            return Err(Usage::new(
+                "a process with a --role needs --redis <url> and --api <url>",
+            ));
         }
         Ok(())
     }

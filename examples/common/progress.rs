@@ -1,4 +1,5 @@
-//! A line of progress on standard error: redrawn in a terminal; elsewhere a new line every two seconds.
+//! A line of progress on standard error: redrawn in a terminal; elsewhere a new line every two
+//! seconds.
 
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Duration;
@@ -15,14 +16,26 @@ impl ProgressLine {
     /// Prepares the line; prints nothing yet.
     pub(crate) fn new() -> Self {
         let is_terminal = stderr().is_terminal();
-        ProgressLine { is_terminal, next: if is_terminal { Duration::ZERO } else { LINE_EVERY } }
+        ProgressLine {
+            is_terminal,
+            next: if is_terminal {
+                Duration::ZERO
+            } else {
+                LINE_EVERY
+            },
+        }
     }
 
-    /// Prints `text` if the line is due. In a terminal, a bar before the text shows how much of the work is done, from
-    /// 0 to 1.
+    /// Prints `text` if the line is due. In a terminal, a bar before the text shows how much of the
+    /// work is done, from 0 to 1.
     pub(crate) fn show(&mut self, elapsed: Duration, done: f64, text: &str) {
         if elapsed >= self.next {
-            self.next = elapsed + if self.is_terminal { REDRAW_EVERY } else { LINE_EVERY };
+            self.next = elapsed
+                + if self.is_terminal {
+                    REDRAW_EVERY
+                } else {
+                    LINE_EVERY
+                };
             self.print(done, text);
         }
     }

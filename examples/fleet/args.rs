@@ -89,16 +89,24 @@ impl Args {
             };
             let mut given = None;
             let mut value = || -> Result<String, String> {
-                let value =
-                    attached.clone().or_else(|| words.next()).ok_or(format!("{name} needs a value"))?;
+                let value = attached
+                    .clone()
+                    .or_else(|| words.next())
+                    .ok_or(format!("{name} needs a value"))?;
                 given = Some(value.clone());
                 Ok(value)
             };
             match name {
-                "--limit" => args.limit = value()?.parse::<Quota>().map_err(|error| error.to_string())?,
+                "--limit" => {
+                    args.limit = value()?
+                        .parse::<Quota>()
+                        .map_err(|error| error.to_string())?
+                }
                 "--burst" => args.burst = Some(number(name, &value()?, 1, 1_000_000)?),
                 "--tasks" => args.tasks = number(name, &value()?, 1, MOST_TASKS)?,
-                "--seconds" => args.time = Duration::from_secs(number(name, &value()?, 1, 600)?.into()),
+                "--seconds" => {
+                    args.time = Duration::from_secs(number(name, &value()?, 1, 600)?.into())
+                }
                 "--polite" if attached.is_none() => args.polite = true,
                 "--processes" => args.processes = number(name, &value()?, 1, 64)?,
                 "--redis" => args.redis = Some(place(&value()?)?),
@@ -125,7 +133,9 @@ impl Args {
 fn number(name: &str, text: &str, least: u32, most: u32) -> Result<u32, String> {
     match text.parse() {
         Ok(number) if (least..=most).contains(&number) => Ok(number),
-        _ => Err(format!("{name} takes a whole number from {least} to {most}, not {text:?}")),
+        _ => Err(format!(
+            "{name} takes a whole number from {least} to {most}, not {text:?}"
+        )),
     }
 }
 

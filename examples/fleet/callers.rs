@@ -87,8 +87,8 @@ impl Callers {
         Callers { max_calls, ..self }
     }
 
-    /// Returns a function that writes the send time into a request. Put it inside of the limiter, so that the time does
-    /// not include the wait there.
+    /// Returns a function that writes the send time into a request. Put it inside of the limiter,
+    /// so that the time does not include the wait there.
     pub(crate) fn stamp(self: &Arc<Self>) -> impl Fn(Request) -> Request + Clone + use<> {
         let callers = Arc::clone(self);
         move |mut request| {
@@ -102,7 +102,10 @@ impl Callers {
     pub(crate) fn request(&self, task: impl std::fmt::Display) -> Request {
         let mut request = Request::new(Method::GET, self.url.clone());
         let who = format!("{}.{task}", self.process);
-        request.headers_mut().insert(WHO_HEADER, HeaderValue::try_from(who).expect("numbers and letters"));
+        request.headers_mut().insert(
+            WHO_HEADER,
+            HeaderValue::try_from(who).expect("numbers and letters"),
+        );
         request
     }
 
@@ -126,14 +129,18 @@ pub(crate) fn client() -> reqwest::Result<Client> {
     Client::builder().no_proxy().build()
 }
 
-/// Runs the tasks of a process through `service`. Ten times a second, passes the number of waiting tasks to `watch`.
+/// Runs the tasks of a process through `service`. Ten times a second, passes the number of waiting
+/// tasks to `watch`.
 pub(crate) async fn run<S>(
     callers: &Arc<Callers>,
     service: S,
     mut watch: impl FnMut(usize),
 ) -> Result<Outcome, BoxError>
 where
-    S: Service<Request, Response = Response, Error: Into<BoxError>, Future: Send> + Clone + Send + 'static,
+    S: Service<Request, Response = Response, Error: Into<BoxError>, Future: Send>
+        + Clone
+        + Send
+        + 'static,
 {
     let end = Instant::now() + callers.time;
     let mut tasks = JoinSet::new();
@@ -155,8 +162,11 @@ where
     }
 }
 
-/// Returns the sum of the outcomes. At the first error, returns the error and drops the other tasks.
-pub(crate) async fn gather(mut tasks: JoinSet<Result<Outcome, BoxError>>) -> Result<Outcome, BoxError> {
+/// Returns the sum of the outcomes. At the first error, returns the error and drops the other
+/// tasks.
+pub(crate) async fn gather(
+    mut tasks: JoinSet<Result<Outcome, BoxError>>,
+) -> Result<Outcome, BoxError> {
     let mut all = Outcome::default();
     while let Some(joined) = tasks.join_next().await {
         all.add(joined??);
@@ -176,7 +186,8 @@ impl<S> Caller<S>
 where
     S: Service<Request, Response = Response, Error: Into<BoxError>>,
 {
-    /// Makes one call after the other. At `end`, drops the current call, also if the call waits in the limiter.
+    /// Makes one call after the other. At `end`, drops the current call, also if the call waits in
+    /// the limiter.
     async fn call_until(mut self, end: Instant) -> Result<Outcome, BoxError> {
         match timeout_at(end, self.call_on()).await {
             Ok(Err(error)) => Err(error),
@@ -187,7 +198,10 @@ where
     async fn call_on(&mut self) -> Result<(), BoxError> {
         let mut wanted = Instant::now();
         while self.callers.counts.begun.fetch_add(1, Ordering::AcqRel) < self.callers.max_calls {
-            let request = self.request.try_clone().expect("a request without a body can be cloned");
+            let request = self
+                .request
+                .try_clone()
+                .expect("a request without a body can be cloned");
             let service = self.service.ready().await.map_err(Into::into)?;
             match service.call(request).await.map_err(Into::into) {
                 Ok(response) if response.status() == StatusCode::TOO_MANY_REQUESTS => {
@@ -232,7 +246,11 @@ where
 
     /// Returns how long to wait after a refusal by the service.
     fn pause_after(&self, refused: &Response) -> Duration {
-        let asked = refused.headers().get(RETRY_AFTER).filter(|_| self.callers.polite).and_then(seconds);
+        let asked = refused
+            .headers()
+            .get(RETRY_AFTER)
+            .filter(|_| self.callers.polite)
+            .and_then(seconds);
         asked.unwrap_or(PAUSE)
     }
 }
@@ -244,5 +262,6 @@ fn seconds(value: &HeaderValue) -> Option<Duration> {
 /// How long a refused task waits if it does not read `Retry-After`, as many clients do not.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The most calls of a run without tollgate, because nothing else bounds them if the limit is generous.
+/// The most calls of a run without tollgate, because nothing else bounds them if the limit is
+/// generous.
 pub(crate) const MAX_CALLS: usize = 20_000;

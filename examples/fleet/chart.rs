@@ -20,24 +20,40 @@ pub(crate) struct Scale {
 
 impl Scale {
     /// Builds a scale that fits all of `logs`, each `time` long.
-    pub(crate) fn new<'a>(rules: &[Rule], time: Duration, logs: impl Iterator<Item = &'a Log>) -> Scale {
+    pub(crate) fn new<'a>(
+        rules: &[Rule],
+        time: Duration,
+        logs: impl Iterator<Item = &'a Log>,
+    ) -> Scale {
         let step = HALF_A_SECOND
             * u32::try_from(time.div_duration_f64(HALF_A_SECOND * 30).ceil() as u64).unwrap_or(1);
         let columns = time.as_nanos().div_ceil(step.as_nanos()) as usize;
         let in_a_step = |rule: &Rule| rule.count as f64 * step.div_duration_f64(rule.window).ceil();
         let limit = rules.iter().map(in_a_step).fold(f64::INFINITY, f64::min);
-        let highest = logs.flat_map(|log| log.per(step)).map(Tally::all).max().unwrap_or(0);
+        let highest = logs
+            .flat_map(|log| log.per(step))
+            .map(Tally::all)
+            .max()
+            .unwrap_or(0);
         // The limit lies between two rows, if it is not lower than one.
-        let rows_to_the_limit = (limit * MOST_ROWS / highest.max(1) as f64).floor().clamp(1.0, 3.0);
+        let rows_to_the_limit = (limit * MOST_ROWS / highest.max(1) as f64)
+            .floor()
+            .clamp(1.0, 3.0);
         let unit = (limit / rows_to_the_limit).max(highest as f64 / MOST_ROWS);
         let colours = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        Scale { step, columns, limit, unit, colours }
+        Scale {
+            step,
+            columns,
+            limit,
+            unit,
+            colours,
+        }
     }
 
     /// Explains the glyphs.
     pub(crate) fn legend(&self) -> String {
-        let [answered, refused, limit] =
-            [("█", GREEN), ("▒", RED), ("┄", YELLOW)].map(|(glyph, colour)| self.paint(glyph, colour));
+        let [answered, refused, limit] = [("█", GREEN), ("▒", RED), ("┄", YELLOW)]
+            .map(|(glyph, colour)| self.paint(glyph, colour));
         format!(
             "calls per {:?}:  {answered} answered 200  {refused} refused 429  {limit} limit {:.0}",
             self.step, self.limit
@@ -59,7 +75,11 @@ impl Scale {
                 let line = self.paint(&"┄".repeat(width), YELLOW);
                 let _ = writeln!(chart, "{:>12} ┤{line}", format!("limit {:.0}", self.limit));
             }
-            let label = if row + 1 == rows && rows > limit_row { highest.to_string() } else { String::new() };
+            let label = if row + 1 == rows && rows > limit_row {
+                highest.to_string()
+            } else {
+                String::new()
+            };
             let cells: String = bars.iter().map(|bar| self.cell(*bar, row)).collect();
             let _ = writeln!(chart, "{label:>12} │{}", cells.trim_end());
         }
@@ -84,7 +104,11 @@ impl Scale {
     }
 
     fn paint(&self, text: &str, colour: &str) -> String {
-        if self.colours { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.into() }
+        if self.colours {
+            format!("\x1b[{colour}m{text}\x1b[0m")
+        } else {
+            text.into()
+        }
     }
 }
 

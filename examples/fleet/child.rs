@@ -1,6 +1,7 @@
 //! One process of many: it connects, waits for the start signal, calls, and reports what it saw.
 //!
-//! A child reads the start signal [`GO`] on its standard input, and writes one [`Line`] after the other for its parent.
+//! A child reads the start signal [`GO`] on its standard input, and writes one [`Line`] after the
+//! other for its parent.
 
 use std::fmt;
 use std::io::{BufRead, Write, stdin, stdout};
@@ -37,20 +38,35 @@ pub(crate) struct Role {
 impl Role {
     /// Describes the child with the number `process`. Without `redis`, it counts alone.
     pub(crate) fn new(process: u32, upstream: String, redis: Option<&Redis>) -> Role {
-        Role { process, upstream, redis: redis.map(|redis| (redis.url.clone(), redis.prefix.clone())) }
+        Role {
+            process,
+            upstream,
+            redis: redis.map(|redis| (redis.url.clone(), redis.prefix.clone())),
+        }
     }
 
     /// Returns the arguments that precede the options.
     pub(crate) fn words(&self) -> [String; 5] {
         let (url, prefix) = self.redis.clone().unwrap_or_default();
-        [ROLE.into(), self.process.to_string(), self.upstream.clone(), url, prefix]
+        [
+            ROLE.into(),
+            self.process.to_string(),
+            self.upstream.clone(),
+            url,
+            prefix,
+        ]
     }
 
-    /// Parses the arguments after [`ROLE`]. Returns `None` if [`words`](Role::words) did not make them.
+    /// Parses the arguments after [`ROLE`]. Returns `None` if [`words`](Role::words) did not make
+    /// them.
     pub(crate) fn read(words: &mut impl Iterator<Item = String>) -> Option<Role> {
         let (process, upstream) = (words.next()?.parse().ok()?, words.next()?);
         let redis = Some((words.next()?, words.next()?)).filter(|(url, _)| !url.is_empty());
-        Some(Role { process, upstream, redis })
+        Some(Role {
+            process,
+            upstream,
+            redis,
+        })
     }
 }
 
@@ -84,17 +100,22 @@ async fn call(role: &Role, args: &Args) -> Result<Outcome, BoxError> {
     print(&Line::Ready);
     go.await?;
 
-    let service = ServiceBuilder::new().layer(limit).map_request(callers.stamp()).service(client);
-    let mut outcome = callers::run(&callers, service, |waiting| print(&Line::Waiting(waiting))).await?;
-    // Returns unused permits to the processes that continue. If that fails, the report is still sent.
+    let service = ServiceBuilder::new()
+        .layer(limit)
+        .map_request(callers.stamp())
+        .service(client);
+    let mut outcome =
+        callers::run(&callers, service, |waiting| print(&Line::Waiting(waiting))).await?;
+    // Returns unused permits to the processes that continue. If that fails, the report is still
+    // sent.
     if let Err(error) = limiter.shutdown().await {
         outcome.store_error.get_or_insert(error.to_string());
     }
     Ok(outcome)
 }
 
-/// Opens the connections before the run. Opening a connection takes longer than a call, and much longer if many
-/// processes do so on few cores.
+/// Opens the connections before the run. Opening a connection takes longer than a call, and much
+/// longer if many processes do so on few cores.
 async fn warm_up(client: &reqwest::Client, callers: &Callers, tasks: u32) -> Result<(), BoxError> {
     let mut calls = JoinSet::new();
     for _ in 0..tasks {
@@ -107,13 +128,16 @@ async fn warm_up(client: &reqwest::Client, callers: &Callers, tasks: u32) -> Res
     Ok(())
 }
 
-/// Returns a channel that receives the start signal of the parent. A thread reads the input. When the parent ends, the
-/// input ends, and the thread ends this process.
+/// Returns a channel that receives the start signal of the parent. A thread reads the input. When
+/// the parent ends, the input ends, and the thread ends this process.
 fn listen() -> oneshot::Receiver<()> {
     let (sender, receiver) = oneshot::channel();
     std::thread::spawn(move || {
         let mut lines = stdin().lock().lines();
-        if lines.next().is_some_and(|line| line.is_ok_and(|line| line == GO)) {
+        if lines
+            .next()
+            .is_some_and(|line| line.is_ok_and(|line| line == GO))
+        {
             let _ = sender.send(());
             let _ = lines.next();
         }
@@ -135,7 +159,8 @@ fn report(outcome: Outcome) {
     print(&Line::Done);
 }
 
-/// Prints a line for the parent. An error means that the parent has ended; then [`listen`] ends this process.
+/// Prints a line for the parent. An error means that the parent has ended; then [`listen`] ends
+/// this process.
 fn print(line: &Line) {
     let _ = writeln!(stdout().lock(), "{line}");
 }

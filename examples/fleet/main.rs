@@ -3,16 +3,17 @@
 //!     cargo run --release --example fleet
 //!     cargo run --release --example fleet -- --limit "25/5s, 300/60s" --tasks 100 --seconds 15
 //!
-//! A fleet of processes runs twice: first each process counts for itself, which is the usual mistake; then they share a
-//! count in Redis.
+//! A fleet of processes runs twice: first each process counts for itself, which is the usual
+//! mistake; then they share a count in Redis.
 //!
 //!     cargo run --release --example fleet -- --processes 4 --redis spawn
 //!     cargo run --release --example fleet -- --processes 4 --redis redis://localhost:6379/
 //!
-//! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from its own log. All runs
-//! are the same loop around the same `reqwest::Client` (`callers.rs`). With one process (`compare_one_process` below),
-//! the only difference of the second run is one more layer. With many processes (`many_processes.rs`, `child.rs`), the
-//! layer of the second run has a store.
+//! The service is a real HTTP server in this process (`tests/upstream`), and all counts come from
+//! its own log. All runs are the same loop around the same `reqwest::Client` (`callers.rs`). With
+//! one process (`compare_one_process` below), the only difference of the second run is one more
+//! layer. With many processes (`many_processes.rs`, `child.rs`), the layer of the second run has a
+//! store.
 
 mod args;
 mod callers;
@@ -55,7 +56,9 @@ fn main() -> ExitCode {
 /// Reads the command line, and runs what it asks for.
 async fn begin() -> ExitCode {
     let mut words = std::env::args().skip(1).peekable();
-    let role = words.next_if(|word| word == child::ROLE).map(|_| child::Role::read(&mut words));
+    let role = words
+        .next_if(|word| word == child::ROLE)
+        .map(|_| child::Role::read(&mut words));
     let args = match Args::parse(words) {
         Ok(Some(args)) => args,
         Ok(None) => {
@@ -67,7 +70,10 @@ async fn begin() -> ExitCode {
     match role {
         Some(Some(role)) => return child::run(&role, &args).await,
         Some(None) => {
-            return failed("the role \"child\" is for processes that the example starts\nTry --help.", 2);
+            return failed(
+                "the role \"child\" is for processes that the example starts\nTry --help.",
+                2,
+            );
         }
         None => {}
     }
@@ -113,20 +119,34 @@ async fn compare_one_process(args: &Args) -> Result<String, BoxError> {
     // Without tollgate.
     let upstream = Upstream::start(rules(args.limit));
     let callers = Arc::new(Callers::new(args, 0, &upstream.url())?.max_calls(MAX_CALLS));
-    let service = ServiceBuilder::new().map_request(callers.stamp()).service(client.clone());
+    let service = ServiceBuilder::new()
+        .map_request(callers.stamp())
+        .service(client.clone());
     let mut progress = Progress::start("without tollgate", args.time);
-    let outcome = callers::run(&callers, service, |waiting| progress.show(upstream.tally(), waiting)).await?;
+    let outcome = callers::run(&callers, service, |waiting| {
+        progress.show(upstream.tally(), waiting)
+    })
+    .await?;
     progress.finish(upstream.tally());
     let without = Run::new("without tollgate", outcome, upstream.log());
 
     // With tollgate: one layer more.
     let upstream = Upstream::start(rules(args.limit));
     let callers = Arc::new(Callers::new(args, 0, &upstream.url())?);
-    let service = ServiceBuilder::new().layer(limit).map_request(callers.stamp()).service(client);
+    let service = ServiceBuilder::new()
+        .layer(limit)
+        .map_request(callers.stamp())
+        .service(client);
     let mut progress = Progress::start("with tollgate", args.time);
-    let outcome = callers::run(&callers, service, |waiting| progress.show(upstream.tally(), waiting)).await?;
+    let outcome = callers::run(&callers, service, |waiting| {
+        progress.show(upstream.tally(), waiting)
+    })
+    .await?;
     progress.finish(upstream.tally());
-    let with = Run { margin: Some(MARGIN), ..Run::new("with tollgate", outcome, upstream.log()) };
+    let with = Run {
+        margin: Some(MARGIN),
+        ..Run::new("with tollgate", outcome, upstream.log())
+    };
 
     Ok(report::one(args, &rules(args.limit), &[without, with]))
 }
@@ -140,7 +160,9 @@ fn failed(why: &str, code: u8) -> ExitCode {
 /// Waits for SIGTERM or Ctrl-C. The program then drops, and so ends, everything that it started.
 async fn termination() {
     #[cfg(unix)]
-    if let Ok(mut terminate) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+    if let Ok(mut terminate) =
+        tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())
+    {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = tokio::signal::ctrl_c() => {}
@@ -152,11 +174,16 @@ async fn termination() {
 
 /// Returns the rules that the service enforces: the sliding windows of tollgate's quota.
 fn rules(limit: Quota) -> Vec<Rule> {
-    limit.limits().iter().map(|limit| Rule::new(limit.count(), limit.window())).collect()
+    limit
+        .limits()
+        .iter()
+        .map(|limit| Rule::new(limit.count(), limit.window()))
+        .collect()
 }
 
 /// How much the transit time to the service may vary: the default of `RateLimitLayer`.
 const TRANSIT_SLACK: Duration = Duration::from_millis(10);
 
-/// The time that tollgate keeps free between two windows: the validity of a permit, 10 ms, and the slack.
+/// The time that tollgate keeps free between two windows: the validity of a permit, 10 ms, and the
+/// slack.
 const MARGIN: Duration = Duration::from_millis(20);

@@ -26,7 +26,11 @@ use crate::shared_redis::{Redis, Spent};
 pub(crate) async fn compare(args: &Args, redis: Option<&Redis>) -> Result<String, BoxError> {
     println!(
         "{} with {} tasks {}call a service that allows {}, for {:?} each time.\n",
-        if args.processes == 1 { "1 process".into() } else { format!("{} processes", args.processes) },
+        if args.processes == 1 {
+            "1 process".into()
+        } else {
+            format!("{} processes", args.processes)
+        },
         args.tasks,
         if args.processes == 1 { "" } else { "each " },
         args.limit,
@@ -46,10 +50,15 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
         .script(move |call| (call < warm_ups).then(|| Response::new("warm\n".into())));
     let mut children = Vec::new();
     for process in 0..args.processes {
-        children.push(Process::start(&Role::new(process, upstream.url(), redis), args)?);
+        children.push(Process::start(
+            &Role::new(process, upstream.url(), redis),
+            args,
+        )?);
     }
     for process in &mut children {
-        timeout(PATIENCE, process.ready()).await.map_err(|_| process.late("to get ready"))??;
+        timeout(PATIENCE, process.ready())
+            .await
+            .map_err(|_| process.late("to get ready"))??;
     }
 
     let before = spent(redis).await;
@@ -68,7 +77,10 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
     }
     let seen = || {
         let Tally { accepted, refused } = upstream.tally();
-        Tally { accepted: accepted - warm_ups as u64, refused }
+        Tally {
+            accepted: accepted - warm_ups as u64,
+            refused,
+        }
     };
     let mut progress = Progress::start(name, args.time);
     let mut tick = interval(TICK);
@@ -80,11 +92,24 @@ async fn run(name: &'static str, args: &Args, redis: Option<&Redis>) -> Result<R
         }
     };
     progress.finish(seen());
-    let spent = spent(redis).await.zip(before).map(|(after, before)| after.since(before));
+    let spent = spent(redis)
+        .await
+        .zip(before)
+        .map(|(after, before)| after.since(before));
 
     let called = |arrival: &&Arrival| who(arrival).is_none_or(|(_, task)| task != WARM_UP);
-    let log = Log::from(upstream.log().iter().filter(called).cloned().collect::<Vec<_>>());
-    Ok(Run { spent, ..Run::new(name, outcome, log) })
+    let log = Log::from(
+        upstream
+            .log()
+            .iter()
+            .filter(called)
+            .cloned()
+            .collect::<Vec<_>>(),
+    );
+    Ok(Run {
+        spent,
+        ..Run::new(name, outcome, log)
+    })
 }
 
 /// Returns what Redis spent. Returns `None` without a Redis, or if it does not respond.
@@ -111,14 +136,23 @@ impl Process {
             .spawn()?;
         let input = child.stdin.take().expect("its input is piped");
         let output = child.stdout.take().expect("its output is piped");
-        Ok(Process { number: role.process, child, input, lines: BufReader::new(output).lines() })
+        Ok(Process {
+            number: role.process,
+            child,
+            input,
+            lines: BufReader::new(output).lines(),
+        })
     }
 
     /// Waits until the child has opened its connections.
     async fn ready(&mut self) -> Result<(), BoxError> {
         match self.line().await? {
             Line::Ready => Ok(()),
-            line => Err(format!("process {} should be ready, but printed {line}", self.number).into()),
+            line => Err(format!(
+                "process {} should be ready, but printed {line}",
+                self.number
+            )
+            .into()),
         }
     }
 
@@ -169,7 +203,11 @@ impl Process {
     }
 
     fn late(&self, what: &str) -> BoxError {
-        format!("process {} took longer than {PATIENCE:?} {what}", self.number).into()
+        format!(
+            "process {} took longer than {PATIENCE:?} {what}",
+            self.number
+        )
+        .into()
     }
 }
 

@@ -27,7 +27,13 @@ impl Run {
     /// Combines what the tasks saw and what the service saw.
     pub(crate) fn new(name: &'static str, mut outcome: Outcome, log: Log) -> Run {
         outcome.took.sort_unstable();
-        Run { name, outcome, log, margin: None, spent: None }
+        Run {
+            name,
+            outcome,
+            log,
+            margin: None,
+            spent: None,
+        }
     }
 
     /// Returns how many calls the service accepted.
@@ -48,23 +54,31 @@ impl Run {
     /// Returns the fraction of the tightest rule that was used, with windows longer by `margin`.
     pub(crate) fn used(&self, rules: &[Rule], margin: Duration) -> Option<f64> {
         let longer = |rule: &Rule| Rule::new(rule.count, rule.window + margin);
-        rules.iter().filter_map(|rule| self.log.used(longer(rule))).max_by(f64::total_cmp)
+        rules
+            .iter()
+            .filter_map(|rule| self.log.used(longer(rule)))
+            .max_by(f64::total_cmp)
     }
 
     /// Returns the time within which `percent` of the answers came.
     pub(crate) fn took(&self, percent: usize) -> Option<Duration> {
         let took = &self.outcome.took;
-        took.get((took.len() * percent).div_ceil(100).checked_sub(1)?).copied()
+        took.get((took.len() * percent).div_ceil(100).checked_sub(1)?)
+            .copied()
     }
 
     /// Returns the fewest and the most answers of a task.
     pub(crate) fn answers_per_task(&self, args: &Args) -> (u64, u64) {
-        self.answers(args.processes * args.tasks, |arrival| arrival.who.as_deref())
+        self.answers(args.processes * args.tasks, |arrival| {
+            arrival.who.as_deref()
+        })
     }
 
     /// Returns the fewest and the most answers of a process.
     pub(crate) fn answers_per_process(&self, args: &Args) -> (u64, u64) {
-        self.answers(args.processes, |arrival| who(arrival).map(|(process, _)| process))
+        self.answers(args.processes, |arrival| {
+            who(arrival).map(|(process, _)| process)
+        })
     }
 
     fn answers(&self, callers: u32, caller: impl Fn(&Arrival) -> Option<&str>) -> (u64, u64) {
@@ -74,13 +88,23 @@ impl Run {
                 *answers.entry(caller).or_default() += 1;
             }
         }
-        let fewest = if answers.len() < callers as usize { None } else { answers.values().min() };
-        (fewest.copied().unwrap_or(0), answers.values().max().copied().unwrap_or(0))
+        let fewest = if answers.len() < callers as usize {
+            None
+        } else {
+            answers.values().min()
+        };
+        (
+            fewest.copied().unwrap_or(0),
+            answers.values().max().copied().unwrap_or(0),
+        )
     }
 
-    /// Returns the rule that was exceeded by the largest number of calls, and the number of calls in its window.
+    /// Returns the rule that was exceeded by the largest number of calls, and the number of calls
+    /// in its window.
     pub(crate) fn furthest_over(&self, rules: &[Rule]) -> Option<(Rule, usize)> {
-        let counts = rules.iter().map(|rule| (*rule, self.log.largest_count(rule.window)));
+        let counts = rules
+            .iter()
+            .map(|rule| (*rule, self.log.largest_count(rule.window)));
         counts
             .filter(|(rule, count)| *count > rule.count as usize)
             .max_by_key(|(rule, count)| count - rule.count as usize)

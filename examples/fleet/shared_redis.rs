@@ -1,4 +1,5 @@
-//! The Redis in which the processes share their count, given by the user or started here, and what it costs.
+//! The Redis in which the processes share their count, given by the user or started here, and what
+//! it costs.
 
 use std::time::Duration;
 
@@ -51,22 +52,37 @@ impl Redis {
             Err(_) => return Err(unreachable(format!("no answer within {TIMEOUT:?}"))),
         };
         let prefix = format!("fleet-{}-{:08x}", std::process::id(), random());
-        Ok(Redis { url, prefix, connection, _server: server })
+        Ok(Redis {
+            url,
+            prefix,
+            connection,
+            _server: server,
+        })
     }
 
     /// Returns what Redis has spent up to now.
     pub(crate) async fn spent(&self) -> Result<Spent, RedisError> {
         let mut connection = self.connection.clone();
         let mut command = redis::cmd("INFO");
-        let info: String = command.arg("commandstats").arg("cpu").query_async(&mut connection).await?;
-        Ok(Spent { calls: calls(&info), cpu: cpu(&info) })
+        let info: String = command
+            .arg("commandstats")
+            .arg("cpu")
+            .query_async(&mut connection)
+            .await?;
+        Ok(Spent {
+            calls: calls(&info),
+            cpu: cpu(&info),
+        })
     }
 }
 
 impl Spent {
     /// Returns what was spent from `before` until now.
     pub(crate) fn since(self, before: Spent) -> Spent {
-        Spent { calls: self.calls.saturating_sub(before.calls), cpu: self.cpu.saturating_sub(before.cpu) }
+        Spent {
+            calls: self.calls.saturating_sub(before.calls),
+            cpu: self.cpu.saturating_sub(before.cpu),
+        }
     }
 }
 
@@ -80,8 +96,15 @@ async fn connect(client: &Client) -> Result<MultiplexedConnection, RedisError> {
 fn calls(info: &str) -> u64 {
     let scripts = ["cmdstat_evalsha", "cmdstat_eval"];
     let of = |line: &str| {
-        let (_, numbers) = line.split_once(':').filter(|(name, _)| scripts.contains(name))?;
-        numbers.strip_prefix("calls=")?.split(',').next()?.parse::<u64>().ok()
+        let (_, numbers) = line
+            .split_once(':')
+            .filter(|(name, _)| scripts.contains(name))?;
+        numbers
+            .strip_prefix("calls=")?
+            .split(',')
+            .next()?
+            .parse::<u64>()
+            .ok()
     };
     info.lines().filter_map(of).sum()
 }
@@ -90,7 +113,9 @@ fn calls(info: &str) -> u64 {
 fn cpu(info: &str) -> Duration {
     let kinds = ["used_cpu_sys", "used_cpu_user"];
     let of = |line: &str| {
-        let (_, seconds) = line.split_once(':').filter(|(name, _)| kinds.contains(name))?;
+        let (_, seconds) = line
+            .split_once(':')
+            .filter(|(name, _)| kinds.contains(name))?;
         Duration::try_from_secs_f64(seconds.trim().parse().ok()?).ok()
     };
     info.lines().filter_map(of).sum()

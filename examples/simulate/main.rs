@@ -1,4 +1,5 @@
-//! Runs scenarios x strategies x seeds, in virtual time, on all cores, and shows fairness, waits and refusals.
+//! Runs scenarios x strategies x seeds, in virtual time, on all cores, and shows fairness, waits
+//! and refusals.
 //!
 //! ```text
 //! cargo run --release --features sim --example simulate
@@ -62,7 +63,8 @@ fn main() -> ExitCode {
 fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     let scenarios = match options.find("--file") {
         Some(file) => {
-            let text = std::fs::read_to_string(&file).map_err(|error| format!("{file}: {error}"))?;
+            let text =
+                std::fs::read_to_string(&file).map_err(|error| format!("{file}: {error}"))?;
             Some(Scenarios::read(&text).map_err(|error| format!("{file}: {error}"))?)
         }
         None => None,
@@ -72,13 +74,19 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
         return Err("the file has no scenarios".into());
     }
     let names = options.text("--strategies", "fair,blog-remaining");
-    let strategies = names.split(',').map(strategy).collect::<Result<Vec<_>, _>>()?;
+    let strategies = names
+        .split(',')
+        .map(strategy)
+        .collect::<Result<Vec<_>, _>>()?;
     let seeds = u64::from(options.number("--seeds", 10, 1..=10_000)?);
     let first = u64::from(options.number("--first-seed", 1, 0..=u32::MAX)?);
     let [json, page, chart] = ["--json", "--report", "--chart"].map(|name| options.find(name));
     options.finish()?;
     let draws_png = chart.as_deref().is_some_and(|file| ends_in(file, "png"));
-    if let Some(file) = chart.as_deref().filter(|file| !draws_png && !ends_in(file, "svg")) {
+    if let Some(file) = chart
+        .as_deref()
+        .filter(|file| !draws_png && !ends_in(file, "svg"))
+    {
         let complaint = format!("--chart takes a file that ends in .png or .svg, not {file:?}");
         return Err(Usage::new(complaint).into());
     }
@@ -89,23 +97,41 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
     }
 
     let bar = ProgressBar::new(scenarios.len() as u64 * strategies.len() as u64 * seeds);
-    bar.set_style(ProgressStyle::with_template("{bar:40} {pos}/{len} runs, {elapsed}, {eta} to go")?);
-    let runs = sweep(&scenarios, &strategies, first..=first + seeds - 1, || bar.inc(1))?;
+    bar.set_style(ProgressStyle::with_template(
+        "{bar:40} {pos}/{len} runs, {elapsed}, {eta} to go",
+    )?);
+    let runs = sweep(&scenarios, &strategies, first..=first + seeds - 1, || {
+        bar.inc(1)
+    })?;
     bar.finish_and_clear();
 
     print!("{}", table::table(&runs));
-    let each = if seeds == 1 { "one run".into() } else { format!("means of {seeds} runs") };
+    let each = if seeds == 1 {
+        "one run".into()
+    } else {
+        format!("means of {seeds} runs")
+    };
     println!("{each} of each; it took {:.1?}", bar.elapsed());
-    let write =
-        |file: &str, data: &[u8]| std::fs::write(file, data).map_err(|error| format!("{file}: {error}"));
+    let write = |file: &str, data: &[u8]| {
+        std::fs::write(file, data).map_err(|error| format!("{file}: {error}"))
+    };
     if let Some(file) = json {
         write(&file, metrics(&runs).to_string().as_bytes())?;
     }
     if let Some(file) = page {
-        write(&file, report(&scenarios, &strategies, &runs, first)?.as_bytes())?;
+        write(
+            &file,
+            report(&scenarios, &strategies, &runs, first)?.as_bytes(),
+        )?;
     }
     if let (Some(file), Some((name, scenario))) = (chart, scenarios.first()) {
-        let svg = picture(name, scenario, &strategies, &runs[..strategies.len()], first)?;
+        let svg = picture(
+            name,
+            scenario,
+            &strategies,
+            &runs[..strategies.len()],
+            first,
+        )?;
         match draws_png {
             true => write(&file, &png::png(&svg)?)?,
             false => write(&file, svg.as_bytes())?,
@@ -115,24 +141,36 @@ fn work(mut options: Options) -> Result<(), Box<dyn Error>> {
 }
 
 fn ends_in(file: &str, ending: &str) -> bool {
-    Path::new(file).extension().is_some_and(|its| its.eq_ignore_ascii_case(ending))
+    Path::new(file)
+        .extension()
+        .is_some_and(|its| its.eq_ignore_ascii_case(ending))
 }
 
 fn strategy(name: &str) -> Result<Strategy, Usage> {
     let mut all = Strategy::all();
     all.push(mine::strategy());
-    let names: Vec<_> = all.iter().map(|strategy| strategy.name().to_owned()).collect();
+    let names: Vec<_> = all
+        .iter()
+        .map(|strategy| strategy.name().to_owned())
+        .collect();
     let found = all.into_iter().find(|strategy| strategy.name() == name);
     found.ok_or_else(|| none_such("strategy", name, &names))
 }
 
 fn none_such(what: &str, name: &str, names: &[String]) -> Usage {
-    Usage::new(format!("there is no {what} {name:?}; there are {}", names.join(", ")))
+    Usage::new(format!(
+        "there is no {what} {name:?}; there are {}",
+        names.join(", ")
+    ))
 }
 
-/// Returns the scenarios of `file`, or the public set without a file. With `names`: these scenarios, of the file or of
-/// both built-in sets. The name `limited` selects the whole second set.
-fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String, Scenario)>, Usage> {
+/// Returns the scenarios of `file`, or the public set without a file. With `names`: these
+/// scenarios, of the file or of both built-in sets. The name `limited` selects the whole second
+/// set.
+fn chosen(
+    file: Option<Scenarios>,
+    names: Option<String>,
+) -> Result<Vec<(String, Scenario)>, Usage> {
     let (mut all, second) = match file {
         Some(file) => (file.0, Vec::new()),
         None => (Scenarios::public().0, Scenarios::limited().0),
@@ -145,7 +183,9 @@ fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String,
     let find = |name: &str| {
         let found = all.iter().find(|(other, _)| other == name);
         let names = || all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
-        found.cloned().ok_or_else(|| none_such("scenario", name, &names()))
+        found
+            .cloned()
+            .ok_or_else(|| none_such("scenario", name, &names()))
     };
     names.split(',').map(find).collect()
 }
@@ -154,8 +194,7 @@ fn chosen(file: Option<Scenarios>, names: Option<String>) -> Result<Vec<(String,
 fn metrics(all: &[Runs]) -> serde_json::Value {
     let mut file = serde_json::json!({});
     for runs in all {
-        file[&runs.scenario][&runs.strategy] =
-            serde_json::json!({ "mean": runs.mean(), "deviation": runs.deviation(), "runs": runs.runs });
+        file[&runs.scenario][&runs.strategy] = serde_json::json!({ "mean": runs.mean(), "deviation": runs.deviation(), "runs": runs.runs });
     }
     file
 }

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use tollgate::pace::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::sim::Strategy;
 
-/// One interval for all requests: half as long again after a refusal, one hundredth shorter after each success.
+/// One interval for all requests: half as long again after a refusal, one hundredth shorter after
+/// each success.
 #[derive(Debug)]
 struct Mine {
     interval: Duration,
@@ -21,11 +22,16 @@ impl Pace for Mine {
     }
 
     fn refused(&mut self, _: &mut Reply<'_>, _: &Traffic, dice: &mut Dice) -> Pause {
-        self.interval = self.interval.mul_f64(1.5).clamp(Duration::from_millis(10), Duration::from_secs(300));
+        self.interval = self
+            .interval
+            .mul_f64(1.5)
+            .clamp(Duration::from_millis(10), Duration::from_secs(300));
         Pause::of_all(self.interval.mul_f64(dice.between(0.5, 1.0)))
     }
 }
 
 pub(crate) fn strategy() -> Strategy {
-    Strategy::new("mine", |brief| Mine { interval: brief.start_interval })
+    Strategy::new("mine", |brief| Mine {
+        interval: brief.start_interval,
+    })
 }

@@ -17,9 +17,17 @@ const SCALE: f32 = 2.0;
 /// If `svg` is no SVG, or has no size.
 pub(crate) fn png(svg: &str) -> Result<Vec<u8>, Box<dyn Error>> {
     let tree = tree(svg)?;
-    let size = tree.size().to_int_size().scale_by(SCALE).ok_or("it is too large")?;
+    let size = tree
+        .size()
+        .to_int_size()
+        .scale_by(SCALE)
+        .ok_or("it is too large")?;
     let mut pixels = Pixmap::new(size.width(), size.height()).ok_or("it is too large")?;
-    resvg::render(&tree, Transform::from_scale(SCALE, SCALE), &mut pixels.as_mut());
+    resvg::render(
+        &tree,
+        Transform::from_scale(SCALE, SCALE),
+        &mut pixels.as_mut(),
+    );
     Ok(pixels.encode_png()?)
 }
 
@@ -29,7 +37,13 @@ fn tree(svg: &str) -> Result<Tree, Box<dyn Error>> {
     fonts.load_font_data(dejavu::sans_condensed::regular().to_vec());
     fonts.load_font_data(dejavu::sans_condensed::bold().to_vec());
     fonts.set_sans_serif_family("DejaVu Sans");
-    Ok(Tree::from_str(svg, &Options { fontdb: Arc::new(fonts), ..Options::default() })?)
+    Ok(Tree::from_str(
+        svg,
+        &Options {
+            fontdb: Arc::new(fonts),
+            ..Options::default()
+        },
+    )?)
 }
 
 #[cfg(test)]
@@ -50,7 +64,10 @@ mod tests {
             group.children().iter().map(of).sum()
         }
         let public = Scenarios::public().0;
-        let (_, n2) = public.iter().find(|(name, _)| name == "n2").expect("it is in the public set");
+        let (_, n2) = public
+            .iter()
+            .find(|(name, _)| name == "n2")
+            .expect("it is in the public set");
         let strategies = [Strategy::named("fair").unwrap()];
         let runs = sweep(&[("n2".into(), n2.clone())], &strategies, 1..=1, || {}).unwrap();
         let svg = picture("n2", n2, &strategies, &runs, 1).unwrap();
@@ -61,7 +78,16 @@ mod tests {
         let drawn = |svg: &str| Pixmap::decode_png(&png(svg).unwrap()).unwrap();
         let whole = drawn(&svg);
         let bare = drawn(&svg.replace("<text", "<desc").replace("</text>", "</desc>"));
-        let differ = whole.pixels().iter().zip(bare.pixels()).filter(|(one, other)| one != other).count();
-        assert!(differ > 100 * labels, "{labels} labels make {differ} of {} pixels", whole.pixels().len());
+        let differ = whole
+            .pixels()
+            .iter()
+            .zip(bare.pixels())
+            .filter(|(one, other)| one != other)
+            .count();
+        assert!(
+            differ > 100 * labels,
+            "{labels} labels make {differ} of {} pixels",
+            whole.pixels().len()
+        );
     }
 }

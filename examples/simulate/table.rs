@@ -17,8 +17,8 @@ const HEAD: [&str; 12] = [
     "store calls",
 ];
 
-/// Returns one row for each scenario and strategy: means, and deviations of the first columns if there are several
-/// seeds.
+/// Returns one row for each scenario and strategy: means, and deviations of the first columns if
+/// there are several seeds.
 pub(crate) fn table(all: &[Runs]) -> String {
     let mut rows = vec![HEAD.map(str::to_owned)];
     for runs in all {
@@ -48,13 +48,22 @@ pub(crate) fn table(all: &[Runs]) -> String {
             some(mean.store_calls, 2),
         ]);
     }
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let widths: [usize; 12] = std::array::from_fn(width);
     let mut text = String::new();
     for row in &rows {
         for (column, cell) in row.iter().enumerate() {
             let width = widths[column];
-            text += &if column < 2 { format!("{cell:width$}   ") } else { format!("{cell:>width$}   ") };
+            text += &if column < 2 {
+                format!("{cell:width$}   ")
+            } else {
+                format!("{cell:>width$}   ")
+            };
         }
         text.truncate(text.trim_end().len());
         text.push('\n');

@@ -25,14 +25,17 @@ pub(crate) const RATE: u32 = 10;
 /// Calls until the standard input ends.
 pub(crate) async fn call(places: &Places) -> Result<(), BoxError> {
     places.must_be_given()?;
-    let store = RedisStore::builder(&places.redis).prefix("who-said-no").build()?;
+    let store = RedisStore::builder(&places.redis)
+        .prefix("who-said-no")
+        .build()?;
     let limit = RateLimitLayer::builder(Quota::per_second(RATE))
         .store(Arc::new(store))
         .max_wait(Duration::from_millis(300))
         .error_on_upstream_limit()
         .build()?;
 
-    // From the outside in: each attempt needs a permit, and the time in our queue does not count toward its timeout.
+    // From the outside in: each attempt needs a permit, and the time in our queue does not count
+    // toward its timeout.
     let service = ServiceBuilder::new()
         .timeout(Duration::from_secs(10)) // in all
         .retry(Tries(1))
@@ -68,33 +71,40 @@ where
     }
 }
 
-/// Returns which party refused the call. One function finds it through the timeout and retry layers.
+/// Returns which party refused the call. One function finds it through the timeout and retry
+/// layers.
 fn who_said_no(error: &(dyn StdError + 'static)) -> String {
     match Limited::find(error) {
         Some(limited @ Limited::Local { .. }) => format!("local: {limited}"),
         Some(limited @ Limited::Upstream { .. }) => format!("upstream: {limited}"),
         Some(limited @ Limited::Store { .. }) => format!("store: {limited}"),
         Some(other) => format!("other: {other}"),
-        None if error.is::<Elapsed>() => format!("timeout: the time of all attempts is over; {error}"),
+        None if error.is::<Elapsed>() => {
+            format!("timeout: the time of all attempts is over; {error}")
+        }
         None => format!("inner: not about a limit; {error}"),
     }
 }
 
-/// How many more attempts a call may make. A call that the service refused is retried after the stated time, if that is
-/// soon. A call that the limiter refused is not: it has waited as long as it may. A call that failed for the store is
-/// not retried either.
+/// How many more attempts a call may make. A call that the service refused is retried after the
+/// stated time, if that is soon. A call that the limiter refused is not: it has waited as long as
+/// it may. A call that failed for the store is not retried either.
 #[derive(Clone)]
 struct Tries(u32);
 
 impl Policy<Request, Response, Error> for Tries {
     type Future = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-    fn retry(&mut self, _: &mut Request, result: &mut Result<Response, Error>) -> Option<Self::Future> {
+    fn retry(
+        &mut self,
+        _: &mut Request,
+        result: &mut Result<Response, Error>,
+    ) -> Option<Self::Future> {
         let wait = match result {
             Ok(response) if !response.status().is_server_error() => return None,
-            Err(Error::Limited(Limited::Upstream { report, .. })) => {
-                report.retry_after().filter(|wait| *wait <= Duration::from_secs(2))?
-            }
+            Err(Error::Limited(Limited::Upstream { report, .. })) => report
+                .retry_after()
+                .filter(|wait| *wait <= Duration::from_secs(2))?,
             Err(Error::Limited(_)) => return None,
             Ok(_) | Err(_) => Duration::from_millis(100), // it failed there, or on the way
         };

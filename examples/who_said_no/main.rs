@@ -1,11 +1,11 @@
-//! Which party refused a call: this process, the service, or the store? The example also shows where tollgate stands
-//! between retry and timeouts.
+//! Which party refused a call: this process, the service, or the store? The example also shows
+//! where tollgate stands between retry and timeouts.
 //!
 //!     cargo run --release --example who_said_no
 //!
-//! A process calls in a loop (`caller.rs`: the stack of layers, the retry policy, the distinction of errors). The
-//! parent disturbs it: a neighbour calls the same service without a limiter, then Redis is killed, then Redis is
-//! restarted.
+//! A process calls in a loop (`caller.rs`: the stack of layers, the retry policy, the distinction
+//! of errors). The parent disturbs it: a neighbour calls the same service without a limiter, then
+//! Redis is killed, then Redis is restarted.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -49,10 +49,23 @@ async fn main() -> ExitCode {
 
 /// Starts the Redis, the service and the caller, and disturbs the caller.
 async fn start_all(mut places: Places) -> Result<(), BoxError> {
-    places.start(|| Upstream::start(Rule::per_second(caller::RATE))).await?;
+    places
+        .start(|| Upstream::start(Rule::per_second(caller::RATE)))
+        .await?;
     let mut children = Children::of_this_program()?;
-    children.start("caller", [places.words(), ["--role", "caller"].map(str::to_owned).to_vec()].concat())?;
-    let mut listener = Listener { children, start: Instant::now(), heard: BTreeMap::new() };
+    children.start(
+        "caller",
+        [
+            places.words(),
+            ["--role", "caller"].map(str::to_owned).to_vec(),
+        ]
+        .concat(),
+    )?;
+    let mut listener = Listener {
+        children,
+        start: Instant::now(),
+        heard: BTreeMap::new(),
+    };
 
     println!("It makes twelve calls at once, again and again; its limit is ten a second:");
     listener.until("answered").await?;
@@ -77,9 +90,15 @@ async fn start_all(mut places: Places) -> Result<(), BoxError> {
     }
     listener.children.end().await?;
 
-    let rows: Vec<_> =
-        listener.heard.into_iter().map(|(outcome, count)| [outcome, count.to_string()]).collect();
-    println!("\n{}", common::table(["what came of a call", "times"], &rows));
+    let rows: Vec<_> = listener
+        .heard
+        .into_iter()
+        .map(|(outcome, count)| [outcome, count.to_string()])
+        .collect();
+    println!(
+        "\n{}",
+        common::table(["what came of a call", "times"], &rows)
+    );
     Ok(())
 }
 
@@ -117,7 +136,13 @@ impl Listener {
 async fn neighbour(api: String) -> Result<(), reqwest::Error> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     loop {
-        client.get(&api).header(WHO_HEADER, "neighbour").send().await?.bytes().await?;
+        client
+            .get(&api)
+            .header(WHO_HEADER, "neighbour")
+            .send()
+            .await?
+            .bytes()
+            .await?;
         sleep(Duration::from_millis(5)).await; // it takes each place as soon as it is free
     }
 }

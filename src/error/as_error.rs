@@ -5,7 +5,8 @@ use std::error::Error as StdError;
 
 use super::{BoxError, Error};
 
-/// An error in which [`RetryLimited`](crate::RetryLimited) looks for a [`Limited`](super::Limited): the error of a layer, or a boxed one.
+/// An error in which [`RetryLimited`](crate::RetryLimited) looks for a [`Limited`](super::Limited):
+/// the error of a layer, or a boxed one.
 pub trait AsError {
     /// Returns the value as an error.
     fn as_error(&self) -> &(dyn StdError + 'static);

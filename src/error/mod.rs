@@ -1,5 +1,6 @@
-//! The errors of a call: [`Error`], with [`Limited`] in it if a limit or the store stopped the request, and
-//! [`StoreError`]. Settings are checked when a layer is built, by [`ConfigError`](crate::ConfigError).
+//! The errors of a call: [`Error`], with [`Limited`] in it if a limit or the store stopped the
+//! request, and [`StoreError`]. Settings are checked when a layer is built, by
+//! [`ConfigError`](crate::ConfigError).
 
 #[cfg(feature = "retry")]
 mod as_error;
@@ -22,9 +23,10 @@ pub type BoxError = Box<dyn StdError + Send + Sync>;
 
 /// Why a call failed: it was limited, or the inner service failed.
 ///
-/// [`Limited::find`] finds the reason through the errors of other layers and clients. If a service has several tollgate
-/// layers, the error of the inner layer is passed on unchanged. Two [`RateLimitLayer`](crate::RateLimitLayer)s around each
-/// other do not keep the outer limit: [take both permits by hand](crate::Limiter#two-limits-with-different-keys).
+/// [`Limited::find`] finds the reason through the errors of other layers and clients. If a service
+/// has several tollgate layers, the error of the inner layer is passed on unchanged. Two
+/// [`RateLimitLayer`](crate::RateLimitLayer)s around each other do not keep the outer limit: [take
+/// both permits by hand](crate::Limiter#two-limits-with-different-keys).
 ///
 /// ```
 /// use tollgate::{Error, Limited};
@@ -74,7 +76,8 @@ impl fmt::Display for Error {
 }
 
 impl StdError for Error {
-    /// Returns the [`Limited`] value itself, so that callers find it through wrappers that expose only their source.
+    /// Returns the [`Limited`] value itself, so that callers find it through wrappers that expose
+    /// only their source.
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Error::Limited(limited) => Some(limited),
@@ -97,8 +100,9 @@ pub enum Limited {
     },
     /// The upstream refused the request because of a limit. It was sent.
     ///
-    /// By default such a response is passed on as a response. It becomes an error with `error_on_upstream_limit`, and if a
-    /// request that [`retrying`](crate::AdaptiveThrottleLayer::retrying) was to send again got no turn in time.
+    /// By default such a response is passed on as a response. It becomes an error with
+    /// `error_on_upstream_limit`, and if a request that
+    /// [`retrying`](crate::AdaptiveThrottleLayer::retrying) was to send again got no turn in time.
     #[non_exhaustive]
     Upstream {
         /// The status of the response.
@@ -119,8 +123,9 @@ pub enum Limited {
 impl Limited {
     /// Finds a [`Limited`] in `error` or in its chain of sources, through wrappers of any kind.
     ///
-    /// Some wrappers, such as `io::Error`, expose the source of what they wrap but not the wrapped error. Wrap an [`Error`] in
-    /// those, whose source is the `Limited`: `io::Error::other(tollgate::Error::from(limited))`.
+    /// Some wrappers, such as `io::Error`, expose the source of what they wrap but not the wrapped
+    /// error. Wrap an [`Error`] in those, whose source is the `Limited`:
+    /// `io::Error::other(tollgate::Error::from(limited))`.
     ///
     /// ```
     /// use tollgate::Limited;
@@ -160,7 +165,8 @@ impl Limited {
         }
     }
 
-    /// Returns how long to wait before the next attempt, if that is known. See [`LimitedInfo::retry_after`].
+    /// Returns how long to wait before the next attempt, if that is known. See
+    /// [`LimitedInfo::retry_after`].
     pub fn retry_after(&self) -> Option<Duration> {
         self.report().retry_after()
     }
@@ -240,8 +246,8 @@ pub enum Reason {
         /// The largest cost that the quota allows.
         largest: u32,
     },
-    /// The key is on hold, after a refusal by the upstream or by an operator, and the hold ends later than the request can
-    /// wait.
+    /// The key is on hold, after a refusal by the upstream or by an operator, and the hold ends
+    /// later than the request can wait.
     Held,
     /// The key function found no key: `by_host` without a host, `by_header` without the header.
     NoKey,
@@ -251,11 +257,18 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Reason::MaxWait(Duration::ZERO) => write!(f, "no permit is free, and max_wait is 0"),
-            Reason::MaxWait(max_wait) => write!(f, "its slot is further away than max_wait ({max_wait:?})"),
+            Reason::MaxWait(max_wait) => {
+                write!(f, "its slot is further away than max_wait ({max_wait:?})")
+            }
             Reason::Deadline => write!(f, "its slot lies beyond its deadline"),
-            Reason::QueueFull(most) => write!(f, "the queue of the key is full: max_queue is {most}"),
+            Reason::QueueFull(most) => {
+                write!(f, "the queue of the key is full: max_queue is {most}")
+            }
             Reason::TooManyKeys(most) => {
-                write!(f, "{most} keys are in use: raise max_keys or use fewer keys")
+                write!(
+                    f,
+                    "{most} keys are in use: raise max_keys or use fewer keys"
+                )
             }
             Reason::CostAboveLimit { cost, largest } => {
                 write!(
@@ -263,7 +276,10 @@ impl fmt::Display for Reason {
                     "it costs {cost}, and the quota allows at most {largest} at once: split it, or raise the limit or burst"
                 )
             }
-            Reason::Held => write!(f, "its key is on hold after a rate-limit response from the upstream"),
+            Reason::Held => write!(
+                f,
+                "its key is on hold after a rate-limit response from the upstream"
+            ),
             Reason::NoKey => {
                 write!(
                     f,
@@ -287,7 +303,10 @@ mod tests {
             reason: Reason::Deadline,
             report: LimitedInfo::new(Facts {
                 key: "api.example.com".into(),
-                limit: Some(Limit::Sliding { count: 50, window: Duration::from_secs(1) }),
+                limit: Some(Limit::Sliding {
+                    count: 50,
+                    window: Duration::from_secs(1),
+                }),
                 retry_after: Some(Duration::from_millis(320)),
                 at: SystemTime::UNIX_EPOCH + Duration::from_secs(100),
                 waited: Duration::from_secs(15),
@@ -304,7 +323,10 @@ mod tests {
             "refused here (api.example.com): its slot lies beyond its deadline; the limit is 50/1s; \
              try again in 320ms; waited 15s"
         );
-        assert_eq!(limited.report().since(), SystemTime::UNIX_EPOCH + Duration::from_secs(85));
+        assert_eq!(
+            limited.report().since(),
+            SystemTime::UNIX_EPOCH + Duration::from_secs(85)
+        );
         assert_eq!(
             limited.report().retry_at(),
             Some(SystemTime::UNIX_EPOCH + Duration::from_millis(100_320))

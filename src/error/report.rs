@@ -25,8 +25,8 @@ impl LimitedInfo {
         LimitedInfo(Box::new(facts))
     }
 
-    /// Returns the label of the key: the host for `by_host`, `all` without a key function, else eight hex digits: see
-    /// [`Key`](crate::Key#what-logs-show-of-a-key).
+    /// Returns the label of the key: the host for `by_host`, `all` without a key function, else
+    /// eight hex digits: see [`Key`](crate::Key#what-logs-show-of-a-key).
     pub fn key(&self) -> &str {
         &self.0.key
     }
@@ -36,7 +36,8 @@ impl LimitedInfo {
         self.0.limit
     }
 
-    /// Returns how long after the refusal a slot would have been free, or how long the upstream asked to wait.
+    /// Returns how long after the refusal a slot would have been free, or how long the upstream
+    /// asked to wait.
     ///
     /// `None` if that is not known, or if no wait helps.
     pub fn retry_after(&self) -> Option<Duration> {
@@ -58,7 +59,8 @@ impl LimitedInfo {
         self.0.waited
     }
 
-    /// Returns how often the request waited for a slot: 0 if it was refused at once, more than 1 if it missed a slot.
+    /// Returns how often the request waited for a slot: 0 if it was refused at once, more than 1 if
+    /// it missed a slot.
     pub fn turns(&self) -> u32 {
         self.0.turns
     }
@@ -66,7 +68,14 @@ impl LimitedInfo {
 
 impl fmt::Debug for LimitedInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Facts { key, limit, retry_after, at, waited, turns } = &*self.0;
+        let Facts {
+            key,
+            limit,
+            retry_after,
+            at,
+            waited,
+            turns,
+        } = &*self.0;
         f.debug_struct("Report")
             .field("key", key)
             .field("limit", limit)

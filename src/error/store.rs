@@ -17,7 +17,8 @@ pub enum StoreError {
         /// The most keys that the store may hold.
         max_keys: usize,
     },
-    /// The store could not be reached, or did not answer in time. What it may have granted counts as spent.
+    /// The store could not be reached, or did not answer in time. What it may have granted counts
+    /// as spent.
     Away(Arc<dyn StdError + Send + Sync>),
     /// The store answered with an error.
     Failed(Arc<dyn StdError + Send + Sync>),
@@ -28,7 +29,8 @@ pub enum StoreError {
         /// The longest validity of a permit of this quota.
         longest: Duration,
     },
-    /// The store has not answered, and the request waited for `max_wait`, and for at least a second.
+    /// The store has not answered, and the request waited for `max_wait`, and for at least a
+    /// second.
     ///
     /// A permit that the store grants later goes to another request, or back. A request whose
     /// [`Deadline`](crate::Deadline) ends first is refused locally instead.
@@ -38,10 +40,11 @@ pub enum StoreError {
     },
     /// The store's answer was lost. What it may have granted counts as spent.
     Lost,
-    /// This process lost contact with the store for longer than `in_flight_ttl`, so that other processes may have been granted
-    /// the call's in-flight slot. The call was cancelled.
+    /// This process lost contact with the store for longer than `in_flight_ttl`, so that other
+    /// processes may have been granted the call's in-flight slot. The call was cancelled.
     InFlightSlotLost,
-    /// The store cannot be reached, and the request costs more than the fallback share of this process allows at once.
+    /// The store cannot be reached, and the request costs more than the fallback share of this
+    /// process allows at once.
     AboveShare {
         /// The cost of the request.
         cost: u32,
@@ -79,10 +82,15 @@ impl fmt::Display for StoreError {
                 "the store took {took:.1?} to answer, and a permit of this quota is valid for at most {longest:?}: \
                  move the store closer, or use a longer window"
             ),
-            StoreError::NoAnswer { waited } => write!(f, "the store has not answered for {waited:.1?}"),
+            StoreError::NoAnswer { waited } => {
+                write!(f, "the store has not answered for {waited:.1?}")
+            }
             StoreError::Lost => write!(f, "the store's answer was lost"),
             StoreError::InFlightSlotLost => {
-                write!(f, "lost contact with the store for longer than in_flight_ttl; call cancelled")
+                write!(
+                    f,
+                    "lost contact with the store for longer than in_flight_ttl; call cancelled"
+                )
             }
             StoreError::AboveShare { cost, share } => write!(
                 f,

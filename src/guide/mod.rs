@@ -9,7 +9,8 @@
 //! - [Retry and timeout](retry_and_timeout): the order of the layers.
 //! - [Calls in flight](in_flight): limits on calls at the same time.
 //! - [Limits you do not know](pace): a layer that finds the speed by itself.
-//! - [Learning from responses](learning): other clients of the same limit, and limits that a server states.
+//! - [Learning from responses](learning): other clients of the same limit, and limits that a server
+//!   states.
 //! - [Testing](testing): tests that wait for nothing.
 //!
 //! To operate a fleet:
@@ -24,8 +25,12 @@
 //! - [The format in Redis](redis_format): for clients in other languages.
 //! - [Architecture](architecture): the modules, five walks through the code, and the glossary.
 
-// The pages are the same with and without features: a link to an item whose feature is off leads nowhere.
-#![cfg_attr(not(all(feature = "redis", feature = "retry")), allow(rustdoc::broken_intra_doc_links))]
+// The pages are the same with and without features: a link to an item whose feature is off leads
+// nowhere.
+#![cfg_attr(
+    not(all(feature = "redis", feature = "retry")),
+    allow(rustdoc::broken_intra_doc_links)
+)]
 
 #[doc = include_str!("architecture.md")]
 pub mod architecture {}

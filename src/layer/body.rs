@@ -18,11 +18,12 @@ use crate::limiter::InFlightSlot;
 use crate::signal::ResponseInfo;
 
 impl RateLimitLayer {
-    /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body of their response ends or is
-    /// dropped. Without it, a call ends with the head of its response.
+    /// Returns this layer with calls that are [in flight](crate::Quota::in_flight) until the body
+    /// of their response ends or is dropped. Without it, a call ends with the head of its response.
     ///
-    /// Around a service of `http::Request`, the response becomes an `http::Response<`[`InFlightBody<B>`]`>`. Around a
-    /// `reqwest::Client` and in reqwest-middleware, the type of the response stays the same.
+    /// Around a service of `http::Request`, the response becomes an
+    /// `http::Response<`[`InFlightBody<B>`]`>`. Around a `reqwest::Client` and in
+    /// reqwest-middleware, the type of the response stays the same.
     ///
     /// ```
     /// use bytes::Bytes;
@@ -52,10 +53,11 @@ impl RateLimitLayer {
     }
 }
 
-/// A [`RateLimitLayer`] with calls that are in flight until the body of their response ends or is dropped. Made by
-/// [`RateLimitLayer::in_flight_until_body_end`].
+/// A [`RateLimitLayer`] with calls that are in flight until the body of their response ends or is
+/// dropped. Made by [`RateLimitLayer::in_flight_until_body_end`].
 ///
-/// It is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`, as the [`RateLimitLayer`] is.
+/// It is a `tower_layer::Layer` and a `reqwest_middleware::Middleware`, as the [`RateLimitLayer`]
+/// is.
 #[derive(Clone, Debug)]
 pub struct InFlightUntilBodyEnd {
     pub(super) layer: RateLimitLayer,
@@ -65,7 +67,10 @@ impl<S> Layer<S> for InFlightUntilBodyEnd {
     type Service = Tracking<S>;
 
     fn layer(&self, inner: S) -> Tracking<S> {
-        Tracking(Gated { gate: self.layer.clone(), inner })
+        Tracking(Gated {
+            gate: self.layer.clone(),
+            inner,
+        })
     }
 }
 
@@ -89,7 +94,9 @@ where
     }
 
     fn call(&mut self, request: R) -> TrackingFuture<S, R> {
-        TrackingFuture { inner: self.0.call(request, None) }
+        TrackingFuture {
+            inner: self.0.call(request, None),
+        }
     }
 }
 
@@ -132,8 +139,8 @@ where
 pub struct InFlight(pub(super) Option<InFlightSlot>);
 
 impl InFlight {
-    /// Polls for the error of a call that must be cancelled, because the store may have given its in-flight slot to another call;
-    /// see [`Permit::revoked`](crate::Permit::revoked).
+    /// Polls for the error of a call that must be cancelled, because the store may have given its
+    /// in-flight slot to another call; see [`Permit::revoked`](crate::Permit::revoked).
     pub fn poll_lost(&self, cx: &Context<'_>) -> Poll<Error> {
         match &self.0 {
             Some(in_flight_slot) => in_flight_slot.poll_limited(cx).map(Error::from),

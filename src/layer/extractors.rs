@@ -41,7 +41,11 @@ impl Extractors {
     {
         let is_by_host = key.type_id() == by_host.type_id();
         let function = move |request: &RequestRef<'_>| key(request).into();
-        self.key = if is_by_host { KeyOf::Host } else { KeyOf::Function(Box::new(function)) };
+        self.key = if is_by_host {
+            KeyOf::Host
+        } else {
+            KeyOf::Function(Box::new(function))
+        };
     }
 
     /// Reads key, cost and deadline of `request`. Returns `None` if the key function finds no key.
@@ -50,7 +54,9 @@ impl Extractors {
     // Inlined, and generic: a request that no function reads is never seen through a `dyn`.
     #[inline]
     pub(super) fn read(&self, request: &impl RequestInfo) -> Option<Reading> {
-        let extensions = request.extensions().filter(|extensions| !extensions.is_empty());
+        let extensions = request
+            .extensions()
+            .filter(|extensions| !extensions.is_empty());
         let key = match (extensions.and_then(Extensions::get::<Key>), &self.key) {
             (Some(key), _) => *key,
             (None, KeyOf::All) => Key::ALL,
@@ -62,12 +68,19 @@ impl Extractors {
             (None, Some(cost_of)) => cost_of(&RequestRef::new(request)),
             (None, None) => 1,
         };
-        let deadline = match (extensions.and_then(Extensions::get::<Deadline>), &self.deadline) {
+        let deadline = match (
+            extensions.and_then(Extensions::get::<Deadline>),
+            &self.deadline,
+        ) {
             (Some(Deadline(deadline)), _) => Some(*deadline),
             (None, Some(deadline_of)) => deadline_of(&RequestRef::new(request)),
             (None, None) => None,
         };
-        Some(Reading { key, cost, deadline })
+        Some(Reading {
+            key,
+            cost,
+            deadline,
+        })
     }
 }
 

@@ -1,6 +1,8 @@
-//! The layers, their builders, and the services where requests arrive: Tower and reqwest-middleware.
+//! The layers, their builders, and the services where requests arrive: Tower and
+//! reqwest-middleware.
 //!
-//! No rule of limiting is here. Each layer is a gate and each service an edge; they meet at one [seam].
+//! No rule of limiting is here. Each layer is a gate and each service an edge; they meet at one
+//! [seam].
 
 pub(crate) mod body;
 mod extractors;

@@ -23,9 +23,10 @@ use crate::signal::{ResponseInfo, Signal};
 
 /// Keeps a client within a known quota. Clones share one count.
 ///
-/// The layer is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client` (feature `reqwest`) and over
-/// services of your own requests ([`RequestInfo`]). It is also a `reqwest_middleware::Middleware` (feature
-/// `reqwest-middleware`). For calls that are not HTTP, use its [`limiter`](RateLimitLayer::limiter).
+/// The layer is a `tower_layer::Layer` over services of `http::Request<B>`, over `reqwest::Client`
+/// (feature `reqwest`) and over services of your own requests ([`RequestInfo`]). It is also a
+/// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). For calls that are not HTTP,
+/// use its [`limiter`](RateLimitLayer::limiter).
 ///
 /// ```
 /// use http::{Request, Response};
@@ -47,18 +48,21 @@ use crate::signal::{ResponseInfo, Signal};
 ///
 /// # What happens to a request
 ///
-/// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when the
-/// request is there. A request that waits reserves nothing in the inner service: it keeps a clone of the service, and polls the
-/// clone for readiness when the permit is there.
+/// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because
+/// the key is known only when the request is there. A request that waits reserves nothing in the
+/// inner service: it keeps a clone of the service, and polls the clone for readiness when the
+/// permit is there.
 ///
-/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own deadline. An outer timeout should be
-/// longer than both. If it fires first, the caller sees neither the reason nor the time to retry.
+/// The wait is bounded by [`max_wait`](RateLimitBuilder::max_wait) and by the request's own
+/// deadline. An outer timeout should be longer than both. If it fires first, the caller sees
+/// neither the reason nor the time to retry.
 ///
 /// # Two layers
 ///
-/// One `RateLimitLayer` around another does not keep its limit: the outer permit is spent while the request waits in the inner
-/// layer. Put limits of the same key into one quota, with [`and`](Quota::and). For limits of different keys, take both permits
-/// [by hand](Limiter#two-limits-with-different-keys).
+/// One `RateLimitLayer` around another does not keep its limit: the outer permit is spent while the
+/// request waits in the inner layer. Put limits of the same key into one quota, with
+/// [`and`](Quota::and). For limits of different keys, take both permits [by
+/// hand](Limiter#two-limits-with-different-keys).
 #[derive(Clone, Debug)]
 pub struct RateLimitLayer {
     pub(super) limiter: Limiter,
@@ -66,8 +70,8 @@ pub struct RateLimitLayer {
 }
 
 impl RateLimitLayer {
-    /// Creates a layer that keeps all its requests, together, within `quota`. Requests wait for up to 15 s; permits are counted in
-    /// memory.
+    /// Creates a layer that keeps all its requests, together, within `quota`. Requests wait for up
+    /// to 15 s; permits are counted in memory.
     ///
     /// # Errors
     ///
@@ -88,8 +92,8 @@ impl RateLimitLayer {
 
     /// Makes the call of a request that is sent at `now`.
     ///
-    /// Later the request is gone, and with it the host. An error names the host, so the call keeps the name if a refusal may
-    /// become an error.
+    /// Later the request is gone, and with it the host. An error names the host, so the call keeps
+    /// the name if a refusal may become an error.
     #[inline]
     fn sent(
         &self,
@@ -98,7 +102,11 @@ impl RateLimitLayer {
         in_flight_slot: Option<InFlightSlot>,
         request: &impl RequestInfo,
     ) -> Sent {
-        let label = self.extractors.policy.error_on_limit().then(|| self.label(entry.key, request));
+        let label = self
+            .extractors
+            .policy
+            .error_on_limit()
+            .then(|| self.label(entry.key, request));
         Sent::at_once(self.limiter.id(), entry, now, in_flight_slot, label)
     }
 
@@ -124,21 +132,38 @@ impl Gate for RateLimitLayer {
 
     #[inline]
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Sent, Option<Unsent>> {
-        let Some(Reading { key, cost, deadline }) = self.extractors.read(request) else {
+        let Some(Reading {
+            key,
+            cost,
+            deadline,
+        }) = self.extractors.read(request)
+        else {
             return Err(None);
         };
-        let entry = Entry { key, cost, deadline, host: self.limiter.host_of(key, request) };
+        let entry = Entry {
+            key,
+            cost,
+            deadline,
+            host: self.limiter.host_of(key, request),
+        };
         match self.limiter.send_at_once(&entry) {
             Ok(now) => Ok(self.sent(&entry, now, None, request)),
             Err(now) => Err(Some(Unsent { entry, now })),
         }
     }
 
-    fn enter_slow(&self, unsent: Option<Unsent>, request: &impl RequestInfo) -> Admission<Sent, Box<Waiter>> {
+    fn enter_slow(
+        &self,
+        unsent: Option<Unsent>,
+        request: &impl RequestInfo,
+    ) -> Admission<Sent, Box<Waiter>> {
         let Some(Unsent { entry, now }) = unsent else {
             return Admission::No(self.limiter.no_key());
         };
-        match self.limiter.start_slow(&entry, now, || self.label(entry.key, request)) {
+        match self
+            .limiter
+            .start_slow(&entry, now, || self.label(entry.key, request))
+        {
             Started::Granted(_, in_flight_slot) => {
                 Admission::Go(self.sent(&entry, now, in_flight_slot, request))
             }
@@ -152,7 +177,10 @@ impl Gate for RateLimitLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(waiter: &mut Box<Waiter>, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
+    fn poll_permit(
+        waiter: &mut Box<Waiter>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Permit, Limited>> {
         Pin::new(&mut **waiter).poll(cx)
     }
 
@@ -191,7 +219,11 @@ impl Gate for RateLimitLayer {
 /// Ends `call` with a response that may say something of limits.
 // Not inlined, so that the common path of `leave` stays small.
 #[inline(never)]
-fn read<T>(call: Sent, response: &impl ResponseInfo, policy: &ResponsePolicy) -> Departure<Box<Waiter>, T> {
+fn read<T>(
+    call: Sent,
+    response: &impl ResponseInfo,
+    policy: &ResponsePolicy,
+) -> Departure<Box<Waiter>, T> {
     let signal = policy.signal(call.key(), call.host(), response);
     match call.answered(&signal) {
         (_, Some(limited)) if policy.error_on_limit() => Departure::Refuse(limited),
@@ -210,17 +242,18 @@ impl<S> Layer<S> for RateLimitLayer {
 gated_service! {
     /// The Tower service of a [`RateLimitLayer`].
     ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when
-    /// the request is there.
+    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`,
+    /// because the key is known only when the request is there.
     ///
-    /// Poll the response future as soon as you have it. If the request need not wait, `call` has called the inner service, but
-    /// most services send a request when their future is first polled. A request that is sent long after its permit may exceed
-    /// the limit.
+    /// Poll the response future as soon as you have it. If the request need not wait, `call` has
+    /// called the inner service, but most services send a request when their future is first
+    /// polled. A request that is sent long after its permit may exceed the limit.
     ///
     /// # Cancel safety
     ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the queue, and an unused slot
-    /// goes to the next request. Once the inner service was called, the permit counts as spent.
+    /// A response future may be dropped at any time. A request that waits gives up its place in the
+    /// queue, and an unused slot goes to the next request. Once the inner service was called, the
+    /// permit counts as spent.
     RateLimit {
         gate: RateLimitLayer,
         request: RequestInfo,

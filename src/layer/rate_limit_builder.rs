@@ -70,33 +70,35 @@ impl RateLimitBuilder {
     }
 
     common_setters! {
-        /// Without a key function, all requests are counted together, and a refusal [holds](Self::max_hold) the requests to
-        /// the host that refused.
+        /// Without a key function, all requests are counted together, and a refusal
+        /// [holds](Self::max_hold) the requests to the host that refused.
         key;
-        /// If the slot of a request lies further away, the request is refused at once and uses no permits. The error says when
-        /// the request could have been sent.
+        /// If the slot of a request lies further away, the request is refused at once and uses no
+        /// permits. The error says when the request could have been sent.
         max_wait;
-        /// The default store has room for the same number of keys. Keys that are not in use cost nothing and do not count. If
-        /// there is no room, requests with a new key are refused. Without a [key function](Self::key), each host on hold counts
-        /// as a key, and a refusal holds nothing if there is no room.
+        /// The default store has room for the same number of keys. Keys that are not in use cost
+        /// nothing and do not count. If there is no room, requests with a new key are refused.
+        /// Without a [key function](Self::key), each host on hold counts as a key, and a refusal
+        /// holds nothing if there is no room.
         max_keys;
-        /// Default: 60 s, so that one wrong response costs about a minute; at most a day. With `Duration::ZERO`, a refusal holds
-        /// nothing.
+        /// Default: 60 s, so that one wrong response costs about a minute; at most a day. With
+        /// `Duration::ZERO`, a refusal holds nothing.
         ///
-        /// If the upstream states a time, the key is held for that time, cut to `max_hold`. If it states none, the key is held for
-        /// about a second, and twice as long each time it is refused again. If the upstream refuses again after the time it stated,
-        /// the key is held for at least 0.4 s, and twice as long each time.
+        /// If the upstream states a time, the key is held for that time, cut to `max_hold`. If it
+        /// states none, the key is held for about a second, and twice as long each time it is
+        /// refused again. If the upstream refuses again after the time it stated, the key is held
+        /// for at least 0.4 s, and twice as long each time.
         ///
-        /// After a hold that was cut, one request is sent as a probe. When the probe has passed, the others follow. If the probe
-        /// has no response, another one follows after 5 s. All requests may be sent a minute after the hold, or after `max_hold` if
-        /// that is shorter.
+        /// After a hold that was cut, one request is sent as a probe. When the probe has passed,
+        /// the others follow. If the probe has no response, another one follows after 5 s. All
+        /// requests may be sent a minute after the hold, or after `max_hold` if that is shorter.
         ///
-        /// Usage by others that is [learned](Self::trust_headers) from one response is reserved for a minute, or for `max_hold` if that is
-        /// shorter.
+        /// Usage by others that is [learned](Self::trust_headers) from one response is reserved for
+        /// a minute, or for `max_hold` if that is shorter.
         ///
-        /// Without a [key function](Self::key), a refusal holds the requests to its host ([`Key::host_hold`]) and no others; the
-        /// refusal of a request without a host holds all requests. With a key function, it holds the key of the request, whatever
-        /// the host.
+        /// Without a [key function](Self::key), a refusal holds the requests to its host
+        /// ([`Key::host_hold`]) and no others; the refusal of a request without a host holds all
+        /// requests. With a key function, it holds the key of the request, whatever the host.
         max_hold;
         /// Sets the store in which permits are counted. Default: a [`MemoryStore`] of its own.
         ///
@@ -138,11 +140,12 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets the fraction of the limit that this process may use during an outage of the store, if the store granted it nothing in
-    /// the last window before. Only with [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
+    /// Sets the fraction of the limit that this process may use during an outage of the store, if
+    /// the store granted it nothing in the last window before. Only with
+    /// [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
     ///
-    /// The fraction is above 0 and at most 1: one divided by the number of processes. If it comes to less than one unit, the
-    /// process may use one unit in a longer time.
+    /// The fraction is above 0 and at most 1: one divided by the number of processes. If it comes
+    /// to less than one unit, the process may use one unit in a longer time.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -161,29 +164,34 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets by how much the time may vary that a request takes to the upstream. Default: 10 ms; at most 60 s.
+    /// Sets by how much the time may vary that a request takes to the upstream. Default: 10 ms; at
+    /// most 60 s.
     ///
-    /// Opening a connection is part of that time. If the first request on a connection takes 150 ms longer than the next, then with
-    /// 10 ms of slack the upstream may see up to twice the limit at the start.
+    /// Opening a connection is part of that time. If the first request on a connection takes 150 ms
+    /// longer than the next, then with 10 ms of slack the upstream may see up to twice the limit at
+    /// the start.
     ///
-    /// The slack and the life of a permit are the margin by which every window is longer than the quota says. A permit lives for a
-    /// fiftieth of the window divided by the count, at least 10 ms and at most 50 ms. The margin costs 2 % of the rate at 50
-    /// requests per second, and 3 % at one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth
+    /// The slack and the life of a permit are the margin by which every window is longer than the
+    /// quota says. A permit lives for a fiftieth of the window divided by the count, at least 10 ms
+    /// and at most 50 ms. The margin costs 2 % of the rate at 50 requests per second, and 3 % at
+    /// one per second. Permits that a key in heavy use fetches ahead live for up to a two-hundredth
     /// of the window: at 100 requests per minute, they cost at most 0.5 % more.
     pub fn transit_slack(mut self, transit_slack: Duration) -> Self {
         self.transit_slack = transit_slack;
         self
     }
 
-    /// Sets how many per cent of the rate the margin of permits may cost under a fine spacing. Default: 10; at most 50.
+    /// Sets how many per cent of the rate the margin of permits may cost under a fine spacing.
+    /// Default: 10; at most 50.
     ///
-    /// The margin is the life of a permit and [`transit_slack`](Self::transit_slack). If the spacing of a burst or of
-    /// [`Quota::every`] is short against the margin, requests are sent farther apart than the limit says. If that costs more than
-    /// `percent`, permits live shorter, down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be
+    /// The margin is the life of a permit and [`transit_slack`](Self::transit_slack). If the
+    /// spacing of a burst or of [`Quota::every`] is short against the margin, requests are sent
+    /// farther apart than the limit says. If that costs more than `percent`, permits live shorter,
+    /// down to 2 ms. If it still does, [`build`](Self::build) fails and says how much would be
     /// lost. A higher `percent` accepts the loss. Sliding and fixed windows do not need it.
     ///
-    /// On a busy machine, a permit that lives for 2 ms often expires before it is used. If the store is remote, permits live for at
-    /// least twice the round trip and 5 ms.
+    /// On a busy machine, a permit that lives for 2 ms often expires before it is used. If the
+    /// store is remote, permits live for at least twice the round trip and 5 ms.
     ///
     /// # Errors
     ///
@@ -206,29 +214,34 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets for how long before and after the boundary of a [fixed](Quota::fixed) window no request is sent. Default: 100 ms; at
-    /// most a quarter of the window.
+    /// Sets for how long before and after the boundary of a [fixed](Quota::fixed) window no request
+    /// is sent. Default: 100 ms; at most a quarter of the window.
     ///
-    /// It covers the time that a request takes to the upstream, and the difference between the clocks.
+    /// It covers the time that a request takes to the upstream, and the difference between the
+    /// clocks.
     pub fn boundary_guard(mut self, boundary_guard: Duration) -> Self {
         self.boundary_guard = boundary_guard;
         self
     }
 
-    /// Sets for how long the calls [in flight](Quota::in_flight) of a crashed process keep counting against the limit. Default:
-    /// 10 s; from 300 ms to an hour.
+    /// Sets for how long the calls [in flight](Quota::in_flight) of a crashed process keep counting
+    /// against the limit. Default: 10 s; from 300 ms to an hour.
     ///
-    /// A running process renews its calls at every third of this time. If it cannot reach the store for all of it, it cancels its
-    /// calls with [`StoreError::InFlightSlotLost`](crate::store::StoreError::InFlightSlotLost). So calls in flight survive a
-    /// store outage of that length. With a store in memory, the setting has no effect.
+    /// A running process renews its calls at every third of this time. If it cannot reach the store
+    /// for all of it, it cancels its calls with
+    /// [`StoreError::InFlightSlotLost`](crate::store::StoreError::InFlightSlotLost). So calls in
+    /// flight survive a store outage of that length. With a store in memory, the setting has no
+    /// effect.
     pub fn in_flight_ttl(mut self, in_flight_ttl: Duration) -> Self {
         self.in_flight_ttl = in_flight_ttl;
         self
     }
 
-    /// Sets what the layer learns from what the upstream says about its quotas. Default: [`HeaderTrust::Usage`].
+    /// Sets what the layer learns from what the upstream says about its quotas. Default:
+    /// [`HeaderTrust::Usage`].
     ///
-    /// Without a [key function](Self::key), nothing is learned from requests to several hosts: each host has quotas of its own.
+    /// Without a [key function](Self::key), nothing is learned from requests to several hosts: each
+    /// host has quotas of its own.
     ///
     /// [`Limiter::peek`](crate::Limiter::peek) shows what was learned.
     pub fn trust_headers(mut self, learn: HeaderTrust) -> Self {
@@ -236,11 +249,13 @@ impl RateLimitBuilder {
         self
     }
 
-    /// Sets the key that a refusal holds if the upstream names the limiter that refused ([`Signal::scope`]). If the function
-    /// returns `None`, the refusal holds nothing. Default: the key of the call, or of its host: see [`max_hold`](Self::max_hold).
+    /// Sets the key that a refusal holds if the upstream names the limiter that refused
+    /// ([`Signal::scope`]). If the function returns `None`, the refusal holds nothing. Default: the
+    /// key of the call, or of its host: see [`max_hold`](Self::max_hold).
     ///
-    /// Suppose one limiter counts each route and another the whole account, on one store. Then a refusal is about one of them.
-    /// Take both permits [by hand](crate::Limiter#two-limits-with-different-keys), and give the signal to
+    /// Suppose one limiter counts each route and another the whole account, on one store. Then a
+    /// refusal is about one of them. Take both permits [by
+    /// hand](crate::Limiter#two-limits-with-different-keys), and give the signal to
     /// [both](crate::Permit::answered). One layer around the other would not keep its limit.
     ///
     /// ```
@@ -285,12 +300,20 @@ impl RateLimitBuilder {
         };
         let life = self.quota.check(slacks)?;
         let share = self.share()?;
-        let Common { extractors, store, max_wait, max_queue, max_keys, max_hold } = self.common;
+        let Common {
+            extractors,
+            store,
+            max_wait,
+            max_queue,
+            max_keys,
+            max_hold,
+        } = self.common;
         let mut store = store.unwrap_or_else(|| Arc::new(MemoryStore::new(max_keys)));
         if self.on_store_error == OnStoreError::FallbackShare {
             store = Arc::new(FallbackStore::new(store, share, max_keys));
         }
-        let spec = LimitSpec::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
+        let spec =
+            LimitSpec::new(self.quota, self.transit_slack, self.boundary_guard).with_life(life);
         let limiter = Limiter::new(Settings {
             spec: Arc::new(spec),
             store,
@@ -303,13 +326,21 @@ impl RateLimitBuilder {
             on_scope: self.on_scope,
             on_store_error: self.on_store_error,
         });
-        Ok(RateLimitLayer { limiter, extractors: Arc::new(extractors) })
+        Ok(RateLimitLayer {
+            limiter,
+            extractors: Arc::new(extractors),
+        })
     }
 
     /// Checks that each setting is in its range.
     fn check(&self) -> Result<(), ConfigError> {
         self.common.check()?;
-        at_most("transit_slack", self.transit_slack, RateLimitBuilder::LONGEST_SLACK, "at most 60 s")?;
+        at_most(
+            "transit_slack",
+            self.transit_slack,
+            RateLimitBuilder::LONGEST_SLACK,
+            "at most 60 s",
+        )?;
         let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
         if !lives.contains(&self.in_flight_ttl) {
             return Err(ConfigError::OutOfRange {
@@ -338,17 +369,23 @@ impl RateLimitBuilder {
                 allowed: "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
             });
         }
-        let Some(share) = self.fallback_share else { return Ok(None) };
+        let Some(share) = self.fallback_share else {
+            return Ok(None);
+        };
         let out_of_range = |allowed| ConfigError::OutOfRange {
             setting: "fallback_share",
             value: format!("{share:?}"),
             allowed,
         };
         if !falls_back {
-            return Err(out_of_range("left out, or go with on_store_error(OnStoreError::FallbackShare)"));
+            return Err(out_of_range(
+                "left out, or go with on_store_error(OnStoreError::FallbackShare)",
+            ));
         }
         let allowed = "above 0 and at most 1, such as 1.0 / 8.0 for eight processes";
-        Share::new(share).map(Some).ok_or_else(|| out_of_range(allowed))
+        Share::new(share)
+            .map(Some)
+            .ok_or_else(|| out_of_range(allowed))
     }
 }
 

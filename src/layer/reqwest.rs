@@ -29,7 +29,8 @@ impl RequestInfo for reqwest::Request {
     }
 }
 
-/// The host that reqwest makes up for a response that was made from an `http::Response` without a URL.
+/// The host that reqwest makes up for a response that was made from an `http::Response` without a
+/// URL.
 const NO_HOST: &str = "no.url.provided.local";
 
 impl ResponseInfo for reqwest::Response {
@@ -57,7 +58,9 @@ impl TrackBody for reqwest::Response {
         let with_url = http::Response::builder().url(url).body(());
         let extensions = with_url.map(|response| response.into_parts().0.extensions);
         let mut response = http::Response::from_parts(parts, held);
-        response.extensions_mut().extend(extensions.unwrap_or_default());
+        response
+            .extensions_mut()
+            .extend(extensions.unwrap_or_default());
         response.into()
     }
 }
@@ -79,15 +82,17 @@ mod middleware {
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, RateLimitLayer, RetryingThrottleLayer};
 
-    /// A refusal becomes a [`MiddlewareError::Middleware`], in which [`Limited::find`](crate::Limited::find) finds it. Errors of
-    /// the inner client stay as they are.
+    /// A refusal becomes a [`MiddlewareError::Middleware`], in which
+    /// [`Limited::find`](crate::Limited::find) finds it. Errors of the inner client stay as they
+    /// are.
     impl From<Error> for MiddlewareError {
         fn from(error: Error) -> Self {
             MiddlewareError::middleware(error)
         }
     }
 
-    /// Implements [`Middleware`] for a layer. `$gate` is its gate, and `$clone` copies a request that may be sent again.
+    /// Implements [`Middleware`] for a layer. `$gate` is its gate, and `$clone` copies a request
+    /// that may be sent again.
     macro_rules! middleware {
         ($layer:ty, |$this:ident| $gate:expr, $clone:expr) => {
             #[async_trait::async_trait]
@@ -108,7 +113,11 @@ mod middleware {
 
     middleware!(RateLimitLayer, |layer| layer, None);
     middleware!(AdaptiveThrottleLayer, |layer| layer, None);
-    middleware!(RetryingThrottleLayer, |retrying| &retrying.layer, Some(Request::try_clone));
+    middleware!(
+        RetryingThrottleLayer,
+        |retrying| &retrying.layer,
+        Some(Request::try_clone)
+    );
 
     #[async_trait::async_trait]
     impl Middleware for InFlightUntilBodyEnd {
@@ -123,7 +132,8 @@ mod middleware {
         }
     }
 
-    /// Sends `request` through `gate`, and returns its response. The call is in flight until the [`InFlight`] is dropped.
+    /// Sends `request` through `gate`, and returns its response. The call is in flight until the
+    /// [`InFlight`] is dropped.
     ///
     /// If `clone` is given, a refused request is sent again.
     async fn run<G: Gate>(
@@ -147,7 +157,8 @@ mod middleware {
                 Departure::Pass(in_flight) => return Ok((response, in_flight)),
                 Departure::Refuse(limited) => return Err(Error::from(limited).into()),
                 Departure::Retry(wait, repeated) => {
-                    // The body may hold a connection and an in-flight slot that the next attempt needs.
+                    // The body may hold a connection and an in-flight slot that the next attempt
+                    // needs.
                     drop(response);
                     call = wait_for_permit::<G>(wait).await?;
                     request = repeated;

@@ -44,7 +44,12 @@ impl ResponsePolicy {
     /// Reads the signal in the `response` to a request for `key`.
     ///
     /// If `host` is given and another host has responded, after a redirect, the signal is empty.
-    pub(super) fn signal(&self, key: Key, host: Option<Key>, response: &impl ResponseInfo) -> Signal {
+    pub(super) fn signal(
+        &self,
+        key: Key,
+        host: Option<Key>,
+        response: &impl ResponseInfo,
+    ) -> Signal {
         if let (Some(requested), Some(responding)) = (host, response.host())
             && Key::host(responding) != requested
         {

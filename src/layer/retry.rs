@@ -8,18 +8,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::error::Limited;
 use crate::signal::Signal;
 
-/// Retries requests that the upstream refused (with a 429, or a 503 with `Retry-After`), within a budget.
+/// Retries requests that the upstream refused (with a 429, or a 503 with `Retry-After`), within a
+/// budget.
 ///
-/// The policy does not sleep. The refusal holds the key, and the next attempt goes through the layer like any other request, so it
-/// waits there until the hold ends. A request that the layer itself refused is not retried: it has waited for the longest allowed
-/// time, or would have to wait for longer. Other failures are not retried either; they are for another policy.
+/// The policy does not sleep. The refusal holds the key, and the next attempt goes through the
+/// layer like any other request, so it waits there until the hold ends. A request that the layer
+/// itself refused is not retried: it has waited for the longest allowed time, or would have to wait
+/// for longer. Other failures are not retried either; they are for another policy.
 ///
-/// The method does not matter: a POST is sent again after a 429, or after a 503 with `Retry-After`. A server may have begun to
-/// process a request that it refuses with a 503. If a request must not be processed twice, give it an idempotency key, or use a
-/// layer without retries.
+/// The method does not matter: a POST is sent again after a 429, or after a 503 with `Retry-After`.
+/// A server may have begun to process a request that it refuses with a 503. If a request must not
+/// be processed twice, give it an idempotency key, or use a layer without retries.
 ///
-/// The policy is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is `Clone`, and for
-/// `reqwest::Request`. It is also a `reqwest_retry::RetryableStrategy` and its `RetryPolicy` (feature `reqwest-retry`).
+/// The policy is a `tower::retry::Policy` (feature `retry`) for `http::Request` with a body that is
+/// `Clone`, and for `reqwest::Request`. It is also a `reqwest_retry::RetryableStrategy` and its
+/// `RetryPolicy` (feature `reqwest-retry`).
 ///
 /// After a redirect, a refusal by another host holds nothing, so the request is retried at once.
 ///
@@ -66,21 +69,27 @@ struct Budget {
 const ONE: u32 = 100;
 
 impl RetryLimited {
-    /// Creates a policy of three attempts a call, with a budget of 10 retries, and one more for every five calls that were not
-    /// refused.
+    /// Creates a policy of three attempts a call, with a budget of 10 retries, and one more for
+    /// every five calls that were not refused.
     pub fn new() -> Self {
-        RetryLimited { attempts: 3, local_refusals: false, budget: Budget::new(10, 20) }
+        RetryLimited {
+            attempts: 3,
+            local_refusals: false,
+            budget: Budget::new(10, 20),
+        }
     }
 
-    /// Sets the most attempts of one call, including the first. Default: 3. With 1, nothing is retried.
+    /// Sets the most attempts of one call, including the first. Default: 3. With 1, nothing is
+    /// retried.
     #[must_use]
     pub fn attempts(mut self, attempts: u32) -> Self {
         self.attempts = attempts;
         self
     }
 
-    /// Sets the budget that all clones share. It starts with `most` retries, its highest value, and each retry takes one. Each call
-    /// that was not refused adds `percent` hundredths of a retry. Default: 10 and 20.
+    /// Sets the budget that all clones share. It starts with `most` retries, its highest value, and
+    /// each retry takes one. Each call that was not refused adds `percent` hundredths of a retry.
+    /// Default: 10 and 20.
     ///
     /// If an upstream refuses all requests, only the first few are retried.
     #[must_use]
@@ -91,7 +100,8 @@ impl RetryLimited {
 
     /// Retries requests that the layer refused, too. Default: no.
     ///
-    /// Use it only if `max_wait` is short and the deadline long: each attempt joins the end of the queue.
+    /// Use it only if `max_wait` is short and the deadline long: each attempt joins the end of the
+    /// queue.
     #[must_use]
     pub fn local_refusals(mut self) -> Self {
         self.local_refusals = true;
@@ -133,19 +143,27 @@ impl fmt::Debug for RetryLimited {
 impl Budget {
     fn new(most: u32, percent: u32) -> Arc<Self> {
         let most = most.saturating_mul(ONE);
-        Arc::new(Budget { balance: AtomicU32::new(most), most, deposit: percent })
+        Arc::new(Budget {
+            balance: AtomicU32::new(most),
+            most,
+            deposit: percent,
+        })
     }
 
     /// Adds what a call brings that was not refused.
     fn deposit(&self) {
         let add = |balance: u32| Some(balance.saturating_add(self.deposit).min(self.most));
-        let _ = self.balance.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let _ = self
+            .balance
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
     }
 
     /// Takes one retry. Returns `false` if less than one is left.
     fn withdraw(&self) -> bool {
         let take = |balance: u32| balance.checked_sub(ONE);
-        self.balance.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+        self.balance
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .is_ok()
     }
 }
 
@@ -160,7 +178,10 @@ mod of_tower {
     use crate::signal::ResponseInfo;
 
     impl RetryLimited {
-        fn retry_now<S: ResponseInfo, E: AsError>(&mut self, result: &Result<S, E>) -> Option<Ready<()>> {
+        fn retry_now<S: ResponseInfo, E: AsError>(
+            &mut self,
+            result: &Result<S, E>,
+        ) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
             (self.attempts > 0 && self.tries_again(outcome)).then(|| ready(()))
@@ -170,7 +191,11 @@ mod of_tower {
     impl<B: Clone, S: ResponseInfo, E: AsError> Policy<http::Request<B>, S, E> for RetryLimited {
         type Future = Ready<()>;
 
-        fn retry(&mut self, _: &mut http::Request<B>, result: &mut Result<S, E>) -> Option<Ready<()>> {
+        fn retry(
+            &mut self,
+            _: &mut http::Request<B>,
+            result: &mut Result<S, E>,
+        ) -> Option<Ready<()>> {
             self.retry_now(result)
         }
 
@@ -183,7 +208,11 @@ mod of_tower {
     impl<S: ResponseInfo, E: AsError> Policy<reqwest::Request, S, E> for RetryLimited {
         type Future = Ready<()>;
 
-        fn retry(&mut self, _: &mut reqwest::Request, result: &mut Result<S, E>) -> Option<Ready<()>> {
+        fn retry(
+            &mut self,
+            _: &mut reqwest::Request,
+            result: &mut Result<S, E>,
+        ) -> Option<Ready<()>> {
             self.retry_now(result)
         }
 
@@ -204,7 +233,10 @@ mod of_reqwest_retry {
 
     impl RetryableStrategy for RetryLimited {
         fn handle(&self, result: &Result<reqwest::Response, MiddlewareError>) -> Option<Retryable> {
-            let outcome = result.as_ref().map(Signal::read).map_err(|error| error as _);
+            let outcome = result
+                .as_ref()
+                .map(Signal::read)
+                .map_err(|error| error as _);
             self.tries_again(outcome).then_some(Retryable::Transient)
         }
     }
@@ -213,7 +245,9 @@ mod of_reqwest_retry {
         /// Retries at once, because the request waits in the layer.
         fn should_retry(&self, started: SystemTime, past: u32) -> RetryDecision {
             match self.attempts.saturating_sub(1) > past {
-                true => RetryDecision::Retry { execute_after: started },
+                true => RetryDecision::Retry {
+                    execute_after: started,
+                },
                 false => RetryDecision::DoNotRetry,
             }
         }
@@ -238,6 +272,9 @@ mod tests {
         for _ in 0..2 {
             assert!(!retry.tries_again(Ok(Signal::read(&http::Response::new(())))));
         }
-        assert!(other.tries_again(limited()) && !retry.tries_again(limited()), "two calls brought one back");
+        assert!(
+            other.tries_again(limited()) && !retry.tries_again(limited()),
+            "two calls brought one back"
+        );
     }
 }

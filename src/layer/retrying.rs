@@ -8,16 +8,19 @@ use super::throttle::{AdaptiveThrottleLayer, ThrottledFuture};
 use crate::error::Limited;
 use crate::key::RequestInfo;
 
-/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the queue, until `max_wait` after its
-/// arrival. Made by [`retrying`](AdaptiveThrottleLayer::retrying).
+/// An [`AdaptiveThrottleLayer`] that sends refused requests again, each in its old place in the
+/// queue, until `max_wait` after its arrival. Made by
+/// [`retrying`](AdaptiveThrottleLayer::retrying).
 ///
-/// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped before the wait. So it keeps
-/// neither its connection nor, with [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end), its in-flight slot. If
-/// the request then cannot be sent in time, it ends with [`Limited::Upstream`] and the status of the last refusal.
+/// If a refusal states a longer wait, it passes as a response. Otherwise the response is dropped
+/// before the wait. So it keeps neither its connection nor, with
+/// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end), its in-flight
+/// slot. If the request then cannot be sent in time, it ends with [`Limited::Upstream`] and the
+/// status of the last refusal.
 ///
-/// The request type must be [`CloneRequest`]. A request that cannot be cloned, such as one with a streaming body, is sent once.
-/// Take care with requests that have an effect each time they arrive. A server that refuses a request has, as a rule, not acted
-/// on it.
+/// The request type must be [`CloneRequest`]. A request that cannot be cloned, such as one with a
+/// streaming body, is sent once. Take care with requests that have an effect each time they arrive.
+/// A server that refuses a request has, as a rule, not acted on it.
 ///
 /// ```
 /// use http::{Request, Response};
@@ -55,8 +58,8 @@ impl<S> Layer<S> for RetryingThrottleLayer {
 }
 
 gated_service! {
-    /// The Tower service of a [`RetryingThrottleLayer`]: an [`AdaptiveThrottle`](super::AdaptiveThrottle) that sends refused
-    /// requests again.
+    /// The Tower service of a [`RetryingThrottleLayer`]: an
+    /// [`AdaptiveThrottle`](super::AdaptiveThrottle) that sends refused requests again.
     RetryingThrottle {
         gate: AdaptiveThrottleLayer,
         request: RequestInfo & CloneRequest,
@@ -67,7 +70,8 @@ gated_service! {
 
 /// A request that can be sent twice.
 ///
-/// Implemented for `http::Request<B>` if the body is `Clone`, and, with the feature `reqwest`, for `reqwest::Request`.
+/// Implemented for `http::Request<B>` if the body is `Clone`, and, with the feature `reqwest`, for
+/// `reqwest::Request`.
 pub trait CloneRequest: Sized {
     /// Returns a copy of the request, or `None` if it cannot be copied.
     fn clone_request(&self) -> Option<Self>;

@@ -1,9 +1,9 @@
 //! The seam between gates and edges.
 //!
-//! A gate decides when a request may be sent: a [`RateLimitLayer`](super::RateLimitLayer) by a quota, an
-//! [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) by the pace it has learned. An edge is the place where requests
-//! arrive: the Tower service in `service.rs`, the middleware in `reqwest.rs`. Each gate implements [`Gate`] once, and each
-//! edge is written once over it.
+//! A gate decides when a request may be sent: a [`RateLimitLayer`](super::RateLimitLayer) by a
+//! quota, an [`AdaptiveThrottleLayer`](super::AdaptiveThrottleLayer) by the pace it has learned. An
+//! edge is the place where requests arrive: the Tower service in `service.rs`, the middleware in
+//! `reqwest.rs`. Each gate implements [`Gate`] once, and each edge is written once over it.
 //!
 //! ```text
 //!               ┌──────── the permit has expired ─────────┐
@@ -15,7 +15,8 @@
 //!               └────────────────────────────────────────────────────────────┴── Departure::Retry
 //! ```
 //!
-//! `enter` is two functions: [`Gate::enter_fast`], and [`Gate::enter_slow`] for what the first does not admit.
+//! `enter` is two functions: [`Gate::enter_fast`], and [`Gate::enter_slow`] for what the first does
+//! not admit.
 //!
 //! The futures of the edges do not keep the gate: each value above holds what it needs of it.
 
@@ -41,7 +42,8 @@ pub(super) trait Gate: Send + Sync {
     /// What the gate has read from a request that it did not admit at once.
     type Entry;
 
-    /// Admits `request` if that needs no more than a permit at hand. The edge sends an admitted request at once.
+    /// Admits `request` if that needs no more than a permit at hand. The edge sends an admitted
+    /// request at once.
     ///
     /// # Errors
     ///
@@ -49,14 +51,20 @@ pub(super) trait Gate: Send + Sync {
     fn enter_fast(&self, request: &impl RequestInfo) -> Result<Self::Call, Self::Entry>;
 
     /// Admits `request`, makes it wait, or refuses it. The edge sends an admitted request at once.
-    fn enter_slow(&self, entry: Self::Entry, request: &impl RequestInfo)
-    -> Admission<Self::Call, Self::Wait>;
+    fn enter_slow(
+        &self,
+        entry: Self::Entry,
+        request: &impl RequestInfo,
+    ) -> Admission<Self::Call, Self::Wait>;
 
     /// Returns what the gate does with responses.
     fn policy(&self) -> ResponsePolicy;
 
     /// Polls for the permit of a waiting request.
-    fn poll_permit(wait: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Self::Permit, Limited>>;
+    fn poll_permit(
+        wait: &mut Self::Wait,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Self::Permit, Limited>>;
 
     /// Uses `permit` for a request that the edge sends now.
     ///
@@ -71,7 +79,8 @@ pub(super) trait Gate: Send + Sync {
 
     /// Ends `call` with its response.
     ///
-    /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is not retried.
+    /// `repeat` holds what the edge needs to send the request again. If it is `None`, the call is
+    /// not retried.
     fn leave<T>(
         call: Self::Call,
         response: &impl ResponseInfo,

@@ -1,7 +1,7 @@
 //! The Tower service of every gate, and its future.
 //!
-//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public services and futures are newtypes of them,
-//! made by [`gated_service!`] and [`gated_future!`].
+//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public services and futures
+//! are newtypes of them, made by [`gated_service!`] and [`gated_future!`].
 
 use std::future::Future;
 use std::pin::Pin;
@@ -24,12 +24,14 @@ pub(super) struct Gated<G, S> {
     pub(super) inner: S,
 }
 
-/// Copies a request, so that it can be sent again. Returns `None` for a request that can be sent only once.
+/// Copies a request, so that it can be sent again. Returns `None` for a request that can be sent
+/// only once.
 pub(super) type CloneFn<R> = fn(&R) -> Option<R>;
 
 impl<G: Gate, S: Clone> Gated<G, S> {
     /// Brings `request` to the gate. If `clone` is given, the future sends a refused request again.
-    // Not inlined: a newtype would build the future on its stack and copy it, which cost 10 ns a call.
+    // Not inlined: a newtype would build the future on its stack and copy it, which cost 10 ns a
+    // call.
     #[inline(never)]
     pub(super) fn call<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
     where
@@ -43,23 +45,41 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     }
 
     /// Makes the future of a request that is sent now.
-    // The inner service is called last, so that its future is written to its place and not copied. Always inlined: a
-    // function of its own copies the request and the call once more, which cost 4 ns.
+    // The inner service is called last, so that its future is written to its place and not copied.
+    // Always inlined: a function of its own copies the request and the call once more, which cost 4
+    // ns.
     #[inline(always)]
-    fn call_now<R>(&mut self, call: G::Call, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
+    fn call_now<R>(
+        &mut self,
+        call: G::Call,
+        request: R,
+        clone: Option<CloneFn<R>>,
+    ) -> GatedFuture<G, S, R>
     where
         S: Service<R>,
     {
         let repeat = clone.and_then(|clone| Repeat::new(&request, &self.inner, clone));
         let policy = self.gate.policy();
         let call = Some(call);
-        GatedFuture { state: State::Calling { response: self.inner.call(request), call, repeat }, policy }
+        GatedFuture {
+            state: State::Calling {
+                response: self.inner.call(request),
+                call,
+                repeat,
+            },
+            policy,
+        }
     }
 
     /// Brings a request to the gate for which no permit was at hand.
     #[cold]
     #[inline(never)]
-    fn call_slow<R>(&mut self, entry: G::Entry, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
+    fn call_slow<R>(
+        &mut self,
+        entry: G::Entry,
+        request: R,
+        clone: Option<CloneFn<R>>,
+    ) -> GatedFuture<G, S, R>
     where
         R: RequestInfo,
         S: Service<R>,
@@ -73,8 +93,9 @@ impl<G: Gate, S: Clone> Gated<G, S> {
 
     /// Makes the future of a request that is not sent now.
     ///
-    /// The inner service is ready, and that may reserve a resource in it, such as its only connection. A request that waits
-    /// must not keep that reservation, nor may it stay in `self`. So a fresh clone replaces the ready service.
+    /// The inner service is ready, and that may reserve a resource in it, such as its only
+    /// connection. A request that waits must not keep that reservation, nor may it stay in `self`.
+    /// So a fresh clone replaces the ready service.
     #[cold]
     fn call_later<R>(
         &mut self,
@@ -89,9 +110,14 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         drop(std::mem::replace(&mut self.inner, fresh));
         let state = match wait {
             Ok(wait) => State::waiting(wait, self.inner.clone(), request, clone),
-            Err(limited) => State::Refused { limited: Some(limited) },
+            Err(limited) => State::Refused {
+                limited: Some(limited),
+            },
         };
-        GatedFuture { state, policy: self.gate.policy() }
+        GatedFuture {
+            state,
+            policy: self.gate.policy(),
+        }
     }
 }
 
@@ -109,10 +135,9 @@ pin_project! {
 }
 
 pin_project! {
-    // Waiting => Calling | done(Limited) | done(Inner)     the inner service gets ready only after the wait
-    // Calling => done(Response) | done(Limited) | done(Inner)
-    // Calling => Waiting                                   the upstream refused the request, and it is sent again
-    // Refused => done(Limited)
+    // Waiting => Calling | done(Limited) | done(Inner) the inner service gets ready only after the
+    // wait Calling => done(Response) | done(Limited) | done(Inner) Calling => Waiting the upstream
+    // refused the request, and it is sent again Refused => done(Limited)
     #[project = StateProj]
     enum State<G, S, R>
     where
@@ -132,8 +157,16 @@ pin_project! {
 
 impl<G: Gate, S: Service<R>, R> State<G, S, R> {
     fn waiting(wait: G::Wait, inner: S, request: R, clone: Option<CloneFn<R>>) -> Self {
-        let pending = PendingCall { wait, permit: GiveBackOnDrop::empty(), inner, request, clone };
-        State::Waiting { pending: Some(Box::new(pending)) }
+        let pending = PendingCall {
+            wait,
+            permit: GiveBackOnDrop::empty(),
+            inner,
+            request,
+            clone,
+        };
+        State::Waiting {
+            pending: Some(Box::new(pending)),
+        }
     }
 }
 
@@ -148,7 +181,11 @@ impl<S: Clone, R> Repeat<S, R> {
     /// Copies `request` and the service. Returns `None` if the request cannot be copied.
     fn new(request: &R, inner: &S, clone: CloneFn<R>) -> Option<Box<Self>> {
         let request = clone(request)?;
-        Some(Box::new(Repeat { inner: inner.clone(), request, clone }))
+        Some(Box::new(Repeat {
+            inner: inner.clone(),
+            request,
+            clone,
+        }))
     }
 }
 
@@ -176,8 +213,13 @@ where
                 self.permit.put(ready!(G::poll_permit(&mut self.wait, cx))?);
             }
             ready!(self.inner.poll_ready(cx)).map_err(Error::inner)?;
-            // The permit may have expired while the inner service got ready. Then the request waits again.
-            if let Some(call) = self.permit.take().and_then(|permit| G::send(permit, &mut self.wait)) {
+            // The permit may have expired while the inner service got ready. Then the request waits
+            // again.
+            if let Some(call) = self
+                .permit
+                .take()
+                .and_then(|permit| G::send(permit, &mut self.wait))
+            {
                 return Poll::Ready(Ok(call));
             }
         }
@@ -191,8 +233,8 @@ where
     S::Response: ResponseInfo,
     S::Error: Into<BoxError>,
 {
-    /// Polls for the response, and returns what `finish` makes of it. The call is in flight until the [`InFlight`] is
-    /// dropped.
+    /// Polls for the response, and returns what `finish` makes of it. The call is in flight until
+    /// the [`InFlight`] is dropped.
     #[inline]
     pub(super) fn poll_with<T>(
         self: Pin<&mut Self>,
@@ -202,7 +244,11 @@ where
         let mut this = self.project();
         loop {
             match this.state.as_mut().project() {
-                StateProj::Calling { response, call, repeat } => {
+                StateProj::Calling {
+                    response,
+                    call,
+                    repeat,
+                } => {
                     let response = match response.poll(cx) {
                         Poll::Ready(Ok(response)) => response,
                         Poll::Ready(Err(error)) => {
@@ -210,34 +256,59 @@ where
                             return Poll::Ready(Err(Error::inner(error)));
                         }
                         Poll::Pending => {
-                            let lost = call.as_ref().map_or(Poll::Pending, |call| G::poll_lost(call, cx));
+                            let lost = call
+                                .as_ref()
+                                .map_or(Poll::Pending, |call| G::poll_lost(call, cx));
                             return lost.map(|limited| Err(limited.into()));
                         }
                     };
-                    let call = call.take().expect("a future is not polled after it was ready");
+                    let call = call
+                        .take()
+                        .expect("a future is not polled after it was ready");
                     match G::leave(call, &response, this.policy, repeat.take()) {
-                        Departure::Pass(in_flight) => return Poll::Ready(Ok(finish(response, in_flight))),
+                        Departure::Pass(in_flight) => {
+                            return Poll::Ready(Ok(finish(response, in_flight)));
+                        }
                         Departure::Refuse(limited) => return Poll::Ready(Err(limited.into())),
                         Departure::Retry(wait, repeat) => {
-                            // The body may hold a connection and an in-flight slot that the next attempt needs.
+                            // The body may hold a connection and an in-flight slot that the next
+                            // attempt needs.
                             drop(response);
-                            let Repeat { inner, request, clone } = *repeat;
-                            this.state.set(State::waiting(wait, inner, request, Some(clone)));
+                            let Repeat {
+                                inner,
+                                request,
+                                clone,
+                            } = *repeat;
+                            this.state
+                                .set(State::waiting(wait, inner, request, Some(clone)));
                         }
                     }
                 }
                 StateProj::Waiting { pending } => {
-                    let waiting = pending.as_mut().expect("a future is not polled after it was ready");
+                    let waiting = pending
+                        .as_mut()
+                        .expect("a future is not polled after it was ready");
                     let result = ready!(waiting.poll(cx));
                     let waited = pending.take().expect("it was just polled");
                     let call = result?;
-                    let PendingCall { mut inner, request, clone, .. } = *waited;
+                    let PendingCall {
+                        mut inner,
+                        request,
+                        clone,
+                        ..
+                    } = *waited;
                     let repeat = clone.and_then(|clone| Repeat::new(&request, &inner, clone));
                     let response = inner.call(request);
-                    this.state.set(State::Calling { response, call: Some(call), repeat });
+                    this.state.set(State::Calling {
+                        response,
+                        call: Some(call),
+                        repeat,
+                    });
                 }
                 StateProj::Refused { limited } => {
-                    let limited = limited.take().expect("a future is not polled after it was ready");
+                    let limited = limited
+                        .take()
+                        .expect("a future is not polled after it was ready");
                     return Poll::Ready(Err(limited.into()));
                 }
             }

@@ -48,7 +48,9 @@ impl Common {
 
     /// Adds the settings that a builder shows in its `Debug`.
     pub(super) fn debug(&self, shown: &mut fmt::DebugStruct<'_, '_>) {
-        shown.field("extractors", &self.extractors).field("max_wait", &self.max_wait);
+        shown
+            .field("extractors", &self.extractors)
+            .field("max_wait", &self.max_wait);
     }
 }
 
@@ -62,20 +64,32 @@ pub(super) fn at_most(
     if value <= most {
         return Ok(());
     }
-    Err(ConfigError::OutOfRange { setting, value: format!("{value:?}"), allowed })
+    Err(ConfigError::OutOfRange {
+        setting,
+        value: format!("{value:?}"),
+        allowed,
+    })
 }
 
-fn at_least_one(setting: &'static str, value: usize, allowed: &'static str) -> Result<(), ConfigError> {
+fn at_least_one(
+    setting: &'static str,
+    value: usize,
+    allowed: &'static str,
+) -> Result<(), ConfigError> {
     if value >= 1 {
         return Ok(());
     }
-    Err(ConfigError::OutOfRange { setting, value: value.to_string(), allowed })
+    Err(ConfigError::OutOfRange {
+        setting,
+        value: value.to_string(),
+        allowed,
+    })
 }
 
 /// Defines the setters of [`Common`] for a builder with a field `common`.
 ///
-/// A setter's doc starts with what is true of both builders. What is true of one builder is passed in before the name of
-/// the setter.
+/// A setter's doc starts with what is true of both builders. What is true of one builder is passed
+/// in before the name of the setter.
 macro_rules! common_setters {
     (
         $(#[$key:meta])* key;
@@ -85,12 +99,13 @@ macro_rules! common_setters {
         $(#[$store:meta])* store;
         $(#[$dialect:meta])* dialect;
     ) => {
-        /// Sets how the key of a request is found: [`by_host`](crate::by_host), [`by_header`](crate::by_header), or a closure
-        /// that returns a [`Key`](crate::Key) or an `Option<Key>`. Default: one key for all requests
-        /// ([`Key::ALL`](crate::Key::ALL)).
+        /// Sets how the key of a request is found: [`by_host`](crate::by_host),
+        /// [`by_header`](crate::by_header), or a closure that returns a [`Key`](crate::Key) or an
+        /// `Option<Key>`. Default: one key for all requests ([`Key::ALL`](crate::Key::ALL)).
         ///
-        /// If the function returns `None`, the request is refused ([`Reason::NoKey`](crate::Reason::NoKey)). A
-        /// [`Key`](crate::Key) in the extensions of the request takes precedence over the function.
+        /// If the function returns `None`, the request is refused
+        /// ([`Reason::NoKey`](crate::Reason::NoKey)). A [`Key`](crate::Key) in the extensions of
+        /// the request takes precedence over the function.
         ///
         $(#[$key])*
         pub fn key<F, K>(mut self, key: F) -> Self
@@ -102,10 +117,12 @@ macro_rules! common_setters {
             self
         }
 
-        /// Sets how the deadline of a request is found: the moment by which it must be sent. Default: none.
+        /// Sets how the deadline of a request is found: the moment by which it must be sent.
+        /// Default: none.
         ///
-        /// A request whose slot lies beyond the deadline is refused. A [`Deadline`](crate::Deadline) in the extensions of the
-        /// request takes precedence over the function. [`max_wait`](Self::max_wait) applies besides.
+        /// A request whose slot lies beyond the deadline is refused. A
+        /// [`Deadline`](crate::Deadline) in the extensions of the request takes precedence over the
+        /// function. [`max_wait`](Self::max_wait) applies besides.
         pub fn deadline<F>(mut self, deadline: F) -> Self
         where
             F: Fn(&$crate::RequestRef<'_>) -> Option<std::time::Instant> + Send + Sync + 'static,
@@ -114,7 +131,8 @@ macro_rules! common_setters {
             self
         }
 
-        /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at most a day.
+        /// Sets the longest time for which a request may wait for its permit. Default: 15 s; at
+        /// most a day.
         ///
         /// With `Duration::ZERO`, requests never wait.
         ///
@@ -124,8 +142,8 @@ macro_rules! common_setters {
             self
         }
 
-        /// Sets how many requests of one key may wait in this process. Further requests of the key are refused. Default: 10,000;
-        /// at least 1.
+        /// Sets how many requests of one key may wait in this process. Further requests of the key
+        /// are refused. Default: 10,000; at least 1.
         pub fn max_queue(mut self, max_queue: usize) -> Self {
             self.common.max_queue = max_queue;
             self
@@ -155,11 +173,11 @@ macro_rules! common_setters {
             self
         }
 
-        /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream). The body of the response is
-        /// dropped. Default: a refusal passes as a response.
+        /// Turns a refusal by the upstream into [`Limited::Upstream`](crate::Limited::Upstream).
+        /// The body of the response is dropped. Default: a refusal passes as a response.
         ///
-        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429, and some more, such as a 503
-        /// with `Retry-After`.
+        /// [`Signal::refusal`](crate::Signal::refusal) says which responses are refusals: a 429,
+        /// and some more, such as a 503 with `Retry-After`.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.set_error_on_limit();
             self
@@ -167,8 +185,9 @@ macro_rules! common_setters {
 
         /// Sets a function that changes how responses are read. Default: none.
         ///
-        /// `dialect` receives the key of the request, the headers of the response, and the [`Signal`](crate::Signal) that was
-        /// read from them. The signal that it returns takes effect.
+        /// `dialect` receives the key of the request, the headers of the response, and the
+        /// [`Signal`](crate::Signal) that was read from them. The signal that it returns takes
+        /// effect.
         ///
         $(#[$dialect])*
         pub fn dialect<F>(mut self, dialect: F) -> Self

@@ -21,15 +21,17 @@ use crate::pace::Fair;
 use crate::signal::ResponseInfo;
 use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 
-/// Finds the pace that a server allows if its limit is unknown or changes. It is fair to other clients without communicating
-/// with them. Clones share what they learn.
+/// Finds the pace that a server allows if its limit is unknown or changes. It is fair to other
+/// clients without communicating with them. Clones share what they learn.
 ///
-/// The layer learns from what responses state: refusals, the remaining quota, the time to retry. Its [pace](crate::pace) decides
-/// how. The default is [`Fair`], which causes next to no refusals and gives all clients even shares. If the limit is known,
+/// The layer learns from what responses state: refusals, the remaining quota, the time to retry.
+/// Its [pace](crate::pace) decides how. The default is [`Fair`], which causes next to no refusals
+/// and gives all clients even shares. If the limit is known,
 /// [`RateLimitLayer`](super::RateLimitLayer) is exact. If you want both, put the throttle outside.
 ///
-/// The layer is a `tower_layer::Layer` over the same services as [`RateLimitLayer`](super::RateLimitLayer), and a
-/// `reqwest_middleware::Middleware` (feature `reqwest-middleware`). For calls that are not HTTP, use its
+/// The layer is a `tower_layer::Layer` over the same services as
+/// [`RateLimitLayer`](super::RateLimitLayer), and a `reqwest_middleware::Middleware` (feature
+/// `reqwest-middleware`). For calls that are not HTTP, use its
 /// [`throttle`](AdaptiveThrottleLayer::throttle).
 ///
 /// ```
@@ -52,17 +54,19 @@ use crate::throttle::{Back, Begun, Throttle, ThrottlePermit, Wait};
 ///
 /// # What happens to a request
 ///
-/// It joins the queue of its key, first come, first served. Until the first response, for at most a second, one request is in
-/// flight alone. After that, the pace decides when the next request is sent. A refusal holds the queue for the time that the
-/// server states, up to [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for a time that the pace chooses.
+/// It joins the queue of its key, first come, first served. Until the first response, for at most a
+/// second, one request is in flight alone. After that, the pace decides when the next request is
+/// sent. A refusal holds the queue for the time that the server states, up to
+/// [`max_hold`](AdaptiveThrottleBuilder::max_hold), or for a time that the pace chooses.
 ///
-/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the request takes its old place in the
-/// queue instead, before all others, and is sent again.
+/// A refusal passes as a response. With [`retrying`](AdaptiveThrottleLayer::retrying), the request
+/// takes its old place in the queue instead, before all others, and is sent again.
 ///
 /// # What it does not do
 ///
-/// The layer counts no permits, so it may hit the server's limit once in a while, and then finds it again. Each process learns
-/// for itself, unless the processes share a [store](AdaptiveThrottleBuilder::store).
+/// The layer counts no permits, so it may hit the server's limit once in a while, and then finds it
+/// again. Each process learns for itself, unless the processes share a
+/// [store](AdaptiveThrottleBuilder::store).
 #[derive(Clone, Debug)]
 pub struct AdaptiveThrottleLayer {
     pub(super) throttle: Throttle,
@@ -76,7 +80,9 @@ impl AdaptiveThrottleLayer {
         reason = "each layer learns for itself, so it is created explicitly"
     )]
     pub fn new() -> Self {
-        AdaptiveThrottleLayer::builder().build().expect("the defaults are in range")
+        AdaptiveThrottleLayer::builder()
+            .build()
+            .expect("the defaults are in range")
     }
 
     /// Creates a builder, to change the defaults.
@@ -84,7 +90,8 @@ impl AdaptiveThrottleLayer {
         AdaptiveThrottleBuilder::new()
     }
 
-    /// Returns the throttle of this layer, for calls that are not HTTP. It shares what the layer learns.
+    /// Returns the throttle of this layer, for calls that are not HTTP. It shares what the layer
+    /// learns.
     pub fn throttle(&self) -> Throttle {
         self.throttle.clone()
     }
@@ -120,7 +127,11 @@ impl Gate for AdaptiveThrottleLayer {
         Err(())
     }
 
-    fn enter_slow(&self, (): (), request: &impl RequestInfo) -> Admission<ThrottleCall, ThrottleWait> {
+    fn enter_slow(
+        &self,
+        (): (),
+        request: &impl RequestInfo,
+    ) -> Admission<ThrottleCall, ThrottleWait> {
         let Some(Reading { key, deadline, .. }) = self.extractors.read(request) else {
             return Admission::No(self.throttle.no_key());
         };
@@ -129,10 +140,17 @@ impl Gate for AdaptiveThrottleLayer {
         match self.throttle.begin(key, deadline, label) {
             Begun::Leaves(permit) => {
                 let is_named = self.extractors.policy.error_on_limit();
-                let permit = if is_named { permit.named(label()) } else { permit };
+                let permit = if is_named {
+                    permit.named(label())
+                } else {
+                    permit
+                };
                 Admission::Go(ThrottleCall { permit, host })
             }
-            Begun::Waits(wait) => Admission::Wait(ThrottleWait { wait: Box::new(wait), host }),
+            Begun::Waits(wait) => Admission::Wait(ThrottleWait {
+                wait: Box::new(wait),
+                host,
+            }),
             Begun::Limited(limited) => Admission::No(limited),
         }
     }
@@ -141,9 +159,14 @@ impl Gate for AdaptiveThrottleLayer {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(waiting: &mut ThrottleWait, cx: &mut Context<'_>) -> Poll<Result<ThrottleCall, Limited>> {
+    fn poll_permit(
+        waiting: &mut ThrottleWait,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<ThrottleCall, Limited>> {
         let host = waiting.host;
-        Pin::new(&mut *waiting.wait).poll(cx).map_ok(|permit| ThrottleCall { permit, host })
+        Pin::new(&mut *waiting.wait)
+            .poll(cx)
+            .map_ok(|permit| ThrottleCall { permit, host })
     }
 
     /// Sends the request. The permits of a throttle do not expire.
@@ -170,7 +193,9 @@ impl Gate for AdaptiveThrottleLayer {
         let signal = policy.signal(permit.key(), host, response);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal) {
-                Some(Back::Waits(wait)) => return Departure::Retry(ThrottleWait { wait, host }, repeat),
+                Some(Back::Waits(wait)) => {
+                    return Departure::Retry(ThrottleWait { wait, host }, repeat);
+                }
                 Some(Back::Ended(limited)) => Some(limited),
                 None => None,
             },
@@ -194,13 +219,13 @@ impl<S> Layer<S> for AdaptiveThrottleLayer {
 gated_service! {
     /// The Tower service of an [`AdaptiveThrottleLayer`].
     ///
-    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`, because the key is known only when
-    /// the request is there.
+    /// `poll_ready` polls the inner service and nothing else. The permit is taken in `call`,
+    /// because the key is known only when the request is there.
     ///
     /// # Cancel safety
     ///
-    /// A response future may be dropped at any time. A request that waits gives up its place in the queue. A request that was
-    /// sent counts as one without a response.
+    /// A response future may be dropped at any time. A request that waits gives up its place in the
+    /// queue. A request that was sent counts as one without a response.
     AdaptiveThrottle {
         gate: AdaptiveThrottleLayer,
         request: RequestInfo,
@@ -210,6 +235,7 @@ gated_service! {
 }
 
 gated_future! {
-    /// The response future of an [`AdaptiveThrottle`] or a [`RetryingThrottle`](super::RetryingThrottle) service.
+    /// The response future of an [`AdaptiveThrottle`] or a
+    /// [`RetryingThrottle`](super::RetryingThrottle) service.
     ThrottledFuture { gate: AdaptiveThrottleLayer }
 }

@@ -33,9 +33,9 @@ impl Algorithm {
         let window = micros_up(limit.window());
         match limit {
             Limit::Sliding { count, .. } => Algorithm::Window(Window::new(count, window)),
-            Limit::Bucket { capacity, count, .. } => {
-                Algorithm::Bucket(Box::new(Bucket::new(capacity, count, window)))
-            }
+            Limit::Bucket {
+                capacity, count, ..
+            } => Algorithm::Bucket(Box::new(Bucket::new(capacity, count, window))),
             Limit::Fixed { count, .. } => Algorithm::Fixed(Fixed::new(count, window, ahead)),
             Limit::InFlight { .. } => unreachable!("Quota::limits are of rate"),
         }
@@ -52,11 +52,19 @@ impl Algorithm {
 
     /// The first moment, not before `from`, at which `cost` units may go.
     /// Of windows, `reserved` units are for others.
-    pub(super) fn first_slot(&mut self, from: Micros, cost: u64, open: Open, reserved: u64) -> Micros {
+    pub(super) fn first_slot(
+        &mut self,
+        from: Micros,
+        cost: u64,
+        open: Open,
+        reserved: u64,
+    ) -> Micros {
         match self {
             Algorithm::Window(window) => window.first_slot(from, cost, reserved),
             Algorithm::Bucket(bucket) => bucket.first_slot(from, cost),
-            Algorithm::Fixed(fixed) => fixed.first_slot(from, cost, open.life, open.guard, reserved),
+            Algorithm::Fixed(fixed) => {
+                fixed.first_slot(from, cost, open.life, open.guard, reserved)
+            }
         }
     }
 

@@ -82,12 +82,17 @@ impl Bucket {
 
     /// Returns how many units may be used at `slot`.
     pub(super) fn room(&self, slot: Micros) -> u64 {
-        let missing = self.full_at.saturating_sub(self.scaled(slot)).div_ceil(self.window);
+        let missing = self
+            .full_at
+            .saturating_sub(self.scaled(slot))
+            .div_ceil(self.window);
         u64::try_from(self.capacity.saturating_sub(missing)).unwrap_or(u64::MAX)
     }
 
     pub(super) fn used(&self, now: Micros) -> u64 {
-        u64::try_from(self.capacity).unwrap_or(u64::MAX).saturating_sub(self.room(now))
+        u64::try_from(self.capacity)
+            .unwrap_or(u64::MAX)
+            .saturating_sub(self.room(now))
     }
 
     /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds
@@ -121,7 +126,13 @@ impl Bucket {
             self.queued_from = self.queued_from.min(slot);
         } else {
             let queued_from = std::mem::replace(&mut self.queued_from, Micros::MAX);
-            self.marks.push_back(Mark { slot, units, before, after: self.full_at, queued_from });
+            self.marks.push_back(Mark {
+                slot,
+                units,
+                before,
+                after: self.full_at,
+                queued_from,
+            });
             if self.marks.len() > MOST_MARKS {
                 self.marks.pop_front();
             }
@@ -132,7 +143,9 @@ impl Bucket {
     /// the upstream that accepted them had these units. If they are cut for that, earlier permits
     /// can no longer be taken back.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
-        let empty = self.full_at.max(self.scaled(now) + self.capacity * self.window);
+        let empty = self
+            .full_at
+            .max(self.scaled(now) + self.capacity * self.window);
         let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);
         self.insert(now, stamp, units.min(most), false);
         if self.full_at > empty {
@@ -172,7 +185,9 @@ impl Bucket {
         if self.scaled(unused.stamp) < self.base {
             return;
         }
-        let back = units.min(self.slack).min(self.full_at.saturating_sub(self.base));
+        let back = units
+            .min(self.slack)
+            .min(self.full_at.saturating_sub(self.base));
         self.full_at -= back;
         if self.slack != u128::MAX {
             self.slack -= back;

@@ -116,7 +116,14 @@ impl ExternalUsage {
     /// the log knows all of it.
     pub(super) fn begin(&mut self, ends: Micros, whole: bool) {
         if (self.seen, self.before, self.refused) == (0, 0, 0) {
-            let &mut ExternalUsage { said, said_until, short, short_until, counted_until, .. } = self;
+            let &mut ExternalUsage {
+                said,
+                said_until,
+                short,
+                short_until,
+                counted_until,
+                ..
+            } = self;
             *self = ExternalUsage {
                 said,
                 said_until,
@@ -137,24 +144,47 @@ impl ExternalUsage {
         // The units that other clients were seen to use, or the expected units, up to what they can
         // have used.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
-        let before = if self.whole && now < ends { self.seen.max(self.before.min(most)) } else { 0 };
-        let &mut ExternalUsage { said, said_until, .. } = self;
+        let before = if self.whole && now < ends {
+            self.seen.max(self.before.min(most))
+        } else {
+            0
+        };
+        let &mut ExternalUsage {
+            said, said_until, ..
+        } = self;
         // The units left in the end show what other clients may have used.
         let shown_until = if self.least < u32::MAX { said_until } else { 0 };
         let confirmed_until = self.confirmed_until.max(shown_until);
-        *self = ExternalUsage { before, said, said_until, confirmed_until, ..ExternalUsage::new(ends, true) };
+        *self = ExternalUsage {
+            before,
+            said,
+            said_until,
+            confirmed_until,
+            ..ExternalUsage::new(ends, true)
+        };
         before > 0
     }
 
     /// Takes in a response. Returns whether more is reserved now than before.
     pub(super) fn see(&mut self, size: Size, word: Word, ours: Ours) -> bool {
         let Size { count, window } = size;
-        let Word { now, left, said, resets, steady, refused, valid_until } = word;
+        let Word {
+            now,
+            left,
+            said,
+            resets,
+            steady,
+            refused,
+            valid_until,
+        } = word;
         let (reserved, _) = self.reserved_from(now, size);
         self.refused = self.refused.saturating_add(refused);
         if self.refused > 0 {
             // An eighth is for finding out that the others have stopped.
-            let by_refusals = self.before.saturating_add(self.refused).min(count - count / 8);
+            let by_refusals = self
+                .before
+                .saturating_add(self.refused)
+                .min(count - count / 8);
             self.seen = self.seen.max(by_refusals);
         }
         let is_newest = said >= self.said;
@@ -162,7 +192,8 @@ impl ExternalUsage {
             (self.said, self.said_until) = (said, valid_until);
         }
         let gone = count.saturating_sub(left);
-        let beyond = |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
+        let beyond =
+            |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
         let of_others = beyond(ours.most.saturating_sub(u64::from(self.refused)));
         // A response made before this window states nothing about it.
         if said.saturating_add(window) >= self.ends {
@@ -179,7 +210,9 @@ impl ExternalUsage {
         if is_newest {
             let most = i64::try_from(ours.most).unwrap_or(i64::MAX);
             (self.short, self.short_until, self.counted_until) = match resets {
-                Some(resets) if resets > now => (i64::from(gone) - most, resets.min(valid_until), ours.until),
+                Some(resets) if resets > now => {
+                    (i64::from(gone) - most, resets.min(valid_until), ours.until)
+                }
                 _ => (0, 0, 0),
             };
         }
@@ -190,7 +223,9 @@ impl ExternalUsage {
     /// response was read, others used these units.
     pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
         if now < self.short_until && stamp <= self.counted_until {
-            self.short = self.short.saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
+            self.short = self
+                .short
+                .saturating_add(i64::try_from(units).unwrap_or(i64::MAX));
         }
     }
 
@@ -198,7 +233,13 @@ impl ExternalUsage {
     /// arrives.
     pub(super) fn reserved_from(&self, at: Micros, Size { count, .. }: Size) -> (u32, Micros) {
         let is_confirmed = at < self.confirmed_until;
-        let kept = |expected: u32| if is_confirmed { expected } else { expected.min(count / 4) };
+        let kept = |expected: u32| {
+            if is_confirmed {
+                expected
+            } else {
+                expected.min(count / 4)
+            }
+        };
         let known = if at < self.ends {
             kept(self.before).max(if is_confirmed { self.seen } else { 0 })
         } else if self.whole {
@@ -208,15 +249,26 @@ impl ExternalUsage {
         };
         let short = if at < self.short_until { self.short } else { 0 };
         let changes = [self.short_until, self.confirmed_until, self.ends];
-        let until = changes.into_iter().filter(|moment| *moment > at).min().unwrap_or(Micros::MAX);
-        (known.max(u32::try_from(short.max(0)).unwrap_or(u32::MAX)), until)
+        let until = changes
+            .into_iter()
+            .filter(|moment| *moment > at)
+            .min()
+            .unwrap_or(Micros::MAX);
+        (
+            known.max(u32::try_from(short.max(0)).unwrap_or(u32::MAX)),
+            until,
+        )
     }
 
     /// Returns the moment from which nothing is known of others, if no response arrives.
     pub(super) fn forgotten_from(&self, size: Size) -> Micros {
         let said = self.least < u32::MAX || self.seen > 0;
         let (after, _) = self.reserved_from(self.ends, size);
-        let ends = if said && after > 0 { self.ends.saturating_add(size.window) } else { self.ends };
+        let ends = if said && after > 0 {
+            self.ends.saturating_add(size.window)
+        } else {
+            self.ends
+        };
         ends.max(if self.short > 0 { self.short_until } else { 0 })
     }
 }

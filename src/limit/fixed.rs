@@ -39,7 +39,13 @@ impl Fixed {
     /// Nothing is used yet. The wall clock is `ahead` microseconds ahead of the ledger's time.
     pub(super) fn new(limit: u32, window: Micros, ahead: i64) -> Self {
         let (limit, phase) = (u64::from(limit), phase(ahead, window));
-        Fixed { limit, window, phase, used: VecDeque::new(), open_from: 0 }
+        Fixed {
+            limit,
+            window,
+            phase,
+            used: VecDeque::new(),
+            open_from: 0,
+        }
     }
 
     /// The number of the window of a moment.
@@ -49,12 +55,18 @@ impl Fixed {
 
     /// When a window begins.
     fn start(&self, number: u64) -> Micros {
-        number.saturating_mul(self.window).saturating_sub(self.phase)
+        number
+            .saturating_mul(self.window)
+            .saturating_sub(self.phase)
     }
 
     pub(super) fn advance(&mut self, now: Micros) {
         let current = self.number(now);
-        while self.used.front().is_some_and(|&(window, _)| window + 1 < current) {
+        while self
+            .used
+            .front()
+            .is_some_and(|&(window, _)| window + 1 < current)
+        {
             self.used.pop_front();
         }
     }
@@ -68,7 +80,12 @@ impl Fixed {
         }
         let moved = phase.abs_diff(self.phase);
         let is_drift = moved.min(self.window - moved) < SMALLEST_STEP;
-        let moved = Fixed { phase, used: VecDeque::new(), open_from: 0, ..*self };
+        let moved = Fixed {
+            phase,
+            used: VecDeque::new(),
+            open_from: 0,
+            ..*self
+        };
         let old = std::mem::replace(self, moved);
         let overlapped = |number: u64| {
             let start = old.start(number);
@@ -78,8 +95,16 @@ impl Fixed {
             }
             (self.number(start), self.number(start + self.window - 1))
         };
-        let open_from = if old.open_from == 0 { 0 } else { overlapped(old.open_from - 1).1 + 1 };
-        let used: Vec<_> = old.used.iter().map(|&(number, units)| (overlapped(number), units)).collect();
+        let open_from = if old.open_from == 0 {
+            0
+        } else {
+            overlapped(old.open_from - 1).1 + 1
+        };
+        let used: Vec<_> = old
+            .used
+            .iter()
+            .map(|&(number, units)| (overlapped(number), units))
+            .collect();
         self.open_from = open_from;
         for ((first, last), units) in used {
             (first..=last).for_each(|number| self.add(number, units));
@@ -87,7 +112,9 @@ impl Fixed {
     }
 
     fn units_in(&self, window: u64) -> u64 {
-        let at = self.used.binary_search_by_key(&window, |&(window, _)| window);
+        let at = self
+            .used
+            .binary_search_by_key(&window, |&(window, _)| window);
         at.map_or(0, |index| self.used[index].1)
     }
 
@@ -143,7 +170,10 @@ impl Fixed {
     }
 
     fn add(&mut self, number: u64, units: u64) {
-        match self.used.binary_search_by_key(&number, |&(window, _)| window) {
+        match self
+            .used
+            .binary_search_by_key(&number, |&(window, _)| window)
+        {
             Ok(index) => self.used[index].1 += units,
             Err(index) => self.used.insert(index, (number, units)),
         }
@@ -155,13 +185,21 @@ impl Fixed {
     }
 
     pub(super) fn subtract(&mut self, slot: Micros, units: u64) {
-        if let Ok(index) = self.used.binary_search_by_key(&self.number(slot), |&(window, _)| window) {
+        if let Ok(index) = self
+            .used
+            .binary_search_by_key(&self.number(slot), |&(window, _)| window)
+        {
             self.used[index].1 = self.used[index].1.saturating_sub(units);
         }
     }
 
     pub(super) fn fresh_from(&self) -> Micros {
-        let last = self.used.iter().rev().find(|&&(_, units)| units > 0).map_or(0, |&(window, _)| window + 1);
+        let last = self
+            .used
+            .iter()
+            .rev()
+            .find(|&&(_, units)| units > 0)
+            .map_or(0, |&(window, _)| window + 1);
         match last.max(self.open_from) {
             0 => 0,
             open => self.start(open),

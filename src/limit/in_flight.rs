@@ -103,11 +103,20 @@ pub(crate) struct HolderUpdate {
 impl InFlightSlots {
     /// Takes in a claim. Calls `notify` with the update for its holder, and with those for other
     /// holders.
-    pub(crate) fn claim(&mut self, now: Micros, claim: HolderClaim, mut notify: impl FnMut(HolderUpdate)) {
+    pub(crate) fn claim(
+        &mut self,
+        now: Micros,
+        claim: HolderClaim,
+        mut notify: impl FnMut(HolderUpdate),
+    ) {
         self.forget(now);
         let index = self.holders.iter().position(|holder| holder.id == claim.id);
         let index = index.unwrap_or_else(|| {
-            self.holders.push(Holder { id: claim.id, granted: claim.granted_seen, ..Holder::default() });
+            self.holders.push(Holder {
+                id: claim.id,
+                granted: claim.granted_seen,
+                ..Holder::default()
+            });
             self.holders.len() - 1
         });
         self.version += 1;
@@ -115,18 +124,35 @@ impl InFlightSlots {
             self.take_in(now, claim, index);
         }
         self.grant();
-        let InFlightSlots { holders, queue, version } = self;
+        let InFlightSlots {
+            holders,
+            queue,
+            version,
+        } = self;
         for holder in &mut *holders {
             let others_wait = queue.iter().any(|batch| batch.holder != holder.id);
             let must_return_slots = others_wait && !holder.knows_others_wait && holder.taken > 0;
             if holder.id == claim.id || holder.has_new_slots || must_return_slots {
                 holder.knows_others_wait = others_wait;
                 holder.has_new_slots = false;
-                let Holder { id, number, granted, .. } = *holder;
-                notify(HolderUpdate { id, number, granted, others_wait, version: *version });
+                let Holder {
+                    id,
+                    number,
+                    granted,
+                    ..
+                } = *holder;
+                notify(HolderUpdate {
+                    id,
+                    number,
+                    granted,
+                    others_wait,
+                    version: *version,
+                });
             }
         }
-        holders.retain(|holder| holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id));
+        holders.retain(|holder| {
+            holder.taken > 0 || queue.iter().any(|batch| batch.holder == holder.id)
+        });
     }
 
     /// Removes the holders whose claims have expired.
@@ -138,8 +164,17 @@ impl InFlightSlots {
 
     /// Returns how many slots are taken, and how many are free under a limit of `most`.
     pub(crate) fn usage(&self, most: u32) -> (u32, u32) {
-        let taken = self.holders.iter().fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
-        let most = self.holders.iter().map(|holder| holder.limit).min().unwrap_or(most).min(most);
+        let taken = self
+            .holders
+            .iter()
+            .fold(0u32, |taken, holder| taken.saturating_add(holder.taken));
+        let most = self
+            .holders
+            .iter()
+            .map(|holder| holder.limit)
+            .min()
+            .unwrap_or(most)
+            .min(most);
         (taken, most.saturating_sub(taken))
     }
 
@@ -159,7 +194,10 @@ impl InFlightSlots {
         // Slots that were granted after the holder sent this claim go to the waiters that the claim
         // states, up to their number. The updates about the other slots are older than the claim,
         // so the holder ignores them.
-        let unseen = holder.granted.saturating_sub(claim.granted_seen).min(u64::from(holder.taken)) as u32;
+        let unseen = holder
+            .granted
+            .saturating_sub(claim.granted_seen)
+            .min(u64::from(holder.taken)) as u32;
         let kept = unseen.min(claim.wanted);
         holder.number = claim.number;
         holder.granted = claim.granted_seen + u64::from(kept);
@@ -173,9 +211,17 @@ impl InFlightSlots {
     /// Waiters that leave are the last of the holder.
     fn set_waiters(&mut self, holder: u64, count: u32) {
         let queue = &mut self.queue;
-        let waiting = queue.iter().filter(|batch| batch.holder == holder).map(|batch| batch.count).sum();
+        let waiting = queue
+            .iter()
+            .filter(|batch| batch.holder == holder)
+            .map(|batch| batch.count)
+            .sum();
         let mut leaving = u32::saturating_sub(waiting, count);
-        for batch in queue.iter_mut().rev().filter(|batch| batch.holder == holder) {
+        for batch in queue
+            .iter_mut()
+            .rev()
+            .filter(|batch| batch.holder == holder)
+        {
             let left = batch.count.min(leaving);
             batch.count -= left;
             leaving -= left;
@@ -192,7 +238,10 @@ impl InFlightSlots {
         };
         match last {
             Some(batch) => batch.count += coming,
-            None => queue.push_back(Batch { holder, count: coming }),
+            None => queue.push_back(Batch {
+                holder,
+                count: coming,
+            }),
         }
     }
 

@@ -9,8 +9,8 @@ use super::algorithm::{Algorithm, Open};
 use super::limit_state::LimitState;
 use super::returned::ReturnedSlots;
 use super::{
-    Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining, micros_down,
-    micros_up,
+    Booking, Charge, Hold, LimitSpec, Micros, TooLate, UnusedPermits, UpstreamRemaining,
+    micros_down, micros_up,
 };
 use crate::quota::Limit;
 
@@ -75,7 +75,9 @@ impl Ledger {
     pub(crate) fn align(&mut self, ahead: i64) {
         if ahead != self.ahead {
             self.ahead = ahead;
-            self.accounts.iter_mut().for_each(|account| account.rule.align(ahead));
+            self.accounts
+                .iter_mut()
+                .for_each(|account| account.rule.align(ahead));
         }
     }
 
@@ -90,7 +92,11 @@ impl Ledger {
             account.advance(now);
         }
         for limit in spec.quota().limits() {
-            match self.accounts.iter_mut().find(|account| account.limit == *limit) {
+            match self
+                .accounts
+                .iter_mut()
+                .find(|account| account.limit == *limit)
+            {
                 // Half a window may go unrecorded, so that a refusal need not change the state.
                 Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
                     account.asserted = now
@@ -120,7 +126,9 @@ impl Ledger {
         let ours = spec.quota().limits();
         let accounts = self.accounts.iter().enumerate();
         let foreign = accounts.filter(|(_, account)| !ours.contains(&account.limit));
-        let first = foreign.min_by_key(|(_, account)| account.holds_until()).map(|(index, _)| index);
+        let first = foreign
+            .min_by_key(|(_, account)| account.holds_until())
+            .map(|(index, _)| index);
         first.map(|index| self.accounts.remove(index)).is_some()
     }
 
@@ -137,15 +145,26 @@ impl Ledger {
     /// other limits remember.
     fn rule_for(&self, limit: Limit, now: Micros) -> Algorithm {
         let mut rule = Algorithm::new(limit, self.ahead);
-        let longest = self.accounts.iter().filter(|account| matches!(account.rule, Algorithm::Window(_)));
+        let longest = self
+            .accounts
+            .iter()
+            .filter(|account| matches!(account.rule, Algorithm::Window(_)));
         match longest.max_by_key(|account| account.limit.window()) {
-            Some(LimitState { rule: Algorithm::Window(window), .. }) => {
+            Some(LimitState {
+                rule: Algorithm::Window(window),
+                ..
+            }) => {
                 for chunk in window.chunks() {
                     rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
                 }
             }
             _ => {
-                let used = self.accounts.iter().map(|account| account.rule.used(now)).max().unwrap_or(0);
+                let used = self
+                    .accounts
+                    .iter()
+                    .map(|account| account.rule.used(now))
+                    .max()
+                    .unwrap_or(0);
                 if used > 0 {
                     rule.insert(
                         now,
@@ -170,14 +189,21 @@ impl Ledger {
     /// Adds a hold that begins now. Earlier releases do not end it, even if the process that set it
     /// did not know of them.
     pub(crate) fn hold_anew(&mut self, hold: Hold) -> Hold {
-        self.hold(Hold { releases: hold.releases.max(self.hold.releases), ..hold })
+        self.hold(Hold {
+            releases: hold.releases.max(self.hold.releases),
+            ..hold
+        })
     }
 
     /// Ends the hold, and forgets what is reserved for other clients. Returns the hold that
     /// applies.
     pub(crate) fn release(&mut self) -> Hold {
         self.accounts.iter_mut().for_each(LimitState::forget_others);
-        self.hold = Hold { until: 0, cut: false, releases: self.hold.releases.saturating_add(1) };
+        self.hold = Hold {
+            until: 0,
+            cut: false,
+            releases: self.hold.releases.saturating_add(1),
+        };
         self.hold
     }
 
@@ -185,7 +211,11 @@ impl Ledger {
     /// returned slots are removed, because they were granted under the earlier state.
     pub(crate) fn see(&mut self, left: &UpstreamRemaining) {
         let (now, born) = (self.now, self.born);
-        let Some(account) = self.accounts.iter_mut().find(|account| account.limit == left.limit) else {
+        let Some(account) = self
+            .accounts
+            .iter_mut()
+            .find(|account| account.limit == left.limit)
+        else {
             return;
         };
         let sent = now + LONGEST_LIFE.max(micros_up(left.limit.window()) / 20) + self.transit_slack;
@@ -218,32 +248,60 @@ impl Ledger {
         life: Micros,
         mut granted: impl FnMut(Booking),
     ) -> Result<(), TooLate> {
-        let largest = self.accounts.iter().map(|account| account.limit.largest_cost()).min();
+        let largest = self
+            .accounts
+            .iter()
+            .map(|account| account.limit.largest_cost())
+            .min();
         if cost == 0 || largest.is_none_or(|largest| cost > largest) {
-            return Err(TooLate { slot: Micros::MAX, limit: None });
+            return Err(TooLate {
+                slot: Micros::MAX,
+                limit: None,
+            });
         }
         let cost = u64::from(cost);
         while count > 0 {
             let (slot, limit) = self.first_slot(cost, life);
-            if let Some(grant) =
-                self.pool.take(self.from()..=slot.min(latest), cost, count, life, self.transit_slack)
-            {
+            if let Some(grant) = self.pool.take(
+                self.from()..=slot.min(latest),
+                cost,
+                count,
+                life,
+                self.transit_slack,
+            ) {
                 count -= grant.count;
                 granted(grant);
                 continue;
             }
             if slot > latest {
                 let pooled = self.pool.first(self.from(), cost, life, self.transit_slack);
-                return Err(TooLate { slot: pooled.map_or(slot, |pooled| pooled.min(slot)), limit });
+                return Err(TooLate {
+                    slot: pooled.map_or(slot, |pooled| pooled.min(slot)),
+                    limit,
+                });
             }
-            let room = self.accounts.iter_mut().map(|account| account.room(slot)).min().unwrap_or(0);
-            let fits = u32::try_from(room / cost).unwrap_or(u32::MAX).clamp(1, count);
+            let room = self
+                .accounts
+                .iter_mut()
+                .map(|account| account.room(slot))
+                .min()
+                .unwrap_or(0);
+            let fits = u32::try_from(room / cost)
+                .unwrap_or(u32::MAX)
+                .clamp(1, count);
             let stamp = slot + life + self.transit_slack;
             for account in &mut self.accounts {
-                account.rule.insert(self.now, slot, stamp, cost * u64::from(fits));
+                account
+                    .rule
+                    .insert(self.now, slot, stamp, cost * u64::from(fits));
             }
             count -= fits;
-            granted(Booking { slot, life, stamp, count: fits });
+            granted(Booking {
+                slot,
+                life,
+                stamp,
+                count: fits,
+            });
         }
         Ok(())
     }
@@ -257,9 +315,16 @@ impl Ledger {
         }
         let stamp = self.now + life + self.transit_slack;
         for account in &mut self.accounts {
-            account.rule.insert(self.now, self.now, stamp, u64::from(count));
+            account
+                .rule
+                .insert(self.now, self.now, stamp, u64::from(count));
         }
-        Some(Booking { slot: self.now, life, stamp, count })
+        Some(Booking {
+            slot: self.now,
+            life,
+            stamp,
+            count,
+        })
     }
 
     /// Counts units that were used without a permit `charge.age` ago or earlier, in every limit,
@@ -268,7 +333,9 @@ impl Ledger {
         let end = self.now.saturating_sub(micros_down(charge.age));
         if charge.units > 0 {
             for account in &mut self.accounts {
-                account.rule.charge(self.now, end, self.transit_slack, charge.units);
+                account
+                    .rule
+                    .charge(self.now, end, self.transit_slack, charge.units);
             }
         }
     }
@@ -279,7 +346,10 @@ impl Ledger {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
         }
-        let shared = self.accounts.iter().any(|account| account.reserved(unused.slot) > 0);
+        let shared = self
+            .accounts
+            .iter()
+            .any(|account| account.reserved(unused.slot) > 0);
         if unused.slot <= self.now || unused.slot < self.from() || shared {
             self.subtract(unused);
         } else if let Some(last) = self.pool.put(unused) {
@@ -299,7 +369,10 @@ impl Ledger {
     /// Returns the first moment at which every limit allows `cost`, and the limit that allows it
     /// last.
     fn first_slot(&mut self, cost: u64, life: Micros) -> (Micros, Option<Limit>) {
-        let open = Open { life, guard: self.boundary_guard };
+        let open = Open {
+            life,
+            guard: self.boundary_guard,
+        };
         let mut slot = self.from();
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
@@ -326,7 +399,11 @@ impl Ledger {
         if self.from() > now {
             return 0;
         }
-        self.accounts.iter_mut().map(|account| account.free(now)).min().unwrap_or(u64::MAX)
+        self.accounts
+            .iter_mut()
+            .map(|account| account.free(now))
+            .min()
+            .unwrap_or(u64::MAX)
     }
 
     /// Returns whether other clients are known to use a limit too.
@@ -339,20 +416,32 @@ impl Ledger {
     pub(crate) fn usage(&mut self) -> impl Iterator<Item = (Limit, u64, u64, u64)> {
         let now = self.now;
         self.accounts.iter_mut().map(move |account| {
-            (account.limit, account.rule.used(now), account.free(now), account.reserved(now))
+            (
+                account.limit,
+                account.rule.used(now),
+                account.free(now),
+                account.reserved(now),
+            )
         })
     }
 
     /// Returns when one unit could be sent, if nothing else is booked.
     pub(crate) fn next_slot(&mut self, life: Micros) -> Micros {
         let slot = self.first_slot(1, life).0;
-        self.pool.first(self.from(), 1, life, self.transit_slack).map_or(slot, |pooled| pooled.min(slot))
+        self.pool
+            .first(self.from(), 1, life, self.transit_slack)
+            .map_or(slot, |pooled| pooled.min(slot))
     }
 
     /// Returns the first moment from which a new ledger would grant the same. From then on, this
     /// ledger can be forgotten.
     pub(crate) fn fresh_from(&self) -> Micros {
-        let accounts = self.accounts.iter().map(|account| account.fresh_from()).max().unwrap_or(0);
+        let accounts = self
+            .accounts
+            .iter()
+            .map(|account| account.fresh_from())
+            .max()
+            .unwrap_or(0);
         let pooled = self.pool.last_slot().map_or(0, |slot| slot + 1);
         // The number of releases matters only while messages about an older hold may still arrive,
         // so it keeps no ledger.

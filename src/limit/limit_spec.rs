@@ -18,7 +18,12 @@ impl LimitSpec {
     /// Makes the limits of `quota`, with the slack for the way to the upstream (`transit_slack`)
     /// and around the boundaries of fixed windows (`boundary_guard`).
     pub(crate) fn new(quota: Quota, transit_slack: Duration, boundary_guard: Duration) -> Self {
-        LimitSpec { quota, transit_slack, boundary_guard, life: LIFE }
+        LimitSpec {
+            quota,
+            transit_slack,
+            boundary_guard,
+            life: LIFE,
+        }
     }
 
     /// Returns the same limits, with permits that are valid for `life`. They are valid for longer
@@ -34,7 +39,11 @@ impl LimitSpec {
 
     /// Returns limits that allow everything.
     pub(crate) fn none() -> Self {
-        LimitSpec::new(Quota::in_flight(Quota::LARGEST_COUNT), Duration::ZERO, Duration::ZERO)
+        LimitSpec::new(
+            Quota::in_flight(Quota::LARGEST_COUNT),
+            Duration::ZERO,
+            Duration::ZERO,
+        )
     }
 
     /// Returns what is allowed.

@@ -28,23 +28,34 @@ const OLDEST_WORD: Micros = 250_000;
 
 impl LimitState {
     pub(super) fn new(limit: Limit, rule: Algorithm, now: Micros) -> Self {
-        LimitState { limit, rule, asserted: now, strangers: None }
+        LimitState {
+            limit,
+            rule,
+            asserted: now,
+            strangers: None,
+        }
     }
 
     /// Returns until when the limit applies, unless a caller states it again.
     pub(super) fn holds_until(&self) -> Micros {
         let window = micros_up(self.limit.window());
-        self.asserted.saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
+        self.asserted
+            .saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
     }
 
     fn size(&self) -> Size {
-        Size { count: self.limit.count(), window: micros_up(self.limit.window()) }
+        Size {
+            count: self.limit.count(),
+            window: micros_up(self.limit.window()),
+        }
     }
 
     /// Returns the first moment, not before `from`, at which `cost` units may leave.
     pub(super) fn first_slot(&mut self, mut from: Micros, cost: u64, open: Open) -> Micros {
         let size = self.size();
-        let Some(strangers) = &self.strangers else { return self.rule.first_slot(from, cost, open, 0) };
+        let Some(strangers) = &self.strangers else {
+            return self.rule.first_slot(from, cost, open, 0);
+        };
         loop {
             let (reserved, until) = strangers.reserved_from(from, size);
             let slot = self.rule.first_slot(from, cost, open, u64::from(reserved));
@@ -73,7 +84,10 @@ impl LimitState {
 
     /// The units reserved for others at a moment.
     pub(super) fn reserved(&self, at: Micros) -> u64 {
-        let reserved = self.strangers.as_ref().map(|strangers| strangers.reserved_from(at, self.size()));
+        let reserved = self
+            .strangers
+            .as_ref()
+            .map(|strangers| strangers.reserved_from(at, self.size()));
         reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
@@ -92,7 +106,13 @@ impl LimitState {
 
     /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted
     /// until `sent` may have reached the upstream. Returns whether that allows less than before.
-    pub(super) fn see(&mut self, left: &UpstreamRemaining, now: Micros, sent: Micros, born: Micros) -> bool {
+    pub(super) fn see(
+        &mut self,
+        left: &UpstreamRemaining,
+        now: Micros,
+        sent: Micros,
+        born: Micros,
+    ) -> bool {
         let size @ Size { count, window } = self.size();
         if left.forget {
             self.forget_others();
@@ -106,32 +126,59 @@ impl LimitState {
             Algorithm::Bucket(bucket) => return bucket.see(now, ago, left.units),
         };
         let bounds = left.steady || ago <= OLDEST_WORD.max(window / 20);
-        let resets = left.reset_in.filter(|_| bounds).map(|reset_in| now.saturating_add(micros_up(reset_in)));
+        let resets = left
+            .reset_in
+            .filter(|_| bounds)
+            .map(|reset_in| now.saturating_add(micros_up(reset_in)));
         let others = resets.is_some() && u64::from(count.saturating_sub(units)) > most;
         if self.strangers.is_none() && !others && left.refused == 0 && !left.urgent {
             return false;
         }
         let (steady, refused) = (left.steady && resets.is_some(), left.refused);
-        let ends = resets.filter(|_| steady).unwrap_or(now.saturating_add(window));
+        let ends = resets
+            .filter(|_| steady)
+            .unwrap_or(now.saturating_add(window));
         // Of a count whose beginning is not known, the log has to know the whole of the window
         // until now.
         let known_from = if steady { ends } else { now };
         let whole = born.saturating_add(window - window / 10) <= known_from;
-        let strangers = self.strangers.get_or_insert_with(|| Box::new(ExternalUsage::new(ends, whole)));
+        let strangers = self
+            .strangers
+            .get_or_insert_with(|| Box::new(ExternalUsage::new(ends, whole)));
         if steady || refused > 0 {
             strangers.begin(ends, whole);
         }
         let valid_until = now.saturating_add(micros_up(left.valid_for));
         let said = now.saturating_sub(ago);
-        let word = Word { now, left: units, said, resets, steady, refused, valid_until };
-        strangers.see(size, word, Ours { least, most, until: sent })
+        let word = Word {
+            now,
+            left: units,
+            said,
+            resets,
+            steady,
+            refused,
+            valid_until,
+        };
+        strangers.see(
+            size,
+            word,
+            Ours {
+                least,
+                most,
+                until: sent,
+            },
+        )
     }
 
     /// Forgets what no longer matters at `now`.
     pub(super) fn advance(&mut self, now: Micros) {
         self.rule.advance(now);
         let size = self.size();
-        if self.strangers.as_mut().is_some_and(|strangers| !strangers.roll(now, size)) {
+        if self
+            .strangers
+            .as_mut()
+            .is_some_and(|strangers| !strangers.roll(now, size))
+        {
             self.strangers = None;
         }
     }
@@ -139,7 +186,10 @@ impl LimitState {
     /// The first moment from which a fresh one would grant the same.
     pub(super) fn fresh_from(&self) -> Micros {
         let size = self.size();
-        let strangers = self.strangers.as_ref().map_or(0, |strangers| strangers.forgotten_from(size));
+        let strangers = self
+            .strangers
+            .as_ref()
+            .map_or(0, |strangers| strangers.forgotten_from(size));
         self.rule.fresh_from().max(strangers)
     }
 }

@@ -45,7 +45,9 @@ pub(crate) fn logical_time(
     last_write: Micros,
     expected: Option<Expected>,
 ) -> Option<Micros> {
-    let Some(expected) = expected else { return Some(clock.max(last_write)) };
+    let Some(expected) = expected else {
+        return Some(clock.max(last_write));
+    };
     let tolerance = expected.tolerance();
     // A state that was written at a later time than the caller expects has newer knowledge than the
     // caller.
@@ -86,8 +88,14 @@ mod tests {
 
     fn expected() -> impl Strategy<Value = Expected> {
         let server_time = prop::option::of(near(NOW));
-        (near(NOW), 0u64..100_000_000, 0u64..250_000, server_time)
-            .prop_map(|(time, age, on_way, server_time)| Expected { time, age, on_way, server_time })
+        (near(NOW), 0u64..100_000_000, 0u64..250_000, server_time).prop_map(
+            |(time, age, on_way, server_time)| Expected {
+                time,
+                age,
+                on_way,
+                server_time,
+            },
+        )
     }
 
     proptest! {

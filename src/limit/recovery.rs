@@ -43,7 +43,9 @@ pub(crate) fn remembered(limit: Limit) -> Micros {
     let window = micros_up(limit.window());
     match limit {
         // Lua calculates with doubles, in this order.
-        Limit::Bucket { capacity, count, .. } if capacity > count => {
+        Limit::Bucket {
+            capacity, count, ..
+        } if capacity > count => {
             (window as f64 / f64::from(count) * f64::from(capacity)).ceil() as Micros
         }
         _ => window,
@@ -58,7 +60,12 @@ pub(crate) fn is_charged(limit: Limit) -> bool {
 /// Returns until when a state that was made at `made_at` grants nothing, under the limits that the
 /// caller asserts. The time is even, because its last bit has another meaning in the state.
 pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
-    let longest = limits.iter().map(|limit| remembered(*limit)).max().unwrap_or(0).min(LONGEST_LEARNING);
+    let longest = limits
+        .iter()
+        .map(|limit| remembered(*limit))
+        .max()
+        .unwrap_or(0)
+        .min(LONGEST_LEARNING);
     let until = made_at + longest + (longest / 4).max(SHORTEST_TRUST);
     until - until % 2
 }
@@ -81,10 +88,16 @@ mod tests {
 
     fn limit() -> impl Strategy<Value = Limit> {
         let window = (1u64..7_200_000).prop_map(Duration::from_millis);
-        (0..3, 1u32..100_000, 1u32..100_000, window).prop_map(|(kind, count, capacity, window)| match kind {
-            0 => Limit::Sliding { count, window },
-            1 => Limit::Bucket { capacity, count, window },
-            _ => Limit::Fixed { count, window },
+        (0..3, 1u32..100_000, 1u32..100_000, window).prop_map(|(kind, count, capacity, window)| {
+            match kind {
+                0 => Limit::Sliding { count, window },
+                1 => Limit::Bucket {
+                    capacity,
+                    count,
+                    window,
+                },
+                _ => Limit::Fixed { count, window },
+            }
         })
     }
 
@@ -124,9 +137,22 @@ mod tests {
 
     #[test]
     fn callers_that_know_more_have_lost_a_state() {
-        let known = Known { incarnation: 5, writes: 9 };
+        let known = Known {
+            incarnation: 5,
+            writes: 9,
+        };
         assert!(!is_lost(known, 5, 9) && !is_lost(known, 5, 10));
         assert!(is_lost(known, 5, 8) && is_lost(known, 6, 9));
-        assert!(!is_lost(Known { incarnation: 0, writes: 9 }, 5, 8), "the caller knows nothing");
+        assert!(
+            !is_lost(
+                Known {
+                    incarnation: 0,
+                    writes: 9
+                },
+                5,
+                8
+            ),
+            "the caller knows nothing"
+        );
     }
 }

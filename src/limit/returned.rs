@@ -23,24 +23,38 @@ const MOST: usize = 32;
 impl ReturnedSlots {
     /// Takes a slot in. If there is no room, returns the last slot, which is then left out.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
-        let index =
-            self.slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
-        let same = |other: &&mut UnusedPermits| (other.slot, other.stamp) == (unused.slot, unused.stamp);
+        let index = self
+            .slots
+            .partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
+        let same =
+            |other: &&mut UnusedPermits| (other.slot, other.stamp) == (unused.slot, unused.stamp);
         if let Some(other) = self.slots.get_mut(index).filter(same) {
             other.units += unused.units;
         } else {
             self.slots.insert(index, unused);
         }
-        if self.slots.len() > MOST { self.slots.pop() } else { None }
+        if self.slots.len() > MOST {
+            self.slots.pop()
+        } else {
+            None
+        }
     }
 
     /// Returns the index of the first slot that fits.
-    fn position(&self, from: Micros, units: u64, life: Micros, transit_slack: Micros) -> Option<usize> {
+    fn position(
+        &self,
+        from: Micros,
+        units: u64,
+        life: Micros,
+        transit_slack: Micros,
+    ) -> Option<usize> {
         // A process whose round trips grew asks for longer lives than it gave back. Half the life
         // is better than a lost slot.
-        let long_enough = |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
-        let fits =
-            |unused: &UnusedPermits| unused.slot >= from && unused.units >= units && long_enough(unused);
+        let long_enough =
+            |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
+        let fits = |unused: &UnusedPermits| {
+            unused.slot >= from && unused.units >= units && long_enough(unused)
+        };
         self.slots.iter().position(fits)
     }
 
@@ -53,7 +67,8 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Micros> {
-        self.position(from, units, life, transit_slack).map(|index| self.slots[index].slot)
+        self.position(from, units, life, transit_slack)
+            .map(|index| self.slots[index].slot)
     }
 
     /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies
@@ -71,7 +86,9 @@ impl ReturnedSlots {
         if unused.slot > *span.end() {
             return None;
         }
-        let taken = u32::try_from(unused.units / cost).unwrap_or(u32::MAX).min(count);
+        let taken = u32::try_from(unused.units / cost)
+            .unwrap_or(u32::MAX)
+            .min(count);
         unused.units -= u64::from(taken) * cost;
         let grant = Booking {
             slot: unused.slot,

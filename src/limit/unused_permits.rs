@@ -21,6 +21,11 @@ impl UnusedPermits {
     /// Makes `units` of permits with this slot and stamp, both in the store's time, which a state
     /// of `incarnation` granted.
     pub const fn new(slot: u64, stamp: u64, units: u64, incarnation: u64) -> Self {
-        UnusedPermits { slot, stamp, units, incarnation }
+        UnusedPermits {
+            slot,
+            stamp,
+            units,
+            incarnation,
+        }
     }
 }

@@ -80,7 +80,9 @@ impl Window {
         {
             self.pop_oldest();
         }
-        self.floor = self.floor.filter(|floor| floor.saturating_add(self.span) > now);
+        self.floor = self
+            .floor
+            .filter(|floor| floor.saturating_add(self.span) > now);
     }
 
     fn pop_oldest(&mut self) -> Option<Chunk> {
@@ -112,7 +114,10 @@ impl Window {
     /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <=
     /// total`.
     fn seek(&mut self, rank: u64) -> Micros {
-        let Cursor { mut index, mut before } = self.cursor;
+        let Cursor {
+            mut index,
+            mut before,
+        } = self.cursor;
         while before >= rank {
             index -= 1;
             before -= self.chunks[index].count;
@@ -128,7 +133,10 @@ impl Window {
     /// Returns how many units may be used at `slot`, which is not before the first slot of one
     /// unit.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
-        let Cursor { mut index, mut before } = self.cursor;
+        let Cursor {
+            mut index,
+            mut before,
+        } = self.cursor;
         let left = |chunk: &Chunk| chunk.stamp.saturating_add(self.span) <= slot;
         while index > 0 && !left(&self.chunks[index - 1]) {
             index -= 1;
@@ -160,7 +168,11 @@ impl Window {
     /// later chunk, which may hold such units as well.
     pub(super) fn used_until(&self, stamp: Micros) -> (u64, u64) {
         let first_later = self.chunks.partition_point(|chunk| chunk.stamp <= stamp);
-        let later = self.chunks.iter().skip(first_later).map(|chunk| chunk.count);
+        let later = self
+            .chunks
+            .iter()
+            .skip(first_later)
+            .map(|chunk| chunk.count);
         let least = self.total - later.clone().sum::<u64>();
         (least, least + later.take(1).sum::<u64>())
     }
@@ -172,8 +184,9 @@ impl Window {
         while index > 0 && self.chunks[index - 1].stamp > stamp {
             index -= 1;
         }
-        let joins =
-            |chunk: Option<&Chunk>| chunk.is_some_and(|chunk| chunk.stamp == stamp || chunk.count < size);
+        let joins = |chunk: Option<&Chunk>| {
+            chunk.is_some_and(|chunk| chunk.stamp == stamp || chunk.count < size)
+        };
         if index > 0 && self.chunks[index - 1].stamp == stamp {
             self.chunks[index - 1].count += units;
             index -= 1;
@@ -184,7 +197,13 @@ impl Window {
             self.chunks[index].count += units;
             self.chunks[index].stamp = stamp;
         } else {
-            self.chunks.insert(index, Chunk { stamp, count: units });
+            self.chunks.insert(
+                index,
+                Chunk {
+                    stamp,
+                    count: units,
+                },
+            );
         }
         self.total += units;
         if index < self.coarse {
@@ -211,14 +230,19 @@ impl Window {
             && (self.fine - count >= 2 * self.limit || self.chunks.len() - self.coarse > MOST_FINE)
         {
             self.fine -= count;
-            match self.coarse.checked_sub(1).map(|last| self.chunks[last].count) {
+            match self
+                .coarse
+                .checked_sub(1)
+                .map(|last| self.chunks[last].count)
+            {
                 Some(last) if last + count <= self.limit => {
                     self.chunks[self.coarse].count += last;
                     self.chunks.remove(self.coarse - 1);
                     self.cursor = match self.cursor {
-                        Cursor { index, before } if index > self.coarse => {
-                            Cursor { index: index - 1, before }
-                        }
+                        Cursor { index, before } if index > self.coarse => Cursor {
+                            index: index - 1,
+                            before,
+                        },
                         _ => Cursor::default(),
                     };
                 }
@@ -236,7 +260,8 @@ impl Window {
     /// chunks, so that each used unit keeps a unit of its own in the log, with a stamp that is not
     /// earlier.
     pub(super) fn subtract(&mut self, now: Micros, stamp: Micros, mut units: u64) {
-        let gone = stamp.saturating_add(self.span) <= now || self.floor.is_some_and(|floor| stamp <= floor);
+        let gone = stamp.saturating_add(self.span) <= now
+            || self.floor.is_some_and(|floor| stamp <= floor);
         if gone {
             return;
         }
@@ -261,7 +286,9 @@ impl Window {
         let size = self.chunk_size();
         let same_kind = *index + 1 != self.coarse;
         match self.chunks.get_mut(*index + 1) {
-            Some(next) if count > 0 && same_kind && count + next.count <= size => next.count += count,
+            Some(next) if count > 0 && same_kind && count + next.count <= size => {
+                next.count += count
+            }
             _ if count > 0 => {
                 *index += 1;
                 return;

@@ -17,7 +17,8 @@ use crate::key::Key;
 
 /// The future of a [`Permit`].
 ///
-/// [`Limiter::acquire`](crate::Limiter::acquire) makes it, and describes its errors and cancel safety.
+/// [`Limiter::acquire`](crate::Limiter::acquire) makes it, and describes its errors and cancel
+/// safety.
 #[must_use = "futures do nothing unless polled"]
 #[derive(Debug)]
 pub struct Acquire(Step);
@@ -42,7 +43,14 @@ struct Request {
 impl Acquire {
     /// Makes the future of a request of `key` that takes one unit.
     pub(super) fn new(core: Arc<Core>, key: Key) -> Self {
-        Acquire(Step::New(core, Request { key, cost: 1, deadline: None }))
+        Acquire(Step::New(
+            core,
+            Request {
+                key,
+                cost: 1,
+                deadline: None,
+            },
+        ))
     }
 
     /// Sets how many units the request takes. Default: 1. A request of cost 0 passes at once.
@@ -55,7 +63,8 @@ impl Acquire {
         self
     }
 
-    /// Sets the moment by which the request must leave. Default: none. `max_wait` limits the wait as well.
+    /// Sets the moment by which the request must leave. Default: none. `max_wait` limits the wait
+    /// as well.
     ///
     /// Has no effect once the future was polled.
     pub fn deadline(mut self, deadline: Instant) -> Self {
@@ -72,11 +81,26 @@ impl Future for Acquire {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             match &mut self.0 {
-                &mut Step::New(ref core, Request { key, cost, deadline }) => {
-                    let entry = Entry { key, cost, deadline, host: None };
-                    // The common case makes its permit here: a way through `Started` copies it twice.
+                &mut Step::New(
+                    ref core,
+                    Request {
+                        key,
+                        cost,
+                        deadline,
+                    },
+                ) => {
+                    let entry = Entry {
+                        key,
+                        cost,
+                        deadline,
+                        host: None,
+                    };
+                    // The common case makes its permit here: a way through `Started` copies it
+                    // twice.
                     let taken = core.take_at_once(&entry);
-                    let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else { continue };
+                    let Step::New(core, _) = mem::replace(&mut self.0, Step::Done) else {
+                        continue;
+                    };
                     let now = match taken {
                         Ok(slot) => return Poll::Ready(Ok(Permit::new(core, key, slot, None))),
                         Err(now) => now,

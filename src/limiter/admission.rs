@@ -36,10 +36,10 @@ pub(crate) struct Entry {
 
 /// How far a request has come.
 ///
-/// It is passed through unchanged from the stage that decides to the waiting future. Two other types remain
-/// beside it. [`Settled`] is the result of one queue, which knows neither the other stages nor reasons.
-/// `Started` is what the layers get: a future and an error, which both cost an allocation that this type does
-/// not need.
+/// It is passed through unchanged from the stage that decides to the waiting future. Two other
+/// types remain beside it. [`Settled`] is the result of one queue, which knows neither the other
+/// stages nor reasons. `Started` is what the layers get: a future and an error, which both cost an
+/// allocation that this type does not need.
 pub(super) enum Admission {
     /// The request may leave now.
     Granted {
@@ -49,9 +49,15 @@ pub(super) enum Admission {
         in_flight_slot: Option<InFlightSlot>,
     },
     /// The request may leave without a slot, because the store failed and the limiter fails open.
-    Uncounted { cause: StoreError, in_flight_slot: Option<InFlightSlot> },
+    Uncounted {
+        cause: StoreError,
+        in_flight_slot: Option<InFlightSlot>,
+    },
     /// The request waits, and keeps its `in_flight_slot` meanwhile.
-    Waits { wait: WaitFor, in_flight_slot: Option<InFlightSlot> },
+    Waits {
+        wait: WaitFor,
+        in_flight_slot: Option<InFlightSlot>,
+    },
     /// The request is refused by this process.
     Refused(Reason, Refusal),
     /// The request is refused because the store failed.
@@ -73,18 +79,32 @@ pub(super) enum WaitFor {
 
 impl Admission {
     fn waits(wait: WaitFor, in_flight_slot: Option<InFlightSlot>) -> Self {
-        Admission::Waits { wait, in_flight_slot }
+        Admission::Waits {
+            wait,
+            in_flight_slot,
+        }
     }
 
     /// Refuses a request because of a hold that ends after `left`.
     pub(super) fn held(left: Duration) -> Self {
-        Admission::Refused(Reason::Held, Refusal { wait: Some(left), limit: None })
+        Admission::Refused(
+            Reason::Held,
+            Refusal {
+                wait: Some(left),
+                limit: None,
+            },
+        )
     }
 }
 
 impl Core {
     /// Enters a request at the first stage.
-    pub(super) fn admit(self: &Arc<Self>, entry: &Entry, bound: WaitBound, now: Instant) -> Admission {
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        entry: &Entry,
+        bound: WaitBound,
+        now: Instant,
+    ) -> Admission {
         match self.stopped_by_host(entry, bound, now) {
             Some(stopped) => stopped,
             None => self.admit_past_host(entry, None, bound, now),
@@ -92,11 +112,24 @@ impl Core {
     }
 
     /// Returns what stops a request because its host is on hold.
-    fn stopped_by_host(self: &Arc<Self>, entry: &Entry, bound: WaitBound, now: Instant) -> Option<Admission> {
+    fn stopped_by_host(
+        self: &Arc<Self>,
+        entry: &Entry,
+        bound: WaitBound,
+        now: Instant,
+    ) -> Option<Admission> {
         let hold = host_hold(entry.key, entry.host)?;
         self.hosts.notice(entry.host?);
-        let Settings { max_hold, max_queue, .. } = self.settings;
-        let look = || self.states.find(hold, |state| (state.waits(max_hold, now), state.waiting_for_hold()));
+        let Settings {
+            max_hold,
+            max_queue,
+            ..
+        } = self.settings;
+        let look = || {
+            self.states.find(hold, |state| {
+                (state.waits(max_hold, now), state.waiting_for_hold())
+            })
+        };
         let (left, waiting) = look().or_else(|| {
             // Another process may know of a hold.
             self.inquire(hold, now);
@@ -113,12 +146,16 @@ impl Core {
             return Some(Admission::held(left));
         }
         if waiting >= max_queue {
-            return Some(Admission::Refused(Reason::QueueFull(max_queue), Refusal::NEVER));
+            return Some(Admission::Refused(
+                Reason::QueueFull(max_queue),
+                Refusal::NEVER,
+            ));
         }
         Some(Admission::waits(WaitFor::HostHold(until), None))
     }
 
-    /// Enters a request at the second stage. `number` is its number in the queue, if it has waited before.
+    /// Enters a request at the second stage. `number` is its number in the queue, if it has waited
+    /// before.
     pub(super) fn admit_past_host(
         self: &Arc<Self>,
         entry: &Entry,
@@ -127,7 +164,9 @@ impl Core {
         now: Instant,
     ) -> Admission {
         match self.admit_in_flight(entry.key, bound, now) {
-            Ok(in_flight_slot) => self.admit_with_in_flight_slot(entry, in_flight_slot, number, bound, now),
+            Ok(in_flight_slot) => {
+                self.admit_with_in_flight_slot(entry, in_flight_slot, number, bound, now)
+            }
             Err(stopped) => stopped,
         }
     }
@@ -159,19 +198,28 @@ impl Core {
         bound: WaitBound,
         settled: Settled<Number>,
     ) -> Result<Option<InFlightSlot>, Admission> {
-        let Settings { max_wait, max_queue, .. } = self.settings;
+        let Settings {
+            max_wait,
+            max_queue,
+            ..
+        } = self.settings;
         match settled {
             Settled::Granted(number) => Ok(Some(InFlightSlot::new(self.clone(), key, number))),
             Settled::Failed(source) if self.passes(&source) => Ok(None),
             Settled::Failed(source) => Err(Admission::Failed(source)),
-            Settled::Refused(_) => Err(Admission::Refused(bound.reason(max_wait), self.flight_refusal())),
-            Settled::QueueFull => {
-                Err(Admission::Refused(Reason::QueueFull(max_queue), self.flight_refusal()))
-            }
+            Settled::Refused(_) => Err(Admission::Refused(
+                bound.reason(max_wait),
+                self.flight_refusal(),
+            )),
+            Settled::QueueFull => Err(Admission::Refused(
+                Reason::QueueFull(max_queue),
+                self.flight_refusal(),
+            )),
         }
     }
 
-    /// Enters a request at the third stage. `number` is its number in the queue, if it has waited before.
+    /// Enters a request at the third stage. `number` is its number in the queue, if it has waited
+    /// before.
     pub(super) fn admit_with_in_flight_slot(
         self: &Arc<Self>,
         entry: &Entry,
@@ -184,12 +232,15 @@ impl Core {
             return self.admit_without_rates(entry.key, in_flight_slot, bound, now);
         }
         let number = number.unwrap_or_else(next_number);
-        let entered =
-            self.with_new_state(entry.key, now, |state, ctx| state.enter(ctx, entry.cost, bound, number));
+        let entered = self.with_new_state(entry.key, now, |state, ctx| {
+            state.enter(ctx, entry.cost, bound, number)
+        });
         let settled = match entered {
             Ok(None) => return Admission::waits(WaitFor::Slot(number), in_flight_slot),
             Ok(Some(settled)) => settled,
-            Err(Full) => Settled::Failed(StoreError::Full { max_keys: self.settings.max_keys }),
+            Err(Full) => Settled::Failed(StoreError::Full {
+                max_keys: self.settings.max_keys,
+            }),
         };
         if let Settled::Failed(StoreError::Full { max_keys }) = settled {
             // The store is in this process, and has no room. It is not away.
@@ -213,12 +264,16 @@ impl Core {
         bound: WaitBound,
         now: Instant,
     ) -> Admission {
-        // The requests of this key do not ask the store for slots, so the first one asks for a hold.
+        // The requests of this key do not ask the store for slots, so the first one asks for a
+        // hold.
         if self.states.find(key, |_| ()).is_none() {
             self.inquire(key, now);
         }
         let Some(left) = self.blocked(key, now) else {
-            return Admission::Granted { slot: None, in_flight_slot };
+            return Admission::Granted {
+                slot: None,
+                in_flight_slot,
+            };
         };
         let until = clock::after(now, left);
         if until <= bound.latest {
@@ -228,7 +283,8 @@ impl Core {
         }
     }
 
-    /// Returns what follows from the end of a request's wait for a slot, or from an attempt without a wait.
+    /// Returns what follows from the end of a request's wait for a slot, or from an attempt without
+    /// a wait.
     pub(super) fn slot_settled(
         &self,
         key: Key,
@@ -238,34 +294,53 @@ impl Core {
         now: Instant,
     ) -> Admission {
         match settled {
-            Settled::Granted(slot) => Admission::Granted { slot: Some(slot), in_flight_slot },
+            Settled::Granted(slot) => Admission::Granted {
+                slot: Some(slot),
+                in_flight_slot,
+            },
             Settled::Refused(refusal) => self.refused(key, bound, refusal, now),
             Settled::QueueFull => {
                 Admission::Refused(Reason::QueueFull(self.settings.max_queue), Refusal::NEVER)
             }
-            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted { cause, in_flight_slot },
+            Settled::Failed(cause) if self.passes(&cause) => Admission::Uncounted {
+                cause,
+                in_flight_slot,
+            },
             Settled::Failed(source) => Admission::Failed(source),
         }
     }
 
-    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has one limit,
-    /// the refusal names it.
+    /// Finds the reason of a refusal: a hold of the key, else the bound on the wait. If the key has
+    /// one limit, the refusal names it.
     fn refused(&self, key: Key, bound: WaitBound, refusal: Refusal, now: Instant) -> Admission {
         if self.held(key, now).is_some() {
-            return Admission::Refused(Reason::Held, Refusal { limit: None, ..refusal });
+            return Admission::Refused(
+                Reason::Held,
+                Refusal {
+                    limit: None,
+                    ..refusal
+                },
+            );
         }
         let refusal = match self.settings.spec.quota().limits() {
-            [only] if refusal.wait.is_some() => Refusal { limit: Some(*only), ..refusal },
+            [only] if refusal.wait.is_some() => Refusal {
+                limit: Some(*only),
+                ..refusal
+            },
             _ => refusal,
         };
         Admission::Refused(bound.reason(self.settings.max_wait), refusal)
     }
 
-    /// Returns how many requests of `key` wait for the same thing as a request that `wait`s, itself included.
+    /// Returns how many requests of `key` wait for the same thing as a request that `wait`s, itself
+    /// included.
     pub(super) fn queued(&self, key: Key, wait: WaitFor) -> usize {
         match wait {
             WaitFor::HostHold(_) | WaitFor::Hold(_) => 1,
-            WaitFor::InFlightSlot(_) => self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
+            WaitFor::InFlightSlot(_) => self
+                .flights
+                .as_ref()
+                .map_or(0, |flights| flights.waiting(key)),
             WaitFor::Slot(_) => self.states.find(key, |state| state.waiting()).unwrap_or(1),
         }
     }

@@ -1,8 +1,9 @@
 //! Access to the state of a key, and the work that is done after its lock is released.
 //!
-//! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its [`KeyContext`]: tasks
-//! to wake, and [`Effect`]s. [`Core::with_state`] and [`Core::with_new_state`] lock the state, call a
-//! closure, release the lock and do the work. They are the only callers of [`Core::run`].
+//! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its
+//! [`KeyContext`]: tasks to wake, and [`Effect`]s. [`Core::with_state`] and
+//! [`Core::with_new_state`] lock the state, call a closure, release the lock and do the work. They
+//! are the only callers of [`Core::run`].
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,25 +24,28 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::store::{Lease, spawn};
 
-/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the runtime
-/// does not run them in this time, the next call is sent without them.
+/// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
+/// runtime does not run them in this time, the next call is sent without them.
 const LONGEST_TURN: Duration = Duration::from_millis(5);
 
 impl Core {
-    /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key has no
-    /// state.
+    /// Runs `act` on the state of `key`, then does the work it leaves. Returns `None` if the key
+    /// has no state.
     pub(super) fn with_state<R>(
         self: &Arc<Self>,
         key: Key,
         now: Instant,
         act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>) -> R,
     ) -> Option<R> {
-        let (done, work) = self.states.find(key, |state| self.visit(key, state, now, act))?;
+        let (done, work) = self
+            .states
+            .find(key, |state| self.visit(key, state, now, act))?;
         self.run(key, now, work);
         Some(done)
     }
 
-    /// Runs `act` on the state of `key`, which is made if there is none, then does the work it leaves.
+    /// Runs `act` on the state of `key`, which is made if there is none, then does the work it
+    /// leaves.
     ///
     /// # Errors
     ///
@@ -63,8 +67,8 @@ impl Core {
         Ok(done)
     }
 
-    /// Runs `act` on the state of `key`, whose lock the caller holds. Returns its result and the work it
-    /// leaves.
+    /// Runs `act` on the state of `key`, whose lock the caller holds. Returns its result and the
+    /// work it leaves.
     fn visit<R>(
         &self,
         key: Key,
@@ -81,16 +85,20 @@ impl Core {
 
     /// Gives back permits that were not used: to the next waiter of `key`, else to the store.
     pub(super) fn give_back(self: &Arc<Self>, key: Key, slot: Reservation) {
-        if self.with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot)).is_none() {
+        if self
+            .with_state(key, clock::now(), |state, ctx| state.give_back(ctx, slot))
+            .is_none()
+        {
             let Settings { store, spec, .. } = &self.settings;
             store.give_back(key, spec, &[slot.unused()]);
         }
     }
 
-    /// Does the work that a visit to the state of `key` has left: wakes the tasks and starts the effects.
+    /// Does the work that a visit to the state of `key` has left: wakes the tasks and starts the
+    /// effects.
     ///
-    /// An effect runs on the store's own thread if there is one, else in the current runtime. If that runtime
-    /// is dropped, or there is none, a call ends as lost and a delay ends at once.
+    /// An effect runs on the store's own thread if there is one, else in the current runtime. If
+    /// that runtime is dropped, or there is none, a call ends as lost and a delay ends at once.
     fn run(self: &Arc<Self>, key: Key, now: Instant, work: Work) {
         work.wakers.wake();
         for effect in work.effects {
@@ -104,7 +112,13 @@ impl Core {
 
     /// Runs a call of `key` that was sent at `since` to its end.
     fn call(self: &Arc<Self>, key: Key, since: Instant, number: CallNumber, call: Call) {
-        let mut pending = PendingCall { core: self.clone(), key, since, number, open: true };
+        let mut pending = PendingCall {
+            core: self.clone(),
+            key,
+            since,
+            number,
+            open: true,
+        };
         self.spawn(async move {
             let answer = call.await;
             pending.answered(answer);
@@ -125,9 +139,9 @@ impl Core {
     /// Starts the batching delay of the next call of `key`.
     fn gather(self: &Arc<Self>, key: Key, now: Instant, mut delay: Duration) {
         let batch = BatchDelay::new(self, key);
-        // The tasks that are about to ask belong to the caller's runtime, and the store has a thread of its
-        // own. The caller's runtime may not be driven any more: the task on the store's thread ends the delay
-        // in that case.
+        // The tasks that are about to ask belong to the caller's runtime, and the store has a
+        // thread of its own. The caller's runtime may not be driven any more: the task on the
+        // store's thread ends the delay in that case.
         if delay.is_zero()
             && self.settings.store.background().is_some()
             && let Ok(runtime) = Handle::try_current()
@@ -149,8 +163,8 @@ impl Core {
         spawn(&*self.settings.store, task);
     }
 
-    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are left.
-    /// `at` is when it looks first.
+    /// Starts a task that gives back prefetched permits of `key` before they expire, until none are
+    /// left. `at` is when it looks first.
     fn sweep(self: &Arc<Self>, key: Key, at: Instant) {
         let core = Arc::downgrade(self);
         self.spawn(async move {
@@ -158,13 +172,16 @@ impl Core {
             while let Some(at) = next {
                 clock::sleep_until(at).await;
                 let Some(core) = core.upgrade() else { return };
-                next = core.with_state(key, clock::now(), |state, ctx| state.sweep(ctx)).flatten();
+                next = core
+                    .with_state(key, clock::now(), |state, ctx| state.sweep(ctx))
+                    .flatten();
             }
         });
     }
 }
 
-/// Waits until `delay` after `now`. If `delay` is zero, yields once to the other tasks that are ready to run.
+/// Waits until `delay` after `now`. If `delay` is zero, yields once to the other tasks that are
+/// ready to run.
 async fn wait_for(now: Instant, delay: Duration) {
     if delay.is_zero() {
         tokio::task::yield_now().await;
@@ -173,8 +190,8 @@ async fn wait_for(now: Instant, delay: Duration) {
     }
 }
 
-/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped before its
-/// answer, it ends as [`StoreError::Lost`].
+/// A call to the store that waiters of a key wait for. It ends exactly once. If it is dropped
+/// before its answer, it ends as [`StoreError::Lost`].
 struct PendingCall {
     core: Arc<Core>,
     key: Key,
@@ -188,7 +205,10 @@ struct PendingCall {
 impl PendingCall {
     fn answered(&mut self, answer: Result<Lease, StoreError>) {
         self.open = false;
-        if let Ok(Lease { foreign: Some(limit), .. }) = &answer
+        if let Ok(Lease {
+            foreign: Some(limit),
+            ..
+        }) = &answer
             && !self.core.warned.swap(true, Ordering::Relaxed)
         {
             let quota = self.core.settings.spec.quota();
@@ -221,8 +241,8 @@ impl Drop for PendingCall {
 
 /// A batching delay: requests that arrive before its end join the next call of their key.
 ///
-/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core alive, because
-/// a store may ask for a long pause.
+/// Up to two tasks share a delay, and the first that ends it counts. It does not keep the core
+/// alive, because a store may ask for a long pause.
 #[derive(Clone)]
 struct BatchDelay {
     core: Weak<Core>,
@@ -233,7 +253,11 @@ struct BatchDelay {
 
 impl BatchDelay {
     fn new(core: &Arc<Core>, key: Key) -> Self {
-        BatchDelay { core: Arc::downgrade(core), key, over: Arc::default() }
+        BatchDelay {
+            core: Arc::downgrade(core),
+            key,
+            over: Arc::default(),
+        }
     }
 
     /// Ends the delay after its full time.
@@ -241,11 +265,16 @@ impl BatchDelay {
         self.end(true);
     }
 
-    /// Ends the delay, if it has not ended. `joined` says whether other requests had the time to join.
+    /// Ends the delay, if it has not ended. `joined` says whether other requests had the time to
+    /// join.
     fn end(&self, joined: bool) {
-        let Some(core) = self.core.upgrade() else { return };
+        let Some(core) = self.core.upgrade() else {
+            return;
+        };
         if !self.over.swap(true, Ordering::Relaxed) {
-            core.with_state(self.key, clock::now(), |state, ctx| state.gathered(ctx, joined));
+            core.with_state(self.key, clock::now(), |state, ctx| {
+                state.gathered(ctx, joined)
+            });
         }
     }
 }

@@ -1,8 +1,9 @@
 //! The engine of a limiter: the state of all its keys, and what they share.
 //!
-//! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the background tasks and
-//! the store. This file holds its data and what can be read from it. What a limiter does lies in the files
-//! above this one, each with one concern: see the list in `limiter/mod.rs`.
+//! [`Core`] is what all parts of a limiter refer to: the waiting futures, the permits, the
+//! background tasks and the store. This file holds its data and what can be read from it. What a
+//! limiter does lies in the files above this one, each with one concern: see the list in
+//! `limiter/mod.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,12 +38,14 @@ pub(super) struct Core {
 
 /// Identifies a limiter's core without keeping it alive.
 ///
-/// A call on its way ([`Sent`](super::Sent)) holds this number instead of an `Arc<Core>`, because of the fast
-/// path. Measured through a Tower service with a permit at hand, an `Arc` makes a call take 95 ns instead of 77
-/// ns on one thread, and 187 ns instead of 161 ns on each of two threads that share the limiter.
+/// A call on its way ([`Sent`](super::Sent)) holds this number instead of an `Arc<Core>`, because
+/// of the fast path. Measured through a Tower service with a permit at hand, an `Arc` makes a call
+/// take 95 ns instead of 77 ns on one thread, and 187 ns instead of 161 ns on each of two threads
+/// that share the limiter.
 ///
-/// Only few responses need the core: responses that state something about limits, and all responses while a key is on
-/// probation. They look it up in [`CORES`]. If the limiter was dropped meanwhile, the response is ignored.
+/// Only few responses need the core: responses that state something about limits, and all responses
+/// while a key is on probation. They look it up in [`CORES`]. If the limiter was dropped meanwhile,
+/// the response is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CoreId(u32);
 
@@ -57,7 +60,11 @@ impl CoreId {
 
     /// Returns the core, if its limiter still exists.
     pub(super) fn find(self) -> Option<Arc<Core>> {
-        CORES.read().unwrap_or_else(PoisonError::into_inner).get(&self).and_then(Weak::upgrade)
+        CORES
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&self)
+            .and_then(Weak::upgrade)
     }
 
     /// Returns the name of `key` for errors and events.
@@ -80,18 +87,29 @@ impl Core {
             warned: AtomicBool::new(false),
             hosts: Hosts::default(),
         });
-        CORES.write().unwrap_or_else(PoisonError::into_inner).insert(core.id, Arc::downgrade(&core));
+        CORES
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(core.id, Arc::downgrade(&core));
         core
     }
 
-    /// Makes the context of a visit to the state of `key`, under the `stated` limits or the configured ones.
+    /// Makes the context of a visit to the state of `key`, under the `stated` limits or the
+    /// configured ones.
     pub(super) fn ctx<'a>(
         &'a self,
         key: Key,
         now: Instant,
         stated: Option<&'a Arc<LimitSpec>>,
     ) -> KeyContext<'a> {
-        let Settings { spec, store, max_queue, on_store_error, max_hold, .. } = &self.settings;
+        let Settings {
+            spec,
+            store,
+            max_queue,
+            on_store_error,
+            max_hold,
+            ..
+        } = &self.settings;
         KeyContext {
             key,
             store,
@@ -112,7 +130,10 @@ impl Core {
 
     /// Returns the limits of `key`: the stated limits, or the configured ones.
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
-        let stated = self.states.find(key, |state| self.stated(state, clock::now())).flatten();
+        let stated = self
+            .states
+            .find(key, |state| self.stated(state, clock::now()))
+            .flatten();
         stated.unwrap_or_else(|| self.settings.spec.clone())
     }
 
@@ -128,7 +149,8 @@ impl Core {
 
     /// Returns whether a request passes uncounted after `error` of the store.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
-        self.settings.on_store_error == OnStoreError::FailOpen && !matches!(error, StoreError::Full { .. })
+        self.settings.on_store_error == OnStoreError::FailOpen
+            && !matches!(error, StoreError::Full { .. })
     }
 
     /// Gives all prefetched permits back to the store, and waits until the store has them.
@@ -137,7 +159,11 @@ impl Core {
         let now = clock::now();
         self.states.for_each(|key, state| {
             if let Some(unused) = state.clear() {
-                store.give_back(key, self.stated(state, now).as_ref().unwrap_or(spec), &[unused]);
+                store.give_back(
+                    key,
+                    self.stated(state, now).as_ref().unwrap_or(spec),
+                    &[unused],
+                );
             }
         });
         store.flush().arrives().await
@@ -146,7 +172,13 @@ impl Core {
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Settings { spec, max_wait, max_queue, max_keys, .. } = &self.settings;
+        let Settings {
+            spec,
+            max_wait,
+            max_queue,
+            max_keys,
+            ..
+        } = &self.settings;
         f.debug_struct("Limiter")
             .field("quota", spec.quota())
             .field("max_wait", max_wait)
@@ -158,6 +190,9 @@ impl fmt::Debug for Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        CORES.write().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+        CORES
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.id);
     }
 }

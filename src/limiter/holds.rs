@@ -1,9 +1,9 @@
-//! Holds of keys: after a refusal by the upstream, or on an operator's demand, a key sends nothing until the
-//! hold ends.
+//! Holds of keys: after a refusal by the upstream, or on an operator's demand, a key sends nothing
+//! until the hold ends.
 //!
-//! A hold counts in this process at once, and in all processes that share the store. This file sets and ends
-//! holds, takes in those of other processes, and lets requests wait for their end. The state of one key's
-//! hold is in `key_state/key_hold.rs`.
+//! A hold counts in this process at once, and in all processes that share the store. This file sets
+//! and ends holds, takes in those of other processes, and lets requests wait for their end. The
+//! state of one key's hold is in `key_state/key_hold.rs`.
 
 use std::sync::Arc;
 use std::task::Context;
@@ -23,12 +23,25 @@ const LONGEST_HOLD: Duration = Duration::from_secs(366 * 86_400);
 
 impl Core {
     /// Holds `key` for `span`, here and in all processes that share the store.
-    pub(super) async fn hold_for(self: &Arc<Self>, key: Key, span: Duration) -> Result<(), StoreError> {
+    pub(super) async fn hold_for(
+        self: &Arc<Self>,
+        key: Key,
+        span: Duration,
+    ) -> Result<(), StoreError> {
         let now = clock::now();
         let releases = self.states.find(key, |state| state.releases()).unwrap_or(0);
-        let held = HoldState { remaining: span.min(LONGEST_HOLD), releases, cut: false };
+        let held = HoldState {
+            remaining: span.min(LONGEST_HOLD),
+            releases,
+            cut: false,
+        };
         self.set_hold(key, held, now);
-        let held = self.settings.store.hold(key, &self.terms(key), held, None).arrives().await?;
+        let held = self
+            .settings
+            .store
+            .hold(key, &self.terms(key), held, None)
+            .arrives()
+            .await?;
         // Another process may have released the key before, and this process did not know.
         self.hold_heard(key, held);
         Ok(())
@@ -36,7 +49,12 @@ impl Core {
 
     /// Ends the hold of `key`, here and in all processes that share the store.
     pub(super) async fn release(self: &Arc<Self>, key: Key) -> Result<(), StoreError> {
-        let held = self.settings.store.release(key, &self.terms(key)).arrives().await?;
+        let held = self
+            .settings
+            .store
+            .release(key, &self.terms(key))
+            .arrives()
+            .await?;
         self.set_hold(key, held, clock::now());
         Ok(())
     }
@@ -44,18 +62,21 @@ impl Core {
     /// Takes in a hold of `key` that this process has seen itself.
     pub(super) fn set_hold(self: &Arc<Self>, key: Key, held: HoldState, now: Instant) {
         // If there is no room for one more key, the next call learns of the hold from the store.
-        let _ = self.with_new_state(key, now, |state, ctx| state.hold(ctx, held, HoldSource::Seen));
+        let _ = self.with_new_state(key, now, |state, ctx| {
+            state.hold(ctx, held, HoldSource::Seen)
+        });
     }
 
     /// Takes in that another process has held or released `key`.
     ///
-    /// A key without state has nothing to hold back, and its first request learns of the hold from the store.
-    /// State is made only if the requests of the key do not ask the store: if no rate is limited, or if holds
-    /// go by host.
+    /// A key without state has nothing to hold back, and its first request learns of the hold from
+    /// the store. State is made only if the requests of the key do not ask the store: if no rate is
+    /// limited, or if holds go by host.
     pub(super) fn hold_heard(self: &Arc<Self>, key: Key, held: HoldState) {
         let now = clock::now();
-        let hear =
-            |state: &mut KeyState, ctx: &mut KeyContext<'_>| state.hold(ctx, held, HoldSource::Published);
+        let hear = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+            state.hold(ctx, held, HoldSource::Published)
+        };
         let requests_ask = !self.settings.spec.quota().limits().is_empty() && !self.hosts.are_any();
         if requests_ask || held.remaining.is_zero() {
             self.with_state(key, now, hear);
@@ -66,11 +87,14 @@ impl Core {
 
     /// Takes in that an upstream told another process that less is left.
     pub(super) fn less_heard(self: &Arc<Self>, key: Key, writes: u64) {
-        self.with_state(key, clock::now(), |state, ctx| state.less_heard(ctx, writes));
+        self.with_state(key, clock::now(), |state, ctx| {
+            state.less_heard(ctx, writes)
+        });
     }
 
-    /// Takes in that events of the store may have been missed, so that it has to be asked again about holds. If
-    /// it was `reconnected`, it may also have lost its state, and is asked about bookings as well.
+    /// Takes in that events of the store may have been missed, so that it has to be asked again
+    /// about holds. If it was `reconnected`, it may also have lost its state, and is asked about
+    /// bookings as well.
     pub(super) fn events_missed(self: &Arc<Self>, reconnected: bool, now: Instant) {
         let mut keys = Vec::new();
         self.states.for_each(|key, state| {
@@ -84,14 +108,17 @@ impl Core {
         }
     }
 
-    /// Returns how long requests of `key` may not leave, because of a hold or a probe. A request that may leave
-    /// on probation becomes the probe.
+    /// Returns how long requests of `key` may not leave, because of a hold or a probe. A request
+    /// that may leave on probation becomes the probe.
     pub(super) fn blocked(&self, key: Key, now: Instant) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.states.find(key, |state| state.blocked(max_hold, now)).flatten()
+        self.states
+            .find(key, |state| state.blocked(max_hold, now))
+            .flatten()
     }
 
-    /// The same as [`blocked`](Core::blocked) for the waiter `number`, whose task is woken when the answer changes.
+    /// The same as [`blocked`](Core::blocked) for the waiter `number`, whose task is woken when the
+    /// answer changes.
     pub(super) fn poll_hold(
         &self,
         key: Key,
@@ -100,11 +127,14 @@ impl Core {
         cx: &Context<'_>,
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.states.find(key, |state| state.poll_hold(number, max_hold, now, cx)).flatten()
+        self.states
+            .find(key, |state| state.poll_hold(number, max_hold, now, cx))
+            .flatten()
     }
 
-    /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The waiter becomes
-    /// no probe, because it waits for other things too. Its task is woken when the answer changes.
+    /// Returns how long the waiter `number` waits for the end of a host's hold, if at all. The
+    /// waiter becomes no probe, because it waits for other things too. Its task is woken when the
+    /// answer changes.
     pub(super) fn poll_host_hold(
         &self,
         hold: Key,
@@ -113,7 +143,9 @@ impl Core {
         cx: &Context<'_>,
     ) -> Option<Duration> {
         let max_hold = self.settings.max_hold;
-        self.states.find(hold, |state| state.watch_hold(number, max_hold, now, cx)).flatten()
+        self.states
+            .find(hold, |state| state.watch_hold(number, max_hold, now, cx))
+            .flatten()
     }
 
     /// Forgets the waiter `number`, which no longer waits for the hold of `key`.
@@ -124,7 +156,9 @@ impl Core {
     /// Returns whether no hold is known that stops requests to `host` under `key` and no others.
     #[inline]
     pub(super) fn is_host_clear(&self, key: Key, host: Option<Key>, now: Instant) -> bool {
-        let Some((hold, host)) = host_hold(key, host).zip(host) else { return true };
+        let Some((hold, host)) = host_hold(key, host).zip(host) else {
+            return true;
+        };
         let first = self.hosts.notice(host);
         if first.is_some_and(|first| first.is_clear()) {
             return true;
@@ -140,8 +174,8 @@ impl Core {
         self.states.find(hold, look).unwrap_or(false)
     }
 
-    /// Asks the store about a hold of `key`, of which this process has no state. If the answer takes a trip, it
-    /// comes too late for the request that asks.
+    /// Asks the store about a hold of `key`, of which this process has no state. If the answer
+    /// takes a trip, it comes too late for the request that asks.
     pub(super) fn inquire(self: &Arc<Self>, key: Key, now: Instant) {
         // If there is no room for one more key, the request goes on without.
         let _ = self.with_new_state(key, now, KeyState::inquire);

@@ -1,12 +1,12 @@
 //! The hosts of requests that share [`Key::ALL`].
 //!
-//! Without a key function all requests share one count, but each host has holds of its own. A hold that a host
-//! causes is kept under another key, the host's [`within_all`](Key::within_all). The state of that key holds
-//! and never counts.
+//! Without a key function all requests share one count, but each host has holds of its own. A hold
+//! that a host causes is kept under another key, the host's [`within_all`](Key::within_all). The
+//! state of that key holds and never counts.
 //!
-//! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and looks at the
-//! hold again when it gets its slot. So a request to a host on hold keeps neither slots nor calls in flight
-//! from requests to other hosts.
+//! A request first waits until its host is not on hold. Then it queues under [`Key::ALL`], and
+//! looks at the hold again when it gets its slot. So a request to a host on hold keeps neither
+//! slots nor calls in flight from requests to other hosts.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +21,8 @@ pub(super) struct Hosts {
     several: AtomicBool,
 }
 
-/// The host of the first request. Most programs call one host, so its requests save the hash of the name and the look
-/// at its hold.
+/// The host of the first request. Most programs call one host, so its requests save the hash of the
+/// name and the look at its hold.
 #[derive(Debug)]
 pub(super) struct FirstHost {
     name: Box<str>,
@@ -39,7 +39,8 @@ impl FirstHost {
         self.is_clear.load(Ordering::Relaxed)
     }
 
-    /// Remembers whether a hold of the host is known. The caller holds the lock of the state that has these holds.
+    /// Remembers whether a hold of the host is known. The caller holds the lock of the state that
+    /// has these holds.
     pub(super) fn set_clear(&self, is_clear: bool) {
         self.is_clear.store(is_clear, Ordering::Relaxed);
     }
@@ -59,7 +60,11 @@ impl Hosts {
     #[cold]
     fn other_key_of(&self, name: &str) -> Key {
         let host = Key::host(name);
-        self.first.get_or_init(|| FirstHost { name: name.into(), host, is_clear: AtomicBool::new(false) });
+        self.first.get_or_init(|| FirstHost {
+            name: name.into(),
+            host,
+            is_clear: AtomicBool::new(false),
+        });
         host
     }
 
@@ -76,11 +81,15 @@ impl Hosts {
         None
     }
 
-    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds the lock of
-    /// its state.
+    /// Forgets that no hold is known, if `key` has the holds of the first host. The caller holds
+    /// the lock of its state.
     #[inline]
     pub(super) fn touch(&self, key: Key) {
-        if let Some(first) = self.first.get().filter(|first| first.host.within_all() == key) {
+        if let Some(first) = self
+            .first
+            .get()
+            .filter(|first| first.host.within_all() == key)
+        {
             first.set_clear(false);
         }
     }
@@ -90,8 +99,8 @@ impl Hosts {
         self.first.get().is_some()
     }
 
-    /// Returns whether requests went to several hosts. Then what one host states of its quotas may be another
-    /// count than that of [`Key::ALL`].
+    /// Returns whether requests went to several hosts. Then what one host states of its quotas may
+    /// be another count than that of [`Key::ALL`].
     pub(super) fn are_several(&self) -> bool {
         self.several.load(Ordering::Relaxed)
     }
@@ -100,5 +109,9 @@ impl Hosts {
 /// Returns the key that has the holds of `host`, if requests under `key` have holds by host.
 #[inline]
 pub(super) fn host_hold(key: Key, host: Option<Key>) -> Option<Key> {
-    if key == Key::ALL { host.map(Key::within_all) } else { None }
+    if key == Key::ALL {
+        host.map(Key::within_all)
+    } else {
+        None
+    }
 }

@@ -41,15 +41,17 @@ impl InFlightSlot {
     /// [`OnStoreError::FailOpen`].
     pub(super) fn is_lost(&self, now: Instant) -> bool {
         let Taken { core, key, number } = &*self.0;
-        core.at_guarded_flight(*key, |flight| flight.is_lost(*number, now)).unwrap_or(false)
+        core.at_guarded_flight(*key, |flight| flight.is_lost(*number, now))
+            .unwrap_or(false)
     }
 
-    /// Ready when the store may have given the place to another call: then this call has to end. Never ready with
-    /// [`OnStoreError::FailOpen`].
+    /// Ready when the store may have given the place to another call: then this call has to end.
+    /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
         let Taken { core, key, number } = &*self.0;
         let lost = core.at_guarded_flight(*key, |flight| flight.poll_lost(*number, cx));
-        lost.unwrap_or(Poll::Pending).map(|()| StoreError::InFlightSlotLost)
+        lost.unwrap_or(Poll::Pending)
+            .map(|()| StoreError::InFlightSlotLost)
     }
 
     /// The same as [`poll_lost`](InFlightSlot::poll_lost), with the error of the call.
@@ -83,7 +85,9 @@ impl Core {
         impatient: bool,
         now: Instant,
     ) -> Result<Option<Settled<Number>>, Full> {
-        let Some(flights) = &self.flights else { return Ok(None) };
+        let Some(flights) = &self.flights else {
+            return Ok(None);
+        };
         let max_queue = self.settings.max_queue;
         let entered = flights.with_new(key, now, |flight| {
             if flight.waiting() >= max_queue {
@@ -96,7 +100,9 @@ impl Core {
             return Ok(Some(Settled::QueueFull));
         }
         self.send(entered.claim);
-        Ok(flights.with(key, |flight| flight.collect(number, now)).flatten())
+        Ok(flights
+            .with(key, |flight| flight.collect(number, now))
+            .flatten())
     }
 
     /// Polls the wait of `number` for an in-flight slot of `key`. It ends at `until` at the latest.
@@ -108,7 +114,9 @@ impl Core {
         now: Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Settled<Number>> {
-        let polled = self.at_flight(key, |flight, wakers| flight.poll(number, until, now, cx, wakers));
+        let polled = self.at_flight(key, |flight, wakers| {
+            flight.poll(number, until, now, cx, wakers)
+        });
         polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER)))
     }
 
@@ -130,7 +138,9 @@ impl Core {
 
     /// Returns the refusal of a request that got no place. When a call will end is unknown.
     pub(super) fn flight_refusal(&self) -> Refusal {
-        let limit = self.flights.as_ref().map(|flights| Limit::InFlight { count: flights.limit() });
+        let limit = self.flights.as_ref().map(|flights| Limit::InFlight {
+            count: flights.limit(),
+        });
         Refusal { wait: None, limit }
     }
 
@@ -141,13 +151,17 @@ impl Core {
         act: impl FnOnce(&mut Flight, &mut Wakers) -> R,
     ) -> Option<R> {
         let mut wakers = Wakers::default();
-        let acted = self.flights.as_ref()?.act(key, |flight| act(flight, &mut wakers))?;
+        let acted = self
+            .flights
+            .as_ref()?
+            .act(key, |flight| act(flight, &mut wakers))?;
         wakers.wake();
         self.send(acted.claim);
         Some(acted.done)
     }
 
-    /// Runs `act` on the calls in flight of `key`, if they have to end when the store cannot be told of them.
+    /// Runs `act` on the calls in flight of `key`, if they have to end when the store cannot be
+    /// told of them.
     fn at_guarded_flight<R>(&self, key: Key, act: impl FnOnce(&mut Flight) -> R) -> Option<R> {
         if self.settings.on_store_error == OnStoreError::FailOpen {
             return None;

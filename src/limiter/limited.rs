@@ -25,17 +25,27 @@ pub(super) struct Request {
 impl Request {
     /// A request that has not waited.
     pub(super) fn new(label: Box<str>, now: Instant) -> Self {
-        Request { label, since: now, turns: 0 }
+        Request {
+            label,
+            since: now,
+            turns: 0,
+        }
     }
 
     /// Builds and reports the error of a request that this process refuses.
     pub(super) fn refuse(self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
-        reported(Limited::Local { reason, report: self.report(refusal, now) })
+        reported(Limited::Local {
+            reason,
+            report: self.report(refusal, now),
+        })
     }
 
     /// Builds and reports the error of a request that failed because the store did.
     pub(super) fn fail(self, source: StoreError, now: Instant) -> Limited {
-        reported(Limited::Store { source, report: self.report(Refusal::NEVER, now) })
+        reported(Limited::Store {
+            source,
+            report: self.report(Refusal::NEVER, now),
+        })
     }
 
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {

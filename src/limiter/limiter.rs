@@ -40,9 +40,9 @@ use crate::store::Refusal;
 ///
 /// # Two limits with different keys
 ///
-/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is valid for
-/// some milliseconds only, so the first permit can expire during the wait for the second. In this case, give
-/// the first permit back and acquire it again, until both are valid:
+/// A server may allow one message per second to each channel, and 30 per minute in all. A permit is
+/// valid for some milliseconds only, so the first permit can expire during the wait for the second.
+/// In this case, give the first permit back and acquire it again, until both are valid:
 ///
 /// ```
 /// use std::{mem::swap, time::{Duration, Instant}};
@@ -95,8 +95,8 @@ use crate::store::Refusal;
 ///
 /// # Cancel safety
 ///
-/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its place in the
-/// queue is freed.
+/// If the future of `both` is dropped while it waits, the permit it holds counts as spent, and its
+/// place in the queue is freed.
 #[derive(Clone)]
 pub struct Limiter(Arc<Core>);
 
@@ -107,13 +107,14 @@ impl Limiter {
     ///
     /// # Errors
     ///
-    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the queue is
-    /// full, or if the cost is above the limit. [`Limited::Store`] if the store could not be asked.
+    /// [`Limited::Local`] if the next slot is later than `max_wait` or the deadline allows, if the
+    /// queue is full, or if the cost is above the limit. [`Limited::Store`] if the store could not
+    /// be asked.
     ///
     /// # Cancel safety
     ///
-    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes to the next
-    /// waiter.
+    /// The future may be dropped at any time. This frees its place in the queue, and its slot goes
+    /// to the next waiter.
     ///
     /// # Panics
     ///
@@ -122,7 +123,8 @@ impl Limiter {
         Acquire::new(self.0.clone(), key)
     }
 
-    /// Reads the state of `key`: its limits, what is used and free, and how many requests wait. Consumes nothing.
+    /// Reads the state of `key`: its limits, what is used and free, and how many requests wait.
+    /// Consumes nothing.
     ///
     /// # Errors
     ///
@@ -133,9 +135,9 @@ impl Limiter {
 
     /// Holds `key` for `span`: no process that shares the store sends anything for it.
     ///
-    /// The limiter does the same when the upstream answers 429. Another hold can only prolong this one, and
-    /// [`release`](Limiter::release) ends it. Waiters that cannot wait until its end are refused at once, with
-    /// [`Reason::Held`].
+    /// The limiter does the same when the upstream answers 429. Another hold can only prolong this
+    /// one, and [`release`](Limiter::release) ends it. Waiters that cannot wait until its end are
+    /// refused at once, with [`Reason::Held`].
     ///
     /// ```
     /// use std::time::Duration;
@@ -165,7 +167,8 @@ impl Limiter {
         self.0.hold_for(key, span).await
     }
 
-    /// Holds `key` until a moment, like [`hold_for`](Limiter::hold_for). Does nothing if `until` has passed.
+    /// Holds `key` until a moment, like [`hold_for`](Limiter::hold_for). Does nothing if `until`
+    /// has passed.
     ///
     /// # Errors
     ///
@@ -186,11 +189,12 @@ impl Limiter {
         self.0.release(key).await
     }
 
-    /// Gives back the permits that this process has fetched ahead, and waits until the store has received all
-    /// permits that were given back.
+    /// Gives back the permits that this process has fetched ahead, and waits until the store has
+    /// received all permits that were given back.
     ///
-    /// Call it at the end of a program whose other processes go on. Without it, they cannot use these permits
-    /// until the permits expire, a window later at most. The limiter can be used again afterwards.
+    /// Call it at the end of a program whose other processes go on. Without it, they cannot use
+    /// these permits until the permits expire, a window later at most. The limiter can be used
+    /// again afterwards.
     ///
     /// # Errors
     ///
@@ -212,8 +216,8 @@ impl Limiter {
         Limiter(core)
     }
 
-    /// Returns the key of the host of `request`, which has `key`, if holds go by host or a redirect may lead to
-    /// another host.
+    /// Returns the key of the host of `request`, which has `key`, if holds go by host or a redirect
+    /// may lead to another host.
     #[inline]
     pub(crate) fn host_of(&self, key: Key, request: &impl RequestInfo) -> Option<Key> {
         if key == Key::ALL {

@@ -1,4 +1,5 @@
-//! The events of the store: what other processes did, and how the store answers claims for calls in flight.
+//! The events of the store: what other processes did, and how the store answers claims for calls in
+//! flight.
 
 use std::sync::{Arc, Weak};
 

@@ -1,8 +1,9 @@
-//! Rate limiting with a quota: a request enters with its key, and a [`Permit`] comes out, at once or after a wait.
+//! Rate limiting with a quota: a request enters with its key, and a [`Permit`] comes out, at once
+//! or after a wait.
 
-// All state of a key in this process is behind one lock that is never held across an `await`. A waiting future
-// holds a number in the key's queue and can be dropped at any time. The limiter does not count: the store
-// does.
+// All state of a key in this process is behind one lock that is never held across an `await`. A
+// waiting future holds a number in the key's queue and can be dropped at any time. The limiter does
+// not count: the store does.
 //
 // The imports point one way: a file imports only files that stand above it in this table.
 //

@@ -22,12 +22,12 @@ use crate::signal::Signal;
 
 /// The right to send one request, from now until its [`deadline`](Permit::deadline).
 ///
-/// A permit ends exactly once: with [`answered`](Permit::answered), or with [`give_back`](Permit::give_back) if
-/// the request was surely not sent. A permit that is dropped counts as spent, because the request may have
-/// left.
+/// A permit ends exactly once: with [`answered`](Permit::answered), or with
+/// [`give_back`](Permit::give_back) if the request was surely not sent. A permit that is dropped
+/// counts as spent, because the request may have left.
 ///
-/// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in flight until
-/// its permit ends. Keep the permit until the response has arrived.
+/// If calls in flight are limited ([`Quota::in_flight`](crate::Quota::in_flight)), the call is in
+/// flight until its permit ends. Keep the permit until the response has arrived.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct Permit {
     core: Arc<Core>,
@@ -60,12 +60,21 @@ impl Permit {
         slot: Option<Reservation>,
         in_flight_slot: Option<InFlightSlot>,
     ) -> Self {
-        Permit { core, key, slot, in_flight_slot, wait: None }
+        Permit {
+            core,
+            key,
+            slot,
+            in_flight_slot,
+            wait: None,
+        }
     }
 
     /// Adds how the request waited.
     pub(super) fn after(self, wait: Wait) -> Self {
-        Permit { wait: Some(Box::new(wait)), ..self }
+        Permit {
+            wait: Some(Box::new(wait)),
+            ..self
+        }
     }
 
     /// Returns the key of the request.
@@ -73,10 +82,11 @@ impl Permit {
         self.key
     }
 
-    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if rates are not
-    /// limited.
+    /// Returns the moment by which the request must have left. `None` if it costs nothing, or if
+    /// rates are not limited.
     ///
-    /// A permit that is used later may exceed the upstream's limit. Give it back and acquire another one.
+    /// A permit that is used later may exceed the upstream's limit. Give it back and acquire
+    /// another one.
     pub fn deadline(&self) -> Option<Instant> {
         self.slot.map(|slot| slot.until)
     }
@@ -86,9 +96,9 @@ impl Permit {
         self.slot.is_none_or(|slot| clock::now() < slot.until)
     }
 
-    /// Waits until this call may no longer be counted as in flight, because this process has lost contact with
-    /// the store for longer than `in_flight_ttl`. The call has to end then: the store may have allowed another
-    /// call instead.
+    /// Waits until this call may no longer be counted as in flight, because this process has lost
+    /// contact with the store for longer than `in_flight_ttl`. The call has to end then: the store
+    /// may have allowed another call instead.
     ///
     /// Never ends if calls in flight are not limited, if they are counted in memory, or with
     /// [`OnStoreError::FailOpen`](crate::OnStoreError::FailOpen).
@@ -106,11 +116,13 @@ impl Permit {
 
     /// Returns how long the request waited for this permit.
     pub fn waited(&self) -> Duration {
-        self.wait.as_ref().map_or(Duration::ZERO, |wait| wait.waited)
+        self.wait
+            .as_ref()
+            .map_or(Duration::ZERO, |wait| wait.waited)
     }
 
-    /// Ends the permit of a request that was sent, with what the response states. If the response is a refusal,
-    /// returns it as an error, for callers that want one.
+    /// Ends the permit of a request that was sent, with what the response states. If the response
+    /// is a refusal, returns it as an error, for callers that want one.
     #[inline]
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
         self.sent().answered(signal).1
@@ -118,12 +130,29 @@ impl Permit {
 
     /// Marks the request as sent.
     pub(crate) fn sent(self) -> Sent {
-        let Permit { core, key, slot, in_flight_slot, wait } = self;
+        let Permit {
+            core,
+            key,
+            slot,
+            in_flight_slot,
+            wait,
+        } = self;
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let host = wait.as_ref().and_then(|wait| wait.host);
-        let more =
-            (in_flight_slot.is_some() || wait.is_some()).then(|| Box::new(More { in_flight_slot, wait }));
-        Sent { core: core.id, cost, key, host, at, more }
+        let more = (in_flight_slot.is_some() || wait.is_some()).then(|| {
+            Box::new(More {
+                in_flight_slot,
+                wait,
+            })
+        });
+        Sent {
+            core: core.id,
+            cost,
+            key,
+            host,
+            at,
+            more,
+        }
     }
 
     /// Takes the permit apart: its slot, and its in-flight slot.
@@ -131,7 +160,8 @@ impl Permit {
         (self.slot, self.in_flight_slot)
     }
 
-    /// Ends the permit of a request that was surely not sent. Its slot goes to the next waiter, else to the store.
+    /// Ends the permit of a request that was surely not sent. Its slot goes to the next waiter,
+    /// else to the store.
     pub fn give_back(self) {
         if let Some(slot) = self.slot {
             self.core.give_back(self.key, slot);
@@ -141,8 +171,8 @@ impl Permit {
 
 /// A request that was sent and not yet answered. Its permit is spent.
 ///
-/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a [`CoreId`]
-/// instead of an `Arc<Core>`, and puts what few requests need into a box.
+/// Each response future holds one, so it is small. That is why it is no [`Permit`]: it holds a
+/// [`CoreId`] instead of an `Arc<Core>`, and puts what few requests need into a box.
 pub(crate) struct Sent {
     core: CoreId,
     cost: u32,
@@ -164,14 +194,24 @@ impl More {
     /// Makes it for a request that did not wait.
     #[cold]
     fn new(in_flight_slot: Option<InFlightSlot>, label: Option<Box<str>>) -> Box<Self> {
-        let wait = label.map(|label| Box::new(Wait { label, waited: Duration::ZERO, turns: 0, host: None }));
-        Box::new(More { in_flight_slot, wait })
+        let wait = label.map(|label| {
+            Box::new(Wait {
+                label,
+                waited: Duration::ZERO,
+                turns: 0,
+                host: None,
+            })
+        });
+        Box::new(More {
+            in_flight_slot,
+            wait,
+        })
     }
 }
 
 impl Sent {
-    /// Makes one for a request that got its permit at once. `label` is the name of its key, for the error of a
-    /// refusal, if the caller wants one.
+    /// Makes one for a request that got its permit at once. `label` is the name of its key, for the
+    /// error of a refusal, if the caller wants one.
     #[inline]
     pub(crate) fn at_once(
         core: CoreId,
@@ -180,13 +220,22 @@ impl Sent {
         in_flight_slot: Option<InFlightSlot>,
         label: Option<Box<str>>,
     ) -> Self {
-        let &Entry { key, cost, host, .. } = entry;
+        let &Entry {
+            key, cost, host, ..
+        } = entry;
         let more = if in_flight_slot.is_none() && label.is_none() {
             None
         } else {
             Some(More::new(in_flight_slot, label))
         };
-        Sent { core, cost, key, host, at, more }
+        Sent {
+            core,
+            cost,
+            key,
+            host,
+            at,
+            more,
+        }
     }
 
     pub(crate) fn key(&self) -> Key {
@@ -198,46 +247,84 @@ impl Sent {
         self.host
     }
 
-    /// Returns whether a response matters that states nothing about limits: it may end the probation of a key.
+    /// Returns whether a response matters that states nothing about limits: it may end the
+    /// probation of a key.
     #[inline]
     pub(crate) fn is_listened_for(&self) -> bool {
         is_any_uncertain()
     }
 
-    /// Ends the request after a response that states nothing about limits. Its call is in flight until the
-    /// in-flight slot is dropped.
+    /// Ends the request after a response that states nothing about limits. Its call is in flight
+    /// until the in-flight slot is dropped.
     #[inline]
     pub(crate) fn into_in_flight_slot(self) -> Option<InFlightSlot> {
         self.more?.in_flight_slot
     }
 
-    /// Ends the request with what its response states. Returns the error of a response that is a refusal. The
-    /// call is in flight until the in-flight slot is dropped.
+    /// Ends the request with what its response states. Returns the error of a response that is a
+    /// refusal. The call is in flight until the in-flight slot is dropped.
     pub(crate) fn answered(mut self, signal: &Signal) -> (Option<InFlightSlot>, Option<Limited>) {
-        let Sent { key, host, cost, at, .. } = self;
+        let Sent {
+            key,
+            host,
+            cost,
+            at,
+            ..
+        } = self;
         let hold = host_hold(key, host).unwrap_or(key);
-        AnsweredCall { key, hold, cost, sent: at }.tell(self.core, signal);
-        let limited = signal.refusal().map(|status| self.upstream_limited(status, signal));
+        AnsweredCall {
+            key,
+            hold,
+            cost,
+            sent: at,
+        }
+        .tell(self.core, signal);
+        let limited = signal
+            .refusal()
+            .map(|status| self.upstream_limited(status, signal));
         (self.into_in_flight_slot(), limited)
     }
 
-    /// Ready with an error if the call has to end, because it may no longer be counted as in flight.
+    /// Ready with an error if the call has to end, because it may no longer be counted as in
+    /// flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let in_flight_slot = self.more.as_ref().and_then(|more| more.in_flight_slot.as_ref());
-        in_flight_slot.map_or(Poll::Pending, |in_flight_slot| in_flight_slot.poll_limited(cx))
+        let in_flight_slot = self
+            .more
+            .as_ref()
+            .and_then(|more| more.in_flight_slot.as_ref());
+        in_flight_slot.map_or(Poll::Pending, |in_flight_slot| {
+            in_flight_slot.poll_limited(cx)
+        })
     }
 
     #[cold]
     fn upstream_limited(&mut self, status: StatusCode, signal: &Signal) -> Limited {
-        let Wait { label, waited, turns, .. } = match self.more.as_mut().and_then(|more| more.wait.take()) {
+        let Wait {
+            label,
+            waited,
+            turns,
+            ..
+        } = match self.more.as_mut().and_then(|more| more.wait.take()) {
             Some(wait) => *wait,
-            None => Wait { label: self.core.label(self.key), waited: Duration::ZERO, turns: 0, host: None },
+            None => Wait {
+                label: self.core.label(self.key),
+                waited: Duration::ZERO,
+                turns: 0,
+                host: None,
+            },
         };
         let retry_after = signal.retry_after();
         events::upstream_limited(&label, status, retry_after);
         let at = clock::wall(clock::now());
-        let report = LimitedInfo::new(Facts { key: label, limit: None, retry_after, at, waited, turns });
+        let report = LimitedInfo::new(Facts {
+            key: label,
+            limit: None,
+            retry_after,
+            at,
+            waited,
+            turns,
+        });
         Limited::Upstream { status, report }
     }
 }

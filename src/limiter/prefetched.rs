@@ -1,7 +1,7 @@
 //! Permits that are fetched in advance, so that the next requests need no call to the store.
 //!
-//! How many follows from how fast they are used: twice as many if they were used up within half their validity, half as many if more
-//! than half of them are left.
+//! How many follows from how fast they are used: twice as many if they were used up within half
+//! their validity, half as many if more than half of them are left.
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,16 @@ pub(super) struct Prefetched {
 
 impl Prefetched {
     pub(super) fn new(now: Instant) -> Self {
-        Prefetched { units: 0, until: now, slot: 0, stamp: 0, incarnation: 0, fetched: 0, soon: now, next: 0 }
+        Prefetched {
+            units: 0,
+            until: now,
+            slot: 0,
+            stamp: 0,
+            incarnation: 0,
+            fetched: 0,
+            soon: now,
+            next: 0,
+        }
     }
 
     /// Returns when the permits expire.
@@ -50,7 +59,13 @@ impl Prefetched {
     /// Takes a permit.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
-        let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
+        let &mut Prefetched {
+            until,
+            slot,
+            stamp,
+            incarnation,
+            ..
+        } = self;
         self.spend(cost, now).then_some(Reservation {
             at: now,
             until,
@@ -73,14 +88,33 @@ impl Prefetched {
     }
 
     /// Takes up to `most` permits.
-    pub(super) fn take_many(&mut self, cost: u32, most: usize, now: Instant) -> Option<Reservation> {
+    pub(super) fn take_many(
+        &mut self,
+        cost: u32,
+        most: usize,
+        now: Instant,
+    ) -> Option<Reservation> {
         if now >= self.until || cost == 0 {
             return None;
         }
         let count = (self.units / cost).min(u32::try_from(most).unwrap_or(u32::MAX));
         self.units -= count * cost;
-        let &mut Prefetched { until, slot, stamp, incarnation, .. } = self;
-        (count > 0).then_some(Reservation { at: now, until, cost, count, slot, stamp, incarnation })
+        let &mut Prefetched {
+            until,
+            slot,
+            stamp,
+            incarnation,
+            ..
+        } = self;
+        (count > 0).then_some(Reservation {
+            at: now,
+            until,
+            cost,
+            count,
+            slot,
+            stamp,
+            incarnation,
+        })
     }
 
     /// Takes back a permit. Returns false if it is not one of these, or has expired.
@@ -105,8 +139,19 @@ impl Prefetched {
 
     /// Takes out what is left, to give it back.
     pub(super) fn clear(&mut self) -> Option<UnusedPermits> {
-        let &mut Prefetched { units, slot, stamp, incarnation, .. } = self;
-        let left = UnusedPermits { slot, stamp, units: u64::from(units), incarnation };
+        let &mut Prefetched {
+            units,
+            slot,
+            stamp,
+            incarnation,
+            ..
+        } = self;
+        let left = UnusedPermits {
+            slot,
+            stamp,
+            units: u64::from(units),
+            incarnation,
+        };
         self.units = 0;
         self.fetched = 0;
         (left.units > 0).then_some(left)
@@ -129,5 +174,8 @@ impl Prefetched {
 /// Returns the most units to fetch: a fiftieth of the smallest limit.
 fn most_ahead(spec: &LimitSpec) -> u32 {
     let limits = spec.quota().limits().iter();
-    limits.map(|limit| limit.count().min(limit.largest_cost()) / 50).min().unwrap_or(0)
+    limits
+        .map(|limit| limit.count().min(limit.largest_cost()) / 50)
+        .min()
+        .unwrap_or(0)
 }

@@ -22,15 +22,28 @@ pub(crate) struct Reservation {
     pub(super) slot: u64,
     /// The moment from which used permits count, in the store's time.
     pub(super) stamp: u64,
-    /// The incarnation of the store's state that granted them. A store that has lost its state begins a new one.
+    /// The incarnation of the store's state that granted them. A store that has lost its state
+    /// begins a new one.
     pub(super) incarnation: u64,
 }
 
 impl Reservation {
     /// Returns what the store gets back if none of the permits was used.
     pub(super) fn unused(&self) -> UnusedPermits {
-        let &Reservation { cost, count, slot, stamp, incarnation, .. } = self;
-        UnusedPermits { slot, stamp, units: u64::from(cost) * u64::from(count), incarnation }
+        let &Reservation {
+            cost,
+            count,
+            slot,
+            stamp,
+            incarnation,
+            ..
+        } = self;
+        UnusedPermits {
+            slot,
+            stamp,
+            units: u64::from(cost) * u64::from(count),
+            incarnation,
+        }
     }
 }
 
@@ -50,21 +63,34 @@ impl WaitBound {
     pub(super) fn new(deadline: Option<Instant>, now: Instant, max_wait: Duration) -> Self {
         let (latest, is_none) = (clock::after(now, max_wait), max_wait.is_zero());
         match deadline {
-            Some(deadline) if deadline < latest => WaitBound { latest: deadline, by_deadline: true, is_none },
-            _ => WaitBound { latest, by_deadline: false, is_none },
+            Some(deadline) if deadline < latest => WaitBound {
+                latest: deadline,
+                by_deadline: true,
+                is_none,
+            },
+            _ => WaitBound {
+                latest,
+                by_deadline: false,
+                is_none,
+            },
         }
     }
 
     /// Returns the reason for which a request is refused whose slot is too late.
     pub(super) fn reason(&self, max_wait: Duration) -> Reason {
-        if self.by_deadline { Reason::Deadline } else { Reason::MaxWait(max_wait) }
+        if self.by_deadline {
+            Reason::Deadline
+        } else {
+            Reason::MaxWait(max_wait)
+        }
     }
 }
 
 /// How an attempt to get a `T` ended: a slot, or an in-flight slot.
 ///
-/// The state of a key returns it when a request enters, and keeps it for a waiter until the waiter's future is
-/// polled. It is the result of one queue: an `Admission` is the result of all stages that a request passes.
+/// The state of a key returns it when a request enters, and keeps it for a waiter until the
+/// waiter's future is polled. It is the result of one queue: an `Admission` is the result of all
+/// stages that a request passes.
 #[derive(Clone, Debug)]
 pub(super) enum Settled<T = Reservation> {
     Granted(T),

@@ -1,4 +1,5 @@
-//! What the limiter learns from the responses of the upstream: holds, limits, and how much of them is left.
+//! What the limiter learns from the responses of the upstream: holds, limits, and how much of them
+//! is left.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ const QUICK: Duration = Duration::from_millis(250);
 
 /// The shortest time until a reset for which a used-up quota holds the key.
 ///
-/// Resets are often stated in whole seconds. For shorter times this error is large, and the limit here knows better.
+/// Resets are often stated in whole seconds. For shorter times this error is large, and the limit
+/// here knows better.
 const SHORTEST_RESET: Duration = Duration::from_secs(5);
 
 /// A call that was answered.
@@ -32,8 +34,8 @@ pub(super) struct AnsweredCall {
 }
 
 impl AnsweredCall {
-    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that matters, or
-    /// if the limiter was dropped.
+    /// Takes in what the response states, at the core `id`. Does nothing if it states nothing that
+    /// matters, or if the limiter was dropped.
     #[inline]
     pub(super) fn tell(&self, id: CoreId, signal: &Signal) {
         if signal.refusal().is_some() || is_of_use(signal) || is_any_uncertain() {
@@ -51,7 +53,9 @@ impl AnsweredCall {
 
 impl Core {
     fn answered(self: &Arc<Self>, call: &AnsweredCall, signal: &Signal) {
-        let &AnsweredCall { key, hold, sent, .. } = call;
+        let &AnsweredCall {
+            key, hold, sent, ..
+        } = call;
         let now = clock::now();
         let limited = signal.refusal().is_some();
         let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
@@ -74,15 +78,15 @@ impl Core {
             self.with_state(key, now, |state, ctx| self.learn(call, signal, state, ctx));
         }
         if is_released {
-            // The probe was accepted, so the other requests may leave, in all processes. The answer is of no
-            // interest.
+            // The probe was accepted, so the other requests may leave, in all processes. The answer
+            // is of no interest.
             drop(self.settings.store.release(hold, &self.terms(hold)));
         }
         let retry_after = if limited {
             signal.retry_after()
         } else {
-            // The time until the reset was stated after the call was sent. If the response took long, it is not
-            // known how long after.
+            // The time until the reset was stated after the call was sent. If the response took
+            // long, it is not known how long after.
             let slow = now.saturating_duration_since(sent).saturating_sub(QUICK);
             used_up_for(signal).map(|span| span.saturating_sub(slow))
         };
@@ -93,7 +97,13 @@ impl Core {
     }
 
     /// Takes in the limits that a response states and how much of them is left.
-    fn learn(&self, call: &AnsweredCall, signal: &Signal, state: &mut KeyState, ctx: &mut KeyContext<'_>) {
+    fn learn(
+        &self,
+        call: &AnsweredCall,
+        signal: &Signal,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) {
         let Settings { spec, learn, .. } = &self.settings;
         let by_host = call.hold != call.key;
         // Each of several hosts under one key has quotas of its own.
@@ -105,16 +115,21 @@ impl Core {
         // What is left is left of the limits that count from now on.
         let stated = self.stated(state, ctx.now);
         let refused = if limited { call.cost } else { 0 };
-        let is_less =
-            state.upstream_stated(stated.as_ref().unwrap_or(spec), signal, refused, call.sent, ctx.now);
+        let is_less = state.upstream_stated(
+            stated.as_ref().unwrap_or(spec),
+            signal,
+            refused,
+            call.sent,
+            ctx.now,
+        );
         // A refusal holds the key, and the store gets what is left with the hold.
         if ctx.work.effects.is_empty() && is_less && (!limited || by_host) {
             state.tighten(ctx);
         }
     }
 
-    /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the next. It holds
-    /// the key of the scope that the response names, else `call.hold`.
+    /// Sets a hold after the upstream has refused a call, or has stated that it will refuse the
+    /// next. It holds the key of the scope that the response names, else `call.hold`.
     fn hold_by_signal(
         self: &Arc<Self>,
         call: &AnsweredCall,
@@ -122,31 +137,49 @@ impl Core {
         retry_after: Option<Duration>,
         now: Instant,
     ) {
-        let Settings { max_hold, store, on_scope, .. } = &self.settings;
+        let Settings {
+            max_hold,
+            store,
+            on_scope,
+            ..
+        } = &self.settings;
         let scoped = match (signal.scope(), on_scope) {
             (Some(scope), Some(on_scope)) => on_scope(call.key, scope),
             _ => Some(call.hold),
         };
-        let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else { return };
+        let Some(key) = scoped.filter(|_| !max_hold.is_zero()) else {
+            return;
+        };
         let entered = self.with_new_state(key, now, |state, ctx| {
             let new = state.refused_upstream(retry_after, *max_hold, call.sent, now)?;
-            let left = if new.is_sent { state.take_remaining(ctx.spec, *max_hold, now) } else { None };
+            let left = if new.is_sent {
+                state.take_remaining(ctx.spec, *max_hold, now)
+            } else {
+                None
+            };
             Some((new, left))
         });
-        let Ok(Some((NewHold { held, is_sent }, left))) = entered else { return };
+        let Ok(Some((NewHold { held, is_sent }, left))) = entered else {
+            return;
+        };
         events::held(&self.label(key, None), held.remaining);
         if is_sent {
             // Another key may have other limits: the store keeps those it knows.
-            let spec = if key == call.key { self.terms(key) } else { Arc::new(LimitSpec::none()) };
-            // The store comes before the waiters, which ask it anew and are to find what is left. The answer is of no
-            // interest: the next call brings what holds.
+            let spec = if key == call.key {
+                self.terms(key)
+            } else {
+                Arc::new(LimitSpec::none())
+            };
+            // The store comes before the waiters, which ask it anew and are to find what is left.
+            // The answer is of no interest: the next call brings what holds.
             drop(store.hold(key, &spec, held, left));
         }
         self.set_hold(key, held, now);
     }
 }
 
-/// Returns how long nothing is left of a quota, as the upstream states in a response that is no refusal.
+/// Returns how long nothing is left of a quota, as the upstream states in a response that is no
+/// refusal.
 ///
 /// Counts only quotas of all calls, in any unit: other quotas may be about calls of other keys.
 fn used_up_for(signal: &Signal) -> Option<Duration> {

@@ -80,16 +80,29 @@ impl KeySession {
     fn count_grants(&mut self, lease: &Lease, store_now: Micros, window: Duration, now: Instant) {
         // Units that were granted a window ago become `granted_before` once those before them are a
         // window old.
-        let is_old =
-            |granted: &GrantedUnits| granted.until.is_none_or(|until| clock::after(until, window) <= now);
+        let is_old = |granted: &GrantedUnits| {
+            granted
+                .until
+                .is_none_or(|until| clock::after(until, window) <= now)
+        };
         let since_a_window = self.granted.from.saturating_add(micros_down(window)) <= store_now;
         if is_old(&self.granted_before) && since_a_window {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = store_now;
         }
-        for &Grant { cost, count, wait, validity, .. } in lease.grants.iter().chain(&lease.prefetched) {
+        for &Grant {
+            cost,
+            count,
+            wait,
+            validity,
+            ..
+        } in lease.grants.iter().chain(&lease.prefetched)
+        {
             let until = clock::after(now, wait.saturating_add(validity));
-            self.granted.units = self.granted.units.saturating_add(u64::from(cost) * u64::from(count));
+            self.granted.units = self
+                .granted
+                .units
+                .saturating_add(u64::from(cost) * u64::from(count));
             self.granted.until = self.granted.until.max(Some(until));
         }
     }
@@ -118,8 +131,13 @@ impl KeySession {
     pub(super) fn forget(&mut self, unused: &[UnusedPermits]) {
         let incarnation = self.incarnation();
         let from = self.granted.from;
-        let lately = unused.iter().filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
-        self.granted.units = self.granted.units.saturating_sub(lately.map(|unused| unused.units).sum());
+        let lately = unused
+            .iter()
+            .filter(|unused| unused.incarnation == incarnation && unused.slot >= from);
+        self.granted.units = self
+            .granted
+            .units
+            .saturating_sub(lately.map(|unused| unused.units).sum());
     }
 
     /// Returns what the next call tells the store. After the session has expired, or the machine
@@ -128,9 +146,15 @@ impl KeySession {
         if now >= self.until || self.incarnation() == 0 {
             return ClientSession::default();
         }
-        let Some(session) = self.reply.client_session(now) else { return ClientSession::default() };
+        let Some(session) = self.reply.client_session(now) else {
+            return ClientSession::default();
+        };
         let granted = self.granted.units.saturating_add(self.granted_before.units);
-        ClientSession { trip: self.trip, granted, ..session }
+        ClientSession {
+            trip: self.trip,
+            granted,
+            ..session
+        }
     }
 
     /// Returns how often the store's state had been written, by the last reply.

@@ -39,8 +39,8 @@ pub(crate) struct Settings {
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnStoreError {
-    /// The request is refused with [`Limited::Store`]. The limit is kept, and nothing is sent while the store
-    /// is unreachable.
+    /// The request is refused with [`Limited::Store`]. The limit is kept, and nothing is sent while
+    /// the store is unreachable.
     ///
     /// This is the default, because only this keeps the limit in all cases.
     #[default]
@@ -49,13 +49,14 @@ pub enum OnStoreError {
     FailOpen,
     /// The process goes on with its share of the limit.
     ///
-    /// The share is the least that the store has granted to this process in a window lately. The shares of all
-    /// processes together do not exceed the limit. A process that was granted nothing has the share that
-    /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without one, its requests are refused,
-    /// as with `FailClosed`.
+    /// The share is the least that the store has granted to this process in a window lately. The
+    /// shares of all processes together do not exceed the limit. A process that was granted nothing
+    /// has the share that [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without
+    /// one, its requests are refused, as with `FailClosed`.
     ///
-    /// What the store granted lately counts against the share. When the store is back, it learns what was used
-    /// meanwhile before any process takes more than its share. The page `guide::many_processes` has the bounds.
-    /// Calls in flight have no shares: no call is admitted while the store is unreachable.
+    /// What the store granted lately counts against the share. When the store is back, it learns
+    /// what was used meanwhile before any process takes more than its share. The page
+    /// `guide::many_processes` has the bounds. Calls in flight have no shares: no call is admitted
+    /// while the store is unreachable.
     FallbackShare,
 }

@@ -17,21 +17,25 @@ use crate::store::Refusal;
 
 /// What a request gets when it enters.
 pub(crate) enum Started {
-    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited. The in-flight
-    /// slot is `None` if calls in flight are not limited.
+    /// The request may leave. The slot is `None` if it costs nothing, or if rates are not limited.
+    /// The in-flight slot is `None` if calls in flight are not limited.
     Granted(Option<Reservation>, Option<InFlightSlot>),
     Waiting(Box<Waiter>),
     Limited(Limited),
 }
 
 impl Core {
-    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was sent, `Err` if not.
+    /// Sends a request if a permit is at hand. Both results are the time: `Ok` if the request was
+    /// sent, `Err` if not.
     #[inline]
     pub(super) fn send_at_once(&self, entry: &Entry) -> Result<Instant, Instant> {
         let now = clock::now();
         let is_sent = entry.cost == 0
             || self.is_open(entry, now)
-                && self.states.find(entry.key, |state| state.spend(entry.cost, now)) == Some(true);
+                && self
+                    .states
+                    .find(entry.key, |state| state.spend(entry.cost, now))
+                    == Some(true);
         if is_sent { Ok(now) } else { Err(now) }
     }
 
@@ -49,7 +53,10 @@ impl Core {
         if !self.is_open(entry, now) {
             return Err(now);
         }
-        let taken = self.states.find(entry.key, |state| state.take(entry.cost, now)).flatten();
+        let taken = self
+            .states
+            .find(entry.key, |state| state.take(entry.cost, now))
+            .flatten();
         taken.map(Some).ok_or(now)
     }
 
@@ -71,19 +78,27 @@ impl Core {
     ) -> Started {
         let settings = &self.settings;
         let bound = WaitBound::new(entry.deadline, now, settings.max_wait);
-        let refuse =
-            |label, reason, refusal| Started::Limited(Request::new(label, now).refuse(reason, refusal, now));
+        let refuse = |label, reason, refusal| {
+            Started::Limited(Request::new(label, now).refuse(reason, refusal, now))
+        };
         let largest = settings.spec.quota().largest_cost();
         if entry.cost > largest {
-            let reason = Reason::CostAboveLimit { cost: entry.cost, largest };
+            let reason = Reason::CostAboveLimit {
+                cost: entry.cost,
+                largest,
+            };
             return refuse(label(), reason, Refusal::NEVER);
         }
         if bound.latest < now {
             return refuse(label(), Reason::Deadline, Refusal::NEVER);
         }
         match self.admit(entry, bound, now) {
-            Admission::Granted { slot, in_flight_slot } => {
-                let Some(left) = host_hold(entry.key, entry.host).and_then(|hold| self.blocked(hold, now))
+            Admission::Granted {
+                slot,
+                in_flight_slot,
+            } => {
+                let Some(left) =
+                    host_hold(entry.key, entry.host).and_then(|hold| self.blocked(hold, now))
                 else {
                     return Started::Granted(slot, in_flight_slot);
                 };
@@ -92,19 +107,33 @@ impl Core {
                     self.give_back(entry.key, slot);
                 }
                 let wait = WaitFor::HostHold(clock::after(now, left));
-                Started::Waiting(Waiter::new(self, entry, bound, now, label()).waits(wait, None, now))
+                Started::Waiting(
+                    Waiter::new(self, entry, bound, now, label()).waits(wait, None, now),
+                )
             }
-            Admission::Uncounted { cause, in_flight_slot } => {
+            Admission::Uncounted {
+                cause,
+                in_flight_slot,
+            } => {
                 events::passed(&label(), &cause);
                 Started::Granted(None, in_flight_slot)
             }
-            Admission::Waits { wait, in_flight_slot } => {
+            Admission::Waits {
+                wait,
+                in_flight_slot,
+            } => {
                 let label = label();
                 events::waiting(&label, self.queued(entry.key, wait));
-                Started::Waiting(Waiter::new(self, entry, bound, now, label).waits(wait, in_flight_slot, now))
+                Started::Waiting(Waiter::new(self, entry, bound, now, label).waits(
+                    wait,
+                    in_flight_slot,
+                    now,
+                ))
             }
             Admission::Refused(reason, refusal) => refuse(label(), reason, refusal),
-            Admission::Failed(source) => Started::Limited(Request::new(label(), now).fail(source, now)),
+            Admission::Failed(source) => {
+                Started::Limited(Request::new(label(), now).fail(source, now))
+            }
         }
     }
 }

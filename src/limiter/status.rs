@@ -24,13 +24,14 @@ pub struct KeyStatus {
     pub next_slot: Duration,
     /// Requests that wait in this process.
     pub waiting: usize,
-    /// How long the key stays on hold, because the upstream or an operator demanded it. Nothing is sent until then.
+    /// How long the key stays on hold, because the upstream or an operator demanded it. Nothing is
+    /// sent until then.
     pub held: Option<Duration>,
-    /// The limits that the upstream has stated to this process, with their quotas. Empty unless the limiter
-    /// [learns](crate::HeaderTrust) them.
+    /// The limits that the upstream has stated to this process, with their quotas. Empty unless the
+    /// limiter [learns](crate::HeaderTrust) them.
     pub learned: Vec<StatedLimit>,
-    /// Whether the store is unreachable. Then `limits` are the share with which this process goes on: see
-    /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
+    /// Whether the store is unreachable. Then `limits` are the share with which this process goes
+    /// on: see [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
     pub degraded: bool,
 }
 
@@ -38,7 +39,13 @@ impl Core {
     /// Reads the state of `key`, and consumes nothing.
     pub(super) async fn status(&self, key: Key) -> Result<KeyStatus, StoreError> {
         let answer = self.settings.store.peek(key, &self.terms(key));
-        let Usage { limits, free: free_in_store, next_slot, hold, degraded } = answer.arrives().await?;
+        let Usage {
+            limits,
+            free: free_in_store,
+            next_slot,
+            hold,
+            degraded,
+        } = answer.arrives().await?;
         let now = clock::now();
         let local = self.states.find(key, |state| Local {
             queued: state.waiting(),
@@ -46,16 +53,31 @@ impl Core {
             held: state.held(now),
             learned: state.stated_limits(),
         });
-        let Local { queued, prefetched, held: held_here, learned } = local.unwrap_or_default();
+        let Local {
+            queued,
+            prefetched,
+            held: held_here,
+            learned,
+        } = local.unwrap_or_default();
         let held = held_here.max(Some(hold.remaining).filter(|left| !left.is_zero()));
-        let in_flight = limits.iter().filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
+        let in_flight = limits
+            .iter()
+            .filter(|usage| matches!(usage.limit, Limit::InFlight { .. }));
         let rates_allow = free_in_store.saturating_add(u64::from(prefetched));
         let limits_allow = in_flight.fold(rates_allow, |free, usage| free.min(usage.free));
-        let until_free = if limits_allow > 0 { Duration::ZERO } else { next_slot };
+        let until_free = if limits_allow > 0 {
+            Duration::ZERO
+        } else {
+            next_slot
+        };
         Ok(KeyStatus {
             free: if held.is_some() { 0 } else { limits_allow },
             next_slot: until_free.max(held.unwrap_or_default()),
-            waiting: queued + self.flights.as_ref().map_or(0, |flights| flights.waiting(key)),
+            waiting: queued
+                + self
+                    .flights
+                    .as_ref()
+                    .map_or(0, |flights| flights.waiting(key)),
             limits,
             held,
             learned,

@@ -46,13 +46,19 @@ pub(crate) struct Waiter {
 #[derive(Debug)]
 enum Stage {
     /// Waits until its host is not on hold. Requests to other hosts go on.
-    HostHold { until: Instant, timer: Option<Timer> },
+    HostHold {
+        until: Instant,
+        timer: Option<Timer>,
+    },
     /// Waits for an in-flight slot, but not longer than `until`.
     InFlightSlot { number: Number, until: Instant },
     /// Waits for a slot.
     Slot,
     /// Waits until its key is not on hold. Only for keys without limits of rates.
-    Hold { until: Instant, timer: Option<Timer> },
+    Hold {
+        until: Instant,
+        timer: Option<Timer>,
+    },
     /// Waits for nothing: the future is about to end, or has ended.
     Done,
 }
@@ -61,14 +67,25 @@ impl Waiter {
     /// Makes a waiter that does not wait yet. `since` is when its request entered.
     pub(super) fn new(
         core: &Arc<Core>,
-        &Entry { key, cost, host, .. }: &Entry,
+        &Entry {
+            key, cost, host, ..
+        }: &Entry,
         bound: WaitBound,
         since: Instant,
         label: Box<str>,
     ) -> Self {
         // Under this number the waiter watches its host's hold, in all stages.
-        let number = if host_hold(key, host).is_some() { next_number() } else { 0 };
-        let ticket = Ticket { number, cost, bound, turns: 1 };
+        let number = if host_hold(key, host).is_some() {
+            next_number()
+        } else {
+            0
+        };
+        let ticket = Ticket {
+            number,
+            cost,
+            bound,
+            turns: 1,
+        };
         Waiter {
             core: core.clone(),
             key,
@@ -96,9 +113,10 @@ impl Waiter {
         self.in_flight_slot = in_flight_slot;
         self.stage = match wait {
             WaitFor::HostHold(until) => Stage::HostHold { until, timer: None },
-            WaitFor::InFlightSlot(number) => {
-                Stage::InFlightSlot { number, until: answer_by(self.ticket.bound.latest, now) }
-            }
+            WaitFor::InFlightSlot(number) => Stage::InFlightSlot {
+                number,
+                until: answer_by(self.ticket.bound.latest, now),
+            },
             WaitFor::Slot(number) => {
                 self.ticket.number = number;
                 Stage::Slot
@@ -112,7 +130,8 @@ impl Waiter {
         };
     }
 
-    /// Waits again, in its old place in the queue, because `permit` expired before it could be used.
+    /// Waits again, in its old place in the queue, because `permit` expired before it could be
+    /// used.
     pub(crate) fn wait_again(&mut self, permit: Permit) {
         let (slot, in_flight_slot) = permit.into_parts();
         self.in_flight_slot = in_flight_slot;
@@ -121,22 +140,34 @@ impl Waiter {
         let ticket = &mut self.ticket;
         let opened = self
             .core
-            .with_new_state(self.key, clock::now(), |state, ctx| state.return_late(ctx, ticket, slot));
+            .with_new_state(self.key, clock::now(), |state, ctx| {
+                state.return_late(ctx, ticket, slot)
+            });
         // Without room for the key's state, the next poll finds no place and ends the wait.
         if opened.is_err() {
             self.core.give_back(self.key, slot);
         }
     }
 
-    /// Goes on to the next stage, or ends the wait. If it is pending, the caller polls the new stage.
+    /// Goes on to the next stage, or ends the wait. If it is pending, the caller polls the new
+    /// stage.
     fn proceed(&mut self, admission: Admission, now: Instant) -> Poll<Result<Permit, Limited>> {
         let result = match admission {
-            Admission::Waits { wait, in_flight_slot } => {
+            Admission::Waits {
+                wait,
+                in_flight_slot,
+            } => {
                 self.wait(wait, in_flight_slot, now);
                 return Poll::Pending;
             }
-            Admission::Granted { slot, in_flight_slot } => Ok(self.permit(slot, in_flight_slot, now)),
-            Admission::Uncounted { cause, in_flight_slot } => {
+            Admission::Granted {
+                slot,
+                in_flight_slot,
+            } => Ok(self.permit(slot, in_flight_slot, now)),
+            Admission::Uncounted {
+                cause,
+                in_flight_slot,
+            } => {
                 events::passed(&self.label, &cause);
                 Ok(self.permit(None, in_flight_slot, now))
             }
@@ -157,30 +188,47 @@ impl Waiter {
         let waited = now.saturating_duration_since(self.since);
         events::waited(&label, waited, turns);
         let permit = Permit::new(self.core.clone(), self.key, slot, in_flight_slot);
-        permit.after(Wait { label, waited, turns, host: self.host })
+        permit.after(Wait {
+            label,
+            waited,
+            turns,
+            host: self.host,
+        })
     }
 
     fn request(&self) -> Request {
-        Request { label: self.label.clone(), since: self.since, turns: self.ticket.turns }
+        Request {
+            label: self.label.clone(),
+            since: self.since,
+            turns: self.ticket.turns,
+        }
     }
 
     fn entry(&self) -> Entry {
-        Entry { key: self.key, cost: self.ticket.cost, deadline: None, host: self.host }
+        Entry {
+            key: self.key,
+            cost: self.ticket.cost,
+            deadline: None,
+            host: self.host,
+        }
     }
 
-    /// Returns its number in the queue. A waiter that watched its host's hold has one already, and with it a
-    /// place in front of all later requests.
+    /// Returns its number in the queue. A waiter that watched its host's hold has one already, and
+    /// with it a place in front of all later requests.
     fn number(&self) -> Option<Number> {
         (self.ticket.number > 0).then_some(self.ticket.number)
     }
 
-    /// Polls the hold of its host. Ready if the waiter may go on: with the end of its wait, if the wait ended.
+    /// Polls the hold of its host. Ready if the waiter may go on: with the end of its wait, if the
+    /// wait ended.
     fn poll_host_hold(
         &mut self,
         now: Instant,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Permit, Limited>>> {
-        let Some(hold) = host_hold(self.key, self.host) else { return Poll::Ready(None) };
+        let Some(hold) = host_hold(self.key, self.host) else {
+            return Poll::Ready(None);
+        };
         let Ticket { number, bound, .. } = self.ticket;
         if let Some(left) = self.core.poll_host_hold(hold, number, now, cx) {
             // What the waiter has would keep other requests waiting.
@@ -193,7 +241,10 @@ impl Waiter {
                 Stage::HostHold { until, timer } if until == end => timer,
                 _ => None,
             };
-            let is_over = timer.get_or_insert_with(|| Timer::at(end)).poll(cx).is_ready();
+            let is_over = timer
+                .get_or_insert_with(|| Timer::at(end))
+                .poll(cx)
+                .is_ready();
             self.stage = Stage::HostHold { until: end, timer };
             if is_over {
                 // The timer fired after the hold was looked at.
@@ -203,7 +254,9 @@ impl Waiter {
         }
         if matches!(self.stage, Stage::HostHold { .. }) {
             self.stage = Stage::Done;
-            let admission = self.core.admit_past_host(&self.entry(), self.number(), bound, now);
+            let admission = self
+                .core
+                .admit_past_host(&self.entry(), self.number(), bound, now);
             return match self.proceed(admission, now) {
                 Poll::Ready(result) => Poll::Ready(Some(result)),
                 Poll::Pending => Poll::Ready(None),
@@ -226,20 +279,31 @@ impl Waiter {
         }
     }
 
-    fn poll_in_flight_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let Stage::InFlightSlot { number, until } = self.stage else { return Poll::Pending };
+    fn poll_in_flight_slot(
+        &mut self,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Permit, Limited>> {
+        let Stage::InFlightSlot { number, until } = self.stage else {
+            return Poll::Pending;
+        };
         let settled = ready!(self.core.poll_flight(self.key, number, until, now, cx));
         self.stage = Stage::Done;
         let bound = &mut self.ticket.bound;
         if bound.is_none {
-            // It waited for the store's answer only, and asks for its slot as it asked for its in-flight slot.
+            // It waited for the store's answer only, and asks for its slot as it asked for its
+            // in-flight slot.
             bound.latest = bound.latest.max(now);
         }
         let bound = *bound;
         let admission = match self.core.in_flight_slot_settled(self.key, bound, settled) {
-            Ok(in_flight_slot) => {
-                self.core.admit_with_in_flight_slot(&self.entry(), in_flight_slot, self.number(), bound, now)
-            }
+            Ok(in_flight_slot) => self.core.admit_with_in_flight_slot(
+                &self.entry(),
+                in_flight_slot,
+                self.number(),
+                bound,
+                now,
+            ),
             Err(stopped) => stopped,
         };
         self.proceed(admission, now)
@@ -247,35 +311,57 @@ impl Waiter {
 
     fn poll_slot(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
         let ticket = &mut self.ticket;
-        let polled = self.core.with_state(self.key, now, |state, ctx| state.poll(ctx, ticket, cx));
+        let polled = self
+            .core
+            .with_state(self.key, now, |state, ctx| state.poll(ctx, ticket, cx));
         let settled = ready!(polled.unwrap_or(Poll::Ready(Settled::Refused(Refusal::NEVER))));
         self.stage = Stage::Done;
         let in_flight_slot = self.in_flight_slot.take();
         if let Settled::Granted(slot) = settled
-            && in_flight_slot.as_ref().is_some_and(|in_flight_slot| in_flight_slot.is_lost(now))
+            && in_flight_slot
+                .as_ref()
+                .is_some_and(|in_flight_slot| in_flight_slot.is_lost(now))
         {
             // The process stood still while the request waited for its slot.
             self.core.give_back(self.key, slot);
             return self.proceed(Admission::Failed(StoreError::InFlightSlotLost), now);
         }
-        let admission = self.core.slot_settled(self.key, self.ticket.bound, settled, in_flight_slot, now);
+        let admission =
+            self.core
+                .slot_settled(self.key, self.ticket.bound, settled, in_flight_slot, now);
         self.proceed(admission, now)
     }
 
     fn poll_hold(&mut self, now: Instant, cx: &mut Context<'_>) -> Poll<Result<Permit, Limited>> {
-        let Stage::Hold { until, timer } = &mut self.stage else { return Poll::Pending };
+        let Stage::Hold { until, timer } = &mut self.stage else {
+            return Poll::Pending;
+        };
         let Ticket { number, bound, .. } = self.ticket;
         let Some(left) = self.core.poll_hold(self.key, number, now, cx) else {
             let in_flight_slot = self.in_flight_slot.take();
-            return self.proceed(Admission::Granted { slot: None, in_flight_slot }, now);
+            return self.proceed(
+                Admission::Granted {
+                    slot: None,
+                    in_flight_slot,
+                },
+                now,
+            );
         };
         let end = clock::after(now, left);
         if end > bound.latest {
             self.core.leave_hold(self.key, number);
-            let refusal = Refusal { wait: Some(left), limit: None };
+            let refusal = Refusal {
+                wait: Some(left),
+                limit: None,
+            };
             let in_flight_slot = self.in_flight_slot.take();
-            let admission =
-                self.core.slot_settled(self.key, bound, Settled::Refused(refusal), in_flight_slot, now);
+            let admission = self.core.slot_settled(
+                self.key,
+                bound,
+                Settled::Refused(refusal),
+                in_flight_slot,
+                now,
+            );
             return self.proceed(admission, now);
         }
         if end != *until {
@@ -288,10 +374,13 @@ impl Waiter {
         Poll::Pending
     }
 
-    /// Returns `permit`, unless its host is on hold by now. Then the waiter gives up what it has and waits again.
+    /// Returns `permit`, unless its host is on hold by now. Then the waiter gives up what it has
+    /// and waits again.
     fn past_host(&mut self, permit: Permit, now: Instant) -> Option<Permit> {
         let hold = host_hold(self.key, self.host);
-        let Some(left) = hold.and_then(|hold| self.core.blocked(hold, now)) else { return Some(permit) };
+        let Some(left) = hold.and_then(|hold| self.core.blocked(hold, now)) else {
+            return Some(permit);
+        };
         if let (Some(slot), _) = permit.into_parts() {
             self.core.give_back(self.key, slot);
         }
@@ -309,7 +398,9 @@ impl Waiter {
             Stage::InFlightSlot { number, .. } => self.core.leave_flight(self.key, number),
             Stage::Slot => {
                 let ticket = &self.ticket;
-                self.core.with_state(self.key, clock::now(), |state, ctx| state.leave(ctx, ticket));
+                self.core.with_state(self.key, clock::now(), |state, ctx| {
+                    state.leave(ctx, ticket)
+                });
             }
             Stage::Hold { .. } => self.core.leave_hold(self.key, self.ticket.number),
             Stage::Done => {}

@@ -4,30 +4,35 @@ use std::time::{Duration, Instant};
 
 use super::{Dice, Notes, Pace, Pause, Reply, Traffic, seconds, span};
 
-/// Additive increase, multiplicative decrease: speeds up slowly, and halves the speed after a refusal.
+/// Additive increase, multiplicative decrease: speeds up slowly, and halves the speed after a
+/// refusal.
 ///
 /// # How it works
 ///
-/// Its state is a rate in requests per second. Before the first refusal there is no rate, and requests leave at once. The
-/// first refusal sets the rate to half of the requests sent per second until then, at most 10. Then:
+/// Its state is a rate in requests per second. Before the first refusal there is no rate, and
+/// requests leave at once. The first refusal sets the rate to half of the requests sent per second
+/// until then, at most 10. Then:
 ///
-/// - An answer that is not a refusal: `rate += rise x time since the last answer`. The time counts up to one interval and
-///   up to one minute, so that an idle time does not raise the rate.
-/// - A refusal of a request that left after the last cut: `rate /= 2`, and a pause of one to two intervals.
+/// - An answer that is not a refusal: `rate += rise x time since the last answer`. The time counts
+///   up to one interval and up to one minute, so that an idle time does not raise the rate.
+/// - A refusal of a request that left after the last cut: `rate /= 2`, and a pause of one to two
+///   intervals.
 ///
 /// A request leaves one interval, `1 / rate`, after the one before.
 ///
 /// # Constants
 ///
-/// With the default rise, one client alone takes one hour from nothing to the whole limit. With six times the rise, more
-/// than twice as many requests are refused. If the limit is unknown, the rise is 0.0003 requests per second each second.
-/// TCP halves, too; a smaller cut lets early clients keep their speed.
+/// With the default rise, one client alone takes one hour from nothing to the whole limit. With six
+/// times the rise, more than twice as many requests are refused. If the limit is unknown, the rise
+/// is 0.0003 requests per second each second. TCP halves, too; a smaller cut lets early clients
+/// keep their speed.
 ///
 /// # What it is bad at
 ///
-/// It needs refusals to find the limit: 6 % of all requests with ten clients, a third with fifty. It takes an hour to find
-/// capacity that came back, and it does not read what is left. Its shares are even, because a faster client is refused more
-/// often. [`Fair`](super::Fair) needs next to no refusals.
+/// It needs refusals to find the limit: 6 % of all requests with ten clients, a third with fifty.
+/// It takes an hour to find capacity that came back, and it does not read what is left. Its shares
+/// are even, because a faster client is refused more often. [`Fair`](super::Fair) needs next to no
+/// refusals.
 #[derive(Clone, Debug)]
 pub struct Aimd {
     /// By how much the rate rises, in requests per second each second.
@@ -42,7 +47,14 @@ pub struct Aimd {
 
 impl Default for Aimd {
     fn default() -> Self {
-        Aimd { rise: RISE, rate: None, first_sent: None, sent: 0.0, last_answer: None, last_cut: None }
+        Aimd {
+            rise: RISE,
+            rate: None,
+            first_sent: None,
+            sent: 0.0,
+            last_answer: None,
+            last_cut: None,
+        }
     }
 }
 
@@ -55,7 +67,10 @@ impl Aimd {
     /// Sets the limit, in requests per window. Default: unknown.
     pub fn limit(self, limit: u32, window: Duration) -> Self {
         let rate = f64::from(limit.max(1)) / window.as_secs_f64().max(1e-3);
-        Aimd { rise: rate / RISES_IN, ..self }
+        Aimd {
+            rise: rate / RISES_IN,
+            ..self
+        }
     }
 }
 
@@ -79,7 +94,10 @@ impl Pace for Aimd {
     }
 
     fn passed(&mut self, _: &mut Reply<'_>, traffic: &Traffic, _: &mut Dice) {
-        let since = self.last_answer.replace(traffic.now).map_or(0.0, |last| seconds(last, traffic.now));
+        let since = self
+            .last_answer
+            .replace(traffic.now)
+            .map_or(0.0, |last| seconds(last, traffic.now));
         if let Some(rate) = &mut self.rate {
             *rate += self.rise * since.min(1.0 / *rate).min(60.0);
         }
@@ -92,7 +110,10 @@ impl Pace for Aimd {
             Some(rate) if is_new => rate / 2.0,
             Some(rate) => rate,
             None => {
-                let span = self.first_sent.map_or(0.0, |first| seconds(first, traffic.now)).max(0.1);
+                let span = self
+                    .first_sent
+                    .map_or(0.0, |first| seconds(first, traffic.now))
+                    .max(0.1);
                 (self.sent / span / 2.0).min(START)
             }
         };
@@ -115,6 +136,8 @@ impl Pace for Aimd {
     }
 
     fn divide(&mut self, processes: u32) {
-        self.rate = self.rate.map(|rate| (rate / f64::from(processes)).max(LOWEST));
+        self.rate = self
+            .rate
+            .map(|rate| (rate / f64::from(processes)).max(LOWEST));
     }
 }

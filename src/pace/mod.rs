@@ -1,10 +1,12 @@
-//! How the speed of a client follows the signals of a server: [`Pace`], and the paces that come with tollgate.
+//! How the speed of a client follows the signals of a server: [`Pace`], and the paces that come
+//! with tollgate.
 //!
-//! A pace is pure: it reads no clock, has no random numbers of its own, and never waits. The throttle calls it for each
-//! event (a request arrives, a request leaves, an answer arrives) with the moment and with [`Dice`]. The pace returns from
-//! when the next request may leave. The throttle keeps the queue, the requests in flight and the hold. So a simulation
-//! (feature `sim`) can measure in virtual time the same code that programs run. The results are on a
-//! [page of the guide](crate::guide::pace).
+//! A pace is pure: it reads no clock, has no random numbers of its own, and never waits. The
+//! throttle calls it for each event (a request arrives, a request leaves, an answer arrives) with
+//! the moment and with [`Dice`]. The pace returns from when the next request may leave. The
+//! throttle keeps the queue, the requests in flight and the hold. So a simulation (feature `sim`)
+//! can measure in virtual time the same code that programs run. The results are on a [page of the
+//! guide](crate::guide::pace).
 //!
 //! | pace | follows | good at | bad at |
 //! |---|---|---|---|
@@ -16,7 +18,8 @@
 //! | [`Backoff`] | refusals | the usual first attempt | two thirds and more are refused |
 //! | [`Unpaced`] | nothing | rolling the layer out before it acts | |
 //!
-//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an [`Aimd`].
+//! The processes of a fleet can [share](crate::AdaptiveThrottleBuilder::store) a [`Fair`] or an
+//! [`Aimd`].
 //!
 //! # A pace of your own
 //!
@@ -73,15 +76,16 @@ pub use unpaced::Unpaced;
 
 /// How the speed for one key follows signals. The [module](self) has an example.
 pub trait Pace: Debug + Send {
-    /// Takes note that a request arrives. Returns how long it sleeps before it joins the queue. Default: not at all.
+    /// Takes note that a request arrives. Returns how long it sleeps before it joins the queue.
+    /// Default: not at all.
     fn arrived(&mut self, _call: &mut Call, _traffic: &Traffic, _dice: &mut Dice) -> Duration {
         Duration::ZERO
     }
 
     /// Returns from when the first waiter may leave; `None` means at once. Default: at once.
     ///
-    /// The throttle calls it again after each event. Between events it must return the same moment, however much time
-    /// passes.
+    /// The throttle calls it again after each event. Between events it must return the same moment,
+    /// however much time passes.
     fn slot(&self, _traffic: &Traffic) -> Option<Instant> {
         None
     }
@@ -92,32 +96,34 @@ pub trait Pace: Debug + Send {
     /// Takes an answer that is not a refusal and that arrived at `traffic.now`.
     fn passed(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) {}
 
-    /// Takes a refusal that arrived at `traffic.now`. Returns which requests pause, and for how long. Default: none.
+    /// Takes a refusal that arrived at `traffic.now`. Returns which requests pause, and for how
+    /// long. Default: none.
     ///
     /// If the server says how long to wait, the throttle lets no request leave earlier.
     fn refused(&mut self, _reply: &mut Reply<'_>, _traffic: &Traffic, _dice: &mut Dice) -> Pause {
         Pause::default()
     }
 
-    /// Passes everything that the pace has learned to `notes`, always the same parts in the same order. The processes of a
-    /// fleet share it through a [store](crate::AdaptiveThrottleBuilder::store). Returns whether the pace can be shared.
+    /// Passes everything that the pace has learned to `notes`, always the same parts in the same
+    /// order. The processes of a fleet share it through a
+    /// [store](crate::AdaptiveThrottleBuilder::store). Returns whether the pace can be shared.
     /// Default: it cannot.
     ///
-    /// Configured values are not learned, so do not pass them. If `notes` are read, they replace what the pace has learned.
-    /// Bound what is read as you bound what you compute.
+    /// Configured values are not learned, so do not pass them. If `notes` are read, they replace
+    /// what the pace has learned. Bound what is read as you bound what you compute.
     fn share(&mut self, _notes: &mut Notes<'_>) -> bool {
         false
     }
 
-    /// Takes note that the store is unreachable, and that each of `processes` equal processes uses the limit without
-    /// coordination. `processes` is at least 1. Default: nothing changes.
+    /// Takes note that the store is unreachable, and that each of `processes` equal processes uses
+    /// the limit without coordination. `processes` is at least 1. Default: nothing changes.
     ///
-    /// Change only what [`share`](Pace::share) passes: once the store is reachable again, that is replaced with what
-    /// was shared before.
+    /// Change only what [`share`](Pace::share) passes: once the store is reachable again, that is
+    /// replaced with what was shared before.
     fn divide(&mut self, _processes: u32) {}
 
-    /// Reports whether the throttle is careful: it sends one request alone, the probe, before the first answer, and it
-    /// obeys the wait that a refusal asks for. Default: yes.
+    /// Reports whether the throttle is careful: it sends one request alone, the probe, before the
+    /// first answer, and it obeys the wait that a refusal asks for. Default: yes.
     ///
     /// The published paces did neither, and tollgate runs them as they were published.
     fn is_careful(&self) -> bool {
@@ -131,7 +137,8 @@ pub trait Pace: Debug + Send {
 pub struct Traffic {
     /// The current moment.
     pub now: Instant,
-    /// Requests that wait in the queue or sleep by themselves. A request that was just refused is one of them.
+    /// Requests that wait in the queue or sleep by themselves. A request that was just refused is
+    /// one of them.
     pub waiting: usize,
     /// Requests sent and not yet answered. The request of the current answer is not one of them.
     pub in_flight: usize,
@@ -142,7 +149,12 @@ pub struct Traffic {
 impl Traffic {
     /// Creates the traffic of an empty queue, for tests of a pace.
     pub fn at(now: Instant) -> Self {
-        Traffic { now, waiting: 0, in_flight: 0, last_sent: None }
+        Traffic {
+            now,
+            waiting: 0,
+            in_flight: 0,
+            last_sent: None,
+        }
     }
 }
 
@@ -190,21 +202,29 @@ pub struct Pause {
 impl Pause {
     /// Pauses all requests.
     pub fn of_all(all: Duration) -> Self {
-        Pause { all, call: Duration::ZERO }
+        Pause {
+            all,
+            call: Duration::ZERO,
+        }
     }
 
     /// Pauses only the refused request.
     pub fn of_call(call: Duration) -> Self {
-        Pause { all: Duration::ZERO, call }
+        Pause {
+            all: Duration::ZERO,
+            call,
+        }
     }
 }
 
-/// Returns the span of `seconds`, at most [`LONGEST`]; zero if the number is negative or not a number.
+/// Returns the span of `seconds`, at most [`LONGEST`]; zero if the number is negative or not a
+/// number.
 fn span(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.clamp(0.0, LONGEST)).unwrap_or(Duration::ZERO)
 }
 
-/// The longest interval and pause of a pace, in seconds. A hold that the server asks for may be longer.
+/// The longest interval and pause of a pace, in seconds. A hold that the server asks for may be
+/// longer.
 const LONGEST: f64 = 900.0;
 
 /// Returns the seconds from `earlier` to `later`; 0 if `later` is the earlier one.

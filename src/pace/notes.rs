@@ -4,9 +4,11 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 
-/// Writes or reads the state of a pace. [`Pace::share`](super::Pace::share) passes each part, always in the same order.
+/// Writes or reads the state of a pace. [`Pace::share`](super::Pace::share) passes each part,
+/// always in the same order.
 ///
-/// The same code writes and reads: each method either writes its argument, or overwrites it with what it reads.
+/// The same code writes and reads: each method either writes its argument, or overwrites it with
+/// what it reads.
 ///
 /// ```
 /// use std::time::Instant;
@@ -55,7 +57,11 @@ const SIZE: usize = 8;
 impl Notes<'_> {
     /// Returns everything that `share` passes, as bytes. Moments count from `now`.
     pub fn write(now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> Vec<u8> {
-        let mut notes = Notes { origin: now, now, side: Side::Write(Vec::new()) };
+        let mut notes = Notes {
+            origin: now,
+            now,
+            side: Side::Write(Vec::new()),
+        };
         share(&mut notes);
         match notes.side {
             Side::Write(written) => written.into_iter().flat_map(f64::to_le_bytes).collect(),
@@ -63,8 +69,9 @@ impl Notes<'_> {
         }
     }
 
-    /// Overwrites everything that `share` passes with what was written. Moments count from `now`. Returns false if the size
-    /// is wrong or a number is invalid; then some parts may have been overwritten.
+    /// Overwrites everything that `share` passes with what was written. Moments count from `now`.
+    /// Returns false if the size is wrong or a number is invalid; then some parts may have been
+    /// overwritten.
     pub fn read(written: &[u8], now: Instant, share: impl FnOnce(&mut Notes<'_>)) -> bool {
         Notes::read_from(written, now, now, share)
     }
@@ -76,9 +83,22 @@ impl Notes<'_> {
         now: Instant,
         share: impl FnOnce(&mut Notes<'_>),
     ) -> bool {
-        let mut notes = Notes { origin, now, side: Side::Read { left: written, sound: true } };
+        let mut notes = Notes {
+            origin,
+            now,
+            side: Side::Read {
+                left: written,
+                sound: true,
+            },
+        };
         share(&mut notes);
-        matches!(notes.side, Side::Read { left: [], sound: true })
+        matches!(
+            notes.side,
+            Side::Read {
+                left: [],
+                sound: true
+            }
+        )
     }
 
     /// Passes a number. A number that is not finite, or above 1e30, is invalid.
@@ -129,13 +149,17 @@ impl Notes<'_> {
         if let Side::Read { .. } = self.side {
             *moment = ahead.and_then(|ahead| {
                 let span = Duration::try_from_secs_f64(ahead.abs()).ok()?;
-                if ahead < 0.0 { self.origin.checked_sub(span) } else { self.origin.checked_add(span) }
+                if ahead < 0.0 {
+                    self.origin.checked_sub(span)
+                } else {
+                    self.origin.checked_add(span)
+                }
             });
         }
     }
 
-    /// Passes a moment that may be absent and that lies at most `most` ahead. A later moment is an error of the process that
-    /// wrote it, and is moved forward so that no request waits for it.
+    /// Passes a moment that may be absent and that lies at most `most` ahead. A later moment is an
+    /// error of the process that wrote it, and is moved forward so that no request waits for it.
     pub(crate) fn near(&mut self, moment: &mut Option<Instant>, most: Duration) {
         self.moment(moment);
         if let Side::Read { .. } = self.side {
@@ -183,8 +207,10 @@ mod tests {
     fn notes_read_exactly_what_was_written() {
         let now = clock::now();
         let (mut number, mut none, mut count, mut flag) = (-0.5, None, 1_u64 << 53, true);
-        let (mut past, mut future) =
-            (now.checked_sub(Duration::from_secs(5)), Some(now + Duration::from_secs(7)));
+        let (mut past, mut future) = (
+            now.checked_sub(Duration::from_secs(5)),
+            Some(now + Duration::from_secs(7)),
+        );
         let written = Notes::write(now, |notes| {
             notes.number(&mut number);
             notes.maybe(&mut none);
@@ -195,23 +221,37 @@ mod tests {
         });
         let later = now + Duration::from_secs(100);
         let mut read = (0.0, Some(1.0), 0, false, None, None);
-        let share =
-            |notes: &mut Notes<'_>,
-             read: &mut (f64, Option<f64>, u64, bool, Option<Instant>, Option<Instant>)| {
-                notes.number(&mut read.0);
-                notes.maybe(&mut read.1);
-                notes.count(&mut read.2);
-                notes.flag(&mut read.3);
-                notes.moment(&mut read.4);
-                notes.moment(&mut read.5);
-            };
-        assert!(Notes::read(&written, later, |notes| share(notes, &mut read)));
+        let share = |notes: &mut Notes<'_>,
+                     read: &mut (
+            f64,
+            Option<f64>,
+            u64,
+            bool,
+            Option<Instant>,
+            Option<Instant>,
+        )| {
+            notes.number(&mut read.0);
+            notes.maybe(&mut read.1);
+            notes.count(&mut read.2);
+            notes.flag(&mut read.3);
+            notes.moment(&mut read.4);
+            notes.moment(&mut read.5);
+        };
+        assert!(Notes::read(&written, later, |notes| share(
+            notes, &mut read
+        )));
         let after = |seconds| Some(now + Duration::from_secs(seconds));
         assert_eq!(read, (-0.5, None, 1 << 53, true, after(95), after(107)));
 
-        assert!(!Notes::read(&written[1..], later, |notes| share(notes, &mut read)), "too short");
+        assert!(
+            !Notes::read(&written[1..], later, |notes| share(notes, &mut read)),
+            "too short"
+        );
         let longer = [&written[..], &[0]].concat();
-        assert!(!Notes::read(&longer, later, |notes| share(notes, &mut read)), "too long");
+        assert!(
+            !Notes::read(&longer, later, |notes| share(notes, &mut read)),
+            "too long"
+        );
         let nan = Notes::write(now, |notes| notes.maybe(&mut none));
         assert!(!Notes::read(&nan, later, |notes| notes.number(&mut number)) && number == -0.5);
     }

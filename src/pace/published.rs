@@ -1,9 +1,11 @@
-//! The four strategies of Richard Schneeman, "A Fast Car Needs Good Brakes" (2020), as they were published.
+//! The four strategies of Richard Schneeman, "A Fast Car Needs Good Brakes" (2020), as they were
+//! published.
 //!
-//! In all of them each request sleeps by itself. There is no queue and no probe, and the wait that a refusal asks for
-//! is ignored. In the last three the requests of a key share one number: how long to sleep before the first attempt.
-//! Each request writes it when it ends, and the last one wins. A random tenth is added to each sleep, so that requests
-//! that were refused together do not retry together.
+//! In all of them each request sleeps by itself. There is no queue and no probe, and the wait that
+//! a refusal asks for is ignored. In the last three the requests of a key share one number: how
+//! long to sleep before the first attempt. Each request writes it when it ends, and the last one
+//! wins. A random tenth is added to each sleep, so that requests that were refused together do not
+//! retry together.
 
 use std::time::Duration;
 
@@ -16,7 +18,8 @@ const WINDOW: f64 = 3600.0;
 const JITTER: f64 = 0.1;
 const MULTIPLIER: f64 = 1.2;
 
-/// The longest sleep, in seconds: without a bound, a sleep that is multiplied for hours would overflow.
+/// The longest sleep, in seconds: without a bound, a sleep that is multiplied for hours would
+/// overflow.
 const LONGEST_SLEEP: f64 = 1e6;
 
 /// Returns a sleep of `seconds` and up to a tenth more.
@@ -31,11 +34,12 @@ fn note(call: &mut Call, seconds: f64) {
 
 /// Exponential backoff: a refused request sleeps, longer each time.
 ///
-/// The first sleep is one token time, window / limit. Each further sleep is `multiplier` times as long. Requests do not
-/// learn from each other.
+/// The first sleep is one token time, window / limit. Each further sleep is `multiplier` times as
+/// long. Requests do not learn from each other.
 ///
-/// What it is bad at: each request begins by running into the limit, so 60 to 80 % of all requests are refused. A request
-/// that was refused often sleeps longest, up to a quarter of an hour, while others take all tokens.
+/// What it is bad at: each request begins by running into the limit, so 60 to 80 % of all requests
+/// are refused. A request that was refused often sleeps longest, up to a quarter of an hour, while
+/// others take all tokens.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: f64,
@@ -44,24 +48,39 @@ pub struct Backoff {
 
 impl Default for Backoff {
     fn default() -> Self {
-        Backoff { first: WINDOW / LIMIT, multiplier: MULTIPLIER }
+        Backoff {
+            first: WINDOW / LIMIT,
+            multiplier: MULTIPLIER,
+        }
     }
 }
 
 impl Backoff {
-    /// Creates a pace for 4500 requests in an hour: the first sleep lasts 0.8 s, each further one 1.2 times as long.
+    /// Creates a pace for 4500 requests in an hour: the first sleep lasts 0.8 s, each further one
+    /// 1.2 times as long.
     pub fn new() -> Self {
         Backoff::default()
     }
 
     /// Sets another limit: the first sleep lasts window / limit.
     pub fn limit(self, limit: u32, window: Duration) -> Self {
-        Backoff { first: token_time(limit, window), ..self }
+        Backoff {
+            first: token_time(limit, window),
+            ..self
+        }
     }
 
-    /// Sets how many times as long as the one before each sleep is. Default: 1.2. The article also has 2.
+    /// Sets how many times as long as the one before each sleep is. Default: 1.2. The article also
+    /// has 2.
     pub fn multiplier(self, multiplier: f64) -> Self {
-        Backoff { multiplier: if multiplier.is_finite() { multiplier.max(1.0) } else { MULTIPLIER }, ..self }
+        Backoff {
+            multiplier: if multiplier.is_finite() {
+                multiplier.max(1.0)
+            } else {
+                MULTIPLIER
+            },
+            ..self
+        }
     }
 }
 
@@ -94,17 +113,28 @@ struct Shared {
 
 impl Default for Shared {
     fn default() -> Self {
-        Shared { limit: LIMIT, least: WINDOW / LIMIT, sleep: 0.0 }
+        Shared {
+            limit: LIMIT,
+            least: WINDOW / LIMIT,
+            sleep: 0.0,
+        }
     }
 }
 
 impl Shared {
     fn limited(self, limit: u32, window: Duration) -> Self {
-        Shared { limit: f64::from(limit.max(1)), least: token_time(limit, window), ..self }
+        Shared {
+            limit: f64::from(limit.max(1)),
+            least: token_time(limit, window),
+            ..self
+        }
     }
 
     fn starting(self, sleep: Duration) -> Self {
-        Shared { sleep: sleep.as_secs_f64(), ..self }
+        Shared {
+            sleep: sleep.as_secs_f64(),
+            ..self
+        }
     }
 
     fn arrived(&self, call: &mut Call, dice: &mut Dice) -> Duration {
@@ -176,10 +206,12 @@ macro_rules! published {
 published! {
     /// A sleep that shrinks by a constant: a success takes one token time off it.
     ///
-    /// The token time is t0 = window / limit. Before its first attempt a request sleeps for `shared`. A refusal adds t0 to the
-    /// sleep, and the sleep after it is 1.2 times as long. A success takes t0 off the sleep and writes it to `shared`.
+    /// The token time is t0 = window / limit. Before its first attempt a request sleeps for
+    /// `shared`. A refusal adds t0 to the sleep, and the sleep after it is 1.2 times as long. A
+    /// success takes t0 off the sleep and writes it to `shared`.
     ///
-    /// What it is bad at: it shortens the sleep so fast that nearly half of all requests are refused.
+    /// What it is bad at: it shortens the sleep so fast that nearly half of all requests are
+    /// refused.
     Gradual, |shared, _, _| shared.least
 }
 
@@ -188,19 +220,19 @@ published! {
     ///
     /// As [`Gradual`], but what a success takes off a sleep of `s` is `s / limit`.
     ///
-    /// What it is bad at: it shortens the sleep so slowly that a full bucket of 4500 takes 500 s to empty instead of 75 s.
-    /// Chance decides which requests sleep long.
+    /// What it is bad at: it shortens the sleep so slowly that a full bucket of 4500 takes 500 s to
+    /// empty instead of 75 s. Chance decides which requests sleep long.
     Proportional, |shared, sleep, _| sleep / shared.limit
 }
 
 published! {
     /// A sleep that shrinks faster the more is left: the best of the published four.
     ///
-    /// As [`Gradual`], but what a success takes off a sleep of `s` is `s x remaining / limit`. If the answer does not state
-    /// what is left, a success takes nothing off.
+    /// As [`Gradual`], but what a success takes off a sleep of `s` is `s x remaining / limit`. If
+    /// the answer does not state what is left, a success takes nothing off.
     ///
-    /// What it is bad at: only refusals slow it down, so 3 to 4 % of all requests are refused. Chance decides which requests
-    /// sleep long. Without the header it only becomes slower.
+    /// What it is bad at: only refusals slow it down, so 3 to 4 % of all requests are refused.
+    /// Chance decides which requests sleep long. Without the header it only becomes slower.
     Remaining, |shared, sleep, reply| {
         let remaining = Told::of(reply.signal).remaining.unwrap_or(0.0);
         sleep * remaining / shared.limit
@@ -212,33 +244,52 @@ mod tests {
     use super::*;
     use crate::signal::{ObservedQuota, Signal};
 
-    /// Checks the sleeps of a request without their jitter: the first, one after each refusal, and the first sleep of the next
-    /// request after a success with `left` left.
+    /// Checks the sleeps of a request without their jitter: the first, one after each refusal, and
+    /// the first sleep of the next request after a success with `left` left.
     fn check(mut pace: impl Pace, left: u64, expected: &[f64]) {
         let now = crate::clock::now();
         let (traffic, mut dice, mut call) = (Traffic::at(now), Dice::seeded(1), Call::default());
         let mut sleeps = vec![pace.arrived(&mut call, &traffic, &mut dice)];
         let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(left));
         for _ in 2..expected.len() {
-            let pause = pace.refused(&mut Reply::new(&signal, now, &mut call), &traffic, &mut dice);
+            let pause = pace.refused(
+                &mut Reply::new(&signal, now, &mut call),
+                &traffic,
+                &mut dice,
+            );
             sleeps.push(pause.call);
         }
-        pace.passed(&mut Reply::new(&signal, now, &mut call), &traffic, &mut dice);
+        pace.passed(
+            &mut Reply::new(&signal, now, &mut call),
+            &traffic,
+            &mut dice,
+        );
         sleeps.push(pace.arrived(&mut Call::default(), &traffic, &mut dice));
         let fits = |(sleep, expected): (&Duration, &f64)| {
             (expected - 1e-6..=expected * 1.1 + 1e-6).contains(&sleep.as_secs_f64())
         };
-        assert!(sleeps.iter().zip(expected).all(fits), "{pace:?}: {sleeps:?}, not {expected:?}");
+        assert!(
+            sleeps.iter().zip(expected).all(fits),
+            "{pace:?}: {sleeps:?}, not {expected:?}"
+        );
     }
 
     #[test]
     fn each_sleeps_as_it_was_published() {
         check(Backoff::new(), 0, &[0.0, 0.8, 0.96, 1.152, 0.0]);
-        check(Backoff::new().multiplier(2.0), 0, &[0.0, 0.8, 1.6, 3.2, 0.0]);
+        check(
+            Backoff::new().multiplier(2.0),
+            0,
+            &[0.0, 0.8, 1.6, 3.2, 0.0],
+        );
         // A refusal adds 0.8, and the sleep after it is 1.2 times as long.
         check(Gradual::new(), 0, &[0.0, 0.8, 1.76, 2.912, 2.6944]);
         check(Proportional::new(), 0, &[0.0, 0.8, 1.76, 2.912, 3.4936]);
         check(Remaining::new(), 2250, &[0.0, 0.8, 1.76, 2.912, 1.7472]);
-        check(Remaining::new().start_with(Duration::from_secs(5)), 450, &[5.0, 4.5]);
+        check(
+            Remaining::new().start_with(Duration::from_secs(5)),
+            450,
+            &[5.0, 4.5],
+        );
     }
 }

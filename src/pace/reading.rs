@@ -23,7 +23,10 @@ impl Told {
             (Some(_), None) => 1.0,
             (None, _) => f64::INFINITY,
         };
-        let requests = signal.quotas().iter().filter(|quota| quota.unit() == ObservedQuota::REQUESTS);
+        let requests = signal
+            .quotas()
+            .iter()
+            .filter(|quota| quota.unit() == ObservedQuota::REQUESTS);
         let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
             return Told::default();
         };
@@ -38,11 +41,13 @@ impl Told {
 
 /// Returns the wait that a refusal explicitly asks for.
 ///
-/// If the refusal does not ask for one, [`Signal::retry_after`] is the time until the exhausted quotas reset. For a bucket
-/// that may be the time until it is full again, which is far too long. So that time does not count here.
+/// If the refusal does not ask for one, [`Signal::retry_after`] is the time until the exhausted
+/// quotas reset. For a bucket that may be the time until it is full again, which is far too long.
+/// So that time does not count here.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
     let wait = signal.retry_after()?;
-    let is_reset = |quota: &ObservedQuota| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
+    let is_reset =
+        |quota: &ObservedQuota| quota.remaining() == Some(0) && quota.reset_after() == Some(wait);
     (!signal.quotas().iter().any(is_reset)).then_some(wait)
 }
 
@@ -60,8 +65,14 @@ mod tests {
 
     #[test]
     fn scarcest_quota_counts() {
-        let quota = |limit, remaining| ObservedQuota::new().with_limit(limit).with_remaining(remaining);
-        let signal = Signal::default().with_quota(quota(10, 9)).with_quota(quota(4500, 100));
+        let quota = |limit, remaining| {
+            ObservedQuota::new()
+                .with_limit(limit)
+                .with_remaining(remaining)
+        };
+        let signal = Signal::default()
+            .with_quota(quota(10, 9))
+            .with_quota(quota(4500, 100));
         let signal = signal.with_quota(quota(7, 0).with_unit("tokens"));
         assert_eq!(Told::of(&signal).remaining, Some(100.0));
         assert_eq!(Told::of(&Signal::default()), Told::default());
@@ -71,7 +82,11 @@ mod tests {
     fn reset_is_no_explicit_wait() {
         let reset = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600")];
         assert_eq!(wait_said(&refusal(&reset)), None);
-        let both = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600"), ("retry-after", "2")];
+        let both = [
+            ("ratelimit-remaining", "0"),
+            ("ratelimit-reset", "3600"),
+            ("retry-after", "2"),
+        ];
         assert_eq!(wait_said(&refusal(&both)), Some(Duration::from_secs(2)));
         assert_eq!(wait_said(&refusal(&[])), None);
     }

@@ -50,9 +50,14 @@ impl Limit {
         Limit::Sliding { count, window }
     }
 
-    /// Makes a limit of `capacity` units back to back, of which `count` are refilled every `window`.
+    /// Makes a limit of `capacity` units back to back, of which `count` are refilled every
+    /// `window`.
     pub const fn bucket(capacity: u32, count: u32, window: Duration) -> Self {
-        Limit::Bucket { capacity, count, window }
+        Limit::Bucket {
+            capacity,
+            count,
+            window,
+        }
     }
 
     /// Makes a limit of `count` units in each window that is aligned to the Unix epoch.
@@ -74,8 +79,8 @@ impl Limit {
         }
     }
 
-    /// Returns how many units the limit allows in its [`window`](Limit::window) in the long run, or how many calls at
-    /// the same time.
+    /// Returns how many units the limit allows in its [`window`](Limit::window) in the long run, or
+    /// how many calls at the same time.
     pub fn count(&self) -> u32 {
         match *self {
             Limit::Sliding { count, .. }
@@ -88,14 +93,15 @@ impl Limit {
     /// Returns the length of the window; zero for calls in flight, which have none.
     pub fn window(&self) -> Duration {
         match *self {
-            Limit::Sliding { window, .. } | Limit::Fixed { window, .. } | Limit::Bucket { window, .. } => {
-                window
-            }
+            Limit::Sliding { window, .. }
+            | Limit::Fixed { window, .. }
+            | Limit::Bucket { window, .. } => window,
             Limit::InFlight { .. } => Duration::ZERO,
         }
     }
 
-    /// Returns `part` of `of` parts of the limit. A result below one unit becomes one unit in a longer time.
+    /// Returns `part` of `of` parts of the limit. A result below one unit becomes one unit in a
+    /// longer time.
     pub(super) fn part(self, part: u64, of: u64) -> Limit {
         let units = |count: u32| {
             let units = u128::from(count) * u128::from(part) / u128::from(of);
@@ -107,21 +113,32 @@ impl Limit {
                 .clamp(window, Quota::LONGEST_WINDOW)
         };
         match self {
-            Limit::Sliding { count, window } if units(count) > 0 => {
-                Limit::Sliding { count: units(count), window }
-            }
-            Limit::Fixed { count, window } if units(count) > 0 => {
-                Limit::Fixed { count: units(count), window }
-            }
+            Limit::Sliding { count, window } if units(count) > 0 => Limit::Sliding {
+                count: units(count),
+                window,
+            },
+            Limit::Fixed { count, window } if units(count) > 0 => Limit::Fixed {
+                count: units(count),
+                window,
+            },
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
                 // Each unit gets the time until its turn in the whole limit.
                 let of_one = window.as_nanos() / u128::from(count.max(1));
                 let of_one = Duration::from_nanos(u64::try_from(of_one).unwrap_or(u64::MAX));
-                Limit::Sliding { count: 1, window: longer(of_one).max(window) }
+                Limit::Sliding {
+                    count: 1,
+                    window: longer(of_one).max(window),
+                }
             }
-            Limit::Bucket { capacity, count, window } => {
-                Limit::Bucket { capacity: units(capacity).max(1), count, window: longer(window) }
-            }
+            Limit::Bucket {
+                capacity,
+                count,
+                window,
+            } => Limit::Bucket {
+                capacity: units(capacity).max(1),
+                count,
+                window: longer(window),
+            },
             limit @ Limit::InFlight { .. } => limit,
         }
     }
@@ -133,7 +150,9 @@ impl Limit {
             return Err(ConfigError::ZeroCount { limit });
         }
         let largest = match *self {
-            Limit::Bucket { capacity, count, .. } => capacity.max(count),
+            Limit::Bucket {
+                capacity, count, ..
+            } => capacity.max(count),
             _ => self.count(),
         };
         if largest > Quota::LARGEST_COUNT {
@@ -148,7 +167,11 @@ impl Limit {
         let life = (self.window() / self.count() / LIVES_BETWEEN_SLOTS).clamp(LIFE, LONGEST_LIFE);
         match *self {
             Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(life),
-            Limit::Bucket { capacity, count, window } => {
+            Limit::Bucket {
+                capacity,
+                count,
+                window,
+            } => {
                 let full_after = window.saturating_mul(capacity) / count;
                 if full_after > Quota::LONGEST_WINDOW {
                     return Err(ConfigError::RefillTooSlow { limit, full_after });
@@ -156,11 +179,16 @@ impl Limit {
                 check_spacing(limit, life, slacks)
             }
             Limit::Fixed { window, .. } => {
-                let Slacks { transit, boundary, .. } = slacks;
+                let Slacks {
+                    transit, boundary, ..
+                } = slacks;
                 let lost = boundary.saturating_mul(2);
                 let margin = life.saturating_add(transit);
                 if lost > window / 2 || lost.saturating_add(margin.saturating_mul(2)) > window {
-                    return Err(ConfigError::WindowTooShortForGuard { limit, boundary_guard: boundary });
+                    return Err(ConfigError::WindowTooShortForGuard {
+                        limit,
+                        boundary_guard: boundary,
+                    });
                 }
                 Ok(life)
             }
@@ -168,7 +196,8 @@ impl Limit {
     }
 }
 
-/// A permit may live for a fiftieth of the time between two slots: if slots are far apart, the loss of one costs much.
+/// A permit may live for a fiftieth of the time between two slots: if slots are far apart, the loss
+/// of one costs much.
 const LIVES_BETWEEN_SLOTS: u32 = 50;
 
 const LONGEST_LIFE: Duration = Duration::from_millis(50);
@@ -176,14 +205,22 @@ const LONGEST_LIFE: Duration = Duration::from_millis(50);
 /// The shortest life of a permit under a fine spacing: timers are about a millisecond late.
 const SHORTEST_LIFE: Duration = Duration::from_millis(2);
 
-/// Computes how long a permit may live under a fine spacing, or the smallest burst that loses nothing.
-///
-/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is empty. The margin is
-/// the life of a permit and the transit slack. If T is below the margin, the rate collapses. Permits then live shorter,
-/// until the loss is within the allowed one. If that is not enough, the error names the smallest burst that loses
+/// Computes how long a permit may live under a fine spacing, or the smallest burst that loses
 /// nothing.
+///
+/// A bucket of b with one unit each T leaves max(T, margin - (b - 2) T) between grants when it is
+/// empty. The margin is the life of a permit and the transit slack. If T is below the margin, the
+/// rate collapses. Permits then live shorter, until the loss is within the allowed one. If that is
+/// not enough, the error names the smallest burst that loses nothing.
 fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duration, ConfigError> {
-    let Limit::Bucket { capacity, count, window } = limit else { return Ok(life) };
+    let Limit::Bucket {
+        capacity,
+        count,
+        window,
+    } = limit
+    else {
+        return Ok(life);
+    };
     // All values are in nanoseconds times `count`, so T is `window`.
     let (capacity, count, period) = (u128::from(capacity), u128::from(count), window.as_nanos());
     let scaled = |margin: Duration| margin.as_nanos() * count;
@@ -195,7 +232,9 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
         return Ok(life.min(most_life));
     }
     let margin = scaled(SHORTEST_LIFE.saturating_add(slacks.transit));
-    let spacing = (margin + 2 * period).saturating_sub(capacity * period).max(period);
+    let spacing = (margin + 2 * period)
+        .saturating_sub(capacity * period)
+        .max(period);
     let smallest_burst = scaled(LIFE.saturating_add(slacks.transit)).div_ceil(period) + 1;
     Err(ConfigError::TooFine {
         limit,
@@ -210,8 +249,16 @@ impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Limit::Sliding { count, window } => write!(f, "{count}/{window:?}"),
-            Limit::Bucket { capacity: 1, count: 1, window } => write!(f, "one every {window:?}"),
-            Limit::Bucket { capacity, count, window } => {
+            Limit::Bucket {
+                capacity: 1,
+                count: 1,
+                window,
+            } => write!(f, "one every {window:?}"),
+            Limit::Bucket {
+                capacity,
+                count,
+                window,
+            } => {
                 write!(f, "{capacity} at once, then {count}/{window:?}")
             }
             Limit::Fixed { count, window } => write!(f, "{count} per full {window:?}"),

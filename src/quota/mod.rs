@@ -10,7 +10,8 @@ use std::time::Duration;
 use crate::config_error::ConfigError;
 pub use limit::Limit;
 
-/// What is allowed: one or more [`Limit`]s on one key. A request is counted in all of them or in none, and waits for the longest.
+/// What is allowed: one or more [`Limit`]s on one key. A request is counted in all of them or in
+/// none, and waits for the longest.
 ///
 /// ```
 /// use std::time::Duration;
@@ -30,10 +31,11 @@ pub use limit::Limit;
 /// # Ok::<(), tollgate::ConfigError>(())
 /// ```
 ///
-/// A quota is checked by [`build`](crate::RateLimitBuilder::build), whose error names what to change.
+/// A quota is checked by [`build`](crate::RateLimitBuilder::build), whose error names what to
+/// change.
 ///
-/// **A long window is used up in its first seconds** under load, and refuses for the rest: 5000 per hour may leave in five
-/// seconds. To spread the requests, add [`burst`](Quota::burst).
+/// **A long window is used up in its first seconds** under load, and refuses for the rest: 5000 per
+/// hour may leave in five seconds. To spread the requests, add [`burst`](Quota::burst).
 #[derive(Clone, Copy)]
 pub struct Quota {
     /// The first `len` are the rate limits. The others are unused.
@@ -65,11 +67,16 @@ impl Quota {
     pub const LONGEST_WINDOW: Duration = Duration::from_secs(366 * 86_400);
 
     const fn of(limit: Limit) -> Self {
-        Quota { limits: [limit; Quota::MOST_LIMITS], len: 1, in_flight: None, misuse: None }
+        Quota {
+            limits: [limit; Quota::MOST_LIMITS],
+            len: 1,
+            in_flight: None,
+            misuse: None,
+        }
     }
 
-    /// Allows at most `count` in any interval of the length `window`: a sliding window, which is also safe for every
-    /// fixed window of that length and count.
+    /// Allows at most `count` in any interval of the length `window`: a sliding window, which is
+    /// also safe for every fixed window of that length and count.
     pub const fn new(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Sliding { count, window })
     }
@@ -96,26 +103,34 @@ impl Quota {
 
     /// Requires at least `spacing` between two calls.
     ///
-    /// The margin (validity of a permit and `transit_slack`, 20 to 60 ms by default) is lost with every request, so `spacing` should be
-    /// long against it. If more than a tenth would be lost, permits are valid for less, down to 2 ms. If that is not enough, the
-    /// error of `build` names the burst that would work, and the loss that
+    /// The margin (validity of a permit and `transit_slack`, 20 to 60 ms by default) is lost with
+    /// every request, so `spacing` should be long against it. If more than a tenth would be lost,
+    /// permits are valid for less, down to 2 ms. If that is not enough, the error of `build` names
+    /// the burst that would work, and the loss that
     /// [`max_rate_loss`](crate::RateLimitBuilder::max_rate_loss) would have to accept.
     pub const fn every(spacing: Duration) -> Self {
-        Quota::of(Limit::Bucket { capacity: 1, count: 1, window: spacing })
+        Quota::of(Limit::Bucket {
+            capacity: 1,
+            count: 1,
+            window: spacing,
+        })
     }
 
-    /// Makes a token bucket that holds `capacity`, as servers that run GCRA have it. Call [`refill`](Bucket::refill)
-    /// next.
+    /// Makes a token bucket that holds `capacity`, as servers that run GCRA have it. Call
+    /// [`refill`](Bucket::refill) next.
     ///
-    /// A full bucket grants a little less than `capacity` at once, because the upstream may see the first request late: it keeps at
-    /// least one unit, and as many as are refilled within the margin of a permit (20 to 60 ms by default).
+    /// A full bucket grants a little less than `capacity` at once, because the upstream may see the
+    /// first request late: it keeps at least one unit, and as many as are refilled within the
+    /// margin of a permit (20 to 60 ms by default).
     pub const fn bucket(capacity: u32) -> Bucket {
         Bucket { capacity }
     }
 
-    /// Allows at most `count` in each window, aligned to the Unix epoch, as servers with a counter per window have it.
+    /// Allows at most `count` in each window, aligned to the Unix epoch, as servers with a counter
+    /// per window have it.
     ///
-    /// No request is sent within `boundary_guard` of a boundary. If the windows of the upstream may be aligned in another way, use
+    /// No request is sent within `boundary_guard` of a boundary. If the windows of the upstream may
+    /// be aligned in another way, use
     /// [`Quota::new`]: it is safe for every alignment.
     pub const fn fixed(count: u32, window: Duration) -> Self {
         Quota::of(Limit::Fixed { count, window })
@@ -123,12 +138,13 @@ impl Quota {
 
     /// Allows at most `count` calls at the same time, over all processes that share the store.
     ///
-    /// A call counts from its permit to the head of its response, or until its future or [`Permit`](crate::Permit) is
-    /// dropped; to count until the end of the body, see
-    /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end). Each call counts as one, whatever its cost;
-    /// one of cost 0 does not.
+    /// A call counts from its permit to the head of its response, or until its future or
+    /// [`Permit`](crate::Permit) is dropped; to count until the end of the body, see
+    /// [`in_flight_until_body_end`](crate::RateLimitLayer::in_flight_until_body_end). Each call
+    /// counts as one, whatever its cost; one of cost 0 does not.
     ///
-    /// With limits of rate besides, a request first waits for its place in flight, then for its slot.
+    /// With limits of rate besides, a request first waits for its place in flight, then for its
+    /// slot.
     ///
     /// ```
     /// use tollgate::{Key, Quota, RateLimitLayer};
@@ -151,11 +167,13 @@ impl Quota {
         quota
     }
 
-    /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly spaced.
+    /// In addition to the last limit: at most `burst` of its calls back to back, the others evenly
+    /// spaced.
     ///
-    /// Like a [`bucket`](Quota::bucket), it grants a little less than `burst` at once. Use it for large counts: a thousand requests
-    /// sent at once queue on their way, and that jitter is more than `transit_slack` covers. `per_second(1000).burst(50)` sends
-    /// the same number, one every millisecond.
+    /// Like a [`bucket`](Quota::bucket), it grants a little less than `burst` at once. Use it for
+    /// large counts: a thousand requests sent at once queue on their way, and that jitter is more
+    /// than `transit_slack` covers. `per_second(1000).burst(50)` sends the same number, one every
+    /// millisecond.
     ///
     /// It shapes the last limit only; in `a.and(b)` that is `b`.
     #[must_use]
@@ -163,7 +181,11 @@ impl Quota {
         // Where there is no limit of rate, the first is the filler: in flight.
         match self.limits[self.len.saturating_sub(1)] {
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
-                self.push(Limit::Bucket { capacity: burst, count, window });
+                self.push(Limit::Bucket {
+                    capacity: burst,
+                    count,
+                    window,
+                });
             }
             Limit::Bucket { .. } => self.misuse = Some(Misuse::BurstOfBucket),
             Limit::InFlight { .. } => self.misuse = Some(Misuse::BurstOfInFlight),
@@ -171,7 +193,8 @@ impl Quota {
         self
     }
 
-    /// Puts both quotas on one key: a request leaves when all limits of both allow it, and is counted in all or in none.
+    /// Puts both quotas on one key: a request leaves when all limits of both allow it, and is
+    /// counted in all or in none.
     #[must_use]
     pub const fn and(mut self, other: Quota) -> Self {
         let mut index = 0;
@@ -211,48 +234,77 @@ impl Quota {
 
     /// Returns the largest cost of a request: the smallest count, capacity or burst.
     pub fn largest_cost(&self) -> u32 {
-        self.limits().iter().map(Limit::largest_cost).min().unwrap_or(u32::MAX)
+        self.limits()
+            .iter()
+            .map(Limit::largest_cost)
+            .min()
+            .unwrap_or(u32::MAX)
     }
 
     /// Returns the shortest window of the rate limits.
     pub fn shortest_window(&self) -> Duration {
-        self.limits().iter().map(Limit::window).min().unwrap_or(Quota::SHORTEST_WINDOW)
+        self.limits()
+            .iter()
+            .map(Limit::window)
+            .min()
+            .unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
     /// Returns whether one of the limits follows the wall clock.
     pub(crate) fn has_fixed_window(&self) -> bool {
-        self.limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }))
+        self.limits()
+            .iter()
+            .any(|limit| matches!(limit, Limit::Fixed { .. }))
     }
 
-    /// Returns for how long use counts: the longest window, or the longest time in which a bucket fills.
+    /// Returns for how long use counts: the longest window, or the longest time in which a bucket
+    /// fills.
     pub(crate) fn longest_memory(&self) -> Duration {
         let memory = |limit: &Limit| match *limit {
-            Limit::Bucket { capacity, count, window } if count > 0 => {
-                window.max(window.saturating_mul(capacity) / count)
-            }
+            Limit::Bucket {
+                capacity,
+                count,
+                window,
+            } if count > 0 => window.max(window.saturating_mul(capacity) / count),
             _ => limit.window(),
         };
-        self.limits().iter().map(memory).max().unwrap_or(Quota::SHORTEST_WINDOW)
+        self.limits()
+            .iter()
+            .map(memory)
+            .max()
+            .unwrap_or(Quota::SHORTEST_WINDOW)
     }
 
     /// Returns the fraction `part / of` of the rate limits, for one of several processes.
     ///
     /// A result below one unit becomes one unit in a longer time.
     pub(crate) fn part(&self, part: u64, of: u64) -> Quota {
-        let mut quota = Quota { in_flight: None, ..*self };
+        let mut quota = Quota {
+            in_flight: None,
+            ..*self
+        };
         for limit in &mut quota.limits {
             *limit = limit.part(part.clamp(1, of.max(1)), of.max(1));
         }
         quota
     }
 
-    /// Returns the limit under which use counts for longest, alone, and how many of its units may be used within [its
-    /// memory](Quota::longest_memory).
+    /// Returns the limit under which use counts for longest, alone, and how many of its units may
+    /// be used within [its memory](Quota::longest_memory).
     pub(crate) fn longest(&self) -> (Quota, u64) {
-        let longest = self.limits().iter().copied().map(Quota::of).max_by_key(Quota::longest_memory);
+        let longest = self
+            .limits()
+            .iter()
+            .copied()
+            .map(Quota::of)
+            .max_by_key(Quota::longest_memory);
         let longest = longest.unwrap_or(*self);
         let units = match longest.limits[0] {
-            Limit::Bucket { capacity, count, window } => {
+            Limit::Bucket {
+                capacity,
+                count,
+                window,
+            } => {
                 let full = longest.longest_memory().as_nanos() * u128::from(count);
                 let refilled = u64::try_from(full / window.as_nanos().max(1)).unwrap_or(u64::MAX);
                 refilled.saturating_add(u64::from(capacity))
@@ -264,8 +316,8 @@ impl Quota {
         (longest, units)
     }
 
-    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between two slots, from 10 to
-    /// 50 ms; less if a spacing would lose more than it may.
+    /// Checks everything at once. Returns how long a permit lives: a fiftieth of the time between
+    /// two slots, from 10 to 50 ms; less if a spacing would lose more than it may.
     pub(crate) fn check(&self, slacks: Slacks) -> Result<Duration, ConfigError> {
         match self.misuse {
             Some(Misuse::TooManyLimits) => return Err(ConfigError::TooManyLimits),
@@ -277,7 +329,9 @@ impl Quota {
             Limit::InFlight { count }.check(slacks)?;
         }
         let lives = self.limits().iter().map(|limit| limit.check(slacks));
-        lives.reduce(|one, other| Ok(one?.min(other?))).unwrap_or(Ok(LIFE))
+        lives
+            .reduce(|one, other| Ok(one?.min(other?)))
+            .unwrap_or(Ok(LIFE))
     }
 }
 
@@ -310,14 +364,19 @@ pub struct Bucket {
 impl Bucket {
     /// Refills `count` units every `window`, evenly.
     pub const fn refill(self, count: u32, window: Duration) -> Quota {
-        Quota::of(Limit::Bucket { capacity: self.capacity, count, window })
+        Quota::of(Limit::Bucket {
+            capacity: self.capacity,
+            count,
+            window,
+        })
     }
 }
 
 /// Two quotas are equal if they have the same limits in the same order.
 impl PartialEq for Quota {
     fn eq(&self, other: &Self) -> bool {
-        (self.limits(), self.in_flight, self.misuse) == (other.limits(), other.in_flight, other.misuse)
+        (self.limits(), self.in_flight, self.misuse)
+            == (other.limits(), other.in_flight, other.misuse)
     }
 }
 
@@ -380,10 +439,26 @@ mod tests {
         // The spacing is fine against the margin: the allowed loss decides how long permits live.
         let every = Quota::every(millis(150)).check(SLACKS).unwrap();
         assert!(every > millis(6) && every < millis(7), "{every:?}");
-        let fine = Slacks { transit: millis(1), rate_loss: 15, ..SLACKS };
-        assert_eq!(Quota::every(millis(20)).check(fine), Ok(Duration::from_nanos(2_529_411)));
-        let error = Quota::every(millis(20)).check(Slacks { rate_loss: 10, ..fine }).unwrap_err().to_string();
-        assert!(error.contains("loses 14 %") && error.contains(".max_rate_loss(14)"), "{error}");
+        let fine = Slacks {
+            transit: millis(1),
+            rate_loss: 15,
+            ..SLACKS
+        };
+        assert_eq!(
+            Quota::every(millis(20)).check(fine),
+            Ok(Duration::from_nanos(2_529_411))
+        );
+        let error = Quota::every(millis(20))
+            .check(Slacks {
+                rate_loss: 10,
+                ..fine
+            })
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("loses 14 %") && error.contains(".max_rate_loss(14)"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -404,14 +479,22 @@ mod tests {
             (Quota::every(Duration::ZERO), "1ms"),
             (Quota::every(Duration::MAX), "366 days"),
             (Quota::fixed(1, Duration::MAX), "366 days"),
-            (Quota::fixed(10, Duration::from_millis(300)), "boundary_guard"),
+            (
+                Quota::fixed(10, Duration::from_millis(300)),
+                "boundary_guard",
+            ),
             (Quota::every(hour).burst(3), "burst"),
-            (Quota::bucket(1_000_000).refill(1, hour), "41666 days to fill"),
+            (
+                Quota::bucket(1_000_000).refill(1, hour),
+                "41666 days to fill",
+            ),
         ] {
             let error = check(quota).unwrap_err().to_string();
             assert!(error.contains(part), "{quota}: {error}");
         }
-        let nine = (0..8).fold(Quota::per_second(1), |quota, _| quota.and(Quota::per_second(1)));
+        let nine = (0..8).fold(Quota::per_second(1), |quota, _| {
+            quota.and(Quota::per_second(1))
+        });
         assert!(check(nine).unwrap_err().to_string().contains('8'));
         assert_eq!(check(Quota::per_day(Quota::LARGEST_COUNT)), Ok(()));
     }
@@ -424,7 +507,12 @@ mod tests {
             (Quota::every(Duration::from_millis(100)), 2),
             (Quota::bucket(5).refill(10_000, Duration::from_secs(1)), 201),
         ] {
-            let Err(ConfigError::TooFine { smallest_burst, limit, .. }) = check(quota) else {
+            let Err(ConfigError::TooFine {
+                smallest_burst,
+                limit,
+                ..
+            }) = check(quota)
+            else {
                 panic!("{quota} is too fine");
             };
             assert_eq!(smallest_burst, smallest, "{quota}");
@@ -449,13 +537,26 @@ mod tests {
             (Quota::new(10, second), 1, 3, Quota::new(3, second)),
             (Quota::new(2, second), 1, 4, Quota::new(1, 2 * second)),
             (Quota::new(1, minute), 1, 8, Quota::new(1, 8 * minute)),
-            (Quota::new(10, second).and(Quota::in_flight(3)), 1, 2, Quota::new(5, second)),
-            (Quota::bucket(8).refill(2, second), 1, 4, Quota::bucket(2).refill(2, 4 * second)),
+            (
+                Quota::new(10, second).and(Quota::in_flight(3)),
+                1,
+                2,
+                Quota::new(5, second),
+            ),
+            (
+                Quota::bucket(8).refill(2, second),
+                1,
+                4,
+                Quota::bucket(2).refill(2, 4 * second),
+            ),
             (Quota::every(second), 1, 4, Quota::every(4 * second)),
             (Quota::fixed(7, minute), 1, 2, Quota::fixed(3, minute)),
-            (Quota::new(25, 5 * second).and(Quota::new(300, minute)), 30, 300, {
-                Quota::new(2, 5 * second).and(Quota::new(30, minute))
-            }),
+            (
+                Quota::new(25, 5 * second).and(Quota::new(300, minute)),
+                30,
+                300,
+                { Quota::new(2, 5 * second).and(Quota::new(30, minute)) },
+            ),
             (Quota::new(10, second), 9, 4, Quota::new(10, second)),
             (Quota::new(10, second), 0, 4, Quota::new(2, second)),
         ] {
@@ -466,7 +567,12 @@ mod tests {
     #[test]
     fn smaller_of_two_in_flight_limits_holds() {
         for (one, other) in [(3, 8), (8, 3), (3, 3)] {
-            assert_eq!(Quota::in_flight(one).and(Quota::in_flight(other)).most_in_flight(), Some(3));
+            assert_eq!(
+                Quota::in_flight(one)
+                    .and(Quota::in_flight(other))
+                    .most_in_flight(),
+                Some(3)
+            );
         }
         let both = Quota::in_flight(8).and(Quota::per_second(5)).burst(2);
         assert_eq!(both.to_string(), "5/1s, 2 at once, then 5/1s, 8 in flight");
@@ -476,8 +582,10 @@ mod tests {
     #[test]
     fn equal_quotas_may_be_built_in_any_way() {
         let hash = |quota| BuildHasherDefault::<DefaultHasher>::default().hash_one(quota);
-        let (one, other) =
-            (Quota::in_flight(8).and(Quota::per_second(5)), Quota::per_second(5).and(Quota::in_flight(8)));
+        let (one, other) = (
+            Quota::in_flight(8).and(Quota::per_second(5)),
+            Quota::per_second(5).and(Quota::in_flight(8)),
+        );
         assert_eq!(one, other);
         assert_eq!(hash(one), hash(other));
         assert_ne!(one, Quota::per_second(5));
@@ -488,6 +596,11 @@ mod tests {
     fn a_cost_fits_when_it_fits_the_smallest_limit() {
         assert_eq!(Quota::per_second(50).largest_cost(), 50);
         assert_eq!(Quota::per_second(50).burst(10).largest_cost(), 10);
-        assert_eq!(Quota::per_second(50).and(Quota::per_minute(20)).largest_cost(), 20);
+        assert_eq!(
+            Quota::per_second(50)
+                .and(Quota::per_minute(20))
+                .largest_cost(),
+            20
+        );
     }
 }

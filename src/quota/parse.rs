@@ -6,16 +6,18 @@ use std::time::Duration;
 use super::{Quota, Slacks};
 use crate::config_error::ConfigError;
 
-/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`; and calls in flight:
-/// `50/s, 8 in flight`.
+/// Sliding windows as `count/window`, separated by commas: `100/60s`, `5/second`, `25/5s, 300/min`;
+/// and calls in flight: `50/s, 8 in flight`.
 ///
-/// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their plurals.
+/// Units: `ms`, `s`, `sec`, `second`, `m`, `min`, `minute`, `h`, `hour`, `d`, `day`, and their
+/// plurals.
 impl FromStr for Quota {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let unreadable =
-            |part: &str| ConfigError::Unparsable { text: part.trim().chars().take(64).collect() };
+        let unreadable = |part: &str| ConfigError::Unparsable {
+            text: part.trim().chars().take(64).collect(),
+        };
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
             let shown = if part.trim().is_empty() { text } else { part };
@@ -26,7 +28,11 @@ impl FromStr for Quota {
             });
         }
         let quota = quota.ok_or_else(|| unreadable(text))?;
-        let none = Slacks { transit: Duration::ZERO, boundary: Duration::ZERO, rate_loss: 99 };
+        let none = Slacks {
+            transit: Duration::ZERO,
+            boundary: Duration::ZERO,
+            rate_loss: 99,
+        };
         quota.check(none)?;
         Ok(quota)
     }
@@ -41,7 +47,11 @@ fn parse_limit(text: &str) -> Option<Quota> {
     let window = window.trim();
     let digits = window.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = window.split_at(digits);
-    let number = if number.is_empty() { 1 } else { number.parse::<u64>().ok()? };
+    let number = if number.is_empty() {
+        1
+    } else {
+        number.parse::<u64>().ok()?
+    };
     let millis: u64 = match unit.trim() {
         "ms" => 1,
         "s" | "sec" | "secs" | "second" | "seconds" => 1000,
@@ -50,7 +60,10 @@ fn parse_limit(text: &str) -> Option<Quota> {
         "d" | "day" | "days" => 86_400_000,
         _ => return None,
     };
-    Some(Quota::new(count, Duration::from_millis(number.checked_mul(millis)?)))
+    Some(Quota::new(
+        count,
+        Duration::from_millis(number.checked_mul(millis)?),
+    ))
 }
 
 #[cfg(test)]
@@ -63,10 +76,16 @@ mod tests {
             ("100/60s", Quota::per_minute(100)),
             ("100/min", Quota::per_minute(100)),
             (" 5 / second ", Quota::per_second(5)),
-            ("25/5s,300/1m", Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300))),
+            (
+                "25/5s,300/1m",
+                Quota::new(25, Duration::from_secs(5)).and(Quota::per_minute(300)),
+            ),
             ("10/250ms", Quota::new(10, Duration::from_millis(250))),
             ("8 in flight", Quota::in_flight(8)),
-            ("5/s, 8 in flight", Quota::per_second(5).and(Quota::in_flight(8))),
+            (
+                "5/s, 8 in flight",
+                Quota::per_second(5).and(Quota::in_flight(8)),
+            ),
             ("7/2 days", Quota::new(7, Duration::from_secs(172_800))),
         ] {
             assert_eq!(text.parse::<Quota>().unwrap(), quota, "{text}");
@@ -91,9 +110,18 @@ mod tests {
             let error = text.parse::<Quota>().unwrap_err().to_string();
             assert!(error.contains("100/60s"), "{text}: {error}");
         }
-        assert!(matches!("0/s".parse::<Quota>(), Err(ConfigError::ZeroCount { .. })));
-        assert!(matches!("5/0s".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
-        assert!(matches!("5/999999999 days".parse::<Quota>(), Err(ConfigError::WindowOutOfRange { .. })));
+        assert!(matches!(
+            "0/s".parse::<Quota>(),
+            Err(ConfigError::ZeroCount { .. })
+        ));
+        assert!(matches!(
+            "5/0s".parse::<Quota>(),
+            Err(ConfigError::WindowOutOfRange { .. })
+        ));
+        assert!(matches!(
+            "5/999999999 days".parse::<Quota>(),
+            Err(ConfigError::WindowOutOfRange { .. })
+        ));
         assert!(matches!(
             "5/18446744073709551615ms".parse::<Quota>(),
             Err(ConfigError::WindowOutOfRange { .. })

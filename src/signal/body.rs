@@ -14,11 +14,24 @@ use super::refusal::{Said, is_code};
 const DEEPEST: usize = 8;
 
 /// The keys whose values may be throttle codes, without underscores.
-const CODE_KEYS: [&str; 7] = ["code", "errorcode", "type", "errortype", "error", "reason", "status"];
+const CODE_KEYS: [&str; 7] = [
+    "code",
+    "errorcode",
+    "type",
+    "errortype",
+    "error",
+    "reason",
+    "status",
+];
 
 /// The keys whose values are waits.
-const WAIT_KEYS: [&str; 5] =
-    ["retry_after", "retryAfter", "retry_after_seconds", "retryAfterSeconds", "retryDelay"];
+const WAIT_KEYS: [&str; 5] = [
+    "retry_after",
+    "retryAfter",
+    "retry_after_seconds",
+    "retryAfterSeconds",
+    "retryDelay",
+];
 const WAIT_MILLIS_KEY: &str = "retry_after_ms";
 
 const PHRASES: [&str; 5] = [
@@ -30,18 +43,32 @@ const PHRASES: [&str; 5] = [
 ];
 
 /// Headers that make the codes of Meta's errors believable.
-const META: [&str; 3] = ["x-app-usage", "x-business-use-case-usage", "x-ad-account-usage"];
+const META: [&str; 3] = [
+    "x-app-usage",
+    "x-business-use-case-usage",
+    "x-ad-account-usage",
+];
 
-pub(super) fn read(body: &[u8], status: Option<StatusCode>, lines: &Lines<'_>, base: &Base) -> Said {
+pub(super) fn read(
+    body: &[u8],
+    status: Option<StatusCode>,
+    lines: &Lines<'_>,
+    base: &Base,
+) -> Said {
     let status = status.map_or(0, |status| status.as_u16());
-    let mut reader = Reader { status, base, ..Reader::new(base) };
+    let mut reader = Reader {
+        status,
+        base,
+        ..Reader::new(base)
+    };
     let is_json = std::str::from_utf8(body).is_ok_and(|text| visit(text, |node| reader.node(node)));
     let mut said = reader.said;
     if is_json {
         said.code |= reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
         said.code |= reader.error && reader.not_ok;
     } else if status >= 400 {
-        said.code = element(body).is_some_and(|code| is_code(code.iter().map(|byte| char::from(*byte))));
+        said.code =
+            element(body).is_some_and(|code| is_code(code.iter().map(|byte| char::from(*byte))));
     }
     said
 }
@@ -69,15 +96,30 @@ struct Reader<'a, 'b> {
 
 impl<'a, 'b> Reader<'a, 'b> {
     fn new(base: &'b Base) -> Self {
-        let around = [Around { array: true, key: None }; DEEPEST + 2];
+        let around = [Around {
+            array: true,
+            key: None,
+        }; DEEPEST + 2];
         let said = Said::default();
-        Reader { status: 0, base, said, around, meta: false, trace: false, error: false, not_ok: false }
+        Reader {
+            status: 0,
+            base,
+            said,
+            around,
+            meta: false,
+            trace: false,
+            error: false,
+            not_ok: false,
+        }
     }
 
     fn node(&mut self, node: Node<'a>) {
         let Node { depth, key, value } = node;
         if let (Value::Object | Value::Array, Some(around)) = (value, self.around.get_mut(depth)) {
-            *around = Around { array: matches!(value, Value::Array), key };
+            *around = Around {
+                array: matches!(value, Value::Array),
+                key,
+            };
         }
         if let (Some(key), 1..) = (key, depth) {
             if depth <= DEEPEST + 1 {
@@ -99,7 +141,13 @@ impl<'a, 'b> Reader<'a, 'b> {
         if !millis && !WAIT_KEYS.iter().any(|wait| is_in_any_case(key, wait)) {
             return;
         }
-        let read = |text: &str| if millis { self.base.read_millis(text) } else { self.base.read(text) };
+        let read = |text: &str| {
+            if millis {
+                self.base.read_millis(text)
+            } else {
+                self.base.read(text)
+            }
+        };
         let wait = match value {
             Value::Number(number) => read(number),
             Value::Text(text) => read(text.text().as_str()),
@@ -122,16 +170,19 @@ impl<'a, 'b> Reader<'a, 'b> {
         let in_error = depth == 2 && !self.around[0].array && self.key_of(1, "error");
         let is = |name: &str| key.is_some_and(|key| key.is(name));
         if let Value::Text(text) = value {
-            let speaks = (depth == 1 && (is("message") || is("error"))) || (in_error && is("message"));
+            let speaks =
+                (depth == 1 && (is("message") || is("error"))) || (in_error && is("message"));
             self.said.phrase |= speaks && PHRASES.iter().any(|phrase| contains(text, phrase));
         }
         if in_error {
             self.trace |= is("fbtrace_id");
-            self.meta |= is("code") && matches!(value, Value::Number(number) if is_meta_code(number));
+            self.meta |=
+                is("code") && matches!(value, Value::Number(number) if is_meta_code(number));
         }
     }
 
-    /// Reads the body of a successful response: codes count only if the server wraps errors in a success.
+    /// Reads the body of a successful response: codes count only if the server wraps errors in a
+    /// success.
     fn of_envelope(&mut self, depth: usize, key: Option<Str<'a>>, value: Value<'a>) {
         let is = |name: &str| key.is_some_and(|key| key.is(name));
         if depth == 0 || self.around[0].array {
@@ -141,7 +192,8 @@ impl<'a, 'b> Reader<'a, 'b> {
             depth > 2 && self.key_of(1, "errors") && self.around[1].array && !self.around[2].array;
         match depth {
             1 => {
-                self.error |= is("error") && matches!(value, Value::Text(text) if is_code(text.chars()));
+                self.error |=
+                    is("error") && matches!(value, Value::Text(text) if is_code(text.chars()));
                 self.not_ok |= is("ok") && matches!(value, Value::Bool(false));
                 self.said.code |= is("retCode") && matches!(value, Value::Number("10006"));
             }
@@ -173,7 +225,10 @@ fn is_in_any_case(text: Str<'_>, other: &str) -> bool {
 }
 
 fn is_code_key(key: Str<'_>) -> bool {
-    let plain = key.chars().filter(|letter| *letter != '_').map(|letter| letter.to_ascii_lowercase());
+    let plain = key
+        .chars()
+        .filter(|letter| *letter != '_')
+        .map(|letter| letter.to_ascii_lowercase());
     CODE_KEYS.iter().any(|code| plain.clone().eq(code.chars()))
 }
 
@@ -209,9 +264,14 @@ fn element(body: &[u8]) -> Option<&[u8]> {
     const START: &[u8] = b"<Code>";
     let mut rest = body;
     loop {
-        let start = rest.windows(START.len()).position(|window| window == START)?;
+        let start = rest
+            .windows(START.len())
+            .position(|window| window == START)?;
         rest = &rest[start + START.len()..];
-        let length = rest.iter().take_while(|byte| byte.is_ascii_alphanumeric() || **byte == b'.').count();
+        let length = rest
+            .iter()
+            .take_while(|byte| byte.is_ascii_alphanumeric() || **byte == b'.')
+            .count();
         if length > 0 && rest[length..].starts_with(b"</Code>") {
             return Some(&rest[..length]);
         }

@@ -13,8 +13,12 @@ use super::vendor;
 pub(super) type Entries<'a> = Bounded<Entry<'a>, { Lines::MOST }>;
 
 /// The headers that name the bucket of a quota without a name, best first.
-pub(super) const NAMES: [&str; 4] =
-    ["ratelimit-name", "x-ratelimit-name", "x-ratelimit-resource", "x-ratelimit-bucket"];
+pub(super) const NAMES: [&str; 4] = [
+    "ratelimit-name",
+    "x-ratelimit-name",
+    "x-ratelimit-resource",
+    "x-ratelimit-bucket",
+];
 
 /// Sorts the lines into the generic families and the rows of the table.
 pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::Present {
@@ -26,9 +30,16 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
             continue;
         }
         if let Some(header) = header.filter(|_| !ratelimit::is_ours(line.name)) {
-            let known = entries.iter().find(|entry| entry.header.same_group(&header));
+            let known = entries
+                .iter()
+                .find(|entry| entry.header.same_group(&header));
             let group = known.map_or(entries.len(), |entry| entry.group);
-            entries.push(Entry { header, group, line: line.name, value: line.value });
+            entries.push(Entry {
+                header,
+                group,
+                line: line.name,
+                value: line.value,
+            });
         }
     }
     present
@@ -65,8 +76,15 @@ pub(super) fn read(
     quotas.keep(Draft::finish);
 }
 
-/// Combines the headers without a name of the families that describe the same bucket, and policies without a name.
-fn same_bucket(lines: &Lines<'_>, entries: &Entries<'_>, fields: &Fields, base: &Base, quotas: &mut Drafts) {
+/// Combines the headers without a name of the families that describe the same bucket, and policies
+/// without a name.
+fn same_bucket(
+    lines: &Lines<'_>,
+    entries: &Entries<'_>,
+    fields: &Fields,
+    base: &Base,
+    quotas: &mut Drafts,
+) {
     // A limit of the service states all of this in the newer form.
     if fields.service {
         return;
@@ -74,7 +92,11 @@ fn same_bucket(lines: &Lines<'_>, entries: &Entries<'_>, fields: &Fields, base: 
     let mut first: Option<Group> = None;
     for family in Family::SAME {
         let of_family = |entry: &&Entry<'_>| entry.header.family == family && is_same_bucket(entry);
-        let policies = if family == Family::Plain { &fields.unnamed[..] } else { &[] };
+        let policies = if family == Family::Plain {
+            &fields.unnamed[..]
+        } else {
+            &[]
+        };
         let stated = match fields.dictionary {
             Some(dictionary) if family == Family::Plain => Stated::of(&dictionary),
             _ if entries.iter().any(|entry| of_family(&entry)) => {
@@ -94,12 +116,16 @@ fn same_bucket(lines: &Lines<'_>, entries: &Entries<'_>, fields: &Fields, base: 
                 let filling = group.quotas.first();
                 match first.quotas.first_mut() {
                     Some(quota) => filling.into_iter().for_each(|filling| quota.fill(filling)),
-                    None => filling.into_iter().for_each(|filling| first.quotas.push(*filling)),
+                    None => filling
+                        .into_iter()
+                        .for_each(|filling| first.quotas.push(*filling)),
                 }
             }
         }
     }
-    first.into_iter().for_each(|group| report(&group, lines, quotas));
+    first
+        .into_iter()
+        .for_each(|group| report(&group, lines, quotas));
 }
 
 /// Returns whether the line describes a quota, and not a wait.
@@ -122,6 +148,16 @@ fn is_other(first: &Group, other: &Group) -> bool {
 
 /// Reports quotas, which a separate header may name.
 fn report(group: &Group, lines: &Lines<'_>, quotas: &mut Drafts) {
-    let name = || NAMES.iter().find_map(|name| lines.first(name)).and_then(Text::some);
-    group.quotas.iter().for_each(|quota| quotas.push(Draft { name: quota.name.or_else(name), ..*quota }));
+    let name = || {
+        NAMES
+            .iter()
+            .find_map(|name| lines.first(name))
+            .and_then(Text::some)
+    };
+    group.quotas.iter().for_each(|quota| {
+        quotas.push(Draft {
+            name: quota.name.or_else(name),
+            ..*quota
+        })
+    });
 }

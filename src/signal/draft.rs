@@ -33,13 +33,22 @@ pub(super) type Drafts = Bounded<Draft, 32>;
 
 impl Draft {
     pub(super) fn named(name: &str) -> Draft {
-        Draft { name: Text::some(name), ..Draft::default() }
+        Draft {
+            name: Text::some(name),
+            ..Draft::default()
+        }
     }
 
     /// Sets the percentage that is used.
     pub(super) fn percent(self, used: u64) -> Draft {
         let remaining = Some(100u64.saturating_sub(used));
-        Draft { unit: Unit::Known("percent"), limit: Some(100), used: Some(used), remaining, ..self }
+        Draft {
+            unit: Unit::Known("percent"),
+            limit: Some(100),
+            used: Some(used),
+            remaining,
+            ..self
+        }
     }
 
     /// Fills the missing fields from another draft of the same quota.
@@ -61,7 +70,10 @@ impl Draft {
             self.limit = Some((used + remaining).min(super::parse::number::LARGEST));
         }
         if self.unit == Unit::Open {
-            let unit = self.name.as_ref().and_then(|name| words::unit_of(name.as_str()));
+            let unit = self
+                .name
+                .as_ref()
+                .and_then(|name| words::unit_of(name.as_str()));
             self.unit = Unit::Known(unit.unwrap_or(ObservedQuota::REQUESTS));
         }
         let states = self.limit.or(self.remaining).or(self.used).or(self.reset);
@@ -75,7 +87,9 @@ impl Draft {
             Unit::Known(unit) => unit,
             Unit::Stated(unit) => unit.as_str(),
         };
-        size_of::<ObservedQuota>() + unit.len() + self.name.as_ref().map_or(0, |name| name.as_str().len())
+        size_of::<ObservedQuota>()
+            + unit.len()
+            + self.name.as_ref().map_or(0, |name| name.as_str().len())
     }
 
     pub(super) fn observed(&self) -> ObservedQuota {
@@ -88,10 +102,26 @@ impl Draft {
             observed = observed.with_name(name.as_str());
         }
         let span = Duration::from_millis;
-        observed = self.limit.into_iter().fold(observed, ObservedQuota::with_limit);
-        observed = self.remaining.into_iter().fold(observed, ObservedQuota::with_remaining);
-        observed = self.used.into_iter().fold(observed, ObservedQuota::with_used);
-        observed = self.window.map(span).into_iter().fold(observed, ObservedQuota::with_window);
-        self.reset.map(span).into_iter().fold(observed, ObservedQuota::with_reset_after)
+        observed = self
+            .limit
+            .into_iter()
+            .fold(observed, ObservedQuota::with_limit);
+        observed = self
+            .remaining
+            .into_iter()
+            .fold(observed, ObservedQuota::with_remaining);
+        observed = self
+            .used
+            .into_iter()
+            .fold(observed, ObservedQuota::with_used);
+        observed = self
+            .window
+            .map(span)
+            .into_iter()
+            .fold(observed, ObservedQuota::with_window);
+        self.reset
+            .map(span)
+            .into_iter()
+            .fold(observed, ObservedQuota::with_reset_after)
     }
 }

@@ -1,19 +1,22 @@
 //! What a response says about limits.
 //!
-//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It holds whether the request
-//! was refused because of a limit, when to retry, and which quotas the server states. The vendor need not be configured:
-//! tollgate recognises the headers of the standard, of the generic families (`X-RateLimit-…`) and of a table of vendors.
-//! [A page of the guide](crate::guide::headers) lists them.
+//! A [`Signal`] is read from status and headers, and with the feature `body` from the body too. It
+//! holds whether the request was refused because of a limit, when to retry, and which quotas the
+//! server states. The vendor need not be configured: tollgate recognises the headers of the
+//! standard, of the generic families (`X-RateLimit-…`) and of a table of vendors. [A page of the
+//! guide](crate::guide::headers) lists them.
 //!
-//! Reading never fails and never panics: unreadable values are ignored. It takes time linear in the size of the headers and at
-//! most 1 kB of memory, and about 10 ns for a response without such headers.
+//! Reading never fails and never panics: unreadable values are ignored. It takes time linear in the
+//! size of the headers and at most 1 kB of memory, and about 10 ns for a response without such
+//! headers.
 //!
 //! # How it works
 //!
-//! `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three readers: `standard` (the
-//! structured fields of the IETF), `generic` (any name with `ratelimit` in it), or a row of `vendor`. `combine` makes one quota of
-//! the headers that describe the same bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of
-//! values are in `parse`.
+//! `generic::lines` finds the few headers that matter in one pass. Each then goes to one of three
+//! readers: `standard` (the structured fields of the IETF), `generic` (any name with `ratelimit` in
+//! it), or a row of `vendor`. `combine` makes one quota of the headers that describe the same
+//! bucket, `standard::retry_after` reads the hints, and `refusal` decides. The readers of values
+//! are in `parse`.
 //!
 //! A signal only states what the server sent. The limiter and the throttle wait.
 
@@ -47,8 +50,9 @@ use crate::clock;
 
 /// The properties of a response that tollgate uses.
 ///
-/// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`. Implement it for
-/// responses of your own; without a status and headers a response is never a refusal.
+/// Implemented for `http::Response<B>` and, with the feature `reqwest`, for `reqwest::Response`.
+/// Implement it for responses of your own; without a status and headers a response is never a
+/// refusal.
 ///
 /// ```
 /// struct Done;
@@ -73,10 +77,11 @@ pub trait ResponseInfo {
     }
 
     /// Returns the host that sent the response, if the client inside [follows
-    /// redirects](crate::key::RequestInfo::follows_redirects). Default: `None`, the host of the request.
+    /// redirects](crate::key::RequestInfo::follows_redirects). Default: `None`, the host of the
+    /// request.
     ///
-    /// If it is not the host of the request, the signal starts no hold and is not learned, because it describes the
-    /// limits of another host. For `reqwest::Response` it is the host of its URL.
+    /// If it is not the host of the request, the signal starts no hold and is not learned, because
+    /// it describes the limits of another host. For `reqwest::Response` it is the host of its URL.
     fn host(&self) -> Option<&str> {
         None
     }
@@ -94,12 +99,13 @@ impl<B> ResponseInfo for http::Response<B> {
 
 /// What a response says about limits.
 ///
-/// It is read from the headers alone; [`guide::headers`](crate::guide::headers) lists those that tollgate recognises. Unreadable
-/// values are ignored.
+/// It is read from the headers alone; [`guide::headers`](crate::guide::headers) lists those that
+/// tollgate recognises. Unreadable values are ignored.
 ///
 /// # A dialect of your own
 ///
-/// If a server uses headers that tollgate does not know, build the signal yourself, or amend the one that was read:
+/// If a server uses headers that tollgate does not know, build the signal yourself, or amend the
+/// one that was read:
 ///
 /// ```
 /// use std::time::Duration;
@@ -158,11 +164,15 @@ impl Signal {
     /// ```
     pub fn read(response: &impl ResponseInfo) -> Self {
         let status = response.status();
-        match response.headers().filter(|headers| generic::lines::any(headers)) {
+        match response
+            .headers()
+            .filter(|headers| generic::lines::any(headers))
+        {
             Some(headers) => read::signal(status, Some(headers), None, clock::wall(clock::now())),
-            None => {
-                Signal { limited: status.filter(|status| refusal::is_always(*status)), ..Signal::default() }
-            }
+            None => Signal {
+                limited: status.filter(|status| refusal::is_always(*status)),
+                ..Signal::default()
+            },
         }
     }
 
@@ -175,8 +185,8 @@ impl Signal {
 
     /// Reads status, headers and body of a response that has just arrived.
     ///
-    /// Some servers say only in the body that a limit was hit, or when to retry. Pass the whole body: a part of one is not valid
-    /// JSON. Headers about waiting take precedence over the body.
+    /// Some servers say only in the body that a limit was hit, or when to retry. Pass the whole
+    /// body: a part of one is not valid JSON. Headers about waiting take precedence over the body.
     ///
     /// ```
     /// # use tollgate::Signal;
@@ -188,22 +198,29 @@ impl Signal {
     #[cfg(feature = "body")]
     #[cfg_attr(docsrs, doc(cfg(feature = "body")))]
     pub fn read_with_body(response: &impl ResponseInfo, body: &[u8]) -> Self {
-        read::signal(response.status(), response.headers(), Some(body), clock::wall(clock::now()))
+        read::signal(
+            response.status(),
+            response.headers(),
+            Some(body),
+            clock::wall(clock::now()),
+        )
     }
 
-    /// Returns the status with which the upstream refused the request because of a limit or too much load, if it did.
+    /// Returns the status with which the upstream refused the request because of a limit or too
+    /// much load, if it did.
     ///
-    /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some evidence: a hint when to
-    /// retry, a quota that is used up, a header or an error code. A redirection never does.
+    /// 429, 420, 430, 509 and 529 always mean that. 400, 402, 403, 418 and 503 do with some
+    /// evidence: a hint when to retry, a quota that is used up, a header or an error code. A
+    /// redirection never does.
     pub fn refusal(&self) -> Option<StatusCode> {
         self.limited
     }
 
-    /// Returns how long the upstream asked to wait, at most 366 days: by a hint such as `Retry-After`; else, for a refusal, by the
-    /// reset of the quotas that are used up.
+    /// Returns how long the upstream asked to wait, at most 366 days: by a hint such as
+    /// `Retry-After`; else, for a refusal, by the reset of the quotas that are used up.
     ///
-    /// `Duration::ZERO` means that the client may retry at once, `None` that the response does not say. Responses other than refusals
-    /// may state it as well (RFC 9110, section 10.2.3).
+    /// `Duration::ZERO` means that the client may retry at once, `None` that the response does not
+    /// say. Responses other than refusals may state it as well (RFC 9110, section 10.2.3).
     pub fn retry_after(&self) -> Option<Duration> {
         self.retry_after
     }
@@ -213,25 +230,38 @@ impl Signal {
         self.scope.as_deref()
     }
 
-    /// Returns the quotas that the response states, in no order; at most [`MOST_QUOTAS`](Self::MOST_QUOTAS).
+    /// Returns the quotas that the response states, in no order; at most
+    /// [`MOST_QUOTAS`](Self::MOST_QUOTAS).
     pub fn quotas(&self) -> &[ObservedQuota] {
         &self.quotas
     }
 
     /// Sets the status with which the upstream refused; `None`: it did not refuse.
     pub fn with_refusal(self, status: impl Into<Option<StatusCode>>) -> Self {
-        Signal { limited: status.into(), ..self }
+        Signal {
+            limited: status.into(),
+            ..self
+        }
     }
 
-    /// Sets the wait, rounded up to whole milliseconds and cut to 366 days; `None`: it is not stated.
+    /// Sets the wait, rounded up to whole milliseconds and cut to 366 days; `None`: it is not
+    /// stated.
     pub fn with_retry_after(self, wait: impl Into<Option<Duration>>) -> Self {
-        let retry_after = wait.into().map(|wait| Duration::from_millis(observed::millis(wait)));
-        Signal { retry_after, ..self }
+        let retry_after = wait
+            .into()
+            .map(|wait| Duration::from_millis(observed::millis(wait)));
+        Signal {
+            retry_after,
+            ..self
+        }
     }
 
     /// Sets the name of the limiter; it is cut after 95 bytes.
     pub fn with_scope(self, scope: &str) -> Self {
-        Signal { scope: Some(parse::text::Text::of(&[scope]).as_str().into()), ..self }
+        Signal {
+            scope: Some(parse::text::Text::of(&[scope]).as_str().into()),
+            ..self
+        }
     }
 
     /// Adds a quota, if there are not [`MOST_QUOTAS`](Self::MOST_QUOTAS) already.

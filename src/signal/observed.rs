@@ -43,8 +43,8 @@ impl ObservedQuota {
         self.name.as_deref()
     }
 
-    /// Returns the unit that is counted: `requests` if no unit is stated, or `tokens`, `complexity`, `bytes`,
-    /// `credits`, `weight`, `orders`, `percent`, or the server's own unit.
+    /// Returns the unit that is counted: `requests` if no unit is stated, or `tokens`,
+    /// `complexity`, `bytes`, `credits`, `weight`, `orders`, `percent`, or the server's own unit.
     pub fn unit(&self) -> &str {
         self.unit.as_deref().unwrap_or(Self::REQUESTS)
     }
@@ -81,38 +81,59 @@ impl ObservedQuota {
 
     /// Sets the name; it is cut after 95 bytes.
     pub fn with_name(self, name: &str) -> Self {
-        ObservedQuota { name: Some(super::parse::text::Text::of(&[name]).as_str().into()), ..self }
+        ObservedQuota {
+            name: Some(super::parse::text::Text::of(&[name]).as_str().into()),
+            ..self
+        }
     }
 
     /// Sets the unit; it is cut after 95 bytes.
     pub fn with_unit(self, unit: &str) -> Self {
         let unit = super::parse::text::Text::of(&[unit]);
-        ObservedQuota { unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()), ..self }
+        ObservedQuota {
+            unit: (unit.as_str() != Self::REQUESTS).then(|| unit.as_str().into()),
+            ..self
+        }
     }
 
     /// Sets the size of the bucket.
     pub fn with_limit(self, limit: u64) -> Self {
-        ObservedQuota { limit: count(limit), ..self }
+        ObservedQuota {
+            limit: count(limit),
+            ..self
+        }
     }
 
     /// Sets how many units are left.
     pub fn with_remaining(self, remaining: u64) -> Self {
-        ObservedQuota { remaining: count(remaining), ..self }
+        ObservedQuota {
+            remaining: count(remaining),
+            ..self
+        }
     }
 
     /// Sets how many units are used.
     pub fn with_used(self, used: u64) -> Self {
-        ObservedQuota { used: count(used), ..self }
+        ObservedQuota {
+            used: count(used),
+            ..self
+        }
     }
 
     /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
     pub fn with_window(self, window: Duration) -> Self {
-        ObservedQuota { window: span(window), ..self }
+        ObservedQuota {
+            window: span(window),
+            ..self
+        }
     }
 
     /// Sets the time until the bucket has units again, rounded up and cut in the same way.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
-        ObservedQuota { reset_after: span(reset_after), ..self }
+        ObservedQuota {
+            reset_after: span(reset_after),
+            ..self
+        }
     }
 }
 
@@ -144,5 +165,7 @@ fn out(small: Small) -> Option<u64> {
 
 /// Returns the whole milliseconds, rounded up, at most 366 days.
 pub(super) fn millis(span: Duration) -> u64 {
-    u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).min(super::parse::time::LONGEST)
+    u64::try_from(span.as_nanos().div_ceil(1_000_000))
+        .unwrap_or(u64::MAX)
+        .min(super::parse::time::LONGEST)
 }

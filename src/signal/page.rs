@@ -17,11 +17,21 @@ fn page() -> String {
          You need not name the server: a [`Signal`](crate::Signal) is read from the names and values of the headers.\n\
          Names are shown in lower case. Their case does not matter.\n\n",
     );
-    let code = |names: &[&str]| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let code = |names: &[&str]| {
+        names
+            .iter()
+            .map(|name| format!("`{name}`"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
     page += "## When to retry\n\nThe first of these that can be read counts. If it has several values, the longest counts.\n\n";
     let _ = writeln!(page, "1. in milliseconds: {}", code(&retry_after::MILLIS));
     let _ = writeln!(page, "2. {}", code(&[retry_after::STANDARD]));
-    let _ = writeln!(page, "3. {}, and `…-ratelimit-retry-after`", code(&[retry_after::OTHER]));
+    let _ = writeln!(
+        page,
+        "3. {}, and `…-ratelimit-retry-after`",
+        code(&[retry_after::OTHER])
+    );
     page += "4. for a refusal, with the feature `body`: `retry_after` and similar names in the body\n\
              5. for a refusal: the reset of the quotas that are used up\n\n\
              Values may be seconds, moments of the Unix clock in seconds to nanoseconds, spans such as `6m0s`, or dates as\n\
@@ -36,18 +46,29 @@ fn page() -> String {
         let words: Vec<_> = words.into_iter().collect();
         let _ = writeln!(page, "| {} | {meaning} |", code(&words));
     }
-    let _ = writeln!(page, "\nA quota without a name may be named by {}.\n", code(&combine::NAMES));
+    let _ = writeln!(
+        page,
+        "\nA quota without a name may be named by {}.\n",
+        code(&combine::NAMES)
+    );
     page += "Some vendors differ a little:\n\n\
              - `ratelimit-dailylimit` (Yelp) is the limit of the quota without a name, and names it.\n\
              - `gw-ratelimit-reset` (KuCoin) is in milliseconds.\n\
              - The two limits of Strava are those of 15 minutes and of a day, also in its `x-readratelimit-limit` and\n\
              \x20 `-usage`.\n\n";
     page += "## Formats of one vendor\n\n| sender | headers | form |\n|---|---|---|\n";
-    for Row { sender, headers, form } in ROWS {
+    for Row {
+        sender,
+        headers,
+        form,
+    } in ROWS
+    {
         let form = match form {
-            Form::Fields { fields, .. } => {
-                fields.iter().map(|field| format!("{field:?}").to_lowercase()).collect::<Vec<_>>().join(", ")
-            }
+            Form::Fields { fields, .. } => fields
+                .iter()
+                .map(|field| format!("{field:?}").to_lowercase())
+                .collect::<Vec<_>>()
+                .join(", "),
             Form::Own(form, _) => (*form).to_owned(),
         };
         let _ = writeln!(page, "| {sender} | {} | {form} |", code(headers));
@@ -66,10 +87,11 @@ fn page() -> String {
         code(&refusal::FLAGS),
         refusal::ERROR_TYPE
     );
-    let _ =
-        writeln!(page, "The [scope](crate::Signal::scope) is that of `x-ratelimit-global`, else of {}.\n", {
-            code(&refusal::SCOPES)
-        });
+    let _ = writeln!(
+        page,
+        "The [scope](crate::Signal::scope) is that of `x-ratelimit-global`, else of {}.\n",
+        { code(&refusal::SCOPES) }
+    );
     page += "## Servers whose responses are tests\n\n| server | headers |\n|---|---|\n";
     for (server, headers) in recorded() {
         let headers: Vec<_> = headers.iter().map(String::as_str).collect();
@@ -79,8 +101,18 @@ fn page() -> String {
 }
 
 /// Names in the recorded responses that are no server.
-const NOBODY: [&str; 10] =
-    ["any", "app", "buggy server", "cdn", "gateway + app", "hostile", "ietf", "lenient", "proxy", "rfc"];
+const NOBODY: [&str; 10] = [
+    "any",
+    "app",
+    "buggy server",
+    "cdn",
+    "gateway + app",
+    "hostile",
+    "ietf",
+    "lenient",
+    "proxy",
+    "rfc",
+];
 
 /// Returns the servers of the recorded responses, each with its headers that matter.
 fn recorded() -> BTreeMap<String, BTreeSet<String>> {
@@ -109,6 +141,9 @@ fn the_page_of_headers_is_made_from_the_tables() {
         std::fs::write(path, page).unwrap();
     } else {
         let written = std::fs::read_to_string(path).unwrap();
-        assert!(written == page, "src/guide/headers.md is old: see src/signal/page.rs how to write it anew");
+        assert!(
+            written == page,
+            "src/guide/headers.md is old: see src/signal/page.rs how to write it anew"
+        );
     }
 }

@@ -12,13 +12,21 @@ const NOW: Duration = Duration::from_secs(1_767_225_600);
 
 fn signal(status: u16, headers: &HeaderMap) -> Signal {
     let status = StatusCode::from_u16(status).unwrap();
-    read::signal(Some(status), Some(headers), None, SystemTime::UNIX_EPOCH + NOW)
+    read::signal(
+        Some(status),
+        Some(headers),
+        None,
+        SystemTime::UNIX_EPOCH + NOW,
+    )
 }
 
 fn of(status: u16, lines: &[(&'static str, &[u8])]) -> Signal {
     let mut headers = HeaderMap::new();
     for (name, value) in lines {
-        headers.append(HeaderName::from_static(name), HeaderValue::from_bytes(value).unwrap());
+        headers.append(
+            HeaderName::from_static(name),
+            HeaderValue::from_bytes(value).unwrap(),
+        );
     }
     signal(status, &headers)
 }
@@ -39,24 +47,43 @@ fn odd_hints_never_panic_and_never_wait_for_ever() {
         ("   ", None),
         ("-1", Some(Duration::ZERO)),
         ("soon", None),
-        ("Thu, 01 Jan 2026 00:02:00 GMT", Some(Duration::from_secs(120))),
+        (
+            "Thu, 01 Jan 2026 00:02:00 GMT",
+            Some(Duration::from_secs(120)),
+        ),
         ("Fri, 31 Dec 1999 23:59:59 GMT", Some(Duration::ZERO)),
         ("Fri, 31 Dec 9999 23:59:59 GMT", days(366)),
     ] {
         let signal = of(429, &[("retry-after", value.as_bytes())]);
-        assert_eq!((signal.refusal().is_some(), signal.retry_after()), (true, expected), "{value:?}");
+        assert_eq!(
+            (signal.refusal().is_some(), signal.retry_after()),
+            (true, expected),
+            "{value:?}"
+        );
     }
 }
 
 #[test]
 fn reset_in_the_past_is_no_wait() {
-    let signal = of(429, &[("x-ratelimit-remaining", b"0"), ("x-ratelimit-reset", b"1700000000")]);
+    let signal = of(
+        429,
+        &[
+            ("x-ratelimit-remaining", b"0"),
+            ("x-ratelimit-reset", b"1700000000"),
+        ],
+    );
     assert_eq!(signal.retry_after(), Some(Duration::ZERO));
 }
 
 #[test]
 fn header_with_invalid_text_is_present_but_unread() {
-    let signal = of(403, &[("x-ratelimit-scope", b"\xff"), ("x-ratelimit-remaining", b"\xff\xfe")]);
+    let signal = of(
+        403,
+        &[
+            ("x-ratelimit-scope", b"\xff"),
+            ("x-ratelimit-remaining", b"\xff\xfe"),
+        ],
+    );
     assert!(signal.refusal().is_some());
     assert_eq!(signal.quotas(), []);
 }
@@ -64,9 +91,17 @@ fn header_with_invalid_text_is_present_but_unread() {
 #[test]
 fn system_clock_before_1970_is_accepted() {
     let mut headers = HeaderMap::new();
-    headers.insert(RETRY_AFTER, HeaderValue::from_static("Thu, 01 Jan 1970 00:00:10 GMT"));
+    headers.insert(
+        RETRY_AFTER,
+        HeaderValue::from_static("Thu, 01 Jan 1970 00:00:10 GMT"),
+    );
     let now = SystemTime::UNIX_EPOCH - Duration::from_secs(50);
-    let signal = read::signal(Some(StatusCode::TOO_MANY_REQUESTS), Some(&headers), None, now);
+    let signal = read::signal(
+        Some(StatusCode::TOO_MANY_REQUESTS),
+        Some(&headers),
+        None,
+        now,
+    );
     assert_eq!(signal.retry_after(), Some(Duration::from_secs(60)));
 }
 
@@ -75,7 +110,10 @@ fn signal_holds_a_bounded_number_of_quotas() {
     let mut headers = HeaderMap::new();
     for number in 0..100 {
         let name = format!("x-ratelimit-remaining-{number}");
-        headers.insert(HeaderName::from_bytes(name.as_bytes()).unwrap(), HeaderValue::from_static("1"));
+        headers.insert(
+            HeaderName::from_bytes(name.as_bytes()).unwrap(),
+            HeaderValue::from_static("1"),
+        );
     }
     assert!((8..=Signal::MOST_QUOTAS).contains(&signal(200, &headers).quotas().len()));
 }

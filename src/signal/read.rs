@@ -29,7 +29,10 @@ pub(super) fn signal(
 ) -> Signal {
     let now = millis(now);
     let stated = headers.and_then(|headers| lines::first_of(headers, &DATE));
-    let base = Base { now, date: stated.and_then(|stated| date::http(stated, now)) };
+    let base = Base {
+        now,
+        date: stated.and_then(|stated| date::http(stated, now)),
+    };
     let mut lines = Lines::none();
     headers.into_iter().for_each(|headers| lines.read(headers));
     let mut entries = combine::Entries::new();
@@ -41,20 +44,39 @@ pub(super) fn signal(
         combine::read(&lines, &entries, present, &base, &mut quotas);
     }
     let said = said(body, status, &lines, &base);
-    let code =
-        said.code || lines.first(refusal::ERROR_TYPE).is_some_and(|code| refusal::is_code(code.chars()));
-    let evidence = Evidence { hint: hint.is_some(), code, phrase: said.phrase };
+    let code = said.code
+        || lines
+            .first(refusal::ERROR_TYPE)
+            .is_some_and(|code| refusal::is_code(code.chars()));
+    let evidence = Evidence {
+        hint: hint.is_some(),
+        code,
+        phrase: said.phrase,
+    };
     let limited = status.filter(|status| refusal::is_limited(*status, evidence, &quotas, &lines));
     let wait = hint.or_else(|| limited.and_then(|_| said.wait.or_else(|| refusal::wait(&quotas))));
-    let global = || limited.filter(|_| said.global).and_then(|_| Text::some("global"));
-    let scope = refusal::scope(&lines).or_else(global).map(|scope| Box::from(scope.as_str()));
+    let global = || {
+        limited
+            .filter(|_| said.global)
+            .and_then(|_| Text::some("global"))
+    };
+    let scope = refusal::scope(&lines)
+        .or_else(global)
+        .map(|scope| Box::from(scope.as_str()));
     let quotas = keep(&quotas, scope.as_deref());
-    Signal { limited, retry_after: wait.map(Duration::from_millis), scope, quotas }
+    Signal {
+        limited,
+        retry_after: wait.map(Duration::from_millis),
+        scope,
+        quotas,
+    }
 }
 
 #[cfg(feature = "body")]
 fn said(body: Option<&[u8]>, status: Option<StatusCode>, lines: &Lines<'_>, base: &Base) -> Said {
-    body.map_or_else(Said::default, |body| super::body::read(body, status, lines, base))
+    body.map_or_else(Said::default, |body| {
+        super::body::read(body, status, lines, base)
+    })
 }
 
 #[cfg(not(feature = "body"))]
@@ -68,7 +90,8 @@ fn is_cached(headers: &HeaderMap) -> bool {
     age.is_some_and(|age| !age.negative && age.times_up(1) > 0)
 }
 
-/// Returns as many quotas as a signal may hold, in number and in memory, in a list without spare capacity.
+/// Returns as many quotas as a signal may hold, in number and in memory, in a list without spare
+/// capacity.
 fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
     let mut room = MEMORY - scope.map_or(0, str::len);
     let fits = |quota: &&Draft| match room.checked_sub(quota.size()) {
@@ -78,7 +101,11 @@ fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
         }
         None => false,
     };
-    let count = quotas.iter().take(Signal::MOST_QUOTAS).take_while(fits).count();
+    let count = quotas
+        .iter()
+        .take(Signal::MOST_QUOTAS)
+        .take_while(fits)
+        .count();
     let mut kept = SmallVec::with_capacity(count);
     kept.extend(quotas[..count].iter().map(|quota| quota.observed()));
     kept
@@ -88,6 +115,8 @@ fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
 fn millis(time: SystemTime) -> i64 {
     match time.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(since) => i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
-        Err(before) => -i64::try_from(before.duration().as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX),
+        Err(before) => {
+            -i64::try_from(before.duration().as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX)
+        }
     }
 }

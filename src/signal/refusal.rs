@@ -1,5 +1,5 @@
-//! Decides whether a response is a refusal, by its status and the evidence. Lists the codes and phrases that count as
-//! evidence.
+//! Decides whether a response is a refusal, by its status and the evidence. Lists the codes and
+//! phrases that count as evidence.
 
 use http::StatusCode;
 
@@ -59,12 +59,20 @@ pub(super) fn is_always(status: StatusCode) -> bool {
 }
 
 /// Returns whether the server refused the request because of a limit or too much load.
-pub(super) fn is_limited(status: StatusCode, evidence: Evidence, quotas: &Drafts, lines: &Lines<'_>) -> bool {
+pub(super) fn is_limited(
+    status: StatusCode,
+    evidence: Evidence,
+    quotas: &Drafts,
+    lines: &Lines<'_>,
+) -> bool {
     let Evidence { hint, code, phrase } = evidence;
     let flag = || FLAGS.iter().any(|flag| lines.has(flag));
     let exhausted = || quotas.iter().any(|quota| quota.remaining == Some(0));
-    let binance =
-        || lines.iter().any(|line| line.name.starts_with("x-mbx-") || line.name.starts_with("x-sapi-"));
+    let binance = || {
+        lines
+            .iter()
+            .any(|line| line.name.starts_with("x-mbx-") || line.name.starts_with("x-sapi-"))
+    };
     match status.as_u16() {
         300..400 => false,
         _ if is_always(status) => true,
@@ -75,11 +83,15 @@ pub(super) fn is_limited(status: StatusCode, evidence: Evidence, quotas: &Drafts
     }
 }
 
-/// Returns the longest time until a reset: of the quotas that are used up, or else of the quotas without a stated
-/// Remaining.
+/// Returns the longest time until a reset: of the quotas that are used up, or else of the quotas
+/// without a stated Remaining.
 pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
     let longest = |remaining| {
-        quotas.iter().filter(|quota| quota.remaining == remaining).filter_map(|quota| quota.reset).max()
+        quotas
+            .iter()
+            .filter(|quota| quota.remaining == remaining)
+            .filter_map(|quota| quota.reset)
+            .max()
     };
     longest(Some(0)).or_else(|| longest(None))
 }
@@ -89,11 +101,15 @@ pub(super) fn scope(lines: &Lines<'_>) -> Option<Text> {
     let is_true = |value: &str| value.eq_ignore_ascii_case("true") || value == "1";
     match lines.first("x-ratelimit-global") {
         Some(value) if is_true(value) => Text::some("global"),
-        _ => SCOPES.iter().find_map(|name| lines.first(name)).map(Text::lower),
+        _ => SCOPES
+            .iter()
+            .find_map(|name| lines.first(name))
+            .map(Text::lower),
     }
 }
 
-/// Returns whether a word is a throttle code: after its last `#`, as a whole or before its first `:`.
+/// Returns whether a word is a throttle code: after its last `#`, as a whole or before its first
+/// `:`.
 pub(super) fn is_code(characters: impl Iterator<Item = char>) -> bool {
     let mut code = Text::EMPTY;
     for character in characters {
@@ -152,9 +168,18 @@ mod tests {
     fn codes_are_found_after_hashes_and_before_colons() {
         for (word, expected) in [
             ("slowdown", true),
-            ("ThrottlingException:http://internal.amazon.com/coral/", true),
-            ("com.amazonaws.dynamodb.v20120810#ProvisionedThroughputExceededException", true),
-            ("https://iana.org/assignments/http-problem-types#quota-exceeded", true),
+            (
+                "ThrottlingException:http://internal.amazon.com/coral/",
+                true,
+            ),
+            (
+                "com.amazonaws.dynamodb.v20120810#ProvisionedThroughputExceededException",
+                true,
+            ),
+            (
+                "https://iana.org/assignments/http-problem-types#quota-exceeded",
+                true,
+            ),
             ("EAPI:Rate limit exceeded", true),
             ("EAPI:Invalid key", false),
             ("ValidationException", false),
@@ -162,6 +187,8 @@ mod tests {
         ] {
             assert_eq!(is_code(word.chars()), expected, "{word}");
         }
-        assert!(is_code("#".repeat(1000).chars().chain("Throttling".chars())));
+        assert!(is_code(
+            "#".repeat(1000).chars().chain("Throttling".chars())
+        ));
     }
 }

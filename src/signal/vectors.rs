@@ -1,4 +1,5 @@
-//! Recorded and documented responses of many servers, each with the expected signal: `vectors.json`.
+//! Recorded and documented responses of many servers, each with the expected signal:
+//! `vectors.json`.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,11 +12,20 @@ fn signal(vector: &Value) -> Signal {
     let mut headers = HeaderMap::new();
     for line in vector["headers"].as_array().unwrap() {
         let name: HeaderName = line[0].as_str().unwrap().parse().unwrap();
-        headers.append(name, HeaderValue::from_bytes(line[1].as_str().unwrap().as_bytes()).unwrap());
+        headers.append(
+            name,
+            HeaderValue::from_bytes(line[1].as_str().unwrap().as_bytes()).unwrap(),
+        );
     }
-    let status = StatusCode::from_u16(u16::try_from(vector["status"].as_u64().unwrap()).unwrap()).unwrap();
+    let status =
+        StatusCode::from_u16(u16::try_from(vector["status"].as_u64().unwrap()).unwrap()).unwrap();
     let now = SystemTime::UNIX_EPOCH + Duration::from_millis(vector["now"].as_u64().unwrap());
-    read::signal(Some(status), Some(&headers), vector["body"].as_str().map(str::as_bytes), now)
+    read::signal(
+        Some(status),
+        Some(&headers),
+        vector["body"].as_str().map(str::as_bytes),
+        now,
+    )
 }
 
 fn millis(span: Option<Duration>) -> Value {
@@ -38,7 +48,9 @@ fn quota(quota: &ObservedQuota) -> Value {
 fn sorted(quotas: &Value, without: &[&str]) -> Vec<String> {
     let strip = |quota: &Value| {
         let mut quota = quota.clone();
-        without.iter().for_each(|field| drop(quota.as_object_mut().unwrap().remove(*field)));
+        without
+            .iter()
+            .for_each(|field| drop(quota.as_object_mut().unwrap().remove(*field)));
         quota.to_string()
     };
     let mut quotas: Vec<_> = quotas.as_array().unwrap().iter().map(strip).collect();
@@ -57,7 +69,8 @@ fn every_response_says_what_it_is_known_to_say() {
         }
         let (signal, expect) = (signal(vector), &vector["expect"]);
         let quotas = Value::Array(signal.quotas().iter().map(quota).collect());
-        let same = |without: &[&str]| sorted(&quotas, without) == sorted(&expect["quotas"], without);
+        let same =
+            |without: &[&str]| sorted(&quotas, without) == sorted(&expect["quotas"], without);
         let is_core = json!(signal.refusal().is_some()) == expect["limited"]
             && millis(signal.retry_after()) == expect["retry_after_ms"]
             && same(&["unit", "used"]);

@@ -21,7 +21,8 @@ pub struct Brief {
     pub transit_slack: Option<Duration>,
     /// What happens to a request when the store does not respond.
     pub on_store_error: OnStoreError,
-    /// The fraction of the quota for a process that has no recent grants, if the scenario states it.
+    /// The fraction of the quota for a process that has no recent grants, if the scenario states
+    /// it.
     pub fallback_share: Option<f64>,
 }
 
@@ -31,7 +32,9 @@ impl Brief {
         Brief {
             hint,
             start_interval: span(scenario.start_interval),
-            quota: scenario.quota.or(hint.map(|(limit, window)| Quota::new(limit, window))),
+            quota: scenario
+                .quota
+                .or(hint.map(|(limit, window)| Quota::new(limit, window))),
             transit_slack: scenario.transit_slack.map(span),
             on_store_error: scenario.on_store_error,
             fallback_share: scenario.fallback_share,

@@ -34,7 +34,8 @@ pub(super) struct Caller {
 }
 
 impl Caller {
-    /// Creates the callers of process `number` of a group. `group_index` and `process` are their indices in the fleet.
+    /// Creates the callers of process `number` of a group. `group_index` and `process` are their
+    /// indices in the fleet.
     pub(super) fn all_of(
         group_index: usize,
         group: &Group,
@@ -63,8 +64,8 @@ impl Caller {
         }
     }
 
-    /// Returns how many seconds the caller rests from `now` on; `None` if it may call. `duty` is how long it calls and how
-    /// long it rests, in turn.
+    /// Returns how many seconds the caller rests from `now` on; `None` if it may call. `duty` is
+    /// how long it calls and how long it rests, in turn.
     pub(super) fn rest(&self, now: f64, duty: Option<(f64, f64)>) -> Option<f64> {
         let (on, off) = duty?;
         let into = (now - self.join).rem_euclid(on + off);
@@ -74,8 +75,13 @@ impl Caller {
     /// Takes the response to the request in flight, and returns it with its receiver.
     pub(super) fn answered(&mut self, now: f64) -> (Ticket, Response<()>) {
         let call = self.call.as_mut().expect("its request was in flight");
-        let OnWay { ticket, response, .. } = call.on_way.take().expect("its request was in flight");
-        let ServerResponse { response, remaining } = response.expect("the server has judged it");
+        let OnWay {
+            ticket, response, ..
+        } = call.on_way.take().expect("its request was in flight");
+        let ServerResponse {
+            response,
+            remaining,
+        } = response.expect("the server has judged it");
         call.trips += now - call.last;
         call.last = now;
         call.shown = remaining;
@@ -109,13 +115,24 @@ pub(super) struct OpenCall {
 impl OpenCall {
     /// Creates a call that begins now.
     pub(super) fn new(now: f64) -> Self {
-        OpenCall { since: now, last: now, trips: 0.0, on_way: None, passed: None, shown: None }
+        OpenCall {
+            since: now,
+            last: now,
+            trips: 0.0,
+            on_way: None,
+            passed: None,
+            shown: None,
+        }
     }
 
-    /// Returns how long the call has waited up to `now`, without the time of its requests. A request in flight ends the wait
-    /// when it leaves.
+    /// Returns how long the call has waited up to `now`, without the time of its requests. A
+    /// request in flight ends the wait when it leaves.
     pub(super) fn wait(&self, now: f64) -> f64 {
-        let end = if self.on_way.is_some() { self.last } else { now };
+        let end = if self.on_way.is_some() {
+            self.last
+        } else {
+            now
+        };
         end - self.since - self.trips
     }
 }

@@ -1,4 +1,5 @@
-//! Runs a fleet to its end: event by event, or in a runtime with virtual time if any process has a gate.
+//! Runs a fleet to its end: event by event, or in a runtime with virtual time if any process has a
+//! gate.
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -22,7 +23,8 @@ use crate::rng::{self, Dice};
 ///
 /// # Errors
 ///
-/// [`RunError`] if a group names a strategy that does not come with tollgate, or a gate cannot be built.
+/// [`RunError`] if a group names a strategy that does not come with tollgate, or a gate cannot be
+/// built.
 pub fn run(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<Metrics, RunError> {
     Ok(run_with(scenario, strategy, seed, None)?.0)
 }
@@ -32,7 +34,11 @@ pub fn run(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<Metric
 /// # Errors
 ///
 /// As [`run`].
-pub fn trace(scenario: &Scenario, strategy: &Strategy, seed: u64) -> Result<(Metrics, Trace), RunError> {
+pub fn trace(
+    scenario: &Scenario,
+    strategy: &Strategy,
+    seed: u64,
+) -> Result<(Metrics, Trace), RunError> {
     let (metrics, trace) = run_with(scenario, strategy, seed, Some(Trace::default()))?;
     Ok((metrics, trace.unwrap_or_default()))
 }
@@ -47,8 +53,15 @@ fn run_with(
         Some(name) => Strategy::named(name).ok_or_else(|| RunError::UnknownStrategy(name.clone())),
         None => Ok(strategy.clone()),
     };
-    let strategies = scenario.fleet.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
-    if strategies.iter().any(|strategy| matches!(strategy.make(), Make::Gate(_))) {
+    let strategies = scenario
+        .fleet
+        .iter()
+        .map(of_group)
+        .collect::<Result<Vec<_>, _>>()?;
+    if strategies
+        .iter()
+        .any(|strategy| matches!(strategy.make(), Make::Gate(_)))
+    {
         return run_gates(scenario, &strategies, seed, trace);
     }
     let mut fleet = Fleet::new(scenario, &strategies, seed, None)?;
@@ -62,8 +75,8 @@ fn run_with(
 
 /// Runs a fleet in which some processes have gates. `strategies` has the strategy of each group.
 ///
-/// The run has a thread of its own. Its virtual time and its random numbers end with the thread, and it may be called from
-/// within a runtime.
+/// The run has a thread of its own. Its virtual time and its random numbers end with the thread,
+/// and it may be called from within a runtime.
 fn run_gates(
     scenario: &Scenario,
     strategies: &[Strategy],
@@ -73,21 +86,35 @@ fn run_gates(
     let run = || {
         // The fleet has random numbers of its own, so that gates do not change them.
         rng::laboratory::begin(Dice::seeded(!seed));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-        runtime.expect("a paused runtime needs no system resource").block_on(async {
-            clock::laboratory::begin(clock::now());
-            let (sender, events) = mpsc::unbounded_channel();
-            let context = RunContext { events: sender, store: Arc::new(SharedStore::new(&scenario.store)) };
-            let mut fleet = Fleet::new(scenario, strategies, seed, Some(context))?;
-            fleet.trace = trace;
-            let metrics = drive(&mut fleet, events).await;
-            Ok((metrics, fleet.trace.take()))
-        })
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build();
+        runtime
+            .expect("a paused runtime needs no system resource")
+            .block_on(async {
+                clock::laboratory::begin(clock::now());
+                let (sender, events) = mpsc::unbounded_channel();
+                let context = RunContext {
+                    events: sender,
+                    store: Arc::new(SharedStore::new(&scenario.store)),
+                };
+                let mut fleet = Fleet::new(scenario, strategies, seed, Some(context))?;
+                fleet.trace = trace;
+                let metrics = drive(&mut fleet, events).await;
+                Ok((metrics, fleet.trace.take()))
+            })
     };
-    thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| resume_unwind(panic)))
+    thread::scope(|scope| {
+        scope
+            .spawn(run)
+            .join()
+            .unwrap_or_else(|panic| resume_unwind(panic))
+    })
 }
 
-/// Takes the events of the fleet and of its gates in the order of time. At the same moment those of the fleet come first.
+/// Takes the events of the fleet and of its gates in the order of time. At the same moment those of
+/// the fleet come first.
 async fn drive(fleet: &mut Fleet<'_>, mut events: mpsc::UnboundedReceiver<GateEvent>) -> Metrics {
     let end = fleet.end();
     let mut timer = Timer::at(fleet.origin);

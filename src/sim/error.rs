@@ -29,7 +29,10 @@ pub enum RunError {
 
 impl RunError {
     pub(super) fn gate(strategy: &str, source: ConfigError) -> Self {
-        RunError::Gate { strategy: strategy.to_owned(), source }
+        RunError::Gate {
+            strategy: strategy.to_owned(),
+            source,
+        }
     }
 }
 
@@ -39,7 +42,11 @@ impl fmt::Display for RunError {
             RunError::UnknownStrategy(name) => {
                 let all = Strategy::all();
                 let names: Vec<_> = all.iter().map(Strategy::name).collect();
-                write!(f, "there is no strategy {name:?}; there are {}", names.join(", "))
+                write!(
+                    f,
+                    "there is no strategy {name:?}; there are {}",
+                    names.join(", ")
+                )
             }
             RunError::Gate { strategy, source } => write!(f, "strategy {strategy:?}: {source}"),
             RunError::Scenario { name, source } => write!(f, "scenario {name:?}: {source}"),

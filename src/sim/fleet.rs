@@ -1,7 +1,7 @@
 //! A fleet in virtual time: its events, in the order of their time and then of their planning.
 //!
-//! This file has what all runs have in common: callers, the server, consumers outside of the fleet, and what is counted.
-//! The [process](super::process) of a caller decides when its requests leave.
+//! This file has what all runs have in common: callers, the server, consumers outside of the fleet,
+//! and what is counted. The [process](super::process) of a caller decides when its requests leave.
 
 use std::time::{Duration, Instant};
 
@@ -53,7 +53,8 @@ pub(super) struct Fleet<'a> {
 }
 
 impl<'a> Fleet<'a> {
-    /// Creates the fleet of `scenario`. `strategies` has the strategy of each group. Gates need a `context`.
+    /// Creates the fleet of `scenario`. `strategies` has the strategy of each group. Gates need a
+    /// `context`.
     pub(super) fn new(
         scenario: &'a Scenario,
         strategies: &[Strategy],
@@ -69,7 +70,13 @@ impl<'a> Fleet<'a> {
             for number in 0..group.procs {
                 let own = Dice::seeded((dice.roll() * (1_u64 << 53) as f64) as u64);
                 callers.extend(Caller::all_of(index, group, number, processes.len()));
-                processes.push(Process::new(strategy, &brief, own, origin, context.as_ref())?);
+                processes.push(Process::new(
+                    strategy,
+                    &brief,
+                    own,
+                    origin,
+                    context.as_ref(),
+                )?);
             }
         }
         let mut fleet = Fleet {
@@ -92,7 +99,8 @@ impl<'a> Fleet<'a> {
         Ok(fleet)
     }
 
-    /// Plans the first event of the server, of each caller and of each consumer outside of the fleet.
+    /// Plans the first event of the server, of each caller and of each consumer outside of the
+    /// fleet.
     fn plan_first(&mut self) {
         let scenario = self.scenario;
         for (index, (at, _)) in scenario.server.changes().iter().enumerate() {
@@ -113,7 +121,9 @@ impl<'a> Fleet<'a> {
 
     /// Lets the next event happen.
     pub(super) fn happen_next(&mut self) {
-        let Some((at, event)) = self.schedule.take_next() else { return };
+        let Some((at, event)) = self.schedule.take_next() else {
+            return;
+        };
         self.now = at;
         match event {
             Event::Call(caller) => self.call(caller),
@@ -136,11 +146,23 @@ impl<'a> Fleet<'a> {
 
     /// Returns the metrics of the run.
     pub(super) fn metrics(&mut self) -> Metrics {
-        let over = if self.clear.is_some() { self.now.as_secs_f64() } else { self.scenario.duration };
-        let open = self.callers.iter().filter_map(|caller| caller.call.as_ref());
+        let over = if self.clear.is_some() {
+            self.now.as_secs_f64()
+        } else {
+            self.scenario.duration
+        };
+        let open = self
+            .callers
+            .iter()
+            .filter_map(|caller| caller.call.as_ref());
         let longest_open = open.map(|call| call.wait(over)).fold(0.0, f64::max);
         self.count_waiting(over);
-        let foreign: Vec<bool> = self.scenario.fleet.iter().map(|group| group.strategy.is_some()).collect();
+        let foreign: Vec<bool> = self
+            .scenario
+            .fleet
+            .iter()
+            .map(|group| group.strategy.is_some())
+            .collect();
         Tally {
             callers: &self.callers,
             waits: std::mem::take(&mut self.waits),
@@ -150,16 +172,24 @@ impl<'a> Fleet<'a> {
             clear: self.clear,
             fair_groups: self.scenario.fair_groups.as_deref(),
             foreign: &foreign,
-            store_calls: self.context.as_ref().map_or(0, |context| context.store.calls()),
+            store_calls: self
+                .context
+                .as_ref()
+                .map_or(0, |context| context.store.calls()),
         }
         .metrics()
     }
 
-    /// Counts the sleeps of the callers that wait when the run is over. A caller that sleeps by itself counts with its whole
-    /// sleep.
+    /// Counts the sleeps of the callers that wait when the run is over. A caller that sleeps by
+    /// itself counts with its whole sleep.
     fn count_waiting(&mut self, over: f64) {
         for caller in &mut self.callers {
-            let Some(OpenCall { last, on_way: None, .. }) = caller.call else { continue };
+            let Some(OpenCall {
+                last, on_way: None, ..
+            }) = caller.call
+            else {
+                continue;
+            };
             caller.max_sleep = caller.max_sleep.max(over - last);
         }
         let queues = self.processes.iter().filter_map(|process| match process {
@@ -168,7 +198,9 @@ impl<'a> Fleet<'a> {
         });
         for (index, until) in queues.flat_map(QueueProcess::asleep) {
             let caller = &mut self.callers[index];
-            let Some(OpenCall { last, .. }) = caller.call else { continue };
+            let Some(OpenCall { last, .. }) = caller.call else {
+                continue;
+            };
             let until = until.saturating_duration_since(self.origin).as_secs_f64();
             caller.max_sleep = caller.max_sleep.max(until - last);
         }
@@ -216,14 +248,21 @@ impl<'a> Fleet<'a> {
             self.send(caller, Ticket::Flight(flight));
         }
         if let Some(at) = self.queue(index).next_look() {
-            self.plan(at.saturating_duration_since(self.origin), Event::Look(index));
+            self.plan(
+                at.saturating_duration_since(self.origin),
+                Event::Look(index),
+            );
         }
     }
 
     /// Starts the call of a caller at its gate, for the first time or again.
     fn enter(&mut self, index: usize) {
         let caller = &mut self.callers[index];
-        caller.call.as_mut().expect("the caller is in a call").passed = None;
+        caller
+            .call
+            .as_mut()
+            .expect("the caller is in a call")
+            .passed = None;
         self.processes[caller.process].gate().call(index);
     }
 
@@ -231,14 +270,23 @@ impl<'a> Fleet<'a> {
     pub(super) fn send(&mut self, index: usize, ticket: Ticket) {
         let now = self.now.as_secs_f64();
         let caller = &mut self.callers[index];
-        let latency = self.scenario.fleet[caller.group].latency.unwrap_or(self.scenario.latency);
+        let latency = self.scenario.fleet[caller.group]
+            .latency
+            .unwrap_or(self.scenario.latency);
         let trip = latency.drawn(&mut self.dice);
         let call = caller.call.as_mut().expect("only a call is sent");
         let held = now - call.last;
         call.last = now;
         let back_at = self.now + span(trip);
-        let before = call.on_way.replace(OnWay { ticket, back_at, response: None });
-        assert!(before.is_none(), "a call has one request in flight at a time");
+        let before = call.on_way.replace(OnWay {
+            ticket,
+            back_at,
+            response: None,
+        });
+        assert!(
+            before.is_none(),
+            "a call has one request in flight at a time"
+        );
         caller.max_sleep = caller.max_sleep.max(held);
         caller.sent += 1;
         if let Some(trace) = &mut self.trace {
@@ -256,7 +304,10 @@ impl<'a> Fleet<'a> {
         if let Some(trace) = &mut self.trace {
             trace.judged(now, index, &verdict);
         }
-        let call = self.callers[index].call.as_mut().expect("its request is in flight");
+        let call = self.callers[index]
+            .call
+            .as_mut()
+            .expect("its request is in flight");
         let on_way = call.on_way.as_mut().expect("its request is in flight");
         on_way.response = Some(response);
         let back_at = on_way.back_at;
@@ -271,7 +322,10 @@ impl<'a> Fleet<'a> {
         let process = self.callers[index].process;
         match ticket {
             Ticket::Flight(flight) => {
-                match self.queue(process).answered(flight, &Signal::read(&response), moment) {
+                match self
+                    .queue(process)
+                    .answered(flight, &Signal::read(&response), moment)
+                {
                     Some(refused) => self.queue(process).back(refused, moment),
                     None => self.succeeded(index),
                 }
@@ -289,9 +343,13 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// Ends the call of a caller at its gate. If the call has not succeeded, the caller tries it again.
+    /// Ends the call of a caller at its gate. If the call has not succeeded, the caller tries it
+    /// again.
     pub(super) fn left(&mut self, index: usize, ended: &Result<(), Limited>) {
-        let call = self.callers[index].call.as_ref().expect("the caller is in a call");
+        let call = self.callers[index]
+            .call
+            .as_ref()
+            .expect("the caller is in a call");
         if call.on_way.is_some() {
             // The call ends when the response arrives.
             return;
@@ -299,7 +357,10 @@ impl<'a> Fleet<'a> {
         let pause = match (call.passed, ended) {
             (Some(true), _) => return self.succeeded(index),
             (Some(false), _) => Duration::ZERO,
-            (None, Err(limited)) => limited.retry_after().filter(|wait| !wait.is_zero()).unwrap_or(PAUSE),
+            (None, Err(limited)) => limited
+                .retry_after()
+                .filter(|wait| !wait.is_zero())
+                .unwrap_or(PAUSE),
             (None, Ok(())) => PAUSE,
         };
         self.plan(self.now + pause, Event::Again(index));
@@ -307,9 +368,16 @@ impl<'a> Fleet<'a> {
 
     /// Ends the call of a caller with success. The caller stops, or plans its next call.
     fn succeeded(&mut self, index: usize) {
-        let call = self.callers[index].call.take().expect("the caller is in a call");
+        let call = self.callers[index]
+            .call
+            .take()
+            .expect("the caller is in a call");
         self.waits.push(call.wait(call.last));
-        let stops = self.scenario.stop_under.zip(call.shown).is_some_and(|(under, left)| left <= under);
+        let stops = self
+            .scenario
+            .stop_under
+            .zip(call.shown)
+            .is_some_and(|(under, left)| left <= under);
         if stops {
             self.callers[index].done = true;
             if self.callers.iter().all(|caller| caller.done) {
@@ -318,7 +386,11 @@ impl<'a> Fleet<'a> {
             return;
         }
         let think = self.scenario.fleet[self.callers[index].group].think;
-        let pause = if think > 0.0 { exponential(&mut self.dice, think) } else { 0.0 };
+        let pause = if think > 0.0 {
+            exponential(&mut self.dice, think)
+        } else {
+            0.0
+        };
         self.plan(self.now + span(pause), Event::Call(index));
     }
 

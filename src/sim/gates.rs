@@ -1,7 +1,8 @@
-//! Gates as programs use them: each call of a gate is a task, which talks to the rest of the run through events.
+//! Gates as programs use them: each call of a gate is a task, which talks to the rest of the run
+//! through events.
 //!
-//! The run keeps exact virtual time. A gate uses Tokio's timers, which end on whole milliseconds. So a gate sees a moment
-//! of the run up to one millisecond late, as in any program.
+//! The run keeps exact virtual time. A gate uses Tokio's timers, which end on whole milliseconds.
+//! So a gate sees a moment of the run up to one millisecond late, as in any program.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -30,8 +31,8 @@ impl Wire {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, the request stays in flight and the call is over, whatever its gate does then. The call
-    /// may not send again before the response is back.
+    /// If the future is dropped, the request stays in flight and the call is over, whatever its
+    /// gate does then. The call may not send again before the response is back.
     ///
     /// # Panics
     ///
@@ -78,7 +79,10 @@ impl GateHandle {
     /// Starts a call of `caller`.
     pub(super) fn call(&self, caller: usize) {
         let events = self.events.clone();
-        let call = (self.gate)(Wire { caller, events: events.clone() });
+        let call = (self.gate)(Wire {
+            caller,
+            events: events.clone(),
+        });
         drop(tokio::spawn(async move {
             let ended = call.await;
             let _ = events.send(GateEvent::Ended(caller, ended));
@@ -94,6 +98,9 @@ pub(super) struct RunContext {
 
 impl RunContext {
     pub(super) fn handle(&self, gate: Gate) -> GateHandle {
-        GateHandle { gate, events: self.events.clone() }
+        GateHandle {
+            gate,
+            events: self.events.clone(),
+        }
     }
 }

@@ -12,7 +12,8 @@ use crate::rng::Dice;
 #[derive(Debug)]
 pub(super) struct HeaderModel {
     headers: Headers,
-    /// What was left at which time. `stale` needs the last value, `delayed` all that it may still show.
+    /// What was left at which time. `stale` needs the last value, `delayed` all that it may still
+    /// show.
     seen: VecDeque<(f64, f64)>,
 }
 
@@ -25,16 +26,28 @@ pub(super) struct ServerResponse {
 
 impl HeaderModel {
     pub(super) fn new(headers: &Headers) -> Self {
-        HeaderModel { headers: headers.clone(), seen: VecDeque::new() }
+        HeaderModel {
+            headers: headers.clone(),
+            seen: VecDeque::new(),
+        }
     }
 
     /// Returns the response to a request with this verdict.
-    pub(super) fn respond(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> ServerResponse {
+    pub(super) fn respond(
+        &mut self,
+        verdict: &Verdict,
+        now: f64,
+        dice: &mut Dice,
+    ) -> ServerResponse {
         let mut response = http::Response::new(());
         if !verdict.ok {
             *response.status_mut() = http::StatusCode::TOO_MANY_REQUESTS;
         }
-        let shown = if self.headers.remaining { self.shown(verdict, now, dice) } else { Shown::Nothing };
+        let shown = if self.headers.remaining {
+            self.shown(verdict, now, dice)
+        } else {
+            Shown::Nothing
+        };
         let headers = response.headers_mut();
         let mut number = |name: &'static str, value: f64| {
             headers.insert(name, HeaderValue::from(value.max(0.0) as u64));
@@ -53,11 +66,18 @@ impl HeaderModel {
             number("ratelimit-reset", verdict.reset.ceil());
         }
         if self.headers.retry_after && !verdict.ok {
-            let seconds = self.headers.retry_after_lie.map_or(verdict.wait.ceil().max(1.0), |lie| lie as f64);
+            let seconds = self
+                .headers
+                .retry_after_lie
+                .map_or(verdict.wait.ceil().max(1.0), |lie| lie as f64);
             number("retry-after", seconds);
         }
         if self.headers.window {
-            let policy = format!("{};w={}", verdict.limit as u64, verdict.window.round() as u64);
+            let policy = format!(
+                "{};w={}",
+                verdict.limit as u64,
+                verdict.window.round() as u64
+            );
             headers.insert(
                 "ratelimit-policy",
                 HeaderValue::try_from(policy).expect("digits are a valid header value"),
@@ -66,12 +86,22 @@ impl HeaderModel {
         if let Shown::Garbage(text) = shown {
             headers.insert("ratelimit-remaining", HeaderValue::from_static(text));
         }
-        ServerResponse { response, remaining }
+        ServerResponse {
+            response,
+            remaining,
+        }
     }
 
     /// Returns what the header says is left.
     fn shown(&mut self, verdict: &Verdict, now: f64, dice: &mut Dice) -> Shown {
-        let Headers { lie, stale_s, sigma, value, p, .. } = self.headers;
+        let Headers {
+            lie,
+            stale_s,
+            sigma,
+            value,
+            p,
+            ..
+        } = self.headers;
         let left = verdict.remaining;
         Shown::Number(match lie {
             None => left,

@@ -21,7 +21,11 @@ pub(super) fn limiter(
 ) -> Result<impl Fn(Wire) -> GateFuture + use<>, ConfigError> {
     let Some(quota) = brief.quota else {
         let allowed = "a quota such as \"100/60s\", or a hint, in the scenario";
-        return Err(ConfigError::OutOfRange { setting: "quota", value: "none".into(), allowed });
+        return Err(ConfigError::OutOfRange {
+            setting: "quota",
+            value: "none".into(),
+            allowed,
+        });
     };
     let mut layer = RateLimitLayer::builder(quota)
         .store(store)
@@ -31,7 +35,8 @@ pub(super) fn limiter(
     if let Some(slack) = brief.transit_slack {
         layer = layer.transit_slack(slack);
     }
-    if let (OnStoreError::FallbackShare, Some(share)) = (brief.on_store_error, brief.fallback_share) {
+    if let (OnStoreError::FallbackShare, Some(share)) = (brief.on_store_error, brief.fallback_share)
+    {
         layer = layer.fallback_share(share);
     }
     let limiter = layer.build()?.limiter();
@@ -49,11 +54,16 @@ pub(super) fn limiter(
 pub(super) fn throttle<P: Pace + 'static>(
     pace: impl Fn() -> P + Send + Sync + 'static,
 ) -> AdaptiveThrottleBuilder {
-    AdaptiveThrottleLayer::builder().pace(pace).max_wait(LONGEST).max_hold(LONGEST)
+    AdaptiveThrottleLayer::builder()
+        .pace(pace)
+        .max_wait(LONGEST)
+        .max_hold(LONGEST)
 }
 
 /// Builds the gate of a throttle. A refused call goes back to its old place in the queue.
-pub(super) fn retrying(layer: AdaptiveThrottleBuilder) -> Result<impl Fn(Wire) -> GateFuture, ConfigError> {
+pub(super) fn retrying(
+    layer: AdaptiveThrottleBuilder,
+) -> Result<impl Fn(Wire) -> GateFuture, ConfigError> {
     let throttle = layer.build()?.throttle();
     Ok(move |mut wire: Wire| {
         let throttle = throttle.clone();

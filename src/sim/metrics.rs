@@ -4,7 +4,8 @@ use serde::Serialize;
 
 use super::caller::Caller;
 
-/// The metrics of a run, or their means over several runs. Times are in seconds. A metric that does not apply is `None`.
+/// The metrics of a run, or their means over several runs. Times are in seconds. A metric that does
+/// not apply is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Metrics {
@@ -27,8 +28,8 @@ pub struct Metrics {
     /// When the last caller stopped, if callers stop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clear: Option<f64>,
-    /// Successes per caller with the run's strategy / successes per caller in groups with strategies of their own, if there
-    /// are both.
+    /// Successes per caller with the run's strategy / successes per caller in groups with
+    /// strategies of their own, if there are both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share: Option<f64>,
     /// Calls of the store / requests sent, if the store was called.
@@ -56,12 +57,17 @@ impl Tally<'_> {
     /// Returns the metrics of the run.
     pub(super) fn metrics(mut self) -> Metrics {
         let shares = self.callers.iter().filter(|caller| caller.sent > 0);
-        let shares: Vec<f64> = shares.map(|caller| caller.refused as f64 / caller.sent as f64).collect();
+        let shares: Vec<f64> = shares
+            .map(|caller| caller.refused as f64 / caller.sent as f64)
+            .collect();
         let sum = |of: fn(&Caller) -> u64| self.callers.iter().map(of).sum::<u64>() as f64;
         let compared: Vec<&Caller> = self
             .callers
             .iter()
-            .filter(|caller| self.fair_groups.is_none_or(|fair| fair.contains(&caller.group)))
+            .filter(|caller| {
+                self.fair_groups
+                    .is_none_or(|fair| fair.contains(&caller.group))
+            })
             .collect();
         let sent: Vec<f64> = compared.iter().map(|caller| caller.sent as f64).collect();
         let passed: Vec<f64> = compared.iter().map(|caller| caller.passed as f64).collect();
@@ -72,13 +78,25 @@ impl Tally<'_> {
             None => 0.0,
         };
         let of_group = |foreign: bool| {
-            let callers = self.callers.iter().filter(|caller| self.foreign[caller.group] == foreign);
-            mean(&callers.map(|caller| caller.passed as f64).collect::<Vec<_>>())
+            let callers = self
+                .callers
+                .iter()
+                .filter(|caller| self.foreign[caller.group] == foreign);
+            mean(
+                &callers
+                    .map(|caller| caller.passed as f64)
+                    .collect::<Vec<_>>(),
+            )
         };
         Metrics {
             retry_pct: 100.0 * mean(&shares),
-            retry_pct_pooled: 100.0 * sum(|caller| caller.refused) / sum(|caller| caller.sent).max(1.0),
-            max_sleep: self.callers.iter().map(|caller| caller.max_sleep).fold(0.0, f64::max),
+            retry_pct_pooled: 100.0 * sum(|caller| caller.refused)
+                / sum(|caller| caller.sent).max(1.0),
+            max_sleep: self
+                .callers
+                .iter()
+                .map(|caller| caller.max_sleep)
+                .fold(0.0, f64::max),
             max_wait: self.waits.iter().copied().fold(self.longest_open, f64::max),
             p99_wait,
             stdev: deviation(&sent),
@@ -89,7 +107,10 @@ impl Tally<'_> {
             },
             util_pct: 100.0 * self.taken / self.supply,
             clear: self.clear,
-            share: self.foreign.contains(&true).then(|| of_group(false) / of_group(true)),
+            share: self
+                .foreign
+                .contains(&true)
+                .then(|| of_group(false) / of_group(true)),
             store_calls: (self.store_calls > 0)
                 .then(|| self.store_calls as f64 / sum(|caller| caller.sent).max(1.0)),
         }
@@ -133,7 +154,11 @@ impl Metrics {
 
     /// Returns the means of `runs`, and their sample standard deviations.
     pub fn mean_and_deviation(runs: &[Metrics]) -> (Metrics, Metrics) {
-        let column = |index: usize| runs.iter().map(|run| run.named()[index].1).collect::<Option<Vec<f64>>>();
+        let column = |index: usize| {
+            runs.iter()
+                .map(|run| run.named()[index].1)
+                .collect::<Option<Vec<f64>>>()
+        };
         (
             Metrics::from_each(|index| column(index).map(|column| mean(&column))),
             Metrics::from_each(|index| column(index).map(|column| deviation(&column))),
@@ -149,6 +174,13 @@ fn mean(values: &[f64]) -> f64 {
 /// Returns the sample standard deviation.
 fn deviation(values: &[f64]) -> f64 {
     let middle = mean(values);
-    let squares = values.iter().map(|value| (value - middle).powi(2)).sum::<f64>();
-    if values.len() < 2 { 0.0 } else { (squares / (values.len() - 1) as f64).sqrt() }
+    let squares = values
+        .iter()
+        .map(|value| (value - middle).powi(2))
+        .sum::<f64>();
+    if values.len() < 2 {
+        0.0
+    } else {
+        (squares / (values.len() - 1) as f64).sqrt()
+    }
 }

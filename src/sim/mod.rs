@@ -1,8 +1,8 @@
 //! A simulation of fleets of clients against servers with limits, in virtual time.
 //!
-//! The simulation runs the queues, the [paces](crate::pace) and the gates that programs run, not copies of them. The
-//! servers' responses carry real headers, which the same code reads. Hours take a fraction of a second, and the same seed
-//! gives the same run.
+//! The simulation runs the queues, the [paces](crate::pace) and the gates that programs run, not
+//! copies of them. The servers' responses carry real headers, which the same code reads. Hours take
+//! a fraction of a second, and the same seed gives the same run.
 //!
 //! ```
 //! use tollgate::sim::{Scenarios, Strategy, run};
@@ -23,22 +23,25 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `cargo run --release --features sim --example simulate` runs the [public set](Scenarios::public), or a file of your own,
-//! and prints a table. `--scenarios limited --strategies limit` runs [the second set](Scenarios::limited).
+//! `cargo run --release --features sim --example simulate` runs the [public
+//! set](Scenarios::public), or a file of your own, and prints a table.
+//! `--scenarios limited --strategies limit` runs [the second set](Scenarios::limited).
 //!
 //! # What is simulated
 //!
-//! A fleet consists of processes, each with one queue or one gate that its callers share. A caller makes a call, waits until
-//! it succeeds, and makes the next. Each request takes a random time; the server judges it half-way. Events happen in the
-//! order of their time, and events at the same time in the order in which they were planned.
+//! A fleet consists of processes, each with one queue or one gate that its callers share. A caller
+//! makes a call, waits until it succeeds, and makes the next. Each request takes a random time; the
+//! server judges it half-way. Events happen in the order of their time, and events at the same time
+//! in the order in which they were planned.
 //!
-//! A [pace](Strategy::new) runs on its queue, without a task. A [gate](Strategy::gate) runs with its tasks, timers and
-//! wakers, in a runtime with virtual time:
+//! A [pace](Strategy::new) runs on its queue, without a task. A [gate](Strategy::gate) runs with
+//! its tasks, timers and wakers, in a runtime with virtual time:
 //!
-//! - `limit` knows the quota, and counts in a store that all processes share and that [may fail](StoreModel);
+//! - `limit` knows the quota, and counts in a store that all processes share and that [may
+//!   fail](StoreModel);
 //! - `fair-gate` is the throttle around the queue of `fair`, with the same results;
-//! - `fair-shared` is the same throttle, whose processes [share](crate::AdaptiveThrottleBuilder::store) one pace through the
-//!   store.
+//! - `fair-shared` is the same throttle, whose processes
+//!   [share](crate::AdaptiveThrottleBuilder::store) one pace through the store.
 //!
 //! The simulation has no sockets and no threads, which are tested separately.
 

@@ -19,7 +19,11 @@ pub(super) struct QueueProcess {
 
 impl QueueProcess {
     pub(super) fn new(pace: Box<dyn Pace>, dice: Dice, now: Instant) -> Self {
-        QueueProcess { queue: PacedQueue::new(pace, dice, FOREVER, now), calls: BTreeMap::new(), look: None }
+        QueueProcess {
+            queue: PacedQueue::new(pace, dice, FOREVER, now),
+            calls: BTreeMap::new(),
+            look: None,
+        }
     }
 
     /// Queues a call of `caller`.
@@ -51,9 +55,14 @@ impl QueueProcess {
         look.filter(|_| is_new)
     }
 
-    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it may go
-    /// [back](Self::back).
-    pub(super) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
+    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it
+    /// may go [back](Self::back).
+    pub(super) fn answered(
+        &mut self,
+        flight: Flight,
+        signal: &Signal,
+        now: Instant,
+    ) -> Option<Refused> {
         let number = flight.number;
         let refused = self.queue.answered(flight, signal, now);
         if refused.is_none() {
@@ -69,7 +78,9 @@ impl QueueProcess {
 
     /// Returns the callers whose requests sleep by themselves, and until when.
     pub(super) fn asleep(&self) -> impl Iterator<Item = (usize, Instant)> {
-        self.calls.iter().filter_map(|(number, caller)| Some((*caller, self.queue.asleep_until(*number)?)))
+        self.calls
+            .iter()
+            .filter_map(|(number, caller)| Some((*caller, self.queue.asleep_until(*number)?)))
     }
 }
 

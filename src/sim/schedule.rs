@@ -23,7 +23,8 @@ pub(super) enum Event {
     Change(usize),
 }
 
-/// The planned events, in the order of their time. Events at the same time are in the order in which they were planned.
+/// The planned events, in the order of their time. Events at the same time are in the order in
+/// which they were planned.
 #[derive(Debug, Default)]
 pub(super) struct Schedule {
     events: BinaryHeap<Reverse<(Duration, u64, Event)>>,

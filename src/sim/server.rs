@@ -21,25 +21,63 @@ pub(super) struct Verdict {
 /// The counters of a server. Times are in seconds since the start of the run.
 #[derive(Debug)]
 pub(super) enum ServerState {
-    Bucket { cap: f64, refill: f64, tokens: f64, last: Option<f64> },
-    Fixed { limit: f64, window: f64, phase: f64, used: f64, number: f64 },
-    Sliding { limit: f64, window: f64, accepted: VecDeque<f64> },
-    Dual { short: Box<ServerState>, long: Box<ServerState> },
+    Bucket {
+        cap: f64,
+        refill: f64,
+        tokens: f64,
+        last: Option<f64>,
+    },
+    Fixed {
+        limit: f64,
+        window: f64,
+        phase: f64,
+        used: f64,
+        number: f64,
+    },
+    Sliding {
+        limit: f64,
+        window: f64,
+        accepted: VecDeque<f64>,
+    },
+    Dual {
+        short: Box<ServerState>,
+        long: Box<ServerState>,
+    },
 }
 
 impl ServerState {
     pub(super) fn new(server: &Server) -> Self {
         match *server {
-            Server::Bucket { cap, refill, start, .. } => {
-                ServerState::Bucket { cap, refill, tokens: start, last: None }
-            }
-            Server::Fixed { limit, window, phase, used, .. } => {
-                ServerState::Fixed { limit, window, phase, used, number: (phase / window).floor() }
-            }
-            Server::Sliding { limit, window, .. } => {
-                ServerState::Sliding { limit, window, accepted: VecDeque::new() }
-            }
-            Server::Dual { ref short, ref long } => ServerState::Dual {
+            Server::Bucket {
+                cap, refill, start, ..
+            } => ServerState::Bucket {
+                cap,
+                refill,
+                tokens: start,
+                last: None,
+            },
+            Server::Fixed {
+                limit,
+                window,
+                phase,
+                used,
+                ..
+            } => ServerState::Fixed {
+                limit,
+                window,
+                phase,
+                used,
+                number: (phase / window).floor(),
+            },
+            Server::Sliding { limit, window, .. } => ServerState::Sliding {
+                limit,
+                window,
+                accepted: VecDeque::new(),
+            },
+            Server::Dual {
+                ref short,
+                ref long,
+            } => ServerState::Dual {
                 short: Box::new(ServerState::new(short)),
                 long: Box::new(ServerState::new(long)),
             },
@@ -60,12 +98,22 @@ impl ServerState {
     pub(super) fn change(&mut self, change: &Change, now: f64) {
         self.advance(now);
         match self {
-            ServerState::Bucket { cap, refill, tokens, .. } => {
+            ServerState::Bucket {
+                cap,
+                refill,
+                tokens,
+                ..
+            } => {
                 *cap = change.cap.unwrap_or(*cap);
                 *refill = change.refill.unwrap_or(*refill);
                 *tokens = change.tokens.unwrap_or(*tokens);
             }
-            ServerState::Fixed { limit, window, used, .. } => {
+            ServerState::Fixed {
+                limit,
+                window,
+                used,
+                ..
+            } => {
                 *limit = change.limit.unwrap_or(*limit);
                 *window = change.window.unwrap_or(*window);
                 *used = change.used.unwrap_or(*used);
@@ -81,20 +129,33 @@ impl ServerState {
     /// Refills the bucket, or begins a new window, if that is due.
     fn advance(&mut self, now: f64) {
         match self {
-            ServerState::Bucket { cap, refill, tokens, last } => {
+            ServerState::Bucket {
+                cap,
+                refill,
+                tokens,
+                last,
+            } => {
                 let since = now - *last.get_or_insert(now);
                 if tokens < cap {
                     *tokens = cap.min(*tokens + since * *refill);
                 }
                 *last = Some(now);
             }
-            ServerState::Fixed { window, phase, used, number, .. } => {
+            ServerState::Fixed {
+                window,
+                phase,
+                used,
+                number,
+                ..
+            } => {
                 let current = ((now + *phase) / *window).floor();
                 if current != *number {
                     (*number, *used) = (current, 0.0);
                 }
             }
-            ServerState::Sliding { window, accepted, .. } => {
+            ServerState::Sliding {
+                window, accepted, ..
+            } => {
                 while accepted.front().is_some_and(|at| at + *window <= now) {
                     accepted.pop_front();
                 }
@@ -110,7 +171,9 @@ impl ServerState {
         match self {
             ServerState::Bucket { tokens, .. } => *tokens >= 1.0,
             ServerState::Fixed { limit, used, .. } => *used + 1.0 <= *limit,
-            ServerState::Sliding { limit, accepted, .. } => accepted.len() as f64 + 1.0 <= *limit,
+            ServerState::Sliding {
+                limit, accepted, ..
+            } => accepted.len() as f64 + 1.0 <= *limit,
             ServerState::Dual { short, long } => short.is_free() && long.is_free(),
         }
     }
@@ -129,7 +192,12 @@ impl ServerState {
 
     fn verdict(&self, ok: bool, now: f64) -> Verdict {
         match self {
-            ServerState::Bucket { cap, refill, tokens, .. } => Verdict {
+            ServerState::Bucket {
+                cap,
+                refill,
+                tokens,
+                ..
+            } => Verdict {
                 ok,
                 remaining: tokens.floor().max(0.0),
                 limit: *cap,
@@ -137,15 +205,39 @@ impl ServerState {
                 reset: (cap - tokens) / refill,
                 wait: (1.0 - tokens).max(0.0) / refill,
             },
-            ServerState::Fixed { limit, window, phase, used, number } => {
+            ServerState::Fixed {
+                limit,
+                window,
+                phase,
+                used,
+                number,
+            } => {
                 let reset = (number + 1.0) * window - phase - now;
                 let remaining = (limit - used).max(0.0);
-                Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
+                Verdict {
+                    ok,
+                    remaining,
+                    limit: *limit,
+                    window: *window,
+                    reset,
+                    wait: reset,
+                }
             }
-            ServerState::Sliding { limit, window, accepted } => {
+            ServerState::Sliding {
+                limit,
+                window,
+                accepted,
+            } => {
                 let reset = accepted.front().map_or(0.0, |at| at + window - now);
                 let remaining = (limit - accepted.len() as f64).max(0.0);
-                Verdict { ok, remaining, limit: *limit, window: *window, reset, wait: reset }
+                Verdict {
+                    ok,
+                    remaining,
+                    limit: *limit,
+                    window: *window,
+                    reset,
+                    wait: reset,
+                }
             }
             ServerState::Dual { short, long } => {
                 let wait = short.verdict(ok, now).wait.max(if long.is_free() {
@@ -153,18 +245,26 @@ impl ServerState {
                 } else {
                     long.verdict(ok, now).wait
                 });
-                Verdict { wait, ..long.verdict(ok, now) }
+                Verdict {
+                    wait,
+                    ..long.verdict(ok, now)
+                }
             }
         }
     }
 }
 
 impl Server {
-    /// Returns how many requests the server can accept in `duration` seconds: the tokens at the start and the later
-    /// refill.
+    /// Returns how many requests the server can accept in `duration` seconds: the tokens at the
+    /// start and the later refill.
     pub(super) fn supply(&self, duration: f64) -> f64 {
         match self {
-            Server::Bucket { refill, start, changes, .. } => {
+            Server::Bucket {
+                refill,
+                start,
+                changes,
+                ..
+            } => {
                 let (mut supply, mut rate, mut since) = (*start, *refill, 0.0);
                 for (at, change) in changes {
                     let at = at.min(duration);
@@ -175,9 +275,12 @@ impl Server {
                 supply + rate * (duration - since)
             }
             // The last window counts in full.
-            Server::Fixed { limit, window, phase, .. } => {
-                limit * (((duration + phase) / window).floor() + 1.0)
-            }
+            Server::Fixed {
+                limit,
+                window,
+                phase,
+                ..
+            } => limit * (((duration + phase) / window).floor() + 1.0),
             Server::Sliding { limit, window, .. } => limit * duration / window,
             Server::Dual { long, .. } => long.supply(duration),
         }

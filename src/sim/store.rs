@@ -1,4 +1,5 @@
-//! The store that all processes of a run share: a memory store behind a link that takes time and fails.
+//! The store that all processes of a run share: a memory store behind a link that takes time and
+//! fails.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,7 +59,10 @@ impl SharedStore {
 
     /// Creates the link of one process to the store.
     pub(super) fn link(self: &Arc<Self>) -> Arc<dyn Store> {
-        Arc::new(StoreLink { store: self.clone(), address: dice() >> 11 })
+        Arc::new(StoreLink {
+            store: self.clone(),
+            address: dice() >> 11,
+        })
     }
 
     /// Draws what becomes of a call that is made now.
@@ -81,15 +85,24 @@ impl SharedStore {
 
     /// Notifies the listeners that `tell` selects.
     fn tell(&self, tell: Recipients, key: Key, event: &StoreEvent) {
-        let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let listeners = self
+            .listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let is_told = |address: u64| match tell {
             Recipients::None => false,
             Recipients::One(one) => one == address,
             Recipients::All => true,
         };
-        let chosen: Vec<_> = listeners.iter().filter(|(address, _)| is_told(*address)).cloned().collect();
+        let chosen: Vec<_> = listeners
+            .iter()
+            .filter(|(address, _)| is_told(*address))
+            .cloned()
+            .collect();
         drop(listeners);
-        chosen.into_iter().for_each(|(_, listener)| listener.on_event(key, 0, event.clone()));
+        chosen
+            .into_iter()
+            .for_each(|(_, listener)| listener.on_event(key, 0, event.clone()));
     }
 
     /// Draws how long a call takes to the store and back.
@@ -101,7 +114,9 @@ impl SharedStore {
     /// Returns the end of the outage, if the store is unreachable at `moment`.
     fn away_until(&self, moment: Instant) -> Option<Instant> {
         let at = moment.saturating_duration_since(self.origin).as_secs_f64();
-        self.model.away_until(at).map(|until| self.origin + span(until))
+        self.model
+            .away_until(at)
+            .map(|until| self.origin + span(until))
     }
 }
 
@@ -118,7 +133,9 @@ impl StoreLink {
         act: impl FnOnce(&MemoryStore) -> StoreReply<T> + Send + 'static,
     ) -> StoreReply<T> {
         // Without a runtime the run is over.
-        let Ok(runtime) = Handle::try_current() else { return StoreReply::Ready(Err(StoreError::Lost)) };
+        let Ok(runtime) = Handle::try_current() else {
+            return StoreReply::Ready(Err(StoreError::Lost));
+        };
         let (trip, store) = (self.store.trip(), self.store.clone());
         let call = runtime.spawn(async move {
             let mut answer = Err(away());
@@ -127,9 +144,15 @@ impl StoreLink {
                 answer = act(&store.memory).arrives().await;
             }
             clock::sleep_until(trip.back).await;
-            if trip.is_answered { answer } else { Err(away()) }
+            if trip.is_answered {
+                answer
+            } else {
+                Err(away())
+            }
         });
-        StoreReply::Pending(Box::pin(async move { call.await.unwrap_or(Err(StoreError::Lost)) }))
+        StoreReply::Pending(Box::pin(async move {
+            call.await.unwrap_or(Err(StoreError::Lost))
+        }))
     }
 }
 
@@ -149,7 +172,9 @@ impl Store for StoreLink {
 
     /// Repeats the claim until the store has acknowledged it, as a store does whose claims expire.
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
-        let Ok(runtime) = Handle::try_current() else { return };
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
         let (store, listener) = (self.store.clone(), listener.clone());
         drop(runtime.spawn(async move {
             let kept = listener.clone();
@@ -164,7 +189,9 @@ impl Store for StoreLink {
                     return;
                 }
                 clock::sleep_until(trip.back).await;
-                listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(away()));
+                listener
+                    .clone()
+                    .on_event(claim.key, claim.holder, StoreEvent::Failed(away()));
             }
         }));
     }
@@ -189,7 +216,11 @@ impl Store for StoreLink {
         let listener = DelayedListener::new(&self.store, move || listener.upgrade());
         self.store.memory.listen(Arc::downgrade(&listener));
         // The memory store keeps only a weak reference.
-        self.store.listeners.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, listener));
+        self.store
+            .listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((self.address, listener));
     }
 
     fn compare_and_set(&self, mut change: RegisterRequest) -> StoreReply<Register> {
@@ -201,8 +232,22 @@ impl Store for StoreLink {
             let StoreReply::Ready(answer) = memory.compare_and_set(change) else {
                 unreachable!("memory answers at once")
             };
-            if let (Ok(Register { kind, changed: true, version, .. }), Some(value)) = (&answer, value) {
-                let told = Register { kind: *kind, version: *version, value, ..Register::default() };
+            if let (
+                Ok(Register {
+                    kind,
+                    changed: true,
+                    version,
+                    ..
+                }),
+                Some(value),
+            ) = (&answer, value)
+            {
+                let told = Register {
+                    kind: *kind,
+                    version: *version,
+                    value,
+                    ..Register::default()
+                };
                 store.tell(tell, key, &StoreEvent::Register(told));
             }
             StoreReply::Ready(answer)
@@ -232,20 +277,29 @@ struct DelayedListener<F> {
 impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> DelayedListener<F> {
     #[expect(clippy::new_ret_no_self, reason = "callers need it as a trait object")]
     fn new(store: &Arc<SharedStore>, listener: F) -> Arc<dyn StoreListener> {
-        Arc::new(DelayedListener { store: store.clone(), listener })
+        Arc::new(DelayedListener {
+            store: store.clone(),
+            listener,
+        })
     }
 }
 
-impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> StoreListener for DelayedListener<F> {
+impl<F: Fn() -> Option<Arc<dyn StoreListener>> + Send + Sync + 'static> StoreListener
+    for DelayedListener<F>
+{
     fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
-        let Ok(runtime) = Handle::try_current() else { return };
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
         let delay = self.store.drawn_trip() / 2;
         drop(runtime.spawn(async move {
             let at = clock::now() + delay;
             let missed = self.store.away_until(at);
             clock::sleep_until(missed.map_or(at, |until| until + delay)).await;
             let event = match event {
-                StoreEvent::Hold(_) | StoreEvent::RemainingFell { .. } | StoreEvent::Register(_)
+                StoreEvent::Hold(_)
+                | StoreEvent::RemainingFell { .. }
+                | StoreEvent::Register(_)
                     if missed.is_some() =>
                 {
                     StoreEvent::EventsMissed

@@ -36,15 +36,19 @@ impl Strategy {
         name: impl Into<String>,
         make: impl Fn(&Brief) -> P + Send + Sync + 'static,
     ) -> Self {
-        Strategy { name: name.into(), make: Make::Pace(Arc::new(move |brief| Box::new(make(brief)))) }
+        Strategy {
+            name: name.into(),
+            make: Make::Pace(Arc::new(move |brief| Box::new(make(brief)))),
+        }
     }
 
-    /// Creates a strategy from an asynchronous gate. `make` is called once for each process, with the store that all
-    /// processes share and that behaves as the scenario says.
+    /// Creates a strategy from an asynchronous gate. `make` is called once for each process, with
+    /// the store that all processes share and that behaves as the scenario says.
     ///
-    /// The function that `make` returns is called for each call, and sends the call's requests through the [`Wire`]. If the
-    /// server refused the request, the caller calls again at once. If the gate returned an error, the caller calls again
-    /// after the error's `retry_after`, or after one second.
+    /// The function that `make` returns is called for each call, and sends the call's requests
+    /// through the [`Wire`]. If the server refused the request, the caller calls again at once. If
+    /// the gate returned an error, the caller calls again after the error's `retry_after`, or after
+    /// one second.
     ///
     /// ```
     /// use std::time::Duration;
@@ -88,10 +92,14 @@ impl Strategy {
             let gate = make(brief, store)?;
             Ok(Box::new(move |wire: Wire| Box::pin(gate(wire)) as GateFuture) as Gate)
         };
-        Strategy { name: name.into(), make: Make::Gate(Arc::new(make)) }
+        Strategy {
+            name: name.into(),
+            make: Make::Gate(Arc::new(make)),
+        }
     }
 
-    /// Returns the strategies that come with tollgate: the paces, with the recommended one first, and the gates.
+    /// Returns the strategies that come with tollgate: the paces, with the recommended one first,
+    /// and the gates.
     pub fn all() -> Vec<Strategy> {
         /// Configures the limit of `$pace`, if the brief has one.
         macro_rules! with_limit {
@@ -115,11 +123,15 @@ impl Strategy {
                 with_limit!(brief, Gradual::new().start_with(brief.start_interval))
             }),
             Strategy::new("blog-backoff", |brief| with_limit!(brief, Backoff::new())),
-            Strategy::new("blog-backoff-2", |brief| with_limit!(brief, Backoff::new().multiplier(2.0))),
+            Strategy::new("blog-backoff-2", |brief| {
+                with_limit!(brief, Backoff::new().multiplier(2.0))
+            }),
             Strategy::new("aimd", |brief| with_limit!(brief, Aimd::new())),
             Strategy::new("none", |_| Unpaced),
             Strategy::gate("limit", limiter),
-            Strategy::gate("fair-gate", move |&brief, _| retrying(throttle(move || fair(&brief)))),
+            Strategy::gate("fair-gate", move |&brief, _| {
+                retrying(throttle(move || fair(&brief)))
+            }),
             Strategy::gate("fair-shared", move |&brief, store| {
                 retrying(throttle(move || fair(&brief)).store(store))
             }),
@@ -128,7 +140,9 @@ impl Strategy {
 
     /// Returns the strategy of [`all`](Self::all) with this name.
     pub fn named(name: &str) -> Option<Strategy> {
-        Strategy::all().into_iter().find(|strategy| strategy.name == name)
+        Strategy::all()
+            .into_iter()
+            .find(|strategy| strategy.name == name)
     }
 
     /// Returns the name of the strategy.

@@ -35,13 +35,16 @@ impl Runs {
     }
 }
 
-/// Runs every scenario with every strategy and every seed, on all cores. Calls `told` after each run.
+/// Runs every scenario with every strategy and every seed, on all cores. Calls `told` after each
+/// run.
 ///
-/// Returns the runs in the order of scenarios, then of strategies. The number of cores does not change the result.
+/// Returns the runs in the order of scenarios, then of strategies. The number of cores does not
+/// change the result.
 ///
 /// # Errors
 ///
-/// [`RunError::Scenario`] for the first scenario that cannot be run. The scenarios after it are not run.
+/// [`RunError::Scenario`] for the first scenario that cannot be run. The scenarios after it are not
+/// run.
 pub fn sweep(
     scenarios: &[(String, Scenario)],
     strategies: &[Strategy],
@@ -58,7 +61,9 @@ pub fn sweep(
     let work = || {
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some((scenario, strategy, seed)) = jobs.get(index) else { break };
+            let Some((scenario, strategy, seed)) = jobs.get(index) else {
+                break;
+            };
             let metrics = run(scenario, strategy, *seed);
             if metrics.is_err() {
                 // Skips the jobs that no core has taken yet.
@@ -76,15 +81,26 @@ pub fn sweep(
         }
     });
     let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let mut done = done.into_iter().map(|metrics| metrics.expect("one core has run each job"));
+    let mut done = done
+        .into_iter()
+        .map(|metrics| metrics.expect("one core has run each job"));
     let mut all = Vec::new();
     for (scenario, _) in scenarios {
         for strategy in strategies {
-            let runs = done.by_ref().take(seeds.clone().count()).collect::<Result<_, RunError>>();
-            let runs =
-                runs.map_err(|error| RunError::Scenario { name: scenario.clone(), source: Box::new(error) })?;
+            let runs = done
+                .by_ref()
+                .take(seeds.clone().count())
+                .collect::<Result<_, RunError>>();
+            let runs = runs.map_err(|error| RunError::Scenario {
+                name: scenario.clone(),
+                source: Box::new(error),
+            })?;
             let strategy = strategy.name().to_owned();
-            all.push(Runs { scenario: scenario.clone(), strategy, runs });
+            all.push(Runs {
+                scenario: scenario.clone(),
+                strategy,
+                runs,
+            });
         }
     }
     Ok(all)

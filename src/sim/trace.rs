@@ -8,7 +8,8 @@ use super::server::Verdict;
 pub struct Trace {
     /// For each request sent: the time, the caller, and how long the request waited.
     pub held: Vec<(f64, usize, f64)>,
-    /// For each request judged: the time, the caller, whether the server accepted it, and what was left then.
+    /// For each request judged: the time, the caller, whether the server accepted it, and what was
+    /// left then.
     pub judged: Vec<(f64, usize, bool, f64)>,
 }
 
@@ -18,6 +19,7 @@ impl Trace {
     }
 
     pub(super) fn judged(&mut self, now: f64, caller: usize, verdict: &Verdict) {
-        self.judged.push((now, caller, verdict.ok, verdict.remaining));
+        self.judged
+            .push((now, caller, verdict.ok, verdict.remaining));
     }
 }

@@ -22,7 +22,11 @@ impl HoldState {
     /// Makes a hold that ends `remaining` from now and was not cut. The holds of the key were
     /// released `releases` times.
     pub const fn new(remaining: Duration, releases: u32) -> Self {
-        HoldState { remaining, releases, cut: false }
+        HoldState {
+            remaining,
+            releases,
+            cut: false,
+        }
     }
 
     /// Returns whether there is no hold and there was no release.

@@ -109,7 +109,12 @@ pub enum StoreEvent {
 impl StoreEvent {
     /// Makes [`StoreEvent::InFlight`], for stores of your own.
     pub fn in_flight(number: u64, granted: u64, others_wait: bool, version: u64) -> Self {
-        StoreEvent::InFlight { number, granted, others_wait, version }
+        StoreEvent::InFlight {
+            number,
+            granted,
+            others_wait,
+            version,
+        }
     }
 }
 
@@ -156,15 +161,22 @@ impl StoreListeners {
     pub(super) fn notify_all(&self, key: Key, event: &StoreEvent) {
         let mut listening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         listening.remove_dropped();
-        let alive: Vec<_> = listening.listeners.iter().filter_map(Weak::upgrade).collect();
+        let alive: Vec<_> = listening
+            .listeners
+            .iter()
+            .filter_map(Weak::upgrade)
+            .collect();
         drop(listening);
-        alive.into_iter().for_each(|listener| notify(listener, key, 0, event.clone()));
+        alive
+            .into_iter()
+            .for_each(|listener| notify(listener, key, 0, event.clone()));
     }
 }
 
 impl Listening {
     fn remove_dropped(&mut self) {
-        self.listeners.retain(|listener| listener.strong_count() > 0);
+        self.listeners
+            .retain(|listener| listener.strong_count() > 0);
         self.sweep_at = (2 * self.listeners.len()).max(StoreListeners::SMALLEST_SWEEP);
     }
 }
@@ -191,8 +203,16 @@ mod tests {
             }
         }
         let listening = listeners.0.lock().unwrap();
-        let alive = listening.listeners.iter().filter(|listener| listener.strong_count() > 0).count();
+        let alive = listening
+            .listeners
+            .iter()
+            .filter(|listener| listener.strong_count() > 0)
+            .count();
         assert_eq!(alive, 10, "a listener that lives stays");
-        assert!(listening.listeners.len() <= 2 * alive + 16, "{} are kept", listening.listeners.len());
+        assert!(
+            listening.listeners.len() <= 2 * alive + 16,
+            "{} are kept",
+            listening.listeners.len()
+        );
     }
 }

@@ -124,12 +124,20 @@ impl Lease {
     pub(crate) fn unused(&self) -> SmallVec<[UnusedPermits; 4]> {
         let incarnation = self.permit_incarnation();
         let grants = self.grants.iter().chain(&self.prefetched);
-        let unused = grants.map(|&Grant { cost, count, slot, stamp, .. }| UnusedPermits {
-            slot,
-            stamp,
-            units: u64::from(cost) * u64::from(count),
-            incarnation,
-        });
+        let unused = grants.map(
+            |&Grant {
+                 cost,
+                 count,
+                 slot,
+                 stamp,
+                 ..
+             }| UnusedPermits {
+                slot,
+                stamp,
+                units: u64::from(cost) * u64::from(count),
+                incarnation,
+            },
+        );
         unused.collect()
     }
 
@@ -191,7 +199,14 @@ impl Grant {
     /// The slot and the stamp are 0. A store that takes permits back sets both, and receives them
     /// in [`UnusedPermits`].
     pub const fn new(cost: u32, count: u32, wait: Duration, validity: Duration) -> Self {
-        Grant { cost, count, wait, validity, slot: 0, stamp: 0 }
+        Grant {
+            cost,
+            count,
+            wait,
+            validity,
+            slot: 0,
+            stamp: 0,
+        }
     }
 }
 
@@ -215,5 +230,8 @@ impl Refusal {
     }
 
     /// A refusal that no wait ends.
-    pub(crate) const NEVER: Refusal = Refusal { wait: None, limit: None };
+    pub(crate) const NEVER: Refusal = Refusal {
+        wait: None,
+        limit: None,
+    };
 }

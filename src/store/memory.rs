@@ -6,15 +6,16 @@ use std::time::Duration;
 use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
-    Charge, Claim, Grant, HoldState, Lease, LeaseRequest, LimitUsage, Recipients, Refusal, Register,
-    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, UpstreamRemaining, Usage,
+    Charge, Claim, Grant, HoldState, Lease, LeaseRequest, LimitUsage, Recipients, Refusal,
+    Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply,
+    UpstreamRemaining, Usage,
 };
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::{Evict, Full, KeyMap};
 use crate::limit::{
-    Booking, Hold, HolderClaim, HolderUpdate, InFlightSlots, Ledger, LimitSpec, Micros, UnusedPermits,
-    micros_down, micros_up,
+    Booking, Hold, HolderClaim, HolderUpdate, InFlightSlots, Ledger, LimitSpec, Micros,
+    UnusedPermits, micros_down, micros_up,
 };
 
 /// Counts permits in this process.
@@ -85,10 +86,15 @@ impl MemoryStore {
         now: Micros,
         with: impl FnOnce(&mut Ledger, Micros) -> R,
     ) -> Result<R, StoreError> {
-        let make = || Counts { fresh_from: 0, ledger: Box::new(Ledger::new(spec, now)) };
+        let make = || Counts {
+            fresh_from: 0,
+            ledger: Box::new(Ledger::new(spec, now)),
+        };
         let count = |counts: &mut Counts| counts.with(spec, now, with);
         let counted = self.counts.enter(key, now, make, |_, _| (), count);
-        counted.map_err(|Full| StoreError::Full { max_keys: self.max_keys })
+        counted.map_err(|Full| StoreError::Full {
+            max_keys: self.max_keys,
+        })
     }
 
     /// Changes the hold of `key`, and notifies all listeners.
@@ -117,7 +123,9 @@ impl Default for MemoryStore {
 
 impl std::fmt::Debug for MemoryStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MemoryStore").field("max_keys", &self.max_keys).finish_non_exhaustive()
+        f.debug_struct("MemoryStore")
+            .field("max_keys", &self.max_keys)
+            .finish_non_exhaustive()
     }
 }
 
@@ -131,7 +139,12 @@ struct Counts {
 
 impl Counts {
     /// Runs `with` on the ledger at `now`, under `spec`.
-    fn with<R>(&mut self, spec: &LimitSpec, now: Micros, with: impl FnOnce(&mut Ledger, Micros) -> R) -> R {
+    fn with<R>(
+        &mut self,
+        spec: &LimitSpec,
+        now: Micros,
+        with: impl FnOnce(&mut Ledger, Micros) -> R,
+    ) -> R {
         if spec.quota().has_fixed_window() {
             self.ledger.align(clock::wall_ahead_lately(clock::now()));
         }
@@ -166,23 +179,49 @@ impl Flight {
         claim: &Claim,
         listener: &Arc<dyn StoreListener>,
     ) -> Vec<(u64, Arc<dyn StoreListener>, StoreEvent)> {
-        let &Claim { holder: id, number, limit, in_use, wanted, granted_seen, .. } = claim;
+        let &Claim {
+            holder: id,
+            number,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
+            ..
+        } = claim;
         if !self.listeners.iter().any(|(holder, _)| *holder == id) {
             self.listeners.push((id, listener.clone()));
         }
         // Claims of the same process do not expire: a holder always states that it leaves.
-        let claimed = HolderClaim { id, number, limit, in_use, wanted, granted_seen, ttl: Micros::MAX };
+        let claimed = HolderClaim {
+            id,
+            number,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
+            ttl: Micros::MAX,
+        };
         let Flight { slots, listeners } = self;
         let mut events = Vec::new();
-        slots.claim(0, claimed, |HolderUpdate { id, number, granted, others_wait, version }| {
-            if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
-                events.push((
-                    id,
-                    listener.clone(),
-                    StoreEvent::in_flight(number, granted, others_wait, version),
-                ));
-            }
-        });
+        slots.claim(
+            0,
+            claimed,
+            |HolderUpdate {
+                 id,
+                 number,
+                 granted,
+                 others_wait,
+                 version,
+             }| {
+                if let Some((_, listener)) = listeners.iter().find(|(holder, _)| *holder == id) {
+                    events.push((
+                        id,
+                        listener.clone(),
+                        StoreEvent::in_flight(number, granted, others_wait, version),
+                    ));
+                }
+            },
+        );
         listeners.retain(|(holder, _)| slots.knows(*holder));
         events
     }
@@ -191,15 +230,17 @@ impl Flight {
 impl Store for MemoryStore {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let now = clock::micros(clock::now());
-        StoreReply::Ready(
-            self.with(request.key, request.spec, now, |ledger, now| book(ledger, now, &request)),
-        )
+        StoreReply::Ready(self.with(request.key, request.spec, now, |ledger, now| {
+            book(ledger, now, &request)
+        }))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
         self.counts.find(key, |counts| {
-            counts.with(spec, now, |ledger, _| unused.iter().for_each(|&unused| ledger.take_back(unused)));
+            counts.with(spec, now, |ledger, _| {
+                unused.iter().for_each(|&unused| ledger.take_back(unused))
+            });
         });
     }
 
@@ -218,8 +259,12 @@ impl Store for MemoryStore {
                 }
             }
             Err(Full) => {
-                let full = StoreError::Full { max_keys: self.max_keys };
-                listener.clone().on_event(key, claim.holder, StoreEvent::Failed(full));
+                let full = StoreError::Full {
+                    max_keys: self.max_keys,
+                };
+                listener
+                    .clone()
+                    .on_event(key, claim.holder, StoreEvent::Failed(full));
             }
         }
     }
@@ -248,23 +293,42 @@ impl Store for MemoryStore {
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let now = clock::micros(clock::now());
-        let full = |Full| StoreError::Full { max_keys: self.max_keys };
+        let full = |Full| StoreError::Full {
+            max_keys: self.max_keys,
+        };
         let reply = self.registers.compare_and_set(&change, now).map_err(full);
-        if let (Ok(Register { changed: true, version, .. }), Some(value)) = (&reply, change.value)
+        if let (
+            Ok(Register {
+                changed: true,
+                version,
+                ..
+            }),
+            Some(value),
+        ) = (&reply, change.value)
             && change.notify != Recipients::None
         {
             // All listeners are in this process, so `Recipients::One` is all of them.
-            let register = Register { kind: change.kind, version: *version, value, ..Register::default() };
-            self.listeners.notify_all(change.key, &StoreEvent::Register(register));
+            let register = Register {
+                kind: change.kind,
+                version: *version,
+                value,
+                ..Register::default()
+            };
+            self.listeners
+                .notify_all(change.key, &StoreEvent::Register(register));
         }
         StoreReply::Ready(reply)
     }
 
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let now = clock::micros(clock::now());
-        let known = self.counts.find(key, |counts| counts.with(spec, now, usage));
+        let known = self
+            .counts
+            .find(key, |counts| counts.with(spec, now, usage));
         let rates = known.unwrap_or_else(|| usage(&mut Ledger::new(spec, now), now));
-        let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Ready(Ok(rates)) };
+        let Some(most) = spec.quota().most_in_flight() else {
+            return StoreReply::Ready(Ok(rates));
+        };
         let used = self.flights.find(key, |flight| flight.slots.usage(most));
         let (used, free) = used.unwrap_or((0, most));
         StoreReply::Ready(Ok(rates.in_flight(most, used, free)))
@@ -276,19 +340,36 @@ impl Store for MemoryStore {
 /// Twin: `store/redis/lua/main.lua`.
 pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>) -> Lease {
     let held = held(ledger.hold(hold(request.hold, now)), now);
-    request.returns.iter().for_each(|&unused| ledger.take_back(unused));
-    request.charges.iter().take(Charge::MOST).for_each(|&charge| ledger.charge(charge));
+    request
+        .returns
+        .iter()
+        .for_each(|&unused| ledger.take_back(unused));
+    request
+        .charges
+        .iter()
+        .take(Charge::MOST)
+        .for_each(|&charge| ledger.charge(charge));
     // What is left is compared with what the log has: after the returns and the charges.
-    request.remaining.iter().for_each(|remaining| ledger.see(remaining));
+    request
+        .remaining
+        .iter()
+        .for_each(|remaining| ledger.see(remaining));
     let latest = now.saturating_add(micros_down(request.latest));
     let life = micros_up(request.validity);
-    let mut lease = Lease { now, hold: held, ..Lease::default() };
+    let mut lease = Lease {
+        now,
+        hold: held,
+        ..Lease::default()
+    };
     for demand in request.demands {
         let grants = &mut lease.grants;
         let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
         if let Err(late) = ledger.book(latest, demand.cost, demand.count, life, granted) {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
-            lease.refused = Some(Refusal { wait, limit: late.limit });
+            lease.refused = Some(Refusal {
+                wait,
+                limit: late.limit,
+            });
             break;
         }
     }
@@ -297,14 +378,30 @@ pub(super) fn book(ledger: &mut Ledger, now: Micros, request: &LeaseRequest<'_>)
         let booking = ledger.prefetch(request.prefetch, micros_up(request.prefetch_validity));
         lease.prefetched = booking.map(|booking| grant_of(booking, 1, now));
     }
-    lease.free = if lease.refused.is_none() { ledger.free() } else { 0 };
+    lease.free = if lease.refused.is_none() {
+        ledger.free()
+    } else {
+        0
+    };
     lease
 }
 
 /// Returns the grant of what a ledger booked.
 fn grant_of(booking: Booking, cost: u32, now: Micros) -> Grant {
-    let Booking { slot, life, stamp, count } = booking;
-    Grant { cost, count, wait: span(now, slot), validity: Duration::from_micros(life), slot, stamp }
+    let Booking {
+        slot,
+        life,
+        stamp,
+        count,
+    } = booking;
+    Grant {
+        cost,
+        count,
+        wait: span(now, slot),
+        validity: Duration::from_micros(life),
+        slot,
+        stamp,
+    }
 }
 
 /// Returns how long after `now` a slot is.
@@ -316,22 +413,49 @@ fn span(now: Micros, slot: Micros) -> Duration {
 pub(super) fn usage(ledger: &mut Ledger, now: Micros) -> Usage {
     let limits = ledger
         .usage()
-        .map(|(limit, used, free, reserved)| LimitUsage { limit, used, free, reserved })
+        .map(|(limit, used, free, reserved)| LimitUsage {
+            limit,
+            used,
+            free,
+            reserved,
+        })
         .collect();
     let next_slot = span(now, ledger.next_slot(0));
     let hold = held(ledger.hold(Hold::default()), now);
-    Usage { limits, free: ledger.free(), next_slot, hold, degraded: false }
+    Usage {
+        limits,
+        free: ledger.free(),
+        next_slot,
+        hold,
+        degraded: false,
+    }
 }
 
 /// Returns a hold in the time of a ledger.
 pub(super) fn hold(state: HoldState, now: Micros) -> Hold {
-    let HoldState { remaining, releases, cut } = state;
-    let until = if remaining.is_zero() { 0 } else { now.saturating_add(micros_up(remaining)) };
-    Hold { until, cut, releases }
+    let HoldState {
+        remaining,
+        releases,
+        cut,
+    } = state;
+    let until = if remaining.is_zero() {
+        0
+    } else {
+        now.saturating_add(micros_up(remaining))
+    };
+    Hold {
+        until,
+        cut,
+        releases,
+    }
 }
 
 /// Returns a hold of a ledger, counted from `now`.
 fn held(hold: Hold, now: Micros) -> HoldState {
     let remaining = span(now, hold.until);
-    HoldState { remaining, releases: hold.releases, cut: !remaining.is_zero() && hold.cut }
+    HoldState {
+        remaining,
+        releases: hold.releases,
+        cut: !remaining.is_zero() && hold.cut,
+    }
 }

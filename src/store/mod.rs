@@ -119,7 +119,9 @@ pub trait Store: Send + Sync + 'static {
     /// [`StoreError::Unsupported`].
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let unsupported = StoreError::Unsupported("limits of calls in flight");
-        listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
+        listener
+            .clone()
+            .on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
     }
 
     /// Puts `key` on hold and notifies every listener. Returns the hold in force, which may end

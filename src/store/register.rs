@@ -77,7 +77,10 @@ struct Kept {
 impl Registers {
     /// Makes room for `max_keys` registers.
     pub(super) fn new(max_keys: usize) -> Self {
-        Registers { kept: KeyMap::new(max_keys), versions: AtomicU64::new(0) }
+        Registers {
+            kept: KeyMap::new(max_keys),
+            versions: AtomicU64::new(0),
+        }
     }
 
     /// Reads or changes a register.
@@ -85,14 +88,26 @@ impl Registers {
     /// # Errors
     ///
     /// [`Full`] if there is no room for one more register.
-    pub(super) fn compare_and_set(&self, change: &RegisterRequest, now: Micros) -> Result<Register, Full> {
+    pub(super) fn compare_and_set(
+        &self,
+        change: &RegisterRequest,
+        now: Micros,
+    ) -> Result<Register, Full> {
         let kind = change.kind;
         let key = change.key.and(kind.to_le_bytes());
         let Some(value) = &change.value else {
             let read = self.kept.find(key, |kept| kept.read(kind, now));
-            return Ok(read.unwrap_or(Register { kind, ..Register::default() }));
+            return Ok(read.unwrap_or(Register {
+                kind,
+                ..Register::default()
+            }));
         };
-        let make = || Kept { version: 0, value: Vec::new(), changed: now, until: now };
+        let make = || Kept {
+            version: 0,
+            value: Vec::new(),
+            changed: now,
+            until: now,
+        };
         self.kept.enter(
             key,
             now,
@@ -127,10 +142,19 @@ impl Kept {
     /// Returns the register, which is empty once it has expired.
     fn read(&self, kind: u64, now: Micros) -> Register {
         if self.version_at(now) == 0 {
-            return Register { kind, ..Register::default() };
+            return Register {
+                kind,
+                ..Register::default()
+            };
         }
         let age = Duration::from_micros(now.saturating_sub(self.changed));
-        Register { kind, changed: false, version: self.version, value: self.value.clone(), age }
+        Register {
+            kind,
+            changed: false,
+            version: self.version,
+            value: self.value.clone(),
+            age,
+        }
     }
 }
 

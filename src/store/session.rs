@@ -32,8 +32,21 @@ impl StoreSession {
     /// Makes the session that begins with a reply: the state's `incarnation` and number of
     /// `writes`, and the store's time `seen`. The call was sent at `sent`, and the reply was
     /// received at `received`.
-    pub(crate) fn new(incarnation: u64, writes: u64, seen: Micros, sent: Instant, received: Instant) -> Self {
-        StoreSession { incarnation, writes, seen, sent, received, wall_ahead: clock::wall_ahead() }
+    pub(crate) fn new(
+        incarnation: u64,
+        writes: u64,
+        seen: Micros,
+        sent: Instant,
+        received: Instant,
+    ) -> Self {
+        StoreSession {
+            incarnation,
+            writes,
+            seen,
+            sent,
+            received,
+            wall_ahead: clock::wall_ahead(),
+        }
     }
 
     /// Returns the incarnation of the store's state.
@@ -70,12 +83,16 @@ impl StoreSession {
 
     /// Maps a moment of the store's time to the time of this process.
     pub(crate) fn local_time(&self, moment: Micros) -> Micros {
-        clock::micros(self.received).saturating_add(moment).saturating_sub(self.seen)
+        clock::micros(self.received)
+            .saturating_add(moment)
+            .saturating_sub(self.seen)
     }
 
     /// Maps a moment of this process to the store's time.
     pub(crate) fn store_time(&self, moment: Micros) -> Micros {
-        self.seen.saturating_add(moment).saturating_sub(clock::micros(self.received))
+        self.seen
+            .saturating_add(moment)
+            .saturating_sub(clock::micros(self.received))
     }
 
     /// Returns what the next call tells the store. Returns `None` if the machine slept since the

@@ -44,7 +44,11 @@ impl Source {
 
     /// Returns the incarnation of the granted permits, if that of the store's state is `of_store`.
     pub(super) fn incarnation(self, of_store: u64) -> u64 {
-        if self.is_standalone() { Source::STANDALONE_INCARNATION } else { of_store }
+        if self.is_standalone() {
+            Source::STANDALONE_INCARNATION
+        } else {
+            of_store
+        }
     }
 
     /// Returns whether a process granted the permit itself, and not the store.

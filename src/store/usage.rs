@@ -27,7 +27,8 @@ impl Usage {
     /// free.
     pub(crate) fn in_flight(mut self, most: u32, used: u32, free: u32) -> Self {
         let limit = Limit::InFlight { count: most };
-        self.limits.push(LimitUsage::new(limit, u64::from(used), u64::from(free)));
+        self.limits
+            .push(LimitUsage::new(limit, u64::from(used), u64::from(free)));
         self.free = self.free.min(u64::from(free));
         self
     }
@@ -52,6 +53,11 @@ impl LimitUsage {
     /// Makes the usage of `limit`: `used` units count against it, and `free` more could leave now.
     /// No units are reserved.
     pub const fn new(limit: Limit, used: u64, free: u64) -> Self {
-        LimitUsage { limit, used, free, reserved: 0 }
+        LimitUsage {
+            limit,
+            used,
+            free,
+            reserved: 0,
+        }
     }
 }

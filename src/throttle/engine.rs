@@ -1,9 +1,9 @@
 //! The engine of the throttle: the waiters of all keys.
 //!
-//! [`Core`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the waiters of their key
-//! through [`Core::at`] and [`Core::open`]. Both lock the key, and run the side effects once the lock is released: they
-//! wake waiters, and start the task that writes the register. [`SharedPace::start_sync`] starts that task, so that the
-//! engine need not import it.
+//! [`Core`] knows nothing of permits, futures or tasks. They hold an `Arc<Core>` and reach the
+//! waiters of their key through [`Core::at`] and [`Core::open`]. Both lock the key, and run the
+//! side effects once the lock is released: they wake waiters, and start the task that writes the
+//! register. [`SharedPace::start_sync`] starts that task, so that the engine need not import it.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -77,13 +77,23 @@ impl Core {
         let keys = KeyMap::new(settings.max_keys);
         let shared = match &settings.store {
             Some(store) => {
-                let kind = PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
+                let kind =
+                    PaceState::new((settings.pace)(), settings.max_hold, clock::now()).kind();
                 let kind = kind.ok_or(ConfigError::PaceNotShared)?;
-                Some(SharedPace { store: store.clone(), id: dice() >> 11, kind, start_sync })
+                Some(SharedPace {
+                    store: store.clone(),
+                    id: dice() >> 11,
+                    kind,
+                    start_sync,
+                })
             }
             None => None,
         };
-        let core = Arc::new(Core { settings, keys, shared });
+        let core = Arc::new(Core {
+            settings,
+            keys,
+            shared,
+        });
         if let Some(SharedPace { store, .. }) = &core.shared {
             let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
             store.listen(listener);
@@ -104,8 +114,8 @@ impl Core {
         }
     }
 
-    /// Returns the reason of a request that cannot leave in time. Its deadline was earlier than `max_wait` if
-    /// `by_deadline`.
+    /// Returns the reason of a request that cannot leave in time. Its deadline was earlier than
+    /// `max_wait` if `by_deadline`.
     pub(super) fn reason(&self, late: TooLate, by_deadline: bool) -> Reason {
         match late.is_held {
             true => Reason::Held,
@@ -124,21 +134,24 @@ impl Core {
         let mut effects = Effects::default();
         let make = || self.new_waiters(now);
         let evict = |_, waiters| drop(waiters);
-        let opened =
-            self.keys.enter(key, now, make, evict, |waiters| self.change(waiters, with, &mut effects));
+        let opened = self.keys.enter(key, now, make, evict, |waiters| {
+            self.change(waiters, with, &mut effects)
+        });
         self.run(key, effects);
         opened
     }
 
-    /// Changes the waiters of `key`. Returns `None` if the key is not in use; a key with a waiter or a request in flight
-    /// always is.
+    /// Changes the waiters of `key`. Returns `None` if the key is not in use; a key with a waiter
+    /// or a request in flight always is.
     pub(super) fn at<R>(
         self: &Arc<Self>,
         key: Key,
         with: impl FnOnce(&mut Waiters, &mut Wakers) -> R,
     ) -> Option<R> {
         let mut effects = Effects::default();
-        let done = self.keys.find(key, |waiters| self.change(waiters, with, &mut effects));
+        let done = self
+            .keys
+            .find(key, |waiters| self.change(waiters, with, &mut effects));
         self.run(key, effects);
         done
     }
@@ -149,7 +162,12 @@ impl Core {
     }
 
     fn new_waiters(&self, now: Instant) -> Waiters {
-        let ThrottleSettings { pace, dice, max_hold, .. } = &self.settings;
+        let ThrottleSettings {
+            pace,
+            dice,
+            max_hold,
+            ..
+        } = &self.settings;
         let mut queue = PacedQueue::new(pace(), dice(), *max_hold, now);
         if let Some(SharedPace { store, id, .. }) = &self.shared {
             queue.share(*id, store.address(), now);
@@ -180,11 +198,15 @@ impl Core {
 
 impl StoreListener for Core {
     fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
-        let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else { return };
+        let Some(kind) = self.shared.as_ref().map(|shared| shared.kind) else {
+            return;
+        };
         let now = clock::now();
         match event {
             StoreEvent::Register(register) if register.kind == kind => {
-                self.at(key, |waiters, wakers| waiters.register_changed(register, now, wakers));
+                self.at(key, |waiters, wakers| {
+                    waiters.register_changed(register, now, wakers)
+                });
             }
             StoreEvent::EventsMissed | StoreEvent::Reconnected | StoreEvent::Disconnected => {
                 let mut keys = Vec::new();
@@ -193,7 +215,8 @@ impl StoreListener for Core {
                         keys.push(key);
                     }
                 });
-                // Starts or wakes the sync task of each key. If the store is unreachable, those tasks notice it.
+                // Starts or wakes the sync task of each key. If the store is unreachable, those
+                // tasks notice it.
                 for key in keys {
                     self.at(key, |_, _| ());
                 }
@@ -217,12 +240,27 @@ impl Since {
     pub(super) fn report(&self, key: Box<str>, retry_after: Option<Duration>) -> LimitedInfo {
         let waited = self.now.saturating_duration_since(self.start);
         let at = clock::wall(self.now);
-        LimitedInfo::new(Facts { key, limit: None, retry_after, at, waited, turns: self.turns })
+        LimitedInfo::new(Facts {
+            key,
+            limit: None,
+            retry_after,
+            at,
+            waited,
+            turns: self.turns,
+        })
     }
 
     /// Builds the error of a request that the throttle refuses, and emits its event.
-    pub(super) fn refused(self, reason: Reason, key: Box<str>, retry_at: Option<Instant>) -> Limited {
-        let limited = Limited::Local { reason, report: self.report(key, self.until(retry_at)) };
+    pub(super) fn refused(
+        self,
+        reason: Reason,
+        key: Box<str>,
+        retry_at: Option<Instant>,
+    ) -> Limited {
+        let limited = Limited::Local {
+            reason,
+            report: self.report(key, self.until(retry_at)),
+        };
         events::limited(&limited);
         limited
     }

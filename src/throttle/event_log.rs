@@ -94,8 +94,8 @@ impl EventLog {
         self.events.drain(..count.min(self.events.len()));
     }
 
-    /// Begins an outage of the store. Only releases are kept: the other events are out of date by the time the store is
-    /// back.
+    /// Begins an outage of the store. Only releases are kept: the other events are out of date by
+    /// the time the store is back.
     pub(super) fn begin_outage(&mut self, error: StoreError) {
         self.outages += 1;
         self.last_error = Some(error);
@@ -104,10 +104,14 @@ impl EventLog {
 
     /// Returns the current point in the sequence of events.
     pub(super) fn mark(&self) -> Mark {
-        Mark { count: self.count, outages: self.outages }
+        Mark {
+            count: self.count,
+            outages: self.outages,
+        }
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store `is_away`, or has been since.
+    /// Reports whether the register has all events before `mark`. Fails if the store `is_away`, or
+    /// has been since.
     pub(super) fn is_written(&self, mark: Mark, is_away: bool) -> Result<bool, StoreError> {
         if is_away || self.outages != mark.outages {
             return Err(self.last_error.clone().unwrap_or(StoreError::Lost));
@@ -120,7 +124,8 @@ impl EventLog {
     /// A hold that this process saw before another process released it is not restored.
     pub(super) fn replay(&self, pace_state: &mut PaceState, load: Load, dice: &mut Dice) {
         let releases_read = pace_state.releases;
-        let is_released = |releases: Option<u32>| releases.is_some_and(|releases| releases < releases_read);
+        let is_released =
+            |releases: Option<u32>| releases.is_some_and(|releases| releases < releases_read);
         let mut released_here = false;
         for event in &self.events {
             match event {
@@ -129,7 +134,12 @@ impl EventLog {
                     pace_state.sent(load, *at);
                     pace_state.last_sent = last_sent.max(Some(*at));
                 }
-                Event::Answered { signal, sent, at, releases } => {
+                Event::Answered {
+                    signal,
+                    sent,
+                    at,
+                    releases,
+                } => {
                     let mut call = Call::default();
                     let held_until = pace_state.held_until;
                     let reply = Reply::new(signal, *sent, &mut call);

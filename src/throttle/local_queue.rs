@@ -12,9 +12,11 @@ use crate::wait_queue::Number;
 pub(super) struct LocalQueue {
     pub(super) pace_state: PaceState,
     pub(super) dice: Dice,
-    /// The requests that wait for their turn. A refused request keeps its number, so it is first again.
+    /// The requests that wait for their turn. A refused request keeps its number, so it is first
+    /// again.
     pub(super) waiting: BTreeMap<Number, QueuedCall>,
-    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait for their turn.
+    /// The requests that sleep by themselves until a moment, as some paces demand, and then wait
+    /// for their turn.
     asleep: BTreeMap<(Instant, Number), QueuedCall>,
     next: Number,
     /// Requests sent and not yet answered.
@@ -49,7 +51,13 @@ impl LocalQueue {
     }
 
     /// Adds a request that sleeps for `sleep` first.
-    pub(super) fn insert(&mut self, number: Number, call: QueuedCall, sleep: Duration, now: Instant) {
+    pub(super) fn insert(
+        &mut self,
+        number: Number,
+        call: QueuedCall,
+        sleep: Duration,
+        now: Instant,
+    ) {
         if sleep.is_zero() {
             self.waiting.insert(number, call);
         } else {
@@ -74,7 +82,10 @@ impl LocalQueue {
 
     /// Returns until when a request sleeps by itself, if it does.
     pub(super) fn asleep_until(&self, number: Number) -> Option<Instant> {
-        self.asleep.keys().find(|(_, other)| *other == number).map(|(until, _)| *until)
+        self.asleep
+            .keys()
+            .find(|(_, other)| *other == number)
+            .map(|(until, _)| *until)
     }
 
     /// Removes a request that waits. Returns false if it does not wait.
@@ -87,7 +98,10 @@ impl LocalQueue {
 
     /// Returns how many requests wait and are in flight. Those that sleep by themselves wait.
     pub(super) fn load(&self) -> Load {
-        Load { waiting: self.waiting.len() + self.asleep.len(), in_flight: self.in_flight }
+        Load {
+            waiting: self.waiting.len() + self.asleep.len(),
+            in_flight: self.in_flight,
+        }
     }
 
     /// Returns when the first waiter arrived.

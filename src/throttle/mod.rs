@@ -63,8 +63,8 @@ pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{Back, Wait};
 
-/// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests that are not HTTP.
-/// Clones share what they learn.
+/// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
+/// that are not HTTP. Clones share what they learn.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
@@ -102,13 +102,16 @@ pub(crate) enum Begun {
 
 impl Throttle {
     pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
-        Ok(Throttle { core: Core::new(settings, SyncTask::start)? })
+        Ok(Throttle {
+            core: Core::new(settings, SyncTask::start)?,
+        })
     }
 
-    /// Waits for up to `max_wait` until a request for `key` may leave. Requests leave in the order of their arrival.
+    /// Waits for up to `max_wait` until a request for `key` may leave. Requests leave in the order
+    /// of their arrival.
     ///
-    /// The first request for a key that is not in use leaves alone. The others wait for its answer, for one second at
-    /// most.
+    /// The first request for a key that is not in use leaves alone. The others wait for its answer,
+    /// for one second at most.
     ///
     /// # Errors
     ///
@@ -116,7 +119,8 @@ impl Throttle {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future gives up the request's place in the queue. If its turn had come, the next request has it.
+    /// Dropping the future gives up the request's place in the queue. If its turn had come, the
+    /// next request has it.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(key, None, || self.label(key, None)) {
             Begun::Leaves(permit) => Ok(permit),
@@ -127,18 +131,23 @@ impl Throttle {
 
     /// Returns how many requests for `key` wait in this process.
     pub fn waiting(&self, key: Key) -> usize {
-        self.core.find(key, |waiters| waiters.queue.waiting()).unwrap_or(0)
+        self.core
+            .find(key, |waiters| waiters.queue.waiting())
+            .unwrap_or(0)
     }
 
     /// Returns how many requests for `key` this process has in flight.
     pub fn in_flight(&self, key: Key) -> usize {
-        self.core.find(key, |waiters| waiters.queue.in_flight()).unwrap_or(0)
+        self.core
+            .find(key, |waiters| waiters.queue.in_flight())
+            .unwrap_or(0)
     }
 
-    /// Holds `key` for `span`, at most one day: no request leaves in any process that shares the pace.
+    /// Holds `key` for `span`, at most one day: no request leaves in any process that shares the
+    /// pace.
     ///
-    /// A refusal by the upstream holds the key in the same way. Another hold can only extend this one;
-    /// [`release`](Throttle::release) ends it.
+    /// A refusal by the upstream holds the key in the same way. Another hold can only extend this
+    /// one; [`release`](Throttle::release) ends it.
     ///
     /// ```
     /// use std::time::Duration;
@@ -159,7 +168,8 @@ impl Throttle {
     /// # Errors
     ///
     /// [`StoreError`] if other processes may not know of the hold; in this process it is in force.
-    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them; then it is in force nowhere.
+    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them; then it is
+    /// in force nowhere.
     ///
     /// # Cancel safety
     ///
@@ -171,10 +181,14 @@ impl Throttle {
     pub async fn hold_for(&self, key: Key, span: Duration) -> Result<(), StoreError> {
         let now = clock::now();
         let until = clock::after(now, span.min(LONGEST_HOLD));
-        self.change(key, now, |waiters, wakers| waiters.hold_until(until, now, wakers)).await
+        self.change(key, now, |waiters, wakers| {
+            waiters.hold_until(until, now, wakers)
+        })
+        .await
     }
 
-    /// Holds `key` until a moment, as [`hold_for`](Throttle::hold_for) does. A moment in the past has no effect.
+    /// Holds `key` until a moment, as [`hold_for`](Throttle::hold_for) does. A moment in the past
+    /// has no effect.
     ///
     /// # Errors
     ///
@@ -186,13 +200,14 @@ impl Throttle {
         }
     }
 
-    /// Ends the hold of `key` in all processes that share the pace, whether the upstream or an operator set it. The
-    /// pace keeps what it has learned.
+    /// Ends the hold of `key` in all processes that share the pace, whether the upstream or an
+    /// operator set it. The pace keeps what it has learned.
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if other processes may still hold the key. They are notified once the store is reachable again.
-    /// [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one of them.
+    /// [`StoreError`] if other processes may still hold the key. They are notified once the store
+    /// is reachable again. [`StoreError::Full`] if `max_keys` keys are in use and `key` is not one
+    /// of them.
     ///
     /// # Cancel safety
     ///
@@ -204,13 +219,16 @@ impl Throttle {
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         let now = clock::now();
         if !self.core.is_shared() {
-            self.core.at(key, |waiters, wakers| waiters.release(now, wakers));
+            self.core
+                .at(key, |waiters, wakers| waiters.release(now, wakers));
             return Ok(());
         }
-        self.change(key, now, |waiters, wakers| waiters.release(now, wakers)).await
+        self.change(key, now, |waiters, wakers| waiters.release(now, wakers))
+            .await
     }
 
-    /// Changes the waiters of `key`. If the pace is shared, waits until the register has the change.
+    /// Changes the waiters of `key`. If the pace is shared, waits until the register has the
+    /// change.
     async fn change(
         &self,
         key: Key,
@@ -224,7 +242,9 @@ impl Throttle {
         match opened {
             Ok(None) => Ok(()),
             Ok(Some(mark)) => WrittenWait::new(&self.core, key, mark).await,
-            Err(Full) => Err(StoreError::Full { max_keys: self.core.settings.max_keys }),
+            Err(Full) => Err(StoreError::Full {
+                max_keys: self.core.settings.max_keys,
+            }),
         }
     }
 
@@ -245,34 +265,66 @@ impl Throttle {
         let by_wait = clock::after(now, settings.max_wait);
         let latest = deadline.map_or(by_wait, |deadline| deadline.min(by_wait));
         let max_queue = settings.max_queue;
-        let arrival =
-            self.core.open(key, now, |waiters, wakers| waiters.arrived(latest, max_queue, now, wakers));
+        let arrival = self.core.open(key, now, |waiters, wakers| {
+            waiters.arrived(latest, max_queue, now, wakers)
+        });
         let (reason, retry_at) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
-                return Begun::Leaves(ThrottlePermit::new(self.core.clone(), key, flight, None, latest));
+                return Begun::Leaves(ThrottlePermit::new(
+                    self.core.clone(),
+                    key,
+                    flight,
+                    None,
+                    latest,
+                ));
             }
             Ok(Arrival::Waits(number)) => {
                 let label = label();
                 events::waiting(&label, self.waiting(key));
-                return Begun::Waits(Wait::new(self.core.clone(), key, number, label, now, latest));
+                return Begun::Waits(Wait::new(
+                    self.core.clone(),
+                    key,
+                    number,
+                    label,
+                    now,
+                    latest,
+                ));
             }
             Ok(Arrival::TooLate(late)) => (self.core.reason(late, latest < by_wait), late.retry_at),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), None),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), None),
         };
-        Begun::Limited(Since { start: now, now, turns: 0 }.refused(reason, label(), retry_at))
+        Begun::Limited(
+            Since {
+                start: now,
+                now,
+                turns: 0,
+            }
+            .refused(reason, label(), retry_at),
+        )
     }
 
     /// Returns the error of a request without a key.
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        Since { start: now, now, turns: 0 }.refused(Reason::NoKey, "none".into(), None)
+        Since {
+            start: now,
+            now,
+            turns: 0,
+        }
+        .refused(Reason::NoKey, "none".into(), None)
     }
 }
 
 impl fmt::Debug for Throttle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ThrottleSettings { max_wait, max_queue, max_keys, max_hold, .. } = &self.core.settings;
+        let ThrottleSettings {
+            max_wait,
+            max_queue,
+            max_keys,
+            max_hold,
+            ..
+        } = &self.core.settings;
         f.debug_struct("Throttle")
             .field("max_wait", max_wait)
             .field("max_queue", max_queue)

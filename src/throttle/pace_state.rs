@@ -1,6 +1,8 @@
-//! The state that decides when the next request of a key may leave: its pace, its last request and its hold.
+//! The state that decides when the next request of a key may leave: its pace, its last request and
+//! its hold.
 //!
-//! It is pure: every method takes the moment. Processes that share the pace of a key share all of it.
+//! It is pure: every method takes the moment. Processes that share the pace of a key share all of
+//! it.
 
 use std::time::{Duration, Instant};
 
@@ -19,13 +21,15 @@ pub(super) struct PaceState {
     pub(super) pace: Box<dyn Pace>,
     /// When the last request left.
     pub(super) last_sent: Option<Instant>,
-    /// Whether any request was answered. Before the first answer one request, the probe, leaves alone.
+    /// Whether any request was answered. Before the first answer one request, the probe, leaves
+    /// alone.
     answered: bool,
     /// Whether the last answer was a refusal and no request has left since.
     refused: bool,
     /// When the hold ends, if there was one.
     pub(super) held_until: Option<Instant>,
-    /// How often a hold was released. A hold that a process saw before the last release no longer counts.
+    /// How often a hold was released. A hold that a process saw before the last release no longer
+    /// counts.
     pub(super) releases: u32,
     /// When the state changed last.
     last_change: Instant,
@@ -70,18 +74,36 @@ impl PaceState {
     /// Returns the time between two requests, without holds.
     pub(super) fn interval(&self, load: Load) -> Duration {
         let slot = self.pace.slot(&self.traffic(load, self.last_change));
-        slot.zip(self.last_sent).map_or(Duration::ZERO, |(slot, last)| slot.saturating_duration_since(last))
+        slot.zip(self.last_sent)
+            .map_or(Duration::ZERO, |(slot, last)| {
+                slot.saturating_duration_since(last)
+            })
     }
 
-    /// Reports whether another request could leave at once after one that leaves now, with `in_flight` requests in flight.
+    /// Reports whether another request could leave at once after one that leaves now, with
+    /// `in_flight` requests in flight.
     pub(super) fn is_open(&self, in_flight: usize, now: Instant) -> bool {
-        let traffic = Traffic { now, waiting: 0, in_flight, last_sent: Some(now) };
+        let traffic = Traffic {
+            now,
+            waiting: 0,
+            in_flight,
+            last_sent: Some(now),
+        };
         let is_due = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
-        self.answered && !self.refused && is_due(self.held_until) && is_due(self.pace.slot(&traffic))
+        self.answered
+            && !self.refused
+            && is_due(self.held_until)
+            && is_due(self.pace.slot(&traffic))
     }
 
     /// Notes that a request has arrived. Returns how long it sleeps before it joins the queue.
-    pub(super) fn arrived(&mut self, load: Load, call: &mut Call, dice: &mut Dice, now: Instant) -> Duration {
+    pub(super) fn arrived(
+        &mut self,
+        load: Load,
+        call: &mut Call,
+        dice: &mut Dice,
+        now: Instant,
+    ) -> Duration {
         self.last_change = now;
         let traffic = self.traffic(load, now);
         self.pace.arrived(call, &traffic, dice)
@@ -96,8 +118,8 @@ impl PaceState {
         self.refused = false;
     }
 
-    /// Notes the answer to a request that `load` no longer counts. If it is a refusal, returns how long the request sleeps
-    /// before it goes back to its place.
+    /// Notes the answer to a request that `load` no longer counts. If it is a refusal, returns how
+    /// long the request sleeps before it goes back to its place.
     pub(super) fn answered(
         &mut self,
         load: Load,
@@ -114,7 +136,10 @@ impl PaceState {
             return None;
         }
         self.refused = true;
-        let traffic = Traffic { waiting: traffic.waiting + 1, ..traffic };
+        let traffic = Traffic {
+            waiting: traffic.waiting + 1,
+            ..traffic
+        };
         let Pause { all, call } = self.pace.refused(&mut reply, &traffic, dice);
         let hold = self.hold_after_refusal(all, signal);
         if !hold.is_zero() {
@@ -123,8 +148,8 @@ impl PaceState {
         Some(call)
     }
 
-    /// Returns how long a refusal holds the key: the `pause` that the pace wants, and no less than the refusal asks for, up
-    /// to `max_hold`.
+    /// Returns how long a refusal holds the key: the `pause` that the pace wants, and no less than
+    /// the refusal asks for, up to `max_hold`.
     fn hold_after_refusal(&self, pause: Duration, signal: &Signal) -> Duration {
         if !self.pace.is_careful() {
             return pause;
@@ -137,11 +162,17 @@ impl PaceState {
         }
     }
 
-    /// Slows down to this process's part of the pace, because the `processes` that shared it no longer know of each other.
-    /// A random offset spreads their requests over the interval.
+    /// Slows down to this process's part of the pace, because the `processes` that shared it no
+    /// longer know of each other. A random offset spreads their requests over the interval.
     pub(super) fn divide(&mut self, processes: u32, dice: &mut Dice, now: Instant) {
         self.pace.divide(processes);
-        let traffic = self.traffic(Load { waiting: 1, in_flight: 0 }, now);
+        let traffic = self.traffic(
+            Load {
+                waiting: 1,
+                in_flight: 0,
+            },
+            now,
+        );
         if let (Some(slot), Some(last)) = (self.pace.slot(&traffic), self.last_sent) {
             let part = slot.saturating_duration_since(last).mul_f64(dice.roll());
             self.last_sent = last.checked_sub(part).or(Some(last));
@@ -160,7 +191,8 @@ impl PaceState {
         self.releases = self.releases.saturating_add(1);
     }
 
-    /// Writes or reads all of the state that processes share. Returns whether the pace can be shared.
+    /// Writes or reads all of the state that processes share. Returns whether the pace can be
+    /// shared.
     pub(super) fn share(&mut self, notes: &mut Notes<'_>) -> bool {
         notes.near(&mut self.last_sent, Duration::ZERO);
         notes.flag(&mut self.answered);
@@ -184,7 +216,8 @@ impl PaceState {
         });
     }
 
-    /// Returns the kind of the register for this pace: the size of its state. Returns `None` if the pace cannot be shared.
+    /// Returns the kind of the register for this pace: the size of its state. Returns `None` if the
+    /// pace cannot be shared.
     pub(super) fn kind(&mut self) -> Option<u64> {
         let mut is_shared = false;
         let written = Notes::write(self.last_change, |notes| is_shared = self.share(notes));
@@ -193,6 +226,11 @@ impl PaceState {
     }
 
     fn traffic(&self, load: Load, now: Instant) -> Traffic {
-        Traffic { now, waiting: load.waiting, in_flight: load.in_flight, last_sent: self.last_sent }
+        Traffic {
+            now,
+            waiting: load.waiting,
+            in_flight: load.in_flight,
+            last_sent: self.last_sent,
+        }
     }
 }

@@ -1,10 +1,12 @@
-//! The queue of one key: requests leave in the order of their arrival, at the speed of the key's pace.
+//! The queue of one key: requests leave in the order of their arrival, at the speed of the key's
+//! pace.
 //!
-//! The queue has no timer, no task and no clock. Its methods take the moment and return which request leaves, and when to
-//! look again. The simulator runs it in virtual time.
+//! The queue has no timer, no task and no clock. Its methods take the moment and return which
+//! request leaves, and when to look again. The simulator runs it in virtual time.
 //!
-//! A [`LocalQueue`] has the requests of this process. If processes share the pace, a [`Sharing`] has what this process
-//! knows of the others. Without it, or while the store is unreachable, the queue works alone.
+//! A [`LocalQueue`] has the requests of this process. If processes share the pace, a [`Sharing`]
+//! has what this process knows of the others. Without it, or while the store is unreachable, the
+//! queue works alone.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +27,8 @@ pub(crate) struct PacedQueue {
     sharing: Option<Box<Sharing>>,
 }
 
-/// A request in flight. It ends once, in [`PacedQueue::answered`], [`PacedQueue::lost`] or [`PacedQueue::unsent`].
+/// A request in flight. It ends once, in [`PacedQueue::answered`], [`PacedQueue::lost`] or
+/// [`PacedQueue::unsent`].
 #[derive(Debug)]
 #[must_use = "a request in flight has to end"]
 pub(crate) struct Flight {
@@ -48,7 +51,10 @@ pub(crate) struct Refused {
 impl PacedQueue {
     pub(crate) fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
         let pace_state = PaceState::new(pace, max_hold, now);
-        PacedQueue { local: LocalQueue::new(pace_state, dice), sharing: None }
+        PacedQueue {
+            local: LocalQueue::new(pace_state, dice),
+            sharing: None,
+        }
     }
 
     /// Shares the pace from now on, as process `id`, which the store notifies at `address`.
@@ -58,17 +64,23 @@ impl PacedQueue {
 
     /// Appends a request that arrives now, and returns its number.
     pub(crate) fn arrived(&mut self, now: Instant) -> Number {
-        let mut call = QueuedCall { call: Call::default(), since: now };
+        let mut call = QueuedCall {
+            call: Call::default(),
+            since: now,
+        };
         let mut load = self.load();
         load.waiting += 1;
-        let LocalQueue { pace_state, dice, .. } = &mut self.local;
+        let LocalQueue {
+            pace_state, dice, ..
+        } = &mut self.local;
         let sleep = pace_state.arrived(load, &mut call.call, dice, now);
         let number = self.local.next_number();
         self.local.insert(number, call, sleep, now);
         number
     }
 
-    /// Returns the next request that may leave now; it is in flight then. Call it until it returns `None`.
+    /// Returns the next request that may leave now; it is in flight then. Call it until it returns
+    /// `None`.
     pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
         self.local.awake(now);
         if self.local.waiting.is_empty() {
@@ -78,7 +90,11 @@ impl PacedQueue {
             return None;
         }
         let sent_before = self.local.pace_state.last_sent;
-        if !self.sharing.as_mut().is_some_and(|sharing| sharing.take_grant()) {
+        if !self
+            .sharing
+            .as_mut()
+            .is_some_and(|sharing| sharing.take_grant())
+        {
             if !self.may_leave_alone(now) || self.slot().is_some_and(|slot| slot > now) {
                 return None;
             }
@@ -88,14 +104,24 @@ impl PacedQueue {
         let (number, mut call) = self.local.waiting.pop_first()?;
         call.call.attempts = call.call.attempts.saturating_add(1);
         self.local.in_flight += 1;
-        Some(Flight { number, call, sent: now, sent_before })
+        Some(Flight {
+            number,
+            call,
+            sent: now,
+            sent_before,
+        })
     }
 
-    /// Returns when to call [`depart`](Self::depart) again if nothing else happens; `None` if only an event can let a
-    /// request leave.
+    /// Returns when to call [`depart`](Self::depart) again if nothing else happens; `None` if only
+    /// an event can let a request leave.
     pub(crate) fn look_at(&self) -> Option<Instant> {
-        let is_alone = self.sharing.as_ref().is_none_or(|sharing| sharing.is_alone());
-        let slot = (is_alone && !self.local.waiting.is_empty()).then(|| self.slot()).flatten();
+        let is_alone = self
+            .sharing
+            .as_ref()
+            .is_none_or(|sharing| sharing.is_alone());
+        let slot = (is_alone && !self.local.waiting.is_empty())
+            .then(|| self.slot())
+            .flatten();
         self.local.awakes_at().into_iter().chain(slot).min()
     }
 
@@ -104,22 +130,47 @@ impl PacedQueue {
         self.local.pace_state.slot(self.load())
     }
 
-    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it may go
-    /// [back](Self::back).
-    pub(crate) fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
-        let Flight { number, mut call, sent, .. } = flight;
+    /// Ends a request in flight with its answer. Returns the request if it was refused, so that it
+    /// may go [back](Self::back).
+    pub(crate) fn answered(
+        &mut self,
+        flight: Flight,
+        signal: &Signal,
+        now: Instant,
+    ) -> Option<Refused> {
+        let Flight {
+            number,
+            mut call,
+            sent,
+            ..
+        } = flight;
         self.local.in_flight -= 1;
         let load = self.load();
         let reply = Reply::new(signal, sent, &mut call.call);
-        let LocalQueue { pace_state, dice, .. } = &mut self.local;
+        let LocalQueue {
+            pace_state, dice, ..
+        } = &mut self.local;
         let pause = pace_state.answered(load, reply, dice, now);
-        self.record(now, |releases| Event::Answered { signal: signal.clone(), sent, at: now, releases });
-        pause.map(|pause| Refused { number, call, pause })
+        self.record(now, |releases| Event::Answered {
+            signal: signal.clone(),
+            sent,
+            at: now,
+            releases,
+        });
+        pause.map(|pause| Refused {
+            number,
+            call,
+            pause,
+        })
     }
 
     /// Puts a refused request back to its old place.
     pub(crate) fn back(&mut self, refused: Refused, now: Instant) {
-        let Refused { number, call, pause } = refused;
+        let Refused {
+            number,
+            call,
+            pause,
+        } = refused;
         self.local.insert(number, call, pause, now);
     }
 
@@ -129,7 +180,8 @@ impl PacedQueue {
         self.touch(now);
     }
 
-    /// Ends a request that was not sent although its turn had come. The next request may leave in its place.
+    /// Ends a request that was not sent although its turn had come. The next request may leave in
+    /// its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
         self.local.in_flight -= 1;
         let last_sent = &mut self.local.pace_state.last_sent;
@@ -183,15 +235,20 @@ impl PacedQueue {
 
     /// Returns the load of this process and of all others that share the pace.
     fn load(&self) -> Load {
-        self.sharing.as_ref().map_or_else(|| self.local.load(), |sharing| sharing.load(&self.local))
+        self.sharing
+            .as_ref()
+            .map_or_else(|| self.local.load(), |sharing| sharing.load(&self.local))
     }
 
     /// Reports whether a request may leave without a compare-and-set.
     fn may_leave_alone(&self, now: Instant) -> bool {
-        self.sharing.as_ref().is_none_or(|sharing| sharing.may_leave_alone(&self.local, now))
+        self.sharing
+            .as_ref()
+            .is_none_or(|sharing| sharing.may_leave_alone(&self.local, now))
     }
 
-    /// Records an event for the other processes. `event` takes the number of releases that this process knows of.
+    /// Records an event for the other processes. `event` takes the number of releases that this
+    /// process knows of.
     fn record(&mut self, now: Instant, event: impl FnOnce(Option<u32>) -> Event) {
         if let Some(sharing) = &mut self.sharing {
             sharing.record(&self.local, now, event);
@@ -207,7 +264,9 @@ impl PacedQueue {
 
     /// Reports whether the store is still to answer whether the first waiter may leave.
     pub(super) fn awaits_register(&self) -> bool {
-        self.sharing.as_ref().is_some_and(|sharing| sharing.awaits_register(&self.local))
+        self.sharing
+            .as_ref()
+            .is_some_and(|sharing| sharing.awaits_register(&self.local))
     }
 
     /// Returns the current point in the sequence of events; `None` if the pace is not shared.
@@ -215,9 +274,12 @@ impl PacedQueue {
         self.sharing.as_ref().map(|sharing| sharing.log.mark())
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store has been away since.
+    /// Reports whether the register has all events before `mark`. Fails if the store has been away
+    /// since.
     pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
-        self.sharing.as_ref().map_or(Ok(true), |sharing| sharing.is_written(mark))
+        self.sharing
+            .as_ref()
+            .map_or(Ok(true), |sharing| sharing.is_written(mark))
     }
 
     /// Returns when the compare-and-set under way was sent.
@@ -236,26 +298,29 @@ impl PacedQueue {
         self.sharing.as_mut()?.next_cas(&mut self.local, now)
     }
 
-    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether the store became
-    /// unreachable or reachable.
+    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether
+    /// the store became unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
         answer: Result<Register, StoreError>,
         sent: Instant,
         now: Instant,
     ) -> Option<StoreChange> {
-        self.sharing.as_mut()?.cas_answered(&mut self.local, answer, sent, now)
+        self.sharing
+            .as_mut()?
+            .cas_answered(&mut self.local, answer, sent, now)
     }
 
-    /// Takes the register that another process has written, unless it is out of date or the store is unreachable.
+    /// Takes the register that another process has written, unless it is out of date or the store
+    /// is unreachable.
     pub(super) fn register_changed(&mut self, register: Register, now: Instant) {
         if let Some(sharing) = &mut self.sharing {
             sharing.register_changed(&mut self.local, register, now);
         }
     }
 
-    /// Notes that notifications may have been missed, so that this process reads the register if any request waits.
-    /// Returns whether any does.
+    /// Notes that notifications may have been missed, so that this process reads the register if
+    /// any request waits. Returns whether any does.
     pub(super) fn events_missed(&mut self, now: Instant) -> bool {
         let is_waiting = !self.local.waiting.is_empty();
         if is_waiting {

@@ -99,7 +99,13 @@ impl World {
         let processes = (1..=5).map(|id| {
             let mut queue = PacedQueue::new(Box::new(EachSecond), Dice::seeded(id), END, start);
             queue.share(id, id, start);
-            Process { queue, waiting: Vec::new(), flying: Vec::new(), call: None, is_dead: false }
+            Process {
+                queue,
+                waiting: Vec::new(),
+                flying: Vec::new(),
+                call: None,
+                is_dead: false,
+            }
         });
         World {
             start,
@@ -156,9 +162,24 @@ impl World {
             // The request or the answer is lost.
             let is_lost_there = is_lost && self.dice.roll() < 0.5;
             let timeout = Duration::from_millis(250);
-            let done_at = if is_lost_there { now + END * 2 } else { now + there };
-            let answer_at = if is_lost { now + timeout } else { now + there + back };
-            let call = Call { asked: now, done_at, answer_at, exchange, answer: None, is_lost };
+            let done_at = if is_lost_there {
+                now + END * 2
+            } else {
+                now + there
+            };
+            let answer_at = if is_lost {
+                now + timeout
+            } else {
+                now + there + back
+            };
+            let call = Call {
+                asked: now,
+                done_at,
+                answer_at,
+                exchange,
+                answer: None,
+                is_lost,
+            };
             self.processes[index].call = Some(call);
         }
     }
@@ -166,17 +187,28 @@ impl World {
     /// Lets the store serve the call of a process.
     fn serve(&mut self, index: usize) {
         let now = self.now;
-        let Some(call) = &mut self.processes[index].call else { return };
+        let Some(call) = &mut self.processes[index].call else {
+            return;
+        };
         let (version, value, age) = match &self.register {
             Some((version, value, at)) => (*version, value.clone(), now - *at),
             None => (0, Vec::new(), Duration::ZERO),
         };
-        let mut register = Register { version, value, age, ..Register::default() };
+        let mut register = Register {
+            version,
+            value,
+            age,
+            ..Register::default()
+        };
         if let Some(value) = call.exchange.value.take()
             && call.exchange.seen == version
         {
             self.register = Some((version + 1, value.clone(), now));
-            register = Register { version: version + 1, changed: true, ..Register::default() };
+            register = Register {
+                version: version + 1,
+                changed: true,
+                ..Register::default()
+            };
             let told: Vec<usize> = match call.exchange.tell {
                 Recipients::None => Vec::new(),
                 Recipients::One(id) => vec![id as usize - 1],
@@ -185,8 +217,11 @@ impl World {
             call.answer = Some(register);
             for to in told {
                 if self.dice.roll() >= self.network.lost_news {
-                    let register =
-                        Register { version: version + 1, value: value.clone(), ..Register::default() };
+                    let register = Register {
+                        version: version + 1,
+                        value: value.clone(),
+                        ..Register::default()
+                    };
                     let at = now + self.trip();
                     self.events.push((at, to, register));
                 }
@@ -199,16 +234,32 @@ impl World {
     /// Returns the moment of the next event.
     fn next(&self) -> Option<Instant> {
         let alive = self.processes.iter().filter(|process| !process.is_dead);
-        let own = alive.flat_map(|Process { queue, flying, call, .. }| {
-            let call = call.as_ref();
-            let exchange = queue.next_cas_at().filter(|_| call.is_none());
-            let (done, answer) = (
-                call.filter(|call| call.answer.is_none()).map(|call| call.done_at),
-                call.map(|call| call.answer_at),
-            );
-            [queue.look_at(), exchange, done, answer, flying.first().map(|(at, _)| *at)]
-        });
-        own.flatten().chain(self.events.iter().map(|(at, ..)| *at)).min()
+        let own = alive.flat_map(
+            |Process {
+                 queue,
+                 flying,
+                 call,
+                 ..
+             }| {
+                let call = call.as_ref();
+                let exchange = queue.next_cas_at().filter(|_| call.is_none());
+                let (done, answer) = (
+                    call.filter(|call| call.answer.is_none())
+                        .map(|call| call.done_at),
+                    call.map(|call| call.answer_at),
+                );
+                [
+                    queue.look_at(),
+                    exchange,
+                    done,
+                    answer,
+                    flying.first().map(|(at, _)| *at),
+                ]
+            },
+        );
+        own.flatten()
+            .chain(self.events.iter().map(|(at, ..)| *at))
+            .min()
     }
 
     fn run(&mut self, until: Instant) {
@@ -231,12 +282,20 @@ impl World {
                 }
                 let process = &mut self.processes[index];
                 if let Some(call) = process.call.take_if(|call| call.answer_at <= now) {
-                    let answer = call.answer.filter(|_| !call.is_lost).ok_or(StoreError::Lost);
+                    let answer = call
+                        .answer
+                        .filter(|_| !call.is_lost)
+                        .ok_or(StoreError::Lost);
                     process.queue.cas_answered(answer, call.asked, now);
                 }
                 while process.flying.first().is_some_and(|(at, _)| *at <= now) {
                     let (_, flight) = process.flying.remove(0);
-                    assert!(process.queue.answered(flight, &Signal::default(), now).is_none());
+                    assert!(
+                        process
+                            .queue
+                            .answered(flight, &Signal::default(), now)
+                            .is_none()
+                    );
                 }
                 self.look_after(index);
             }
@@ -267,7 +326,11 @@ impl World {
 
     fn all_have_left(&self) -> Result<(), TestCaseError> {
         for process in self.processes.iter().filter(|process| !process.is_dead) {
-            prop_assert!(process.waiting.is_empty(), "{} wait for ever", process.waiting.len());
+            prop_assert!(
+                process.waiting.is_empty(),
+                "{} wait for ever",
+                process.waiting.len()
+            );
             prop_assert_eq!((process.queue.in_flight(), process.queue.waiting()), (0, 0));
         }
         Ok(())
@@ -289,12 +352,14 @@ proptest! {
     fn slow_network_doubles_no_slot_and_nearly_keeps_order(
         seed in any::<u64>(),
         trip in 1..30_u64,
-        // If a waiter gives up, its turn goes to the next one of its process, which may have arrived later than others.
+        // If a waiter gives up, its turn goes to the next one of its process, which may have
+        // arrived later than others.
         steps in steps(0, 0),
     ) {
         let world = World::play(seed, Network { trip, lost: 0.0, lost_news: 0.0 }, steps);
         world.all_have_left()?;
-        // A one-way trip is known to half a round trip, and each of five processes may know the moments from another.
+        // A one-way trip is known to half a round trip, and each of five processes may know the
+        // moments from another.
         let blur = Duration::from_millis(6 * trip);
         for pair in world.left.windows(2) {
             prop_assert!(pair[1].0 - pair[0].0 + blur >= INTERVAL, "one slot was taken twice");
@@ -327,13 +392,24 @@ fn line_of(id: u64, now: Instant) -> PacedQueue {
 fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
     let mut left = Vec::new();
     for _ in 0..10 {
-        let Some(CasRequest { seen, value, .. }) = queue.next_cas(now) else { return left };
+        let Some(CasRequest { seen, value, .. }) = queue.next_cas(now) else {
+            return left;
+        };
         let changed = value.is_some() && seen == register.0;
         if let Some(value) = value.filter(|_| changed) {
             *register = (register.0 + 1, value);
         }
-        let value = if changed { Vec::new() } else { register.1.clone() };
-        let answer = Register { version: register.0, changed, value, ..Register::default() };
+        let value = if changed {
+            Vec::new()
+        } else {
+            register.1.clone()
+        };
+        let answer = Register {
+            version: register.0,
+            changed,
+            value,
+            ..Register::default()
+        };
         queue.cas_answered(Ok(answer), now, now);
         left.extend(std::iter::from_fn(|| queue.depart(now)));
     }
@@ -346,7 +422,11 @@ fn damaged_register_blocks_no_process_for_ever() {
     let mut register = (0, Vec::new());
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
     one.arrived(now);
-    assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+    assert_eq!(
+        exchange(&mut one, &mut register, now).len(),
+        1,
+        "it is the first of all"
+    );
     one.arrived(now);
     exchange(&mut one, &mut register, now);
     for index in 0..register.1.len() / 8 {
@@ -356,7 +436,11 @@ fn damaged_register_blocks_no_process_for_ever() {
         third.arrived(now);
         exchange(&mut third, &mut spoilt, now);
         let at = third.next_cas_at().unwrap_or(now);
-        assert!(at <= now + Duration::from_secs(90_000), "number {index}: {:?}", at - now);
+        assert!(
+            at <= now + Duration::from_secs(90_000),
+            "number {index}: {:?}",
+            at - now
+        );
     }
     // A register that cannot be read counts as empty: what the process knows counts, once.
     other.arrived(now);
@@ -377,7 +461,11 @@ fn dead_process_at_the_head_blocks_for_250_ms() {
         let mut register = (0, Vec::new());
         let (mut one, mut other) = (line_of(1, now), line_of(2, now));
         one.arrived(now);
-        assert_eq!(exchange(&mut one, &mut register, now).len(), 1, "it is the first of all");
+        assert_eq!(
+            exchange(&mut one, &mut register, now).len(),
+            1,
+            "it is the first of all"
+        );
         one.hold_until(now + hold, now);
         one.arrived(now);
         exchange(&mut one, &mut register, now);
@@ -415,7 +503,9 @@ fn dead_waiting_process_is_forgotten_when_no_request_waits() {
         let now = now + Duration::from_millis(10) * step;
         other.arrived(now);
         let first = other.depart(now);
-        let flights = first.into_iter().chain(exchange(&mut other, &mut register, now));
+        let flights = first
+            .into_iter()
+            .chain(exchange(&mut other, &mut register, now));
         for flight in flights.collect::<Vec<_>>() {
             assert!(other.answered(flight, &Signal::default(), now).is_none());
         }
@@ -426,12 +516,22 @@ fn dead_waiting_process_is_forgotten_when_no_request_waits() {
             one.arrived(now);
             exchange(&mut one, &mut register, now);
             let (version, value) = register.clone();
-            other.register_changed(Register { version, value, ..Register::default() }, now);
+            other.register_changed(
+                Register {
+                    version,
+                    value,
+                    ..Register::default()
+                },
+                now,
+            );
         }
         told.push(register.0);
     }
     let of_last_second = told[told.len() - 1] - told[told.len() - 101];
-    assert!(of_last_second <= 11, "{of_last_second} exchanges in a second");
+    assert!(
+        of_last_second <= 11,
+        "{of_last_second} exchanges in a second"
+    );
 }
 
 /// A pace that writes more than it reads.

@@ -15,13 +15,14 @@ use crate::store::Register;
 pub(super) struct PeerView {
     /// This process as the register lists it.
     pub(super) me: Peer,
-    /// When the request arrived that the register lists as this process's first waiter, by the clock of this process.
-    /// `me.since` is the same moment as the other processes know it.
+    /// When the request arrived that the register lists as this process's first waiter, by the
+    /// clock of this process. `me.since` is the same moment as the other processes know it.
     pub(super) written_first: Option<Instant>,
     /// The other processes as the register lists them.
     pub(super) peers: Peers,
-    /// The moment from which the register counts, by the clock of this process. A process keeps the origin that it found
-    /// first: otherwise each change would move all moments by the uncertainty of one round trip.
+    /// The moment from which the register counts, by the clock of this process. A process keeps the
+    /// origin that it found first: otherwise each change would move all moments by the uncertainty
+    /// of one round trip.
     origin: Option<Instant>,
     /// The last version of the register that this process has read or written.
     pub(super) version: Option<u64>,
@@ -31,8 +32,8 @@ pub(super) struct PeerView {
     pub(super) round_trip: Duration,
 }
 
-/// How long the process whose turn is next may leave it unused before the next one takes it. The process after that
-/// waits twice as long, up to `MOST_GRACES` times as long.
+/// How long the process whose turn is next may leave it unused before the next one takes it. The
+/// process after that waits twice as long, up to `MOST_GRACES` times as long.
 const GRACE: Duration = Duration::from_millis(250);
 const MOST_GRACES: u32 = 8;
 
@@ -45,7 +46,14 @@ const MOST_GRANTS: usize = 64;
 impl PeerView {
     pub(super) fn new(id: u64, address: u64, now: Instant) -> Self {
         PeerView {
-            me: Peer { id, address, in_flight: 0, waiting: 0, since: None, seen: now },
+            me: Peer {
+                id,
+                address,
+                in_flight: 0,
+                waiting: 0,
+                since: None,
+                seen: now,
+            },
             written_first: None,
             peers: Peers::default(),
             origin: None,
@@ -58,7 +66,12 @@ impl PeerView {
     /// Adds the load of the other processes to the load of this one.
     pub(super) fn with_others(&self, own: Load) -> Load {
         let others = &self.peers.others;
-        let count = |part: fn(&Peer) -> u32| others.iter().map(|other| part(other) as usize).sum::<usize>();
+        let count = |part: fn(&Peer) -> u32| {
+            others
+                .iter()
+                .map(|other| part(other) as usize)
+                .sum::<usize>()
+        };
         Load {
             waiting: own.waiting + count(|other| other.waiting),
             in_flight: own.in_flight + count(|other| other.in_flight),
@@ -67,17 +80,25 @@ impl PeerView {
 
     /// Returns how many processes have requests that wait or are in flight, this process included.
     pub(super) fn process_count(&self) -> u32 {
-        let others = self.peers.others.iter().filter(|other| other.is_active()).count();
+        let others = self
+            .peers
+            .others
+            .iter()
+            .filter(|other| other.is_active())
+            .count();
         u32::try_from(others + 1).unwrap_or(u32::MAX)
     }
 
     /// Returns the arrival of a request of this process as the other processes know it.
     pub(super) fn place(&self, since: Instant) -> Instant {
-        self.me.since.filter(|_| self.written_first == Some(since)).unwrap_or(since)
+        self.me
+            .since
+            .filter(|_| self.written_first == Some(since))
+            .unwrap_or(since)
     }
 
-    /// Returns when it may be the turn of this process's first waiter, which arrived at `first`. `slot` is the slot of the
-    /// queue, and `interval` returns the time between two requests.
+    /// Returns when it may be the turn of this process's first waiter, which arrived at `first`.
+    /// `slot` is the slot of the queue, and `interval` returns the time between two requests.
     pub(super) fn turn_at(
         &self,
         first: Instant,
@@ -95,8 +116,9 @@ impl PeerView {
         clock::after(from, turns.saturating_add(self.grace(before)))
     }
 
-    /// Grants the turns of this process that are due, up to a bound, and returns their number. `peers` become the other
-    /// processes after that, and `load` is the load of all processes before.
+    /// Grants the turns of this process that are due, up to a bound, and returns their number.
+    /// `peers` become the other processes after that, and `load` is the load of all processes
+    /// before.
     pub(super) fn grant_turns(
         &self,
         peers: &mut Peers,
@@ -107,7 +129,10 @@ impl PeerView {
         let mut grants = 0;
         for call in local.waiting.values().take(MOST_GRANTS) {
             let since = self.place(call.since);
-            let load = Load { waiting: load.waiting - grants, in_flight: load.in_flight + grants };
+            let load = Load {
+                waiting: load.waiting - grants,
+                in_flight: load.in_flight + grants,
+            };
             let slot = local.pace_state.slot(load);
             let before = peers.before(since, self.me.id).count();
             let from = peers.turn_from(slot).unwrap_or(now);
@@ -124,8 +149,8 @@ impl PeerView {
         grants
     }
 
-    /// Returns the value of the register with this `pace_state`, with this process as `me` and the other processes as
-    /// `peers`.
+    /// Returns the value of the register with this `pace_state`, with this process as `me` and the
+    /// other processes as `peers`.
     pub(super) fn value(
         &mut self,
         me: &Peer,
@@ -153,8 +178,8 @@ impl PeerView {
         self.version_seen_at = now;
     }
 
-    /// Goes on from what another process has written. Returns false if the register is empty or damaged: then `pace_state`
-    /// keeps what this process knows.
+    /// Goes on from what another process has written. Returns false if the register is empty or
+    /// damaged: then `pace_state` keeps what this process knows.
     pub(super) fn adopt(
         &mut self,
         register: &Register,
@@ -186,22 +211,27 @@ impl PeerView {
     /// Returns the moment from which a register counts that was written at `written_at`.
     fn origin_of(&mut self, value: &[u8], written_at: Instant) -> Instant {
         let first = value.first_chunk().map(|first| f64::from_le_bytes(*first));
-        let since = first.and_then(|first| Duration::try_from_secs_f64(first).ok()).unwrap_or_default();
+        let since = first
+            .and_then(|first| Duration::try_from_secs_f64(first).ok())
+            .unwrap_or_default();
         let seen = written_at.checked_sub(since).unwrap_or(written_at);
         let distance = |known: Instant| seen.max(known) - seen.min(known);
         // A larger distance means another register, or a clock that was stepped or drifts.
-        let known = self.origin.filter(|known| distance(*known) < ORIGIN_TOLERANCE);
+        let known = self
+            .origin
+            .filter(|known| distance(*known) < ORIGIN_TOLERANCE);
         *self.origin.insert(known.unwrap_or(seen))
     }
 
-    /// Returns how long `before` waiters may leave their turn unused until it passes to the next one.
+    /// Returns how long `before` waiters may leave their turn unused until it passes to the next
+    /// one.
     pub(super) fn grace(&self, before: usize) -> Duration {
         let times = u32::try_from(before).unwrap_or(u32::MAX).min(MOST_GRACES);
         GRACE.max(self.round_trip * 4) * times
     }
 
-    /// Averages the length of a round trip. The first one may include the connect, and any may include a stall, so a
-    /// shorter one weighs more.
+    /// Averages the length of a round trip. The first one may include the connect, and any may
+    /// include a stall, so a shorter one weighs more.
     pub(super) fn measure(&mut self, round_trip: Duration) {
         self.round_trip = match round_trip < self.round_trip {
             true => (self.round_trip + round_trip) / 2,
@@ -220,15 +250,25 @@ mod tests {
     fn origin_stays_when_round_trips_are_slow() {
         let start = clock::now() + Duration::from_secs(7200);
         let mut view = PeerView::new(1, 1, start);
-        let written =
-            |millis: u32| Notes::write(start, |notes| notes.number(&mut (f64::from(millis) / 1000.0)));
+        let written = |millis: u32| {
+            Notes::write(start, |notes| {
+                notes.number(&mut (f64::from(millis) / 1000.0))
+            })
+        };
         let at = |millis: u64| start + Duration::from_millis(millis);
         assert_eq!(view.origin_of(&written(5000), at(5003)), at(3));
         for (written_at, late) in [(6000, 40), (3_000_000, 0), (3_000_500, 200)] {
-            assert_eq!(view.origin_of(&written(written_at), at(u64::from(written_at) + late)), at(3));
+            assert_eq!(
+                view.origin_of(&written(written_at), at(u64::from(written_at) + late)),
+                at(3)
+            );
         }
         // Another process has created the register anew, with another origin.
         assert_eq!(view.origin_of(&written(1000), at(3_600_000)), at(3_599_000));
-        assert_eq!(view.origin_of(&[], at(7_200_000)), at(7_200_000), "an empty register begins now");
+        assert_eq!(
+            view.origin_of(&[], at(7_200_000)),
+            at(7_200_000),
+            "an empty register begins now"
+        );
     }
 }

@@ -32,7 +32,8 @@ pub(super) struct Peers {
 /// How long the requests in flight of a process count after it last wrote its entry.
 const LONGEST_FLIGHT: Duration = Duration::from_secs(60);
 
-/// How long a process may leave its turn unused before it counts as not waiting, even if no other process wants the turn.
+/// How long a process may leave its turn unused before it counts as not waiting, even if no other
+/// process wants the turn.
 const LONGEST_TURN: Duration = Duration::from_secs(5);
 
 /// The most processes that are read from a register.
@@ -73,9 +74,12 @@ impl Peer {
 }
 
 impl Peers {
-    /// Returns the processes whose turn comes before that of a waiter of process `id` that arrived at `since`.
+    /// Returns the processes whose turn comes before that of a waiter of process `id` that arrived
+    /// at `since`.
     pub(super) fn before(&self, since: Instant, id: u64) -> impl Iterator<Item = &Peer> {
-        self.others.iter().filter(move |other| other.is_waiting() && other.place() < (Some(since), id))
+        self.others
+            .iter()
+            .filter(move |other| other.is_waiting() && other.place() < (Some(since), id))
     }
 
     /// Returns from when the first waiter of all might have left. `slot` is the slot of the queue.
@@ -83,8 +87,8 @@ impl Peers {
         slot.max(self.first_since)
     }
 
-    /// Notes that the processes before a waiter of process `id` that arrived at `since` did not take their turn, and no
-    /// longer wait.
+    /// Notes that the processes before a waiter of process `id` that arrived at `since` did not
+    /// take their turn, and no longer wait.
     pub(super) fn pass_over(&mut self, since: Instant, id: u64) {
         for other in &mut self.others {
             if other.is_waiting() && other.place() < (Some(since), id) {
@@ -93,19 +97,35 @@ impl Peers {
         }
     }
 
-    /// Forgets the processes that no longer count. Returns the process whose turn is next, which may be `me`. `slot` is the
-    /// slot of the queue.
-    pub(super) fn settle(&mut self, me: &Peer, slot: Option<Instant>, now: Instant) -> Option<Peer> {
+    /// Forgets the processes that no longer count. Returns the process whose turn is next, which
+    /// may be `me`. `slot` is the slot of the queue.
+    pub(super) fn settle(
+        &mut self,
+        me: &Peer,
+        slot: Option<Instant>,
+        now: Instant,
+    ) -> Option<Peer> {
         let is_over = |from: Instant| now.saturating_duration_since(from) >= LONGEST_TURN;
-        let gone = self.turn_from(slot).filter(|from| is_over(*from)).map(|_| self.first);
-        for other in self.others.iter_mut().filter(|other| Some(other.id) == gone) {
+        let gone = self
+            .turn_from(slot)
+            .filter(|from| is_over(*from))
+            .map(|_| self.first);
+        for other in self
+            .others
+            .iter_mut()
+            .filter(|other| Some(other.id) == gone)
+        {
             other.stop_waiting();
         }
         self.others.retain(|other| {
             let is_recent = now.saturating_duration_since(other.seen) < LONGEST_FLIGHT;
             other.is_waiting() || other.in_flight > 0 && is_recent
         });
-        let waiting = self.others.iter().chain([me]).filter(|peer| peer.is_waiting());
+        let waiting = self
+            .others
+            .iter()
+            .chain([me])
+            .filter(|peer| peer.is_waiting());
         let first = waiting.min_by_key(|peer| peer.place()).copied();
         let id = first.map_or(0, |first| first.id);
         if id != self.first || self.first_since.is_none() {

@@ -20,9 +20,10 @@ use crate::wait_queue::Number;
 
 /// The right to send one request at the pace that the throttle has learned.
 ///
-/// A permit ends exactly once. [`answered`](ThrottlePermit::answered) ends it with the response, from which the pace
-/// learns. [`give_back`](ThrottlePermit::give_back) ends it if the request was certainly not sent. If the permit is
-/// dropped, its request counts as sent without an answer. Until the permit ends, the request is in flight.
+/// A permit ends exactly once. [`answered`](ThrottlePermit::answered) ends it with the response,
+/// from which the pace learns. [`give_back`](ThrottlePermit::give_back) ends it if the request was
+/// certainly not sent. If the permit is dropped, its request counts as sent without an answer.
+/// Until the permit ends, the request is in flight.
 #[must_use = "a permit that is dropped counts as spent"]
 pub struct ThrottlePermit {
     core: Arc<Core>,
@@ -60,13 +61,24 @@ impl ThrottlePermit {
         waited: Option<Box<Waited>>,
         latest: Instant,
     ) -> Self {
-        ThrottlePermit { core, key, flight: Some(flight), waited, latest }
+        ThrottlePermit {
+            core,
+            key,
+            flight: Some(flight),
+            waited,
+            latest,
+        }
     }
 
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Box<str>) -> Self {
         let start = clock::now();
-        self.waited = Some(Box::new(Waited { label, start, span: Duration::ZERO, turns: 0 }));
+        self.waited = Some(Box::new(Waited {
+            label,
+            start,
+            span: Duration::ZERO,
+            turns: 0,
+        }));
         self
     }
 
@@ -77,11 +89,13 @@ impl ThrottlePermit {
 
     /// Returns how long the request waited for the permit.
     pub fn waited(&self) -> Duration {
-        self.waited.as_ref().map_or(Duration::ZERO, |waited| waited.span)
+        self.waited
+            .as_ref()
+            .map_or(Duration::ZERO, |waited| waited.span)
     }
 
-    /// Ends the permit with what the response says. If the upstream refused the request, returns the error for it, which
-    /// the caller may ignore.
+    /// Ends the permit with what the response says. If the upstream refused the request, returns
+    /// the error for it, which the caller may ignore.
     pub fn answered(mut self, signal: &Signal) -> Option<Limited> {
         match self.end(signal, None) {
             Some(Back::Ended(limited)) => Some(limited),
@@ -89,8 +103,8 @@ impl ThrottlePermit {
         }
     }
 
-    /// Ends the permit as [`answered`](ThrottlePermit::answered) does. A refused request waits in its old place if it can
-    /// leave in time.
+    /// Ends the permit as [`answered`](ThrottlePermit::answered) does. A refused request waits in
+    /// its old place if it can leave in time.
     pub(crate) fn answered_or_back(mut self, signal: &Signal) -> Option<Back> {
         let latest = self.latest;
         self.end(signal, Some(latest))
@@ -102,33 +116,59 @@ impl ThrottlePermit {
         let number = flight.number;
         let is_back = self
             .core
-            .at(self.key, |waiters, wakers| waiters.answered(flight, signal, back_until, now, wakers))
+            .at(self.key, |waiters, wakers| {
+                waiters.answered(flight, signal, back_until, now, wakers)
+            })
             .unwrap_or(false);
         let status = signal.refusal()?;
-        let Waited { label, start, span, turns } = match self.waited.take() {
+        let Waited {
+            label,
+            start,
+            span,
+            turns,
+        } = match self.waited.take() {
             Some(waited) => *waited,
             None => {
                 let label = self.core.label(self.key, None);
-                Waited { label, start: now, span: Duration::ZERO, turns: 0 }
+                Waited {
+                    label,
+                    start: now,
+                    span: Duration::ZERO,
+                    turns: 0,
+                }
             }
         };
         events::upstream_limited(&label, status, signal.retry_after());
         if is_back {
-            let mut wait = Wait::new(self.core.clone(), self.key, number, label, start, self.latest);
+            let mut wait = Wait::new(
+                self.core.clone(),
+                self.key,
+                number,
+                label,
+                start,
+                self.latest,
+            );
             wait.turns = turns + 1;
             wait.refused = Some(status);
             return Some(Back::Waits(Box::new(wait)));
         }
-        let since = Since { start: now.checked_sub(span).unwrap_or(now), now, turns };
+        let since = Since {
+            start: now.checked_sub(span).unwrap_or(now),
+            now,
+            turns,
+        };
         let report = since.report(label, signal.retry_after());
         Some(Back::Ended(Limited::Upstream { status, report }))
     }
 
-    /// Ends the permit of a request that was certainly not sent. The next request may leave in its place.
+    /// Ends the permit of a request that was certainly not sent. The next request may leave in its
+    /// place.
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.core.at(self.key, |waiters, wakers| waiters.unsent(flight, now, wakers));
+            self.core.at(self.key, |waiters, wakers| {
+                waiters.unsent(flight, now, wakers)
+            });
         }
     }
 }
@@ -137,7 +177,9 @@ impl Drop for ThrottlePermit {
     fn drop(&mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.core.at(self.key, |waiters, wakers| waiters.lost(flight, now, wakers));
+            self.core.at(self.key, |waiters, wakers| {
+                waiters.lost(flight, now, wakers)
+            });
         }
     }
 }
@@ -161,8 +203,8 @@ pub(crate) struct Wait {
     start: Instant,
     latest: Instant,
     turns: u32,
-    /// The status with which the upstream refused the last attempt, if there was one. A wait that ends without a turn
-    /// ends with it.
+    /// The status with which the upstream refused the last attempt, if there was one. A wait that
+    /// ends without a turn ends with it.
     refused: Option<StatusCode>,
 }
 
@@ -175,7 +217,16 @@ impl Wait {
         start: Instant,
         latest: Instant,
     ) -> Self {
-        Wait { core, key, number: Some(number), label, start, latest, turns: 1, refused: None }
+        Wait {
+            core,
+            key,
+            number: Some(number),
+            label,
+            start,
+            latest,
+            turns: 1,
+            refused: None,
+        }
     }
 }
 
@@ -184,20 +235,33 @@ impl Future for Wait {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
-        let number = self.number.expect("a future is not polled after it was ready");
-        let polled = self.core.at(self.key, |waiters, wakers| waiters.poll(number, now, cx, wakers));
+        let number = self
+            .number
+            .expect("a future is not polled after it was ready");
+        let polled = self.core.at(self.key, |waiters, wakers| {
+            waiters.poll(number, now, cx, wakers)
+        });
         let done = match polled.expect("a key with a waiter stays in use") {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(done) => done,
         };
         self.number = None;
         let label = std::mem::take(&mut self.label);
-        let since = Since { start: self.start, now, turns: self.turns };
+        let since = Since {
+            start: self.start,
+            now,
+            turns: self.turns,
+        };
         let late = match done {
             Ok(flight) => {
                 let span = now.saturating_duration_since(self.start);
                 events::waited(&label, span, self.turns);
-                let waited = Box::new(Waited { label, start: self.start, span, turns: self.turns });
+                let waited = Box::new(Waited {
+                    label,
+                    start: self.start,
+                    span,
+                    turns: self.turns,
+                });
                 let core = self.core.clone();
                 let permit = ThrottlePermit::new(core, self.key, flight, Some(waited), self.latest);
                 return Poll::Ready(Ok(permit));
@@ -220,7 +284,9 @@ impl Drop for Wait {
     fn drop(&mut self) {
         if let Some(number) = self.number.take() {
             let now = clock::now();
-            self.core.at(self.key, |waiters, wakers| waiters.leave(number, now, wakers));
+            self.core.at(self.key, |waiters, wakers| {
+                waiters.leave(number, now, wakers)
+            });
         }
     }
 }

@@ -22,7 +22,8 @@ const MAX_HOLD: Duration = Duration::from_secs(60);
 enum Step {
     Join,
     Pass(u64),
-    /// Passes the answer to the `n`-th request in flight: whether it is refused, what is left, and how long to wait.
+    /// Passes the answer to the `n`-th request in flight: whether it is refused, what is left, and
+    /// how long to wait.
     Answer(usize, bool, u64, Option<u64>),
     /// Ends the `n`-th request in flight without an answer.
     Lose(usize),
@@ -49,7 +50,11 @@ fn signal(refused: bool, left: u64, wait: Option<u64>) -> Signal {
 }
 
 /// Runs the steps and checks the queue after each. Returns which request left when, in order.
-fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Duration)>, TestCaseError> {
+fn replay(
+    pace: Box<dyn Pace>,
+    seed: u64,
+    steps: &[Step],
+) -> Result<Vec<(u64, Duration)>, TestCaseError> {
     let start = clock::now();
     let mut now = start;
     let mut queue = PacedQueue::new(pace, Dice::seeded(seed), MAX_HOLD, now);
@@ -88,13 +93,20 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
             }
             _ => {}
         }
-        prop_assert!(queue.held_until() >= held, "a hold never moves to an earlier moment");
+        prop_assert!(
+            queue.held_until() >= held,
+            "a hold never moves to an earlier moment"
+        );
         while let Some(flight) = queue.depart(now) {
             prop_assert!(queue.held_until().is_none_or(|until| until <= now));
             prop_assert_eq!(flight.number, waiting.remove(0), "first come, first served");
             if !is_answered {
-                let alone = flying.is_empty() || probe.is_some_and(|at| now >= at + Duration::from_secs(1));
-                prop_assert!(alone, "before the first answer one probe is out, for a second");
+                let alone =
+                    flying.is_empty() || probe.is_some_and(|at| now >= at + Duration::from_secs(1));
+                prop_assert!(
+                    alone,
+                    "before the first answer one probe is out, for a second"
+                );
                 probe = Some(now);
             }
             left.push((flight.number, now - start));
@@ -114,7 +126,12 @@ fn replay(pace: Box<dyn Pace>, seed: u64, steps: &[Step]) -> Result<Vec<(u64, Du
         prop_assert!(at <= now + Duration::from_secs(1800));
         now = now.max(at);
         let flight = queue.depart(now).expect("it was the moment to look again");
-        prop_assert_eq!(queue.answered(flight, &signal(false, 10, None), now).is_none(), true);
+        prop_assert_eq!(
+            queue
+                .answered(flight, &signal(false, 10, None), now)
+                .is_none(),
+            true
+        );
     }
     prop_assert_eq!(queue.waiting(), 0);
     Ok(left)
@@ -142,7 +159,9 @@ fn sleeping_request_does_not_block_others() {
     let mut queue = PacedQueue::new(Box::new(Remaining::new()), Dice::seeded(1), MAX_HOLD, start);
     let unlucky = queue.arrived(start);
     let flight = queue.depart(start).unwrap();
-    let refused = queue.answered(flight, &signal(true, 0, Some(50)), after(100)).unwrap();
+    let refused = queue
+        .answered(flight, &signal(true, 0, Some(50)), after(100))
+        .unwrap();
     queue.back(refused, after(100));
     let other = queue.arrived(after(200));
     assert_eq!(queue.depart(after(200)).unwrap().number, other);
@@ -159,17 +178,21 @@ fn max_hold_bounds_the_wait_a_server_requests() {
     let flight = queue.depart(start).unwrap();
     let _refused = queue.answered(flight, &signal(true, 0, Some(86_400)), start);
     let held = queue.held_until().unwrap() - start;
-    assert!(held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10), "{held:?}");
+    assert!(
+        held >= MAX_HOLD && held < MAX_HOLD + Duration::from_secs(10),
+        "{held:?}"
+    );
 }
 
-/// A caller of the throttle, in milliseconds from the start: when it arrives, how long its requests take, and when it is
-/// cancelled.
+/// A caller of the throttle, in milliseconds from the start: when it arrives, how long its requests
+/// take, and when it is cancelled.
 #[derive(Clone, Debug)]
 struct Caller {
     comes: u64,
     takes: u64,
     given_up: Option<u64>,
-    /// Its answers: whether it is refused, what is left, and how long to wait. The last one repeats, but is not refused.
+    /// Its answers: whether it is refused, what is left, and how long to wait. The last one
+    /// repeats, but is not refused.
     answers: Vec<(bool, u64, Option<u64>)>,
 }
 
@@ -178,15 +201,25 @@ fn caller() -> impl Strategy<Value = Caller> {
     let answers = prop::collection::vec((any::<bool>(), 0_u64..50, wait), 1..4);
     // Often at the same moment, so that some are cancelled between their turn and their next poll.
     let given_up = proptest::option::weighted(0.5, prop_oneof![0_u64..10, 0_u64..100]);
-    (prop_oneof![0_u64..4, 0_u64..60], 1_u64..6, given_up, answers).prop_map(
-        |(comes, takes, given_up, answers)| {
-            let given_up = given_up.map(|after| (comes + after) * 300);
-            Caller { comes: comes * 300, takes: takes * 300, given_up, answers }
-        },
+    (
+        prop_oneof![0_u64..4, 0_u64..60],
+        1_u64..6,
+        given_up,
+        answers,
     )
+        .prop_map(|(comes, takes, given_up, answers)| {
+            let given_up = given_up.map(|after| (comes + after) * 300);
+            Caller {
+                comes: comes * 300,
+                takes: takes * 300,
+                given_up,
+                answers,
+            }
+        })
 }
 
-/// One wait: the caller's rank in the order of arrival, begin and end, and whether the request left or was cancelled.
+/// One wait: the caller's rank in the order of arrival, begin and end, and whether the request left
+/// or was cancelled.
 #[derive(Clone, Debug, PartialEq)]
 struct Stay {
     number: u64,
@@ -209,12 +242,25 @@ impl Drop for Waiting<'_> {
 }
 
 /// Runs one call from its arrival to its end. It may be dropped at any await.
-async fn call(throttle: Throttle, caller: Caller, come: Arc<AtomicU64>, stays: Arc<Mutex<Vec<Stay>>>) {
+async fn call(
+    throttle: Throttle,
+    caller: Caller,
+    come: Arc<AtomicU64>,
+    stays: Arc<Mutex<Vec<Stay>>>,
+) {
     let key = Key::new("law");
     let number = come.fetch_add(1, Ordering::Relaxed);
     let waiting = |number| {
         let now = clock::now();
-        Waiting { stay: Stay { number, from: now, until: now, left: false }, stays: &stays }
+        Waiting {
+            stay: Stay {
+                number,
+                from: now,
+                until: now,
+                left: false,
+            },
+            stays: &stays,
+        }
     };
     let mut waits = waiting(number);
     let mut permit = match throttle.begin(key, None, || "law".into()) {
@@ -241,7 +287,10 @@ async fn call(throttle: Throttle, caller: Caller, come: Arc<AtomicU64>, stays: A
 
 /// Runs all callers on one throttle with these dice under a paused clock. Returns all waits.
 fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, bool)> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build();
     runtime.unwrap().block_on(async {
         let throttle = Throttle::new(ThrottleSettings {
             pace: Box::new(|| Box::new(Fair::new().limit(100, Duration::from_secs(60)))),
@@ -287,7 +336,10 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
         throttle.acquire(key).await.unwrap().give_back();
         let stays = std::mem::take(&mut *stays.lock().unwrap());
         let since = |at: Instant| at.saturating_duration_since(start);
-        stays.into_iter().map(|stay| (stay.number, since(stay.from), since(stay.until), stay.left)).collect()
+        stays
+            .into_iter()
+            .map(|stay| (stay.number, since(stay.from), since(stay.until), stay.left))
+            .collect()
     })
 }
 

@@ -1,13 +1,16 @@
 //! How the processes that share the pace of a key take turns.
 //!
-//! The processes share one pace and one order of turns through a register of the store. The register holds the pace state,
-//! and for each process how many requests wait and since when. A process that has something to write (an answer, a
-//! departure, a waiter) applies it to the register as it last knew it, and compares and sets. If another process was
-//! faster, it applies it to what that process has written, and tries again. A request leaves once the register has its
-//! departure, so no slot is taken twice. The process that writes notifies the process whose turn is next.
+//! The processes share one pace and one order of turns through a register of the store. The
+//! register holds the pace state, and for each process how many requests wait and since when. A
+//! process that has something to write (an answer, a departure, a waiter) applies it to the
+//! register as it last knew it, and compares and sets. If another process was faster, it applies it
+//! to what that process has written, and tries again. A request leaves once the register has its
+//! departure, so no slot is taken twice. The process that writes notifies the process whose turn is
+//! next.
 //!
-//! If nothing is scarce, requests leave without asking, and the process writes their departures later, many at a time.
-//! During an outage of the store each process goes on alone with its part of the last known speed.
+//! If nothing is scarce, requests leave without asking, and the process writes their departures
+//! later, many at a time. During an outage of the store each process goes on alone with its part of
+//! the last known speed.
 //!
 //! The states of one process, in [`SyncState`]:
 //!
@@ -45,17 +48,17 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::store::{Recipients, Register};
 
-/// How long a process gathers events before it writes them, if no request waits: one round trip for each process, within
-/// these bounds.
+/// How long a process gathers events before it writes them, if no request waits: one round trip for
+/// each process, within these bounds.
 const GATHERING: Duration = Duration::from_millis(100);
 const LONGEST_GATHERING: Duration = Duration::from_secs(1);
 /// How long a process may rely on a version of the register to let requests leave without asking.
 const FRESH: Duration = Duration::from_secs(2);
-/// How many requests per request in flight the pace must have room for before requests leave without asking. Requests of
-/// other processes may have left and ended since the last notification.
+/// How many requests per request in flight the pace must have room for before requests leave
+/// without asking. Requests of other processes may have left and ended since the last notification.
 const ROOM: usize = 4;
-/// After how many conflicts a process rests. Each further rest is up to four times as long, so that a thousand processes
-/// that begin together are soon done with it.
+/// After how many conflicts a process rests. Each further rest is up to four times as long, so that
+/// a thousand processes that begin together are soon done with it.
 const CONFLICTS_PER_REST: u32 = 4;
 const MOST_RESTS: u32 = 4;
 /// How one process takes turns with the others. The methods take the process's own queue.
@@ -66,7 +69,8 @@ pub(super) struct Sharing {
     pub(super) log: EventLog,
     /// How many requests may leave because the register has their departure.
     granted: usize,
-    /// How many attempts to write have failed, one after the other, because another process was faster.
+    /// How many attempts to write have failed, one after the other, because another process was
+    /// faster.
     conflicts: u32,
     /// A register that was received while a compare-and-set was under way.
     received: Option<Register>,
@@ -93,7 +97,11 @@ impl Sharing {
     /// Returns the load of all processes, or of this one if it is alone.
     pub(super) fn load(&self, local: &LocalQueue) -> Load {
         let own = local.load();
-        if self.is_alone() { own } else { self.view.with_others(own) }
+        if self.is_alone() {
+            own
+        } else {
+            self.view.with_others(own)
+        }
     }
 
     /// Returns the slot of the queue.
@@ -101,13 +109,16 @@ impl Sharing {
         local.pace_state.slot(self.load(local))
     }
 
-    /// Reports whether a request may leave without a compare-and-set: this process is alone, or nothing is scarce.
+    /// Reports whether a request may leave without a compare-and-set: this process is alone, or
+    /// nothing is scarce.
     pub(super) fn may_leave_alone(&self, local: &LocalQueue, now: Instant) -> bool {
         let Load { waiting, in_flight } = self.load(local);
         self.is_alone()
             || self.view.version.is_some()
                 && now.saturating_duration_since(self.view.version_seen_at) < FRESH
-                && local.pace_state.is_open(ROOM * (in_flight + 2) + waiting, now)
+                && local
+                    .pace_state
+                    .is_open(ROOM * (in_flight + 2) + waiting, now)
     }
 
     /// Reports whether the store is still to answer whether the first waiter may leave.
@@ -133,8 +144,8 @@ impl Sharing {
         }
     }
 
-    /// Records an event for the other processes, unless the store is unreachable. `event` takes the number of releases
-    /// that this process knows of.
+    /// Records an event for the other processes, unless the store is unreachable. `event` takes the
+    /// number of releases that this process knows of.
     pub(super) fn record(
         &mut self,
         local: &LocalQueue,
@@ -152,7 +163,8 @@ impl Sharing {
         self.view.version.map(|_| local.pace_state.releases)
     }
 
-    /// Reports whether the register has all events before `mark`. Fails if the store has been away since.
+    /// Reports whether the register has all events before `mark`. Fails if the store has been away
+    /// since.
     pub(super) fn is_written(&self, mark: Mark) -> Result<bool, StoreError> {
         self.log.is_written(mark, self.is_alone())
     }
@@ -174,8 +186,12 @@ impl Sharing {
             SyncState::Away { rests_until, .. } => (Some(rests_until), Some(rests_until)),
         };
         let interval = || local.pace_state.interval(self.load(local));
-        let turn_at = local.first_since().map(|first| self.view.turn_at(first, self.slot(local), interval));
-        let write_at = self.write_at(local).map(|at| write_rests_until.map_or(at, |until| at.max(until)));
+        let turn_at = local
+            .first_since()
+            .map(|first| self.view.turn_at(first, self.slot(local), interval));
+        let write_at = self
+            .write_at(local)
+            .map(|at| write_rests_until.map_or(at, |until| at.max(until)));
         let turn_at = turn_at.map(|at| turn_rests_until.map_or(at, |until| at.max(until)));
         write_at.into_iter().chain(turn_at).min()
     }
@@ -191,8 +207,14 @@ impl Sharing {
         if is_waiting || self.log.has_hold() {
             return Some(since);
         }
-        let gathering = self.view.round_trip.saturating_mul(self.view.process_count());
-        Some(clock::after(since, gathering.clamp(GATHERING, LONGEST_GATHERING)))
+        let gathering = self
+            .view
+            .round_trip
+            .saturating_mul(self.view.process_count());
+        Some(clock::after(
+            since,
+            gathering.clamp(GATHERING, LONGEST_GATHERING),
+        ))
     }
 
     /// Returns the compare-and-set to send now, if one is due. The caller ends it with
@@ -205,27 +227,49 @@ impl Sharing {
         let mut peers = self.view.peers.clone();
         let mut grants = 0;
         if self.view.version.is_some() && !self.is_alone() {
-            grants = self.view.grant_turns(&mut peers, local, self.load(local), now);
+            grants = self
+                .view
+                .grant_turns(&mut peers, local, self.load(local), now);
         }
         let small = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let waiting = small(local.waiting.len() - grants);
         let in_flight = small(local.in_flight + grants);
         let first = local.waiting.values().nth(grants).map(|call| call.since);
         let since = first.map(|first| self.view.place(first));
-        let me = Peer { waiting, since, in_flight, seen: now, ..self.view.me };
-        let is_news = self.log.unwritten_since.is_some() || first != self.view.written_first || grants > 0;
+        let me = Peer {
+            waiting,
+            since,
+            in_flight,
+            seen: now,
+            ..self.view.me
+        };
+        let is_news =
+            self.log.unwritten_since.is_some() || first != self.view.written_first || grants > 0;
         let seen = self.view.version.filter(|_| is_news && !self.is_alone());
         let writes = seen.is_some();
-        let mut cas = PendingCas { sent: now, events: self.log.len(), grants, me, first, peers, writes };
+        let mut cas = PendingCas {
+            sent: now,
+            events: self.log.len(),
+            grants,
+            me,
+            first,
+            peers,
+            writes,
+        };
         let request = match seen {
             Some(seen) => self.write(local, seen, &mut cas, slot, now),
-            None => CasRequest { seen: 0, value: None, tell: Recipients::None },
+            None => CasRequest {
+                seen: 0,
+                value: None,
+                tell: Recipients::None,
+            },
         };
         self.sync.begin(cas);
         Some(request)
     }
 
-    /// Returns the request that writes `cas` over version `seen`. `slot` is the slot before the turns that `cas` grants.
+    /// Returns the request that writes `cas` over version `seen`. `slot` is the slot before the
+    /// turns that `cas` grants.
     fn write(
         &mut self,
         local: &mut LocalQueue,
@@ -240,15 +284,21 @@ impl Sharing {
             Some(next) if next.id != cas.me.id => Recipients::One(next.address),
             _ => Recipients::None,
         };
-        let value = self.view.value(&cas.me, &mut cas.peers, &mut local.pace_state, now);
-        CasRequest { seen, value: Some(value), tell }
+        let value = self
+            .view
+            .value(&cas.me, &mut cas.peers, &mut local.pace_state, now);
+        CasRequest {
+            seen,
+            value: Some(value),
+            tell,
+        }
     }
 }
 
 /// Responses and notifications of the store.
 impl Sharing {
-    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether the store became
-    /// unreachable or reachable.
+    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether
+    /// the store became unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
         local: &mut LocalQueue,
@@ -284,7 +334,8 @@ impl Sharing {
 
     /// Goes away, or stays away if this is not the first error of the `outage`.
     ///
-    /// The store may have written the compare-and-set. Then the other processes wait once for a turn that is not taken.
+    /// The store may have written the compare-and-set. Then the other processes wait once for a
+    /// turn that is not taken.
     fn on_error(
         &mut self,
         local: &mut LocalQueue,
@@ -296,14 +347,17 @@ impl Sharing {
             self.sync.fail(outage, now);
             return None;
         }
-        self.sync.fail(Outage::new(local.pace_state.save(now), now), now);
+        self.sync
+            .fail(Outage::new(local.pace_state.save(now), now), now);
         self.log.begin_outage(error.clone());
-        local.pace_state.divide(self.view.process_count(), &mut local.dice, now);
+        local
+            .pace_state
+            .divide(self.view.process_count(), &mut local.dice, now);
         Some(StoreChange::Away(error))
     }
 
-    /// Returns to the pace state from before the outage. The register may hold a later one, which is adopted next. A hold
-    /// and a release of this process stay in force.
+    /// Returns to the pace state from before the outage. The register may hold a later one, which
+    /// is adopted next. A hold and a release of this process stay in force.
     fn on_back(&mut self, local: &mut LocalQueue, outage: &Outage, now: Instant) {
         let held_until = local.pace_state.held_until.filter(|until| *until > now);
         let releases = self.releases(local);
@@ -328,8 +382,8 @@ impl Sharing {
         self.view.written(cas, version, now);
     }
 
-    /// Rests if other processes were faster too often. Otherwise the next attempt follows at once: what was read is the
-    /// latest version, so that attempt has the best chance.
+    /// Rests if other processes were faster too often. Otherwise the next attempt follows at once:
+    /// what was read is the latest version, so that attempt has the best chance.
     fn on_conflict(&mut self, local: &mut LocalQueue, now: Instant) {
         self.conflicts += 1;
         if !self.conflicts.is_multiple_of(CONFLICTS_PER_REST) {
@@ -338,12 +392,26 @@ impl Sharing {
         let times = 4_u32.pow((self.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
         let round_trip = self.view.round_trip;
         // Within this time each of the known processes would have had its turn.
-        let all = round_trip.saturating_mul(self.view.process_count()).max(LONGEST_GATHERING);
-        self.sync.rest(now, round_trip.saturating_mul(times).min(all).mul_f64(local.dice.roll()));
+        let all = round_trip
+            .saturating_mul(self.view.process_count())
+            .max(LONGEST_GATHERING);
+        self.sync.rest(
+            now,
+            round_trip
+                .saturating_mul(times)
+                .min(all)
+                .mul_f64(local.dice.roll()),
+        );
     }
 
-    /// Takes the register that another process has written, unless it is out of date or the store is unreachable.
-    pub(super) fn register_changed(&mut self, local: &mut LocalQueue, register: Register, now: Instant) {
+    /// Takes the register that another process has written, unless it is out of date or the store
+    /// is unreachable.
+    pub(super) fn register_changed(
+        &mut self,
+        local: &mut LocalQueue,
+        register: Register,
+        now: Instant,
+    ) {
         let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
         if self.sync.pending().is_some() {
             if is_later(self.received.as_ref().map(|received| received.version)) {
@@ -354,12 +422,22 @@ impl Sharing {
         }
     }
 
-    /// Goes on from what another process has written, and applies the events of this process to it. An empty or damaged
-    /// register is replaced by what this process knows, its events included.
-    fn adopt(&mut self, local: &mut LocalQueue, register: &Register, read_at: Instant, now: Instant) {
-        if self.view.adopt(register, &mut local.pace_state, read_at, now) {
+    /// Goes on from what another process has written, and applies the events of this process to it.
+    /// An empty or damaged register is replaced by what this process knows, its events included.
+    fn adopt(
+        &mut self,
+        local: &mut LocalQueue,
+        register: &Register,
+        read_at: Instant,
+        now: Instant,
+    ) {
+        if self
+            .view
+            .adopt(register, &mut local.pace_state, read_at, now)
+        {
             let load = self.load(local);
-            self.log.replay(&mut local.pace_state, load, &mut local.dice);
+            self.log
+                .replay(&mut local.pace_state, load, &mut local.dice);
         }
     }
 }

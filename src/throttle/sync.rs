@@ -1,8 +1,9 @@
 //! The supervision of the sync task of one key.
 //!
-//! A sync task writes the register for all waiters of a key. It runs in the runtime of some caller, and that runtime may be
-//! dropped or stand still. So the waiters watch the task: if it is late, or was lost, the next change of the key starts
-//! another one. A task that was replaced ends once it notices that its number is out of date.
+//! A sync task writes the register for all waiters of a key. It runs in the runtime of some caller,
+//! and that runtime may be dropped or stand still. So the waiters watch the task: if it is late, or
+//! was lost, the next change of the key starts another one. A task that was replaced ends once it
+//! notices that its number is out of date.
 
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ use crate::error::StoreError;
 use crate::rng::dice;
 use crate::wakers::Wakers;
 
-/// A sync task that was called and has not run within this time belongs to a runtime that makes no progress.
+/// A sync task that was called and has not run within this time belongs to a runtime that makes no
+/// progress.
 const LONGEST_START: Duration = Duration::from_secs(1);
 
 /// A store that has not answered within this time is unreachable.
@@ -58,18 +60,25 @@ impl SyncSupervisor {
         let task = self.task.as_ref()?;
         match queue.cas_sent_at() {
             Some(sent) => Some(clock::after(sent, LONGEST_ANSWER)),
-            None => task.called_at.or(queue.next_cas_at()).map(|due| clock::after(due, LONGEST_START)),
+            None => task
+                .called_at
+                .or(queue.next_cas_at())
+                .map(|due| clock::after(due, LONGEST_START)),
         }
     }
 
     /// Reports whether the task was called, or called the store, and is late.
     fn is_late(&self, queue: &PacedQueue, now: Instant) -> bool {
-        let is_called = self.task.as_ref().is_some_and(|task| task.called_at.is_some());
-        (is_called || queue.cas_sent_at().is_some()) && self.late_at(queue).is_some_and(|at| at <= now)
+        let is_called = self
+            .task
+            .as_ref()
+            .is_some_and(|task| task.called_at.is_some());
+        (is_called || queue.cas_sent_at().is_some())
+            && self.late_at(queue).is_some_and(|at| at <= now)
     }
 
-    /// Waits until the register has everything that happened before `mark`. If it has not, wakes the task once it has, and
-    /// returns the moment at which to poll again at the latest.
+    /// Waits until the register has everything that happened before `mark`. If it has not, wakes
+    /// the task once it has, and returns the moment at which to poll again at the latest.
     pub(super) fn poll_written(
         &mut self,
         queue: &PacedQueue,
@@ -82,10 +91,16 @@ impl SyncSupervisor {
             Ok(true) => return Ok(Ok(())),
             Err(error) => return Ok(Err(error)),
         }
-        if !self.written_wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+        if !self
+            .written_wakers
+            .iter()
+            .any(|waker| waker.will_wake(cx.waker()))
+        {
             self.written_wakers.push(cx.waker().clone());
         }
-        Err(self.late_at(queue).unwrap_or_else(|| clock::after(now, LONGEST_START)))
+        Err(self
+            .late_at(queue)
+            .unwrap_or_else(|| clock::after(now, LONGEST_START)))
     }
 
     /// Wakes the tasks that wait until the register is written.
@@ -93,7 +108,8 @@ impl SyncSupervisor {
         wakers.add(self.written_wakers.drain(..));
     }
 
-    /// If the task is late, gives it up, and its compare-and-set as lost. Returns whether it was late.
+    /// If the task is late, gives it up, and its compare-and-set as lost. Returns whether it was
+    /// late.
     pub(super) fn give_up_late_task(
         &mut self,
         queue: &mut PacedQueue,
@@ -110,13 +126,23 @@ impl SyncSupervisor {
         true
     }
 
-    /// Sees to it that a task runs when the next compare-and-set is due: wakes the one that serves the key, or returns the
-    /// number of one to start.
-    pub(super) fn call_task(&mut self, queue: &PacedQueue, now: Instant, wakers: &mut Wakers) -> Option<u64> {
+    /// Sees to it that a task runs when the next compare-and-set is due: wakes the one that serves
+    /// the key, or returns the number of one to start.
+    pub(super) fn call_task(
+        &mut self,
+        queue: &PacedQueue,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) -> Option<u64> {
         let due = queue.next_cas_at()?;
         let Some(task) = &mut self.task else {
             let number = dice();
-            self.task = Some(RunningTask { number, runs_at: None, waker: None, called_at: Some(now) });
+            self.task = Some(RunningTask {
+                number,
+                runs_at: None,
+                waker: None,
+                called_at: Some(now),
+            });
             return Some(number);
         };
         if task.runs_at.is_none_or(|at| due < at) {
@@ -128,7 +154,8 @@ impl SyncSupervisor {
         None
     }
 
-    /// Returns what sync task `number` does next. A task that sleeps is woken if something is due earlier.
+    /// Returns what sync task `number` does next. A task that sleeps is woken if something is due
+    /// earlier.
     pub(super) fn next(
         &mut self,
         number: u64,
@@ -150,12 +177,17 @@ impl SyncSupervisor {
             }
         };
         let waker = runs_at.map(|_| cx.waker().clone());
-        self.task = Some(RunningTask { number, runs_at, waker, called_at: None });
+        self.task = Some(RunningTask {
+            number,
+            runs_at,
+            waker,
+            called_at: None,
+        });
         next
     }
 
-    /// Notes that sync task `number` was dropped with its runtime, and a compare-and-set sent at `sent` with it. Returns
-    /// whether the task served the key.
+    /// Notes that sync task `number` was dropped with its runtime, and a compare-and-set sent at
+    /// `sent` with it. Returns whether the task served the key.
     pub(super) fn task_lost(
         &mut self,
         number: u64,

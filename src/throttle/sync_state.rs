@@ -1,4 +1,5 @@
-//! The state of the connection to a register: the compare-and-set under way, and outages of the store.
+//! The state of the connection to a register: the compare-and-set under way, and outages of the
+//! store.
 //!
 //! The module [`sharing`](super::sharing) draws the states.
 
@@ -19,13 +20,17 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(3200);
 pub(super) enum SyncState {
     /// The store is reachable, and nothing is under way.
     Idle {
-        /// This process writes nothing before this moment, because other processes were faster too often.
+        /// This process writes nothing before this moment, because other processes were faster too
+        /// often.
         rests_until: Option<Instant>,
     },
     /// A compare-and-set is under way.
     Asking(PendingCas),
     /// The store did not answer, and is asked again after a pause.
-    Away { outage: Outage, rests_until: Instant },
+    Away {
+        outage: Outage,
+        rests_until: Instant,
+    },
     /// The store did not answer, and is being asked again.
     Probing { outage: Outage, cas: PendingCas },
 }
@@ -57,7 +62,8 @@ pub(super) struct PendingCas {
     pub(super) writes: bool,
 }
 
-/// A compare-and-set to send: writes `value` if the register's version is `seen`. Without a value it only reads.
+/// A compare-and-set to send: writes `value` if the register's version is `seen`. Without a value
+/// it only reads.
 #[derive(Debug)]
 pub(super) struct CasRequest {
     pub(super) seen: u64,
@@ -103,8 +109,8 @@ impl SyncState {
         };
     }
 
-    /// Ends the compare-and-set under way, if there is one, and returns it with the outage that it probes. The state is
-    /// idle until the caller notes a failure.
+    /// Ends the compare-and-set under way, if there is one, and returns it with the outage that it
+    /// probes. The state is idle until the caller notes a failure.
     pub(super) fn end(&mut self) -> Option<(PendingCas, Option<Outage>)> {
         match std::mem::take(self) {
             SyncState::Asking(cas) => Some((cas, None)),
@@ -119,18 +125,28 @@ impl SyncState {
     /// Notes another failure of `outage`, and when to ask the store again.
     pub(super) fn fail(&mut self, mut outage: Outage, now: Instant) {
         let rests_until = clock::after(now, outage.backoff.pause());
-        *self = SyncState::Away { outage, rests_until };
+        *self = SyncState::Away {
+            outage,
+            rests_until,
+        };
     }
 
     /// Notes that this process writes nothing for `span`.
     pub(super) fn rest(&mut self, now: Instant, span: Duration) {
-        *self = SyncState::Idle { rests_until: Some(clock::after(now, span)) };
+        *self = SyncState::Idle {
+            rests_until: Some(clock::after(now, span)),
+        };
     }
 }
 
 impl Outage {
-    /// Begins an outage in which no request has failed yet. `before` is the pace state that the processes share.
+    /// Begins an outage in which no request has failed yet. `before` is the pace state that the
+    /// processes share.
     pub(super) fn new(before: Vec<u8>, now: Instant) -> Self {
-        Outage { backoff: Backoff::between(SHORTEST_PAUSE, LONGEST_PAUSE), before, began: now }
+        Outage {
+            backoff: Backoff::between(SHORTEST_PAUSE, LONGEST_PAUSE),
+            before,
+            began: now,
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The task that keeps the register of one key up to date.
 //!
-//! A key has one sync task for as long as there is something to write or to wait for. The task makes one
-//! compare-and-set after the other, and sleeps until the next is due.
+//! A key has one sync task for as long as there is something to write or to wait for. The task
+//! makes one compare-and-set after the other, and sleeps until the next is due.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -26,7 +26,8 @@ pub(super) struct SyncTask {
     core: Arc<Core>,
     shared: SharedPace,
     key: Key,
-    /// The number that the key's waiters gave this task. Once they have given another task a number, this task ends.
+    /// The number that the key's waiters gave this task. Once they have given another task a
+    /// number, this task ends.
     number: u64,
     /// The compare-and-set under way, and when the task sent it.
     cas: Option<(CasReply, Instant)>,
@@ -39,11 +40,22 @@ type CasReply = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send
 impl SyncTask {
     /// Starts the task with this number.
     ///
-    /// Outside of a Tokio runtime the task is dropped at once, and the next change of the key starts another.
+    /// Outside of a Tokio runtime the task is dropped at once, and the next change of the key
+    /// starts another.
     pub(super) fn start(core: &Arc<Core>, key: Key, number: u64) {
-        let Some(shared) = core.shared.clone() else { return };
+        let Some(shared) = core.shared.clone() else {
+            return;
+        };
         let core = core.clone();
-        let sync_task = SyncTask { core, shared, key, number, cas: None, timer: None, done: false };
+        let sync_task = SyncTask {
+            core,
+            shared,
+            key,
+            number,
+            cas: None,
+            timer: None,
+            done: false,
+        };
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             drop(runtime.spawn(sync_task));
         }
@@ -64,11 +76,13 @@ impl SyncTask {
 
     fn cas_answered(&self, answer: Result<Register, StoreError>, sent: Instant) {
         let now = clock::now();
-        let change = self
-            .core
-            .at(self.key, |waiters, wakers| waiters.cas_answered(self.number, answer, sent, now, wakers));
+        let change = self.core.at(self.key, |waiters, wakers| {
+            waiters.cas_answered(self.number, answer, sent, now, wakers)
+        });
         match change.flatten() {
-            Some(StoreChange::Away(error)) => events::pace_alone(&self.core.label(self.key, None), &error),
+            Some(StoreChange::Away(error)) => {
+                events::pace_alone(&self.core.label(self.key, None), &error)
+            }
             Some(StoreChange::Back) => events::pace_shared(&self.core.label(self.key, None)),
             None => {}
         }
@@ -81,15 +95,17 @@ impl Future for SyncTask {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             if let Some((reply, sent)) = &mut self.cas {
-                let Poll::Ready(answer) = reply.as_mut().poll(cx) else { return Poll::Pending };
+                let Poll::Ready(answer) = reply.as_mut().poll(cx) else {
+                    return Poll::Pending;
+                };
                 let sent = *sent;
                 self.cas = None;
                 self.cas_answered(answer, sent);
             }
             let now = clock::now();
-            let next = self
-                .core
-                .find(self.key, |waiters| waiters.sync.next(self.number, &mut waiters.queue, now, cx));
+            let next = self.core.find(self.key, |waiters| {
+                waiters.sync.next(self.number, &mut waiters.queue, now, cx)
+            });
             match next {
                 Some(NextSync::Send(request)) => match self.send(request) {
                     StoreReply::Ready(answer) => self.cas_answered(answer, now),
@@ -120,7 +136,9 @@ impl Drop for SyncTask {
         let now = clock::now();
         let sent = self.cas.as_ref().map(|(_, sent)| *sent);
         let mut wakers = Wakers::default();
-        self.core.find(self.key, |waiters| waiters.sync_task_lost(self.number, sent, now, &mut wakers));
+        self.core.find(self.key, |waiters| {
+            waiters.sync_task_lost(self.number, sent, now, &mut wakers)
+        });
         wakers.wake();
     }
 }

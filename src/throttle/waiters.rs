@@ -1,11 +1,12 @@
 //! The waiters of one key: a paced queue in real time, with wakers and timers.
 //!
-//! The [`PacedQueue`] decides which request leaves when, and the [`WaitQueue`] keeps the requests whose futures wait. Only
-//! the timer of the first waiter follows the next slot of the paced queue. The timer of every other waiter fires when that
-//! waiter must give up. So a slot wakes one task, not all of them.
+//! The [`PacedQueue`] decides which request leaves when, and the [`WaitQueue`] keeps the requests
+//! whose futures wait. Only the timer of the first waiter follows the next slot of the paced queue.
+//! The timer of every other waiter fires when that waiter must give up. So a slot wakes one task,
+//! not all of them.
 //!
-//! Every change of the paced queue ends in [`Waiters::grant_due`], which grants what is due and sets the timer of the first
-//! waiter.
+//! Every change of the paced queue ends in [`Waiters::grant_due`], which grants what is due and
+//! sets the timer of the first waiter.
 
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -62,10 +63,16 @@ pub(super) enum Arrival {
 
 impl Waiters {
     pub(super) fn new(queue: PacedQueue, now: Instant) -> Self {
-        Waiters { queue, waits: WaitQueue::default(), last_used: now, sync: SyncSupervisor::default() }
+        Waiters {
+            queue,
+            waits: WaitQueue::default(),
+            last_used: now,
+            sync: SyncSupervisor::default(),
+        }
     }
 
-    /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue` others wait.
+    /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue`
+    /// others wait.
     pub(super) fn arrived(
         &mut self,
         latest: Instant,
@@ -102,7 +109,8 @@ impl Waiters {
 
     fn wait(&mut self, number: Number, latest: Instant, now: Instant) {
         let answer_by = answer_by(latest, now);
-        self.waits.enter(number, TurnWait { latest, answer_by }, latest);
+        self.waits
+            .enter(number, TurnWait { latest, answer_by }, latest);
     }
 
     /// Polls the wait of request `number`.
@@ -141,8 +149,8 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Ends a request in flight with its answer. If the upstream refused the request and it can wait until `back_until`,
-    /// puts it back to its old place and returns true.
+    /// Ends a request in flight with its answer. If the upstream refused the request and it can
+    /// wait until `back_until`, puts it back to its old place and returns true.
     pub(super) fn answered(
         &mut self,
         flight: Flight,
@@ -213,27 +221,49 @@ impl Waiters {
 
     /// Returns when to poll the first waiter again if nothing else happens.
     fn look_at(&self) -> Option<Instant> {
-        self.queue.look_at().into_iter().chain(self.sync.late_at(&self.queue)).min()
+        self.queue
+            .look_at()
+            .into_iter()
+            .chain(self.sync.late_at(&self.queue))
+            .min()
     }
 
-    /// Returns until when request `number` waits. A request that cannot wait for its turn still waits for an answer of the
-    /// store, if one is under way.
+    /// Returns until when request `number` waits. A request that cannot wait for its turn still
+    /// waits for an answer of the store, if one is under way.
     fn waits_until(&self, number: Number, now: Instant) -> Instant {
-        let Some(waiter) = self.waits.get(number) else { return now };
+        let Some(waiter) = self.waits.get(number) else {
+            return now;
+        };
         let TurnWait { latest, answer_by } = waiter.request;
-        if self.queue.awaits_register() { latest.max(answer_by) } else { latest }
+        if self.queue.awaits_register() {
+            latest.max(answer_by)
+        } else {
+            latest
+        }
     }
 
-    /// Returns the refusal of a request that waits until `latest`, if its wait is over, or if the key is on hold for longer.
+    /// Returns the refusal of a request that waits until `latest`, if its wait is over, or if the
+    /// key is on hold for longer.
     fn too_late(&self, latest: Instant, now: Instant) -> Option<TooLate> {
-        let is_over = || TooLate { is_held: false, retry_at: self.queue.slot() };
-        self.held_beyond(latest, now).or_else(|| (latest <= now).then(is_over))
+        let is_over = || TooLate {
+            is_held: false,
+            retry_at: self.queue.slot(),
+        };
+        self.held_beyond(latest, now)
+            .or_else(|| (latest <= now).then(is_over))
     }
 
-    /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for longer.
+    /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for
+    /// longer.
     fn held_beyond(&self, latest: Instant, now: Instant) -> Option<TooLate> {
-        let until = self.queue.held_until().filter(|until| *until > now && *until > latest)?;
-        Some(TooLate { is_held: true, retry_at: Some(until) })
+        let until = self
+            .queue
+            .held_until()
+            .filter(|until| *until > now && *until > latest)?;
+        Some(TooLate {
+            is_held: true,
+            retry_at: Some(until),
+        })
     }
 
     /// If the hold ends later than `held_before`, wakes the waiters that cannot wait for its end.
@@ -247,8 +277,8 @@ impl Waiters {
 
 /// What a pace that processes share adds.
 impl Waiters {
-    /// Calls the sync task if a compare-and-set is due. Returns the number of a task to start if none serves the key, or
-    /// if the one that does is late.
+    /// Calls the sync task if a compare-and-set is due. Returns the number of a task to start if
+    /// none serves the key, or if the one that does is late.
     pub(super) fn needs_sync_task(&mut self, now: Instant, wakers: &mut Wakers) -> Option<u64> {
         if self.sync.give_up_late_task(&mut self.queue, now, wakers) {
             self.grant_due(now, wakers);
@@ -275,8 +305,8 @@ impl Waiters {
         change
     }
 
-    /// Notes that sync task `number` was dropped with its runtime, and wakes the waiters, whose tasks start another.
-    /// `sent` is when it sent a compare-and-set that is not answered.
+    /// Notes that sync task `number` was dropped with its runtime, and wakes the waiters, whose
+    /// tasks start another. `sent` is when it sent a compare-and-set that is not answered.
     pub(super) fn sync_task_lost(
         &mut self,
         number: u64,
@@ -284,13 +314,21 @@ impl Waiters {
         now: Instant,
         wakers: &mut Wakers,
     ) {
-        if self.sync.task_lost(number, &mut self.queue, sent, now, wakers) {
+        if self
+            .sync
+            .task_lost(number, &mut self.queue, sent, now, wakers)
+        {
             self.waits.wake_where(|_| true, wakers);
         }
     }
 
     /// Takes the register that another process has written.
-    pub(super) fn register_changed(&mut self, register: Register, now: Instant, wakers: &mut Wakers) {
+    pub(super) fn register_changed(
+        &mut self,
+        register: Register,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
         let held_before = self.queue.held_until();
         self.queue.register_changed(register, now);
         self.peers_changed(held_before, now, wakers);
@@ -309,7 +347,11 @@ impl Evict for Waiters {
 
     fn idle_from(&self) -> Option<Instant> {
         let is_idle = self.waits.is_empty() && self.queue.in_flight() == 0;
-        is_idle.then(|| self.queue.held_until().map_or(self.last_used, |until| until.max(self.last_used)))
+        is_idle.then(|| {
+            self.queue
+                .held_until()
+                .map_or(self.last_used, |until| until.max(self.last_used))
+        })
     }
 
     fn worthless_from(&self) -> Option<Instant> {

@@ -21,7 +21,12 @@ pub(super) struct WrittenWait<'a> {
 
 impl<'a> WrittenWait<'a> {
     pub(super) fn new(core: &'a Arc<Core>, key: Key, mark: Mark) -> Self {
-        WrittenWait { core, key, mark, timer: None }
+        WrittenWait {
+            core,
+            key,
+            mark,
+            timer: None,
+        }
     }
 }
 
@@ -31,8 +36,9 @@ impl Future for WrittenWait<'_> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
         let mark = self.mark;
-        let polled =
-            self.core.at(self.key, |waiters, _| waiters.sync.poll_written(&waiters.queue, mark, now, cx));
+        let polled = self.core.at(self.key, |waiters, _| {
+            waiters.sync.poll_written(&waiters.queue, mark, now, cx)
+        });
         let at = match polled {
             Some(Ok(done)) => return Poll::Ready(done),
             Some(Err(at)) => at,

@@ -1,23 +1,27 @@
-//! A queue of requests that wait, with their wakers, timers and outcomes. Both engines keep their waiters in it.
+//! A queue of requests that wait, with their wakers, timers and outcomes. Both engines keep their
+//! waiters in it.
 //!
-//! A request enters the queue with a number. Requests with smaller numbers come first, so a request that enters again
-//! with its old number is back in its old place. The future of the request holds the number and nothing else of the
-//! queue. The queue needs no lock of its own: it is part of the state of a key, which is behind the key's lock.
+//! A request enters the queue with a number. Requests with smaller numbers come first, so a request
+//! that enters again with its old number is back in its old place. The future of the request holds
+//! the number and nothing else of the queue. The queue needs no lock of its own: it is part of the
+//! state of a key, which is behind the key's lock.
 //!
-//! A wait ends in two steps. First the owner of the queue settles it: the request waits no longer, its task is woken, and
-//! its outcome is kept. Then the task runs, and its future collects the outcome. The future may be dropped at any time,
-//! also between these two steps. It then calls [`leave`](WaitQueue::leave), which returns the outcome, so that the owner
-//! can pass on what was granted.
+//! A wait ends in two steps. First the owner of the queue settles it: the request waits no longer,
+//! its task is woken, and its outcome is kept. Then the task runs, and its future collects the
+//! outcome. The future may be dropped at any time, also between these two steps. It then calls
+//! [`leave`](WaitQueue::leave), which returns the outcome, so that the owner can pass on what was
+//! granted.
 //!
-//! The queue never wakes a task itself. It adds the waker to [`Wakers`], which the owner wakes once it has released the
-//! lock.
+//! The queue never wakes a task itself. It adds the waker to [`Wakers`], which the owner wakes once
+//! it has released the lock.
 //!
 //! # Timers
 //!
-//! Each waiter has a moment at which its task wakes if its wait has not ended by then. The timer is created when the
-//! future is first polled, and follows that moment. A timer only wakes the task. Whether a wait is over depends on the time
-//! that the owner has read. If the timer fires after that and before the end of the poll, the task is woken at once, and
-//! polls again with a later time.
+//! Each waiter has a moment at which its task wakes if its wait has not ended by then. The timer is
+//! created when the future is first polled, and follows that moment. A timer only wakes the task.
+//! Whether a wait is over depends on the time that the owner has read. If the timer fires after
+//! that and before the end of the poll, the task is woken at once, and polls again with a later
+//! time.
 
 #[cfg(test)]
 mod properties;
@@ -32,13 +36,18 @@ use crate::wakers::Wakers;
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
 
-/// How long a request waits for the answer of a store, even if it can wait less for its turn. A call of the store without an
-/// answer counts as lost after this time.
+/// How long a request waits for the answer of a store, even if it can wait less for its turn. A
+/// call of the store without an answer counts as lost after this time.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
-/// Returns until when a request waits for the answer of a store if it can wait for its turn until `latest`.
+/// Returns until when a request waits for the answer of a store if it can wait for its turn until
+/// `latest`.
 pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
-    if latest <= now { clock::after(now, ANSWER) } else { latest }
+    if latest <= now {
+        clock::after(now, ANSWER)
+    } else {
+        latest
+    }
 }
 
 /// Requests that wait, each with a `T`, and the outcomes of waits that have ended.
@@ -72,7 +81,10 @@ pub(crate) enum Left<T, O> {
 
 impl<T, O> Default for WaitQueue<T, O> {
     fn default() -> Self {
-        WaitQueue { waiting: BTreeMap::new(), settled: BTreeMap::new() }
+        WaitQueue {
+            waiting: BTreeMap::new(),
+            settled: BTreeMap::new(),
+        }
     }
 }
 
@@ -89,7 +101,15 @@ impl<T, O> WaitQueue<T, O> {
 
     /// Adds a request that waits. Its task wakes at `wakes_at`, unless that moment is changed.
     pub(crate) fn enter(&mut self, number: Number, request: T, wakes_at: Instant) {
-        self.waiting.insert(number, Waiter { request, wakes_at, timer: None, waker: None });
+        self.waiting.insert(
+            number,
+            Waiter {
+                request,
+                wakes_at,
+                timer: None,
+                waker: None,
+            },
+        );
     }
 
     /// Adds a request that does not wait, but has an outcome to collect.
@@ -123,8 +143,15 @@ impl<T, O> WaitQueue<T, O> {
     /// # Errors
     ///
     /// The outcome, if the request does not wait.
-    pub(crate) fn settle(&mut self, number: Number, outcome: O, wakers: &mut Wakers) -> Result<(), O> {
-        let Some(waiter) = self.waiting.remove(&number) else { return Err(outcome) };
+    pub(crate) fn settle(
+        &mut self,
+        number: Number,
+        outcome: O,
+        wakers: &mut Wakers,
+    ) -> Result<(), O> {
+        let Some(waiter) = self.waiting.remove(&number) else {
+            return Err(outcome);
+        };
         self.settled.insert(number, outcome);
         wakers.add(waiter.waker);
         Ok(())
@@ -146,7 +173,9 @@ impl<T, O> WaitQueue<T, O> {
     ) -> usize {
         let before = self.waiting.len();
         self.waiting.retain(|&number, waiter| {
-            let Some(outcome) = outcome(number, &waiter.request) else { return true };
+            let Some(outcome) = outcome(number, &waiter.request) else {
+                return true;
+            };
             self.settled.insert(number, outcome);
             wakers.add(waiter.waker.take());
             false
@@ -183,7 +212,9 @@ impl<T, O> WaitQueue<T, O> {
 
     /// Returns the requests that wait, in order.
     pub(crate) fn iter(&self) -> impl DoubleEndedIterator<Item = (Number, &Waiter<T>)> {
-        self.waiting.iter().map(|(number, waiter)| (*number, waiter))
+        self.waiting
+            .iter()
+            .map(|(number, waiter)| (*number, waiter))
     }
 
     /// Returns the requests that wait, in order.
@@ -192,8 +223,13 @@ impl<T, O> WaitQueue<T, O> {
     }
 
     /// Returns the requests that wait, in order, from request `first` on.
-    pub(crate) fn iter_mut_from(&mut self, first: Number) -> impl Iterator<Item = (Number, &mut Waiter<T>)> {
-        self.waiting.range_mut(first..).map(|(number, waiter)| (*number, waiter))
+    pub(crate) fn iter_mut_from(
+        &mut self,
+        first: Number,
+    ) -> impl Iterator<Item = (Number, &mut Waiter<T>)> {
+        self.waiting
+            .range_mut(first..)
+            .map(|(number, waiter)| (*number, waiter))
     }
 }
 
@@ -214,14 +250,19 @@ impl<T> Waiter<T> {
         }
     }
 
-    /// Registers the task that polls the wait. It wakes when the wait ends, or at [`wakes_at`](Self::wakes_at).
-    /// If that moment has come, the task is woken at once.
+    /// Registers the task that polls the wait. It wakes when the wait ends, or at
+    /// [`wakes_at`](Self::wakes_at). If that moment has come, the task is woken at once.
     pub(crate) fn register(&mut self, cx: &mut Context<'_>) {
         match &mut self.waker {
             Some(waker) => waker.clone_from(cx.waker()),
             None => self.waker = Some(cx.waker().clone()),
         }
-        if self.timer.get_or_insert_with(|| Timer::at(self.wakes_at)).poll(cx).is_ready() {
+        if self
+            .timer
+            .get_or_insert_with(|| Timer::at(self.wakes_at))
+            .poll(cx)
+            .is_ready()
+        {
             // The timer fired after the owner had read the time.
             cx.waker().wake_by_ref();
         }

@@ -1,4 +1,5 @@
-//! The queue against a model: a list of requests, for random sequences of calls under a paused clock.
+//! The queue against a model: a list of requests, for random sequences of calls under a paused
+//! clock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -134,7 +135,8 @@ impl World {
         match step {
             Step::Enter(value, steps) => {
                 self.queue.enter(len as Number, value, Self::moment(steps));
-                self.requests.push(Modelled::new(value, Self::moment(steps)));
+                self.requests
+                    .push(Modelled::new(value, Self::moment(steps)));
             }
             Step::EnterSettled(value) => {
                 let outcome = self.next_outcome();
@@ -147,7 +149,10 @@ impl World {
             Step::SettleFirst => {
                 let outcome = self.next_outcome();
                 let settled = self.queue.settle_first(outcome, &mut wakers);
-                let first = self.requests.iter_mut().find(|request| request.place == Place::Waiting);
+                let first = self
+                    .requests
+                    .iter_mut()
+                    .find(|request| request.place == Place::Waiting);
                 assert_eq!(settled, first.as_ref().map(|request| request.value));
                 if let Some(request) = first {
                     request.wake();
@@ -156,8 +161,13 @@ impl World {
             }
             Step::SettleWhere(value) => {
                 let outcome = self.next_outcome();
-                let settled = self.queue.settle_where(|_, &of| (of == value).then_some(outcome), &mut wakers);
-                let waiting = self.requests.iter_mut().filter(|request| request.place == Place::Waiting);
+                let settled = self
+                    .queue
+                    .settle_where(|_, &of| (of == value).then_some(outcome), &mut wakers);
+                let waiting = self
+                    .requests
+                    .iter_mut()
+                    .filter(|request| request.place == Place::Waiting);
                 let mut count = 0;
                 for request in waiting.filter(|request| request.value == value) {
                     request.wake();
@@ -168,8 +178,13 @@ impl World {
             }
             Step::WakeWhere(value) => {
                 self.queue.wake_where(|&of| of == value, &mut wakers);
-                let waiting = self.requests.iter_mut().filter(|request| request.place == Place::Waiting);
-                waiting.filter(|request| request.value == value).for_each(Modelled::wake);
+                let waiting = self
+                    .requests
+                    .iter_mut()
+                    .filter(|request| request.place == Place::Waiting);
+                waiting
+                    .filter(|request| request.value == value)
+                    .for_each(Modelled::wake);
             }
             Step::Return(which, _)
             | Step::Poll(which)
@@ -193,7 +208,9 @@ impl World {
     fn step_of(&mut self, index: usize, step: &Step, wakers: &mut Wakers) {
         let number = index as Number;
         let outcome = self.next_outcome();
-        let World { queue, requests, .. } = self;
+        let World {
+            queue, requests, ..
+        } = self;
         let request = &mut requests[index];
         let is_waiting = request.place == Place::Waiting;
         match *step {
@@ -258,12 +275,22 @@ impl World {
     fn check(&self) {
         let numbered = || (0..).zip(&self.requests);
         let waiting = || numbered().filter(|(_, request)| request.place == Place::Waiting);
-        assert!(self.queue.numbers().eq(waiting().map(|(number, _)| number)), "first come, first served");
+        assert!(
+            self.queue.numbers().eq(waiting().map(|(number, _)| number)),
+            "first come, first served"
+        );
         assert_eq!(self.queue.waiting(), waiting().count());
-        let is_empty = self.requests.iter().all(|request| request.place == Place::Gone);
+        let is_empty = self
+            .requests
+            .iter()
+            .all(|request| request.place == Place::Gone);
         assert_eq!(self.queue.is_empty(), is_empty);
         for (number, request) in numbered() {
-            assert_eq!(request.task.0.load(Ordering::Relaxed), request.is_woken, "the task of {number}");
+            assert_eq!(
+                request.task.0.load(Ordering::Relaxed),
+                request.is_woken,
+                "the task of {number}"
+            );
         }
     }
 }

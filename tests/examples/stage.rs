@@ -27,7 +27,12 @@ pub(crate) struct Stage {
 impl Stage {
     pub(crate) fn set(example: &'static str, upstream: Upstream) -> Stage {
         let redis = RedisServer::start().unwrap();
-        Stage { redis, upstream, children: Children::of(program(example)), example }
+        Stage {
+            redis,
+            upstream,
+            children: Children::of(program(example)),
+            example,
+        }
     }
 
     /// Starts a process of the example, called `who`.
@@ -48,7 +53,9 @@ impl Stage {
             self.children.end().await.unwrap();
             lines
         };
-        timeout(PATIENCE, all).await.unwrap_or_else(|_| panic!("{} goes on and on", self.example))
+        timeout(PATIENCE, all)
+            .await
+            .unwrap_or_else(|_| panic!("{} goes on and on", self.example))
     }
 
     /// Waits until a process prints what starts with `text`, and returns the line.
@@ -66,7 +73,10 @@ impl Stage {
         match timeout(PATIENCE, wait).await {
             Ok(line) => line,
             Err(_) => {
-                panic!("no {text:?} within {PATIENCE:?}, but {:#?}", &last[last.len().saturating_sub(20)..])
+                panic!(
+                    "no {text:?} within {PATIENCE:?}, but {:#?}",
+                    &last[last.len().saturating_sub(20)..]
+                )
             }
         }
     }
@@ -75,18 +85,37 @@ impl Stage {
 /// Returns where cargo put an example: beside the directory of this test.
 fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let path = test.ancestors().nth(2).unwrap().join("examples").join(example);
-    assert!(path.exists(), "{} is missing: run `cargo build --examples`", path.display());
+    let path = test
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join("examples")
+        .join(example);
+    assert!(
+        path.exists(),
+        "{} is missing: run `cargo build --examples`",
+        path.display()
+    );
     path
 }
 
-/// Runs an example to its end, as a user does. Returns its exit code, and what it printed on both streams.
+/// Runs an example to its end, as a user does. Returns its exit code, and what it printed on both
+/// streams.
 pub(crate) async fn run(example: &str, words: &[&str]) -> (Option<i32>, String, String) {
-    let output = Command::new(program(example)).args(words).kill_on_drop(true).output();
-    let output =
-        timeout(PATIENCE, output).await.unwrap_or_else(|_| panic!("{example} goes on and on")).unwrap();
+    let output = Command::new(program(example))
+        .args(words)
+        .kill_on_drop(true)
+        .output();
+    let output = timeout(PATIENCE, output)
+        .await
+        .unwrap_or_else(|_| panic!("{example} goes on and on"))
+        .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
-    (output.status.code(), text(output.stdout), text(output.stderr))
+    (
+        output.status.code(),
+        text(output.stdout),
+        text(output.stderr),
+    )
 }
 
 /// Counts the lines that contain `what`.
@@ -104,8 +133,10 @@ pub(crate) fn ends<'a>(text: &'a str, from: &str, to: &str) -> Option<&'a str> {
 pub(crate) fn everything_in(redis: &RedisServer) -> Vec<u8> {
     let () = redis.command(&["CONFIG", "SET", "rdbcompression", "no"]);
     let () = redis.command(&["SAVE"]);
-    let [_, directory]: [String; 2] =
-        redis.command::<Vec<String>>(&["CONFIG", "GET", "dir"]).try_into().unwrap();
+    let [_, directory]: [String; 2] = redis
+        .command::<Vec<String>>(&["CONFIG", "GET", "dir"])
+        .try_into()
+        .unwrap();
     std::fs::read(PathBuf::from(directory).join("dump.rdb")).unwrap()
 }
 

@@ -22,7 +22,9 @@ pub(crate) async fn settle() {
 
 /// Awaits `future` for an hour of virtual time: a hang is a failure and not a test that never ends.
 pub(crate) async fn soon<F: Future>(future: F) -> F::Output {
-    tokio::time::timeout(Duration::from_secs(3600), future).await.expect("it hangs")
+    tokio::time::timeout(Duration::from_secs(3600), future)
+        .await
+        .expect("it hangs")
 }
 
 /// Returns the last moment that the platform can represent, or near it.
@@ -40,5 +42,7 @@ pub(crate) fn far_future() -> Instant {
 /// Returns a moment in the past, if the platform has one.
 pub(crate) fn long_ago() -> Instant {
     let started = now();
-    started.checked_sub(Duration::from_secs(1)).unwrap_or(started)
+    started
+        .checked_sub(Duration::from_secs(1))
+        .unwrap_or(started)
 }

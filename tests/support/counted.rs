@@ -18,7 +18,13 @@ pub(crate) struct Counted<F> {
 impl<F: Future> Counted<F> {
     pub(crate) fn new(inner: F) -> (Self, Arc<AtomicUsize>) {
         let polls = Arc::new(AtomicUsize::new(0));
-        (Counted { inner: Box::pin(inner), polls: polls.clone() }, polls)
+        (
+            Counted {
+                inner: Box::pin(inner),
+                polls: polls.clone(),
+            },
+            polls,
+        )
     }
 }
 
@@ -36,7 +42,12 @@ pub(crate) fn largest_count(moments: &[Instant], window: Duration) -> usize {
     let mut moments = moments.to_vec();
     moments.sort();
     (0..moments.len())
-        .map(|first| moments[first..].iter().take_while(|at| **at - moments[first] < window).count())
+        .map(|first| {
+            moments[first..]
+                .iter()
+                .take_while(|at| **at - moments[first] < window)
+                .count()
+        })
         .max()
         .unwrap_or(0)
 }

@@ -1,4 +1,5 @@
-//! Shared by the tests of calls in flight over Redis: processes, and an upstream that counts its calls in flight.
+//! Shared by the tests of calls in flight over Redis: processes, and an upstream that counts its
+//! calls in flight.
 #![allow(dead_code, reason = "each file of tests uses its part")]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -63,13 +64,20 @@ pub(crate) async fn free(limiter: &Limiter) -> u64 {
 pub(crate) async fn until_free(limiter: &Limiter, wanted: u64) {
     let give_up = Instant::now() + Duration::from_secs(20);
     while limiter.peek(Key::ALL).await.map(|peek| peek.free).ok() != Some(wanted) {
-        assert!(Instant::now() < give_up, "not {wanted} free: {:?}", limiter.peek(Key::ALL).await);
+        assert!(
+            Instant::now() < give_up,
+            "not {wanted} free: {:?}",
+            limiter.peek(Key::ALL).await
+        );
         sleep(millis(5)).await;
     }
 }
 
 pub(crate) fn scripts_run(server: &RedisServer) -> u64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
-    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok()).unwrap_or(0)
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"));
+    line.and_then(|line| line.split("calls=").nth(1)?.split(',').next()?.parse().ok())
+        .unwrap_or(0)
 }

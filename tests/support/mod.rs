@@ -1,4 +1,5 @@
-//! Shared by the tests of the layers: a clock, an upstream without sockets, stores that fail or are distant.
+//! Shared by the tests of the layers: a clock, an upstream without sockets, stores that fail or are
+//! distant.
 #![allow(dead_code, reason = "each file of tests uses its part")]
 #![allow(unused_imports, reason = "each file of tests uses its part")]
 
@@ -15,8 +16,8 @@ pub(crate) use clock::{far_future, long_ago, now, pass, settle, soon};
 pub(crate) use service::{Upstream, get, limited, ok, other_error};
 pub(crate) use store::{Distant, Failing};
 
-/// The time between two calls under `Quota::per_second(1)`, in milliseconds: a second, the validity of a permit, and
-/// the default `transit_slack`.
+/// The time between two calls under `Quota::per_second(1)`, in milliseconds: a second, the validity
+/// of a permit, and the default `transit_slack`.
 pub(crate) const SECOND: u64 = 1030;
 
 pub(crate) fn ms(millis: u64) -> Duration {
@@ -25,7 +26,11 @@ pub(crate) fn ms(millis: u64) -> Duration {
 
 /// Returns the state of `key` under `limit`.
 pub(crate) async fn peek(limit: &RateLimitLayer, key: Key) -> KeyStatus {
-    limit.limiter().peek(key).await.expect("the memory store is there")
+    limit
+        .limiter()
+        .peek(key)
+        .await
+        .expect("the memory store is there")
 }
 
 /// Returns how many units of the first limit are used under [`Key::ALL`].

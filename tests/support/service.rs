@@ -37,7 +37,11 @@ impl Upstream {
 
     /// An upstream that responds 200 after `takes`.
     pub(crate) fn taking(takes: Duration) -> Self {
-        Upstream { opened: clock::now(), takes, state: Arc::default() }
+        Upstream {
+            opened: clock::now(),
+            takes,
+            state: Arc::default(),
+        }
     }
 
     /// An upstream that responds with `script` first, then 200.
@@ -53,7 +57,11 @@ impl Upstream {
 
     /// Returns what arrived: paths, and when, in milliseconds.
     pub(crate) fn log(&self) -> Vec<(String, u64)> {
-        self.lock().log.iter().map(|(at, path)| (path.clone(), millis(*at))).collect()
+        self.lock()
+            .log
+            .iter()
+            .map(|(at, path)| (path.clone(), millis(*at)))
+            .collect()
     }
 
     /// Returns when requests arrived, in milliseconds.
@@ -63,7 +71,11 @@ impl Upstream {
 
     /// Returns the paths that arrived, in order.
     pub(crate) fn paths(&self) -> Vec<String> {
-        self.lock().log.iter().map(|(_, path)| path.clone()).collect()
+        self.lock()
+            .log
+            .iter()
+            .map(|(_, path)| path.clone())
+            .collect()
     }
 
     /// Returns how many requests arrived.
@@ -75,7 +87,10 @@ impl Upstream {
     pub(crate) fn was_never_over(&self, limit: usize, window: Duration) {
         let log = &self.lock().log;
         for (first, after) in log.iter().zip(log.iter().skip(limit)) {
-            assert!(after.0 - first.0 >= window, "more than {limit} in {window:?}: {log:?}");
+            assert!(
+                after.0 - first.0 >= window,
+                "more than {limit} in {window:?}: {log:?}"
+            );
         }
     }
 }
@@ -96,7 +111,9 @@ impl Service<Request<String>> for Upstream {
     fn call(&mut self, request: Request<String>) -> Self::Future {
         let answer = {
             let mut state = self.lock();
-            state.log.push((clock::now() - self.opened, request.uri().path().to_owned()));
+            state
+                .log
+                .push((clock::now() - self.opened, request.uri().path().to_owned()));
             state.script.pop_front().unwrap_or_else(ok)
         };
         let takes = self.takes;
@@ -111,7 +128,9 @@ impl Service<Request<String>> for Upstream {
 
 /// A request for `uri`.
 pub(crate) fn get(uri: &str) -> Request<String> {
-    Request::get(uri).body(String::new()).expect("the tests know how to write a URI")
+    Request::get(uri)
+        .body(String::new())
+        .expect("the tests know how to write a URI")
 }
 
 /// 200.
@@ -124,7 +143,9 @@ pub(crate) fn limited(retry_after: &str) -> Answer {
     let mut response = Response::new("too much".to_owned());
     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
     if let Ok(value) = http::HeaderValue::from_bytes(retry_after.as_bytes()) {
-        response.headers_mut().insert(http::header::RETRY_AFTER, value);
+        response
+            .headers_mut()
+            .insert(http::header::RETRY_AFTER, value);
     }
     Ok(response)
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tollgate::Key;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreError, StoreReply, UnusedPermits,
+    Usage,
 };
 
 use super::clock;
@@ -20,7 +21,10 @@ impl Failing {
     /// A store that cannot be reached.
     pub(crate) fn away(later: bool) -> Self {
         let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
-        Failing { error: StoreError::Away(Arc::new(refused)), later }
+        Failing {
+            error: StoreError::Away(Arc::new(refused)),
+            later,
+        }
     }
 
     fn answer<T: Send + 'static>(&self) -> StoreReply<T> {
@@ -53,7 +57,10 @@ pub(crate) struct Distant {
 
 impl Distant {
     pub(crate) fn new(trip: Duration) -> Self {
-        Distant { store: MemoryStore::default(), trip }
+        Distant {
+            store: MemoryStore::default(),
+            trip,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
-//! A counter for each second, as in the documentation of Redis under `INCR` ("rate limiter 1"): `INCR` and `EXPIRE` in
-//! a transaction, with the second in the name of the key. A refused caller waits for the next second.
+//! A counter for each second, as in the documentation of Redis under `INCR` ("rate limiter 1"):
+//! `INCR` and `EXPIRE` in a transaction, with the second in the name of the key. A refused caller
+//! waits for the next second.
 
 use std::time::{Duration, SystemTime};
 
@@ -17,7 +18,10 @@ pub(crate) struct Counter {
 
 impl Counter {
     pub(crate) async fn new(url: &str, limit: Limit) -> Result<Self, Failure> {
-        Ok(Counter { redis: connect(url).await?, limit })
+        Ok(Counter {
+            redis: connect(url).await?,
+            limit,
+        })
     }
 }
 
@@ -26,7 +30,9 @@ impl Gate for Counter {
         let window = self.limit.window.as_nanos();
         let mut redis = self.redis.clone();
         loop {
-            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_nanos();
+            let now = SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)?
+                .as_nanos();
             let key = format!("rate:{}", now / window);
             let mut transaction = redis::pipe();
             transaction.atomic().incr(&key, 1).expire(&key, 10).ignore();

@@ -1,6 +1,6 @@
-//! GCRA in a script, with a burst as large as the limit: what `redis_rate` (Go), `redis-cell` and many others run. The
-//! script has the commands of the script of `redis_rate`. A refused caller waits for the `retry_after` that the script
-//! returned, and tries again.
+//! GCRA in a script, with a burst as large as the limit: what `redis_rate` (Go), `redis-cell` and
+//! many others run. The script has the commands of the script of `redis_rate`. A refused caller
+//! waits for the `retry_after` that the script returned, and tries again.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use super::{Failure, Gate, Limit, connect};
 
 /// KEYS: the key. ARGV: burst, rate, period in seconds, cost.
 ///
-/// Returns whether the call is allowed, what remains, and in seconds: when to try again, and when the whole burst is
-/// free again.
+/// Returns whether the call is allowed, what remains, and in seconds: when to try again, and when
+/// the whole burst is free again.
 const SCRIPT: &str = r#"
 local burst, rate, period, cost = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local interval = period / rate
@@ -47,7 +47,11 @@ pub(crate) struct Gcra {
 
 impl Gcra {
     pub(crate) async fn new(url: &str, limit: Limit) -> Result<Self, Failure> {
-        Ok(Gcra { redis: connect(url).await?, script: Script::new(SCRIPT), limit })
+        Ok(Gcra {
+            redis: connect(url).await?,
+            script: Script::new(SCRIPT),
+            limit,
+        })
     }
 }
 
@@ -58,7 +62,8 @@ impl Gate for Gcra {
         loop {
             let mut call = self.script.key("rate:gcra");
             call.arg(count).arg(count).arg(window.as_secs_f64()).arg(1);
-            let (allowed, _, retry_after, _): (u32, u32, f64, f64) = call.invoke_async(&mut redis).await?;
+            let (allowed, _, retry_after, _): (u32, u32, f64, f64) =
+                call.invoke_async(&mut redis).await?;
             if allowed > 0 {
                 return Ok(());
             }

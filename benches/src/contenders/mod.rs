@@ -1,11 +1,12 @@
 //! The limiters that are compared over Redis: one file each.
 //!
-//! tollgate is the crate itself. The others are ports of what libraries and blogs do. They run the same commands in the
-//! same steps, with one script or transaction for each try, asynchronously, over one multiplexed connection a process.
-//! Each waits as the original does. All run in the same harness, and no port is slowed down.
+//! tollgate is the crate itself. The others are ports of what libraries and blogs do. They run the
+//! same commands in the same steps, with one script or transaction for each try, asynchronously,
+//! over one multiplexed connection a process. Each waits as the original does. All run in the same
+//! harness, and no port is slowed down.
 //!
-//! limitador is not compared: it adds 87 crates to the workspace, among them a second `redis` and a CEL interpreter.
-//! Its algorithm, a counter with an expiry, is here as [`counter`].
+//! limitador is not compared: it adds 87 crates to the workspace, among them a second `redis` and a
+//! CEL interpreter. Its algorithm, a counter with an expiry, is here as [`counter`].
 
 pub(crate) mod counter;
 pub(crate) mod gcra;
@@ -89,10 +90,14 @@ impl Contender {
 
     /// Returns the contender of that word.
     pub(crate) fn of(word: &str) -> Option<Contender> {
-        Contender::ALL.into_iter().chain([Contender::Nothing]).find(|contender| contender.word() == word)
+        Contender::ALL
+            .into_iter()
+            .chain([Contender::Nothing])
+            .find(|contender| contender.word() == word)
     }
 
-    /// Returns the commands that count as calls to the server. Commands within a script or a transaction do not count.
+    /// Returns the commands that count as calls to the server. Commands within a script or a
+    /// transaction do not count.
     pub(crate) fn calls(self) -> &'static [&'static str] {
         match self {
             Contender::Tollgate | Contender::Windows | Contender::Gcra => &["eval", "evalsha"],
@@ -110,9 +115,14 @@ pub(crate) struct Limit {
     pub(crate) window: Duration,
 }
 
-/// Opens the connection of a process, with the settings of tollgate's: it sends at once, and has no response timeout.
+/// Opens the connection of a process, with the settings of tollgate's: it sends at once, and has no
+/// response timeout.
 async fn connect(url: &str) -> Result<MultiplexedConnection, Failure> {
-    let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
+    let info = url
+        .into_connection_info()?
+        .set_tcp_settings(TcpSettings::default().set_nodelay(true));
     let config = AsyncConnectionConfig::new().set_response_timeout(None);
-    Ok(redis::Client::open(info)?.get_multiplexed_async_connection_with_config(&config).await?)
+    Ok(redis::Client::open(info)?
+        .get_multiplexed_async_connection_with_config(&config)
+        .await?)
 }

@@ -20,9 +20,15 @@ impl Tollgate {
         let store = RedisStore::new(url)?;
         store.connect().await?;
         let quota = Quota::new(limit.count, limit.window);
-        let limiter = RateLimitLayer::builder(quota).store(Arc::new(store)).build()?.limiter();
+        let limiter = RateLimitLayer::builder(quota)
+            .store(Arc::new(store))
+            .build()?
+            .limiter();
         limiter.peek(Key::ALL).await?;
-        Ok(Tollgate { limiter, key: Key::ALL })
+        Ok(Tollgate {
+            limiter,
+            key: Key::ALL,
+        })
     }
 }
 
@@ -33,6 +39,9 @@ impl Gate for Tollgate {
     }
 
     fn keyed(&self, number: u64) -> Self {
-        Tollgate { limiter: self.limiter.clone(), key: Key::new(number.to_le_bytes()) }
+        Tollgate {
+            limiter: self.limiter.clone(),
+            key: Key::new(number.to_le_bytes()),
+        }
     }
 }

@@ -1,6 +1,7 @@
-//! Two sliding windows as two ZSETs in one script, as widely blogged: a second, and a minute of sixty times as many.
-//! This is the careful variant: it checks both windows before it writes to either, and does not log a refusal. A
-//! refused caller gets the time at which the oldest entry leaves, and waits for it.
+//! Two sliding windows as two ZSETs in one script, as widely blogged: a second, and a minute of
+//! sixty times as many. This is the careful variant: it checks both windows before it writes to
+//! either, and does not log a refusal. A refused caller gets the time at which the oldest entry
+//! leaves, and waits for it.
 
 use std::time::Duration;
 
@@ -10,7 +11,8 @@ use tokio::time::sleep;
 
 use super::{Failure, Gate, Limit, connect};
 
-/// KEYS: a ZSET for each window. ARGV: the member, then for each window its limit and its length in microseconds.
+/// KEYS: a ZSET for each window. ARGV: the member, then for each window its limit and its length in
+/// microseconds.
 ///
 /// Returns the wait in microseconds; 0 if the call is granted.
 const SCRIPT: &str = r#"
@@ -43,7 +45,11 @@ pub(crate) struct Windows {
 
 impl Windows {
     pub(crate) async fn new(url: &str, limit: Limit) -> Result<Self, Failure> {
-        Ok(Windows { redis: connect(url).await?, script: Script::new(SCRIPT), limit })
+        Ok(Windows {
+            redis: connect(url).await?,
+            script: Script::new(SCRIPT),
+            limit,
+        })
     }
 }
 
@@ -53,9 +59,11 @@ impl Gate for Windows {
         let mut redis = self.redis.clone();
         loop {
             let mut call = self.script.key("rate:short");
-            call.key("rate:long").arg(format!("{:016x}", fastrand::u64(..)));
+            call.key("rate:long")
+                .arg(format!("{:016x}", fastrand::u64(..)));
             call.arg(count).arg(window.as_micros() as u64);
-            call.arg(60 * u64::from(count)).arg(60 * window.as_micros() as u64);
+            call.arg(60 * u64::from(count))
+                .arg(60 * window.as_micros() as u64);
             let wait: u64 = call.invoke_async(&mut redis).await?;
             if wait == 0 {
                 return Ok(());

@@ -1,5 +1,5 @@
-//! The chart: what a grant costs the server, by contender, as bars on logarithmic scales. One SVG, legible in light and
-//! in dark.
+//! The chart: what a grant costs the server, by contender, as bars on logarithmic scales. One SVG,
+//! legible in light and in dark.
 
 use std::fmt::Write;
 
@@ -15,8 +15,16 @@ struct Panel {
 }
 
 const PANELS: [Panel; 2] = [
-    Panel { title: "store calls per grant", figure: |figures| figures.calls, from: -3 },
-    Panel { title: "CPU of Redis per grant, in microseconds", figure: |figures| figures.redis, from: 0 },
+    Panel {
+        title: "store calls per grant",
+        figure: |figures| figures.calls,
+        from: -3,
+    },
+    Panel {
+        title: "CPU of Redis per grant, in microseconds",
+        figure: |figures| figures.redis,
+        from: 0,
+    },
 ];
 
 const WIDTH: f64 = 840.0;
@@ -51,7 +59,13 @@ pub(crate) fn svg(tasks: &[Task], measured: &[Figures]) -> String {
 }
 
 impl Panel {
-    fn draw(&self, svg: &mut String, top: f64, tasks: &[Task], measured: &[Figures]) -> std::fmt::Result {
+    fn draw(
+        &self,
+        svg: &mut String,
+        top: f64,
+        tasks: &[Task],
+        measured: &[Figures],
+    ) -> std::fmt::Result {
         let (first, last) = (top + 28.0, top + 28.0 + STEP * tasks.len() as f64);
         let largest = measured.iter().map(self.figure).fold(1.0, f64::max);
         let to = largest.log10().ceil() as i32;
@@ -59,7 +73,12 @@ impl Panel {
             let share = (value.log10() - f64::from(self.from)) / f64::from(to - self.from);
             LEFT + (RIGHT - LEFT) * share.clamp(0.0, 1.0)
         };
-        writeln!(svg, r#"<text class="head" x="24" y="{}">{}</text>"#, top + 16.0, self.title)?;
+        writeln!(
+            svg,
+            r#"<text class="head" x="24" y="{}">{}</text>"#,
+            top + 16.0,
+            self.title
+        )?;
         for power in self.from..=to {
             let x = x(10f64.powi(power));
             let label = if power < 0 {
@@ -67,22 +86,44 @@ impl Panel {
             } else {
                 10u64.pow(power.unsigned_abs()).to_string()
             };
-            writeln!(svg, r#"<line class="grid" x1="{x:.1}" y1="{first}" x2="{x:.1}" y2="{last}"/>"#)?;
-            writeln!(svg, r#"<text class="faint mid" x="{x:.1}" y="{}">{label}</text>"#, last + 16.0)?;
+            writeln!(
+                svg,
+                r#"<line class="grid" x1="{x:.1}" y1="{first}" x2="{x:.1}" y2="{last}"/>"#
+            )?;
+            writeln!(
+                svg,
+                r#"<text class="faint mid" x="{x:.1}" y="{}">{label}</text>"#,
+                last + 16.0
+            )?;
         }
         for (number, (task, figures)) in tasks.iter().zip(measured).enumerate() {
-            let (y, value) = (first + STEP * number as f64 + (STEP - BAR) / 2.0, (self.figure)(figures));
-            let (name, end) = (task.contender.name().replace('`', ""), x(value).max(LEFT + 2.0));
+            let (y, value) = (
+                first + STEP * number as f64 + (STEP - BAR) / 2.0,
+                (self.figure)(figures),
+            );
+            let (name, end) = (
+                task.contender.name().replace('`', ""),
+                x(value).max(LEFT + 2.0),
+            );
             // tollgate comes first.
             let class = if number == 0 { "ours" } else { "theirs" };
             let text = y + BAR - 4.5;
-            writeln!(svg, r#"<text class="name" x="{}" y="{text}">{name}</text>"#, LEFT - 10.0)?;
+            writeln!(
+                svg,
+                r#"<text class="name" x="{}" y="{text}">{name}</text>"#,
+                LEFT - 10.0
+            )?;
             writeln!(
                 svg,
                 r#"<rect class="{class}" x="{LEFT}" y="{y}" width="{:.1}" height="{BAR}" rx="2"/>"#,
                 end - LEFT
             )?;
-            writeln!(svg, r#"<text class="value" x="{:.1}" y="{text}">{}</text>"#, end + 6.0, digits(value))?;
+            writeln!(
+                svg,
+                r#"<text class="value" x="{:.1}" y="{text}">{}</text>"#,
+                end + 6.0,
+                digits(value)
+            )?;
         }
         Ok(())
     }

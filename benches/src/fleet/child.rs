@@ -1,6 +1,7 @@
 //! A process that calls: a real one, started by the benchmark from its own program.
 //!
-//! It prints `ready`, and begins when it reads the measured span. After the span it prints what it saw.
+//! It prints `ready`, and begins when it reads the measured span. After the span it prints what it
+//! saw.
 
 use std::io::{BufWriter, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,8 +33,12 @@ pub(crate) fn run(task: &Task) -> Result<(), Failure> {
     let calls = work(task.clone(), seen.clone(), Start { ready, go: gone });
     // The callers have their own thread, so that the measuring thread is never late.
     thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let ended = runtime.map_err(Failure::from).and_then(|runtime| runtime.block_on(calls));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        let ended = runtime
+            .map_err(Failure::from)
+            .and_then(|runtime| runtime.block_on(calls));
         if let Err(error) = ended {
             eprintln!("a child of the bench: {error}");
         }
@@ -49,16 +54,27 @@ pub(crate) fn run(task: &Task) -> Result<(), Failure> {
     go.send(()).map_err(|()| "nobody is left to call")?;
     thread::sleep(Duration::from_nanos(from.saturating_sub(clock::now())));
     let (cpu, grants) = (cpu_time(), seen.grants());
-    let samples = if task.record == Record::Count { sample(&seen, until) } else { Vec::new() };
+    let samples = if task.record == Record::Count {
+        sample(&seen, until)
+    } else {
+        Vec::new()
+    };
     thread::sleep(Duration::from_nanos(until.saturating_sub(clock::now())));
     let (cpu, grants) = (cpu_time().saturating_sub(cpu), seen.grants() - grants);
     let memory = resident().saturating_sub(before);
 
     if let Some(error) = seen.error.get() {
-        eprintln!("{}, process {}: {error}", task.contender.word(), task.number);
+        eprintln!(
+            "{}, process {}: {error}",
+            task.contender.word(),
+            task.number
+        );
     }
     let mut out = BufWriter::new(std::io::stdout().lock());
-    let (errors, keys) = (seen.errors.load(Ordering::Relaxed), seen.keys.load(Ordering::Relaxed));
+    let (errors, keys) = (
+        seen.errors.load(Ordering::Relaxed),
+        seen.keys.load(Ordering::Relaxed),
+    );
     writeln!(out, "{grants} {} {memory} {keys} {errors}", cpu.as_nanos())?;
     let each = std::mem::take(&mut *seen.each.lock().unwrap_or_else(PoisonError::into_inner));
     for (at, waited) in each {
@@ -88,7 +104,11 @@ struct Seen {
 impl Seen {
     fn new(record: Record) -> Self {
         // Touched before memory is measured.
-        let mut each = if record == Record::Each { vec![(1, 1); 1 << 17] } else { Vec::new() };
+        let mut each = if record == Record::Each {
+            vec![(1, 1); 1 << 17]
+        } else {
+            Vec::new()
+        };
         each.clear();
         let zero = AtomicU64::default;
         Seen {
@@ -158,13 +178,26 @@ async fn serve(gate: impl Gate, task: &Task, seen: Arc<Seen>, start: Start) -> R
 }
 
 /// Runs callers in a closed loop.
-async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>) -> Result<(), Failure> {
+async fn in_loops(
+    gate: &impl Gate,
+    task: &Task,
+    callers: u64,
+    seen: &Arc<Seen>,
+) -> Result<(), Failure> {
     let mut starts = fastrand::Rng::with_seed(task.number);
     let caller = |number: u64| {
         // If there are several processes, each key gets its callers from several of them.
-        let (gate, seen) = (gate.keyed((task.number * callers + number) % task.keys), seen.clone());
-        // Callers start one after the other. Otherwise all keys could be due at the same moment for ever.
-        let late = if task.keys > 1 { starts.u64(..task.limit.window.as_micros() as u64) } else { 0 };
+        let (gate, seen) = (
+            gate.keyed((task.number * callers + number) % task.keys),
+            seen.clone(),
+        );
+        // Callers start one after the other. Otherwise all keys could be due at the same moment for
+        // ever.
+        let late = if task.keys > 1 {
+            starts.u64(..task.limit.window.as_micros() as u64)
+        } else {
+            0
+        };
         tokio::spawn(async move {
             sleep(Duration::from_micros(late)).await;
             loop {
@@ -183,7 +216,12 @@ async fn in_loops(gate: &impl Gate, task: &Task, callers: u64, seen: &Arc<Seen>)
 }
 
 /// Makes a call at each tick.
-async fn paced(gate: &impl Gate, task: &Task, micros: u64, seen: &Arc<Seen>) -> Result<(), Failure> {
+async fn paced(
+    gate: &impl Gate,
+    task: &Task,
+    micros: u64,
+    seen: &Arc<Seen>,
+) -> Result<(), Failure> {
     let mut keys = fastrand::Rng::with_seed(task.number);
     let mut called = vec![false; task.keys as usize];
     // Processes start one after the other.

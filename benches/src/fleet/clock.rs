@@ -3,8 +3,8 @@
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the system clock: see
-/// `upstream::sent_now`.
+/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the
+/// system clock: see `upstream::sent_now`.
 pub(crate) fn now() -> u64 {
     static START: OnceLock<(Instant, u64)> = OnceLock::new();
     let (start, nanos) = START.get_or_init(|| {

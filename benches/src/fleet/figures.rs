@@ -18,7 +18,8 @@ pub(crate) struct Seen {
     pub(crate) grants: u64,
     /// The fraction of all cores that other programs kept busy.
     pub(crate) others: f64,
-    /// Since the start: the growth of all children's memory, the number of keys they called, and errors.
+    /// Since the start: the growth of all children's memory, the number of keys they called, and
+    /// errors.
     pub(crate) memory: u64,
     pub(crate) keys: u64,
     pub(crate) errors: u64,
@@ -70,8 +71,12 @@ impl Seen {
         let grants = self.grants.max(1) as f64;
         let span = self.until - self.from;
         let inside = |grant: &&Grant| (self.from..self.until).contains(&grant.at);
-        let waits: Vec<f64> =
-            self.each.iter().filter(inside).map(|grant| grant.waited as f64 / 1e6).collect();
+        let waits: Vec<f64> = self
+            .each
+            .iter()
+            .filter(inside)
+            .map(|grant| grant.waited as f64 / 1e6)
+            .collect();
         Figures {
             calls: self.calls as f64 / grants,
             redis: micros(self.redis) / grants,
@@ -79,7 +84,8 @@ impl Seen {
             core: micros(self.redis) * 1e3 / span as f64,
             rate: self.rate(task.limit.window),
             largest: each.then(|| largest(&self.each, task.limit.window)),
-            wait: (each && !waits.is_empty()).then(|| [0.5, 0.99].map(|share| quantile(&waits, share))),
+            wait: (each && !waits.is_empty())
+                .then(|| [0.5, 0.99].map(|share| quantile(&waits, share))),
             bytes: self.bytes,
             bytes_of_a_key: self.bytes_of_a_key,
             memory_of_a_key: self.memory as f64 / self.keys.max(1) as f64,
@@ -88,14 +94,18 @@ impl Seen {
         }
     }
 
-    /// Returns the grants a second. Most contenders grant a whole limit at once, and then nothing for the rest of the
-    /// window. The figure must not depend on where the span begins and ends between two such bursts. So it is the mean
-    /// over all spans that are shorter by a window and a fiftieth (tollgate's margin at a window of a second).
+    /// Returns the grants a second. Most contenders grant a whole limit at once, and then nothing
+    /// for the rest of the window. The figure must not depend on where the span begins and ends
+    /// between two such bursts. So it is the mean over all spans that are shorter by a window and a
+    /// fiftieth (tollgate's margin at a window of a second).
     fn rate(&self, window: Duration) -> f64 {
         let span = self.until - self.from;
         let edge = (window.as_nanos() as u64 * 51 / 50).min(span / 2);
         let weight = |grant: &Grant| -> f64 {
-            let (since, left) = (grant.at.saturating_sub(self.from), self.until.saturating_sub(grant.at));
+            let (since, left) = (
+                grant.at.saturating_sub(self.from),
+                self.until.saturating_sub(grant.at),
+            );
             grant.count as f64 * (since.min(left) as f64 / edge as f64).min(1.0)
         };
         self.each.iter().map(weight).sum::<f64>() * 1e9 / (span - edge) as f64
@@ -116,19 +126,21 @@ fn largest(each: &[Grant], window: Duration) -> u64 {
 }
 
 impl Figures {
-    /// Returns the server's microseconds of CPU for each grant, less the fraction `idle` of a core that an idle server
-    /// uses.
+    /// Returns the server's microseconds of CPU for each grant, less the fraction `idle` of a core
+    /// that an idle server uses.
     pub(crate) fn redis_above(&self, idle: f64) -> f64 {
         (self.redis - self.redis * idle / self.core).max(0.0)
     }
 
-    /// Returns the medians of several turns. For the largest count and the disturbance it takes the largest, for errors
-    /// the sum.
+    /// Returns the medians of several turns. For the largest count and the disturbance it takes the
+    /// largest, for errors the sum.
     pub(crate) fn median(turns: &[Figures]) -> Figures {
-        let median =
-            |figure: fn(&Figures) -> f64| quantile(&turns.iter().map(figure).collect::<Vec<_>>(), 0.5);
+        let median = |figure: fn(&Figures) -> f64| {
+            quantile(&turns.iter().map(figure).collect::<Vec<_>>(), 0.5)
+        };
         let waits = |index: usize| -> Option<f64> {
-            let waits: Option<Vec<f64>> = turns.iter().map(|turn| Some(turn.wait?[index])).collect();
+            let waits: Option<Vec<f64>> =
+                turns.iter().map(|turn| Some(turn.wait?[index])).collect();
             Some(quantile(&waits?, 0.5))
         };
         Figures {
@@ -171,7 +183,13 @@ mod tests {
     /// Returns ten grants at once, every `every` nanoseconds, for twenty seconds.
     fn bursts(every: u64) -> Vec<Grant> {
         (0..20 * SECOND / every)
-            .flat_map(|burst| (0..10).map(move |_| Grant { at: burst * every, waited: 0, count: 1 }))
+            .flat_map(|burst| {
+                (0..10).map(move |_| Grant {
+                    at: burst * every,
+                    waited: 0,
+                    count: 1,
+                })
+            })
             .collect()
     }
 
@@ -186,8 +204,12 @@ mod tests {
     fn rate_of_bursts_ignores_where_the_span_begins() {
         for phase in 0..10 {
             let from = 3 * SECOND + phase * SECOND / 10;
-            let seen =
-                Seen { from, until: from + 6_120_000_000, each: bursts(1_020_000_000), ..Seen::default() };
+            let seen = Seen {
+                from,
+                until: from + 6_120_000_000,
+                each: bursts(1_020_000_000),
+                ..Seen::default()
+            };
             let rate = seen.rate(Duration::from_secs(1));
             assert!((rate - 10.0 / 1.02).abs() < 0.01, "{rate} at phase {phase}");
         }

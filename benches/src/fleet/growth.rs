@@ -13,7 +13,8 @@ use crate::machine::machine;
 
 const PROCESSES: [u64; 4] = [1, 4, 16, 64];
 
-/// Grants a second over all keys if demand exceeds the limit; calls a second if the demand is lower.
+/// Grants a second over all keys if demand exceeds the limit; calls a second if the demand is
+/// lower.
 const ALLOWED: u64 = 1000;
 const ASKED: u64 = 2000;
 
@@ -92,7 +93,13 @@ pub(crate) fn report(options: &Options) -> Result<(), Failure> {
             let task = |processes| paced(&server, Contender::Tollgate, keys, processes);
             cells(&server, options, task, |processes, figures| {
                 let [half, most] = figures.wait.unwrap_or_default();
-                let bytes = |bytes: f64| if keys > 1 { format!("{bytes:.0}") } else { String::new() };
+                let bytes = |bytes: f64| {
+                    if keys > 1 {
+                        format!("{bytes:.0}")
+                    } else {
+                        String::new()
+                    }
+                };
                 println!(
                     "| {keys} | {processes} | {} | {} | {} | {:.1} % | {half:.3}, {most:.1} ms | {} | {} | {:.0} % |",
                     digits(figures.calls),
@@ -117,7 +124,10 @@ fn cells(
     task: impl Fn(u64) -> Task,
     row: impl Fn(u64, &Figures),
 ) -> Result<(), Failure> {
-    let span = Span { warm_up: Duration::from_millis(4100), measured: Duration::from_millis(6120) };
+    let span = Span {
+        warm_up: Duration::from_millis(4100),
+        measured: Duration::from_millis(6120),
+    };
     let mut turns = vec![Vec::new(); PROCESSES.len()];
     for _ in 0..options.rounds {
         for (processes, turns) in PROCESSES.into_iter().zip(&mut turns) {
@@ -132,16 +142,48 @@ fn cells(
 
 fn short_of(server: &RedisServer, keys: u64, callers: u64) -> Task {
     let count = u32::try_from(ALLOWED / keys).unwrap_or(u32::MAX);
-    let limit = Limit { count, window: Duration::from_secs(1) };
-    task(server, Contender::Tollgate, limit, keys, Demand::Loop(callers))
+    let limit = Limit {
+        count,
+        window: Duration::from_secs(1),
+    };
+    task(
+        server,
+        Contender::Tollgate,
+        limit,
+        keys,
+        Demand::Loop(callers),
+    )
 }
 
 fn paced(server: &RedisServer, contender: Contender, keys: u64, processes: u64) -> Task {
     let count = (2 * 60 * ASKED / keys).max(60);
-    let limit = Limit { count: u32::try_from(count).unwrap_or(u32::MAX), window: Duration::from_secs(60) };
-    task(server, contender, limit, keys, Demand::Every(1_000_000 * processes / ASKED))
+    let limit = Limit {
+        count: u32::try_from(count).unwrap_or(u32::MAX),
+        window: Duration::from_secs(60),
+    };
+    task(
+        server,
+        contender,
+        limit,
+        keys,
+        Demand::Every(1_000_000 * processes / ASKED),
+    )
 }
 
-fn task(server: &RedisServer, contender: Contender, limit: Limit, keys: u64, demand: Demand) -> Task {
-    Task { contender, url: server.url(), limit, demand, record: Record::Each, keys, number: 0 }
+fn task(
+    server: &RedisServer,
+    contender: Contender,
+    limit: Limit,
+    keys: u64,
+    demand: Demand,
+) -> Task {
+    Task {
+        contender,
+        url: server.url(),
+        limit,
+        demand,
+        record: Record::Each,
+        keys,
+        number: 0,
+    }
 }

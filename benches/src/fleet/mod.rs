@@ -1,5 +1,5 @@
-//! A fleet that shares one limit over Redis: real processes, in a closed loop, with nothing behind the gate. It
-//! measures what each way to share a limit costs the server and the callers.
+//! A fleet that shares one limit over Redis: real processes, in a closed loop, with nothing behind
+//! the gate. It measures what each way to share a limit costs the server and the callers.
 //!
 //! There is no network and no upstream. `tests/fleet` checks how the limit holds at a server.
 
@@ -38,13 +38,23 @@ pub(crate) struct Options {
 impl Options {
     /// Reads `--rounds N`, `--chart FILE` and `--only GROUP`.
     pub(crate) fn from_words(words: &[String]) -> Result<Options, Failure> {
-        let mut options = Options { rounds: 3, chart: None, only: None };
+        let mut options = Options {
+            rounds: 3,
+            chart: None,
+            only: None,
+        };
         for pair in words.chunks(2) {
             match pair {
-                [name, value] if name == "--rounds" => options.rounds = value.parse::<usize>()?.max(1),
+                [name, value] if name == "--rounds" => {
+                    options.rounds = value.parse::<usize>()?.max(1)
+                }
                 [name, value] if name == "--chart" => options.chart = Some(value.clone()),
                 [name, value] if name == "--only" => options.only = Some(value.clone()),
-                _ => return Err(format!("{pair:?}: --rounds N, --chart FILE or --only GROUP").into()),
+                _ => {
+                    return Err(
+                        format!("{pair:?}: --rounds N, --chart FILE or --only GROUP").into(),
+                    );
+                }
             }
         }
         Ok(options)
@@ -87,21 +97,38 @@ pub(crate) fn report(options: &Options) -> Result<(), Failure> {
             .flat_map(|count| [(Contender::Tollgate, count), (Contender::Gcra, count)])
             .map(|(contender, count)| task(&server, contender, count, 64))
             .collect();
-        table(&contenders, &rounds_of(&server, &contenders, 4, Span::short(), rounds)?, idle);
+        table(
+            &contenders,
+            &rounds_of(&server, &contenders, 4, Span::short(), rounds)?,
+            idle,
+        );
     }
     if asked("c") {
         // The callers that wait are few and slow, so their figures vary little.
         let rounds = rounds.div_ceil(3);
         println!("## Waiting: 10 processes of 10 callers, always asking, behind 20 a second\n");
         println!("A fair wait is 5 s. Rounds here and below: {rounds}.\n");
-        let some = [Contender::Tollgate, Contender::Gcra, Contender::Windows, Contender::Spacing];
+        let some = [
+            Contender::Tollgate,
+            Contender::Gcra,
+            Contender::Windows,
+            Contender::Spacing,
+        ];
         let contenders = some.map(|contender| task(&server, contender, 20, 10));
-        table(&contenders, &rounds_of(&server, &contenders, 10, Span::long(), rounds)?, idle);
+        table(
+            &contenders,
+            &rounds_of(&server, &contenders, 10, Span::long(), rounds)?,
+            idle,
+        );
 
         println!("## Waiting: 10 processes of one caller, always asking, behind one a second\n");
         println!("A fair wait is 10 s.\n");
         let contenders = some.map(|contender| task(&server, contender, 1, 1));
-        table(&contenders, &rounds_of(&server, &contenders, 10, Span::long(), rounds)?, idle);
+        table(
+            &contenders,
+            &rounds_of(&server, &contenders, 10, Span::long(), rounds)?,
+            idle,
+        );
     }
     Ok(())
 }
@@ -110,9 +137,16 @@ fn task(server: &RedisServer, contender: Contender, count: u32, callers: u64) ->
     Task {
         contender,
         url: server.url(),
-        limit: Limit { count, window: Duration::from_secs(1) },
+        limit: Limit {
+            count,
+            window: Duration::from_secs(1),
+        },
         demand: Demand::Loop(callers),
-        record: if count < 1_000_000 { Record::Each } else { Record::Count },
+        record: if count < 1_000_000 {
+            Record::Each
+        } else {
+            Record::Count
+        },
         keys: 1,
         number: 0,
     }
@@ -121,12 +155,18 @@ fn task(server: &RedisServer, contender: Contender, count: u32, callers: u64) ->
 impl Span {
     /// Returns six windows of tollgate at a limit per second.
     fn short() -> Span {
-        Span { warm_up: Duration::from_millis(2500), measured: Duration::from_millis(6120) }
+        Span {
+            warm_up: Duration::from_millis(2500),
+            measured: Duration::from_millis(6120),
+        }
     }
 
     /// Returns the span for callers that wait for seconds.
     fn long() -> Span {
-        Span { warm_up: Duration::from_secs(11), measured: Duration::from_secs(20) }
+        Span {
+            warm_up: Duration::from_secs(11),
+            measured: Duration::from_secs(20),
+        }
     }
 }
 
@@ -144,7 +184,11 @@ fn rounds_of(
             // Each contender is the first of a round once.
             let index = (round + first) % tasks.len();
             let figures = turn(server, &tasks[index], processes, span)?;
-            eprintln!("{} {}: {figures:?}", tasks[index].contender.word(), tasks[index].limit.count);
+            eprintln!(
+                "{} {}: {figures:?}",
+                tasks[index].contender.word(),
+                tasks[index].limit.count
+            );
             turns[index].push(figures);
         }
     }
@@ -153,16 +197,26 @@ fn rounds_of(
 
 /// Returns the fraction of a core that an idle server uses.
 fn idle(server: &RedisServer) -> Result<f64, Failure> {
-    let span = Span { warm_up: Duration::from_millis(200), measured: Duration::from_secs(2) };
-    let turns: Result<Vec<_>, _> =
-        (0..3).map(|_| turn(server, &task(server, Contender::Nothing, 1, 1), 0, span)).collect();
+    let span = Span {
+        warm_up: Duration::from_millis(200),
+        measured: Duration::from_secs(2),
+    };
+    let turns: Result<Vec<_>, _> = (0..3)
+        .map(|_| turn(server, &task(server, Contender::Nothing, 1, 1), 0, span))
+        .collect();
     Ok(Figures::median(&turns?).core)
 }
 
 /// Prints a row for each contender.
 fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
-    let limits = tasks.iter().any(|task| task.limit.count != tasks[0].limit.count);
-    let (title, rule) = if limits { ("| limit per second ", "|--:") } else { ("", "") };
+    let limits = tasks
+        .iter()
+        .any(|task| task.limit.count != tasks[0].limit.count);
+    let (title, rule) = if limits {
+        ("| limit per second ", "|--:")
+    } else {
+        ("", "")
+    };
     println!(
         "{title}| limiter | store calls a grant | Redis, us of CPU a grant | to tollgate | the same above idle | \
          of a Redis core | callers, us of CPU a grant | of the limit used | most in any second | wait p50, p99 | \
@@ -174,10 +228,18 @@ fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
         if task.contender == Contender::Tollgate {
             tollgate = figures.redis;
         }
-        let limit = if limits { format!("| {} ", task.limit.count) } else { String::new() };
+        let limit = if limits {
+            format!("| {} ", task.limit.count)
+        } else {
+            String::new()
+        };
         let used = 100.0 * figures.rate / f64::from(task.limit.count);
-        let largest = figures.largest.map_or("not seen".into(), |largest| largest.to_string());
-        let wait = figures.wait.map_or("not seen".into(), |[half, most]| format!("{half:.0}, {most:.0} ms"));
+        let largest = figures
+            .largest
+            .map_or("not seen".into(), |largest| largest.to_string());
+        let wait = figures.wait.map_or("not seen".into(), |[half, most]| {
+            format!("{half:.0}, {most:.0} ms")
+        });
         println!(
             "{limit}| {} | {} | {} | {} | {} | {:.1} % | {} | {used:.1} % | {largest} | {wait} | {:.0} | {} |",
             task.contender.name(),
@@ -197,8 +259,14 @@ fn table(tasks: &[Task], measured: &[Figures], idle: f64) {
 
 /// Prints a note if other programs kept the machine busy.
 fn disturbed(measured: &[Figures]) {
-    let most = measured.iter().map(|figures| figures.others).fold(0.0, f64::max);
+    let most = measured
+        .iter()
+        .map(|figures| figures.others)
+        .fold(0.0, f64::max);
     if most > turn::DISTURBED {
-        println!("Something else took up to {:.0} % of the machine meanwhile: run it again.\n", 100.0 * most);
+        println!(
+            "Something else took up to {:.0} % of the machine meanwhile: run it again.\n",
+            100.0 * most
+        );
     }
 }

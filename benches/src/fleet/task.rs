@@ -24,7 +24,8 @@ pub(crate) struct Task {
 pub(crate) enum Demand {
     /// This number of callers in this process, each in a closed loop on one key.
     Loop(u64),
-    /// A call of a random key, every given number of microseconds, whether or not earlier calls have ended.
+    /// A call of a random key, every given number of microseconds, whether or not earlier calls
+    /// have ended.
     Every(u64),
 }
 
@@ -51,24 +52,51 @@ impl Task {
             Record::Each => "each",
             Record::Count => "count",
         };
-        let numbers =
-            [self.limit.count.into(), self.limit.window.as_micros() as u64, amount, self.keys, self.number];
+        let numbers = [
+            self.limit.count.into(),
+            self.limit.window.as_micros() as u64,
+            amount,
+            self.keys,
+            self.number,
+        ];
         let words = [CHILD, self.contender.word(), &self.url, demand, record];
-        words.into_iter().map(String::from).chain(numbers.map(|number| number.to_string())).collect()
+        words
+            .into_iter()
+            .map(String::from)
+            .chain(numbers.map(|number| number.to_string()))
+            .collect()
     }
 
     /// Parses the words of a command line, without the sub-command.
     pub(crate) fn from_words(words: &[String]) -> Option<Task> {
-        let [contender, url, demand, record, numbers @ ..] = words else { return None };
-        let numbers: Vec<u64> = numbers.iter().map(|word| word.parse().ok()).collect::<Option<_>>()?;
-        let &[count, window, amount, keys, number] = numbers.as_slice() else { return None };
-        let demand = if demand == "loop" { Demand::Loop(amount) } else { Demand::Every(amount) };
+        let [contender, url, demand, record, numbers @ ..] = words else {
+            return None;
+        };
+        let numbers: Vec<u64> = numbers
+            .iter()
+            .map(|word| word.parse().ok())
+            .collect::<Option<_>>()?;
+        let &[count, window, amount, keys, number] = numbers.as_slice() else {
+            return None;
+        };
+        let demand = if demand == "loop" {
+            Demand::Loop(amount)
+        } else {
+            Demand::Every(amount)
+        };
         Some(Task {
             contender: Contender::of(contender)?,
             url: url.clone(),
-            limit: Limit { count: count.try_into().ok()?, window: Duration::from_micros(window) },
+            limit: Limit {
+                count: count.try_into().ok()?,
+                window: Duration::from_micros(window),
+            },
             demand,
-            record: if record == "each" { Record::Each } else { Record::Count },
+            record: if record == "each" {
+                Record::Each
+            } else {
+                Record::Count
+            },
             keys,
             number,
         })
@@ -84,7 +112,10 @@ mod tests {
         let task = Task {
             contender: Contender::Windows,
             url: "redis://127.0.0.1:7000/".into(),
-            limit: Limit { count: 25, window: Duration::from_secs(5) },
+            limit: Limit {
+                count: 25,
+                window: Duration::from_secs(5),
+            },
             demand: Demand::Every(17),
             record: Record::Count,
             keys: 3,
@@ -92,7 +123,10 @@ mod tests {
         };
         let words = task.to_words();
         assert_eq!(words[0], CHILD);
-        assert_eq!(format!("{:?}", Task::from_words(&words[1..]).unwrap()), format!("{task:?}"));
+        assert_eq!(
+            format!("{:?}", Task::from_words(&words[1..]).unwrap()),
+            format!("{task:?}")
+        );
         assert!(Task::from_words(&words[2..]).is_none());
     }
 }

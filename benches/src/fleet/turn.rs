@@ -21,8 +21,8 @@ pub(crate) struct Span {
     pub(crate) measured: Duration,
 }
 
-/// Runs `processes` processes that work at `task`. If other programs keep the machine busy, the turn is repeated, at
-/// most twice; the quietest turn counts.
+/// Runs `processes` processes that work at `task`. If other programs keep the machine busy, the
+/// turn is repeated, at most twice; the quietest turn counts.
 ///
 /// # Errors
 ///
@@ -46,14 +46,25 @@ pub(crate) fn turn(
     Ok(quietest)
 }
 
-/// The fraction of all cores beyond which other programs disturb a turn, and how often a disturbed turn is repeated.
+/// The fraction of all cores beyond which other programs disturb a turn, and how often a disturbed
+/// turn is repeated.
 pub(crate) const DISTURBED: f64 = 0.1;
 const REPEATS: usize = 2;
 
-fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> Result<Figures, Failure> {
+fn turn_once(
+    server: &RedisServer,
+    task: &Task,
+    processes: u64,
+    span: Span,
+) -> Result<Figures, Failure> {
     let mut redis = server.connect()?;
     redis::cmd("FLUSHALL").arg("SYNC").exec(&mut redis)?;
-    let start = |number| Worker::start(&Task { number, ..task.clone() });
+    let start = |number| {
+        Worker::start(&Task {
+            number,
+            ..task.clone()
+        })
+    };
     let mut workers: Vec<Worker> = (0..processes).map(start).collect::<Result<_, _>>()?;
     for worker in &mut workers {
         worker.ready()?;
@@ -64,7 +75,9 @@ fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> R
     for worker in &mut workers {
         writeln!(worker.ear()?, "{from} {until}")?;
     }
-    thread::sleep(Duration::from_nanos((from - nanos(span.warm_up) / 4).saturating_sub(clock::now())));
+    thread::sleep(Duration::from_nanos(
+        (from - nanos(span.warm_up) / 4).saturating_sub(clock::now()),
+    ));
     let [bytes, bytes_of_a_key] = bytes(&mut redis)?;
     thread::sleep(Duration::from_nanos(from.saturating_sub(clock::now())));
     let (before, [busy, all]) = (Reading::take(&mut redis)?, machine_time());
@@ -73,7 +86,15 @@ fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> R
 
     let calls = after.calls(task) - before.calls(task);
     let redis = after.cpu.saturating_sub(before.cpu);
-    let mut seen = Seen { from, until, calls, redis, bytes, bytes_of_a_key, ..Seen::default() };
+    let mut seen = Seen {
+        from,
+        until,
+        calls,
+        redis,
+        bytes,
+        bytes_of_a_key,
+        ..Seen::default()
+    };
     for worker in &mut workers {
         worker.report(&mut seen)?;
     }
@@ -82,16 +103,20 @@ fn turn_once(server: &RedisServer, task: &Task, processes: u64, span: Span) -> R
     Ok(seen.figures(task))
 }
 
-/// Returns the memory of all keys if they are few, and the mean of some keys if they are many. It is the largest of
-/// several samples, because some keys exist for a millisecond only.
+/// Returns the memory of all keys if they are few, and the mean of some keys if they are many. It
+/// is the largest of several samples, because some keys exist for a millisecond only.
 fn bytes(redis: &mut redis::Connection) -> redis::RedisResult<[f64; 2]> {
     let mut most = [0.0_f64; 2];
     for _ in 0..20 {
         let (_, names): (u64, Vec<String>) = redis::cmd("SCAN").arg(0).query(redis)?;
         let (mut sum, mut keys) = (0.0, 0.0);
         for name in names {
-            let bytes: Option<f64> =
-                redis::cmd("MEMORY").arg("USAGE").arg(name).arg("SAMPLES").arg(0).query(redis)?;
+            let bytes: Option<f64> = redis::cmd("MEMORY")
+                .arg("USAGE")
+                .arg(name)
+                .arg("SAMPLES")
+                .arg(0)
+                .query(redis)?;
             if let Some(bytes) = bytes {
                 (sum, keys) = (sum + bytes, keys + 1.0);
             }
@@ -115,13 +140,21 @@ impl Reading {
         info.arg("commandstats").arg("cpu");
         let text: String = info.query(redis)?;
         let seconds = |name: &str| -> Option<f64> {
-            text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?.parse().ok()
+            text.lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?
+                .parse()
+                .ok()
         };
         let cpu = seconds("used_cpu_user").zip(seconds("used_cpu_sys"));
         let (user, system) = cpu.ok_or("the server does not tell its CPU time")?;
         let command = |line: &str| -> Option<(String, u64)> {
             let (name, figures) = line.strip_prefix("cmdstat_")?.split_once(':')?;
-            let calls = figures.strip_prefix("calls=")?.split(',').next()?.parse().ok()?;
+            let calls = figures
+                .strip_prefix("calls=")?
+                .split(',')
+                .next()?
+                .parse()
+                .ok()?;
             Some((name.into(), calls))
         };
         Ok(Reading {
@@ -133,7 +166,11 @@ impl Reading {
     /// Returns the calls that the server received.
     fn calls(&self, task: &Task) -> u64 {
         let counts = task.contender.calls();
-        self.commands.iter().filter(|(name, _)| counts.contains(&name.as_str())).map(|(_, calls)| calls).sum()
+        self.commands
+            .iter()
+            .filter(|(name, _)| counts.contains(&name.as_str()))
+            .map(|(_, calls)| calls)
+            .sum()
     }
 }
 
@@ -146,10 +183,16 @@ struct Worker {
 impl Worker {
     fn start(task: &Task) -> Result<Worker, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(task.to_words()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .args(task.to_words())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut child = command.spawn()?;
         let output = child.stdout.take().ok_or("its output is a pipe")?;
-        Ok(Worker { child, output: BufReader::new(output) })
+        Ok(Worker {
+            child,
+            output: BufReader::new(output),
+        })
     }
 
     fn ready(&mut self) -> Result<(), Failure> {
@@ -171,7 +214,8 @@ impl Worker {
         let mut text = String::new();
         self.output.read_to_string(&mut text)?;
         let mut lines = text.lines().map(numbers);
-        let &[grants, cpu, memory, keys, errors] = lines.next().flatten().unwrap_or_default().as_slice()
+        let &[grants, cpu, memory, keys, errors] =
+            lines.next().flatten().unwrap_or_default().as_slice()
         else {
             return Err("a child did not report".into());
         };

@@ -1,4 +1,5 @@
-//! The smallest service around a limiter that allows or refuses: for limiters without a Tower layer for clients.
+//! The smallest service around a limiter that allows or refuses: for limiters without a Tower layer
+//! for clients.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -29,7 +30,9 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         match (self.check)(&request) {
-            true => CheckedFuture::Calling { call: self.inner.call(request) },
+            true => CheckedFuture::Calling {
+                call: self.inner.call(request),
+            },
             false => CheckedFuture::Refused,
         }
     }

@@ -1,5 +1,5 @@
-//! governor: it has no Tower layer for clients, so it is measured in the smallest service that asks it before each
-//! call. It refuses and never waits.
+//! governor: it has no Tower layer for clients, so it is measured in the smallest service that asks
+//! it before each call. It refuses and never waits.
 
 use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
@@ -20,7 +20,10 @@ pub(crate) fn constant() -> Contender {
     let limiter = direct();
     Contender::service("governor, `check`", 1, move || {
         let limiter = limiter.clone();
-        Checked { check: move |_: &Request<()>| limiter.check().is_ok(), inner: Inner }
+        Checked {
+            check: move |_: &Request<()>| limiter.check().is_ok(),
+            inner: Inner,
+        }
     })
 }
 
@@ -30,22 +33,35 @@ pub(crate) fn hosts(hosts: usize) -> Contender {
     Contender::service("governor, `check_key(&String)`", hosts, move || {
         let limiter = limiter.clone();
         let check = move |request: &Request<()>| {
-            request.uri().host().is_some_and(|host| limiter.check_key(&host.to_owned()).is_ok())
+            request
+                .uri()
+                .host()
+                .is_some_and(|host| limiter.check_key(&host.to_owned()).is_ok())
         };
-        Checked { check, inner: Inner }
+        Checked {
+            check,
+            inner: Inner,
+        }
     })
 }
 
-/// Builds a limiter with one limit for each host: keys are hashes of the host, which saves the allocation.
+/// Builds a limiter with one limit for each host: keys are hashes of the host, which saves the
+/// allocation.
 pub(crate) fn hashed_hosts(hosts: usize) -> Contender {
     let limiter: Arc<DefaultKeyedRateLimiter<u64>> = Arc::new(RateLimiter::keyed(plenty()));
     let seed = RandomState::new();
     Contender::service("governor, `check_key(&hash)`", hosts, move || {
         let (limiter, seed) = (limiter.clone(), seed.clone());
         let check = move |request: &Request<()>| {
-            request.uri().host().is_some_and(|host| limiter.check_key(&seed.hash_one(host)).is_ok())
+            request
+                .uri()
+                .host()
+                .is_some_and(|host| limiter.check_key(&seed.hash_one(host)).is_ok())
         };
-        Checked { check, inner: Inner }
+        Checked {
+            check,
+            inner: Inner,
+        }
     })
 }
 

@@ -1,4 +1,5 @@
-//! leaky-bucket: it has no Tower layer, so it is measured in the smallest service that waits for it before each call.
+//! leaky-bucket: it has no Tower layer, so it is measured in the smallest service that waits for it
+//! before each call.
 
 use std::hint::black_box;
 use std::pin::Pin;
@@ -35,7 +36,11 @@ pub(crate) fn raw() -> Contender {
 fn plenty() -> Arc<RateLimiter> {
     let plenty = PLENTY as usize;
     let mut builder = RateLimiter::builder();
-    builder.initial(plenty).max(plenty).refill(plenty).interval(Duration::from_secs(1));
+    builder
+        .initial(plenty)
+        .max(plenty)
+        .refill(plenty)
+        .interval(Duration::from_secs(1));
     Arc::new(builder.build())
 }
 
@@ -60,7 +65,11 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         let acquire = self.limiter.clone().acquire_owned(1);
-        PacedFuture::Waiting { acquire, inner: self.inner.clone(), request: Some(request) }
+        PacedFuture::Waiting {
+            acquire,
+            inner: self.inner.clone(),
+            request: Some(request),
+        }
     }
 }
 
@@ -85,7 +94,11 @@ where
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             let call = match self.as_mut().project() {
-                Projected::Waiting { acquire, inner, request } => {
+                Projected::Waiting {
+                    acquire,
+                    inner,
+                    request,
+                } => {
                     ready!(acquire.poll(cx));
                     inner.call(request.take().expect("it is sent once"))
                 }

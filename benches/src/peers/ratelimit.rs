@@ -1,5 +1,5 @@
-//! ratelimit: it has no Tower layer and no keys, so it is measured in the smallest service that asks it before each
-//! call. It refuses and never waits.
+//! ratelimit: it has no Tower layer and no keys, so it is measured in the smallest service that
+//! asks it before each call. It refuses and never waits.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -17,7 +17,10 @@ pub(crate) fn constant() -> Contender {
     let limiter = plenty();
     Contender::service("ratelimit, `try_wait`", 1, move || {
         let limiter = limiter.clone();
-        Checked { check: move |_: &Request<()>| limiter.try_wait().is_ok(), inner: Inner }
+        Checked {
+            check: move |_: &Request<()>| limiter.try_wait().is_ok(),
+            inner: Inner,
+        }
     })
 }
 
@@ -32,6 +35,9 @@ pub(crate) fn raw() -> Contender {
 
 fn plenty() -> Arc<Ratelimiter> {
     let plenty = u64::from(PLENTY);
-    let limiter = Ratelimiter::builder(plenty).max_tokens(plenty).initial_available(plenty).build();
+    let limiter = Ratelimiter::builder(plenty)
+        .max_tokens(plenty)
+        .initial_available(plenty)
+        .build();
     Arc::new(limiter.expect("the settings make sense"))
 }

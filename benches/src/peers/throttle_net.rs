@@ -14,7 +14,9 @@ use crate::measure::Contender;
 /// Builds a limiter with one limit for all calls.
 pub(crate) fn constant() -> Contender {
     let limit = ThrottleLayer::new(Throttle::per_second(PLENTY));
-    Contender::service("throttle-net, `ThrottleLayer`", 1, move || limit.layer(Inner))
+    Contender::service("throttle-net, `ThrottleLayer`", 1, move || {
+        limit.layer(Inner)
+    })
 }
 
 /// Builds a contender that calls `try_acquire` alone.
@@ -29,8 +31,11 @@ pub(crate) fn raw() -> Contender {
 /// Builds a contender that calls `try_acquire` of a key, alone.
 pub(crate) fn raw_keyed() -> Contender {
     let limiter = Arc::new(PerKey::<u64>::per_second(PLENTY));
-    Contender::raw("throttle-net `PerKey::try_acquire(&u64)`, one key", move || {
-        let limiter = limiter.clone();
-        move || assert!(black_box(limiter.try_acquire(black_box(&17))))
-    })
+    Contender::raw(
+        "throttle-net `PerKey::try_acquire(&u64)`, one key",
+        move || {
+            let limiter = limiter.clone();
+            move || assert!(black_box(limiter.try_acquire(black_box(&17))))
+        },
+    )
 }

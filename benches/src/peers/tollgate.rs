@@ -35,19 +35,28 @@ pub(crate) fn hosts(hosts: usize) -> Tollgate {
 /// Builds a limiter with one limit for each host, found by a closure.
 pub(crate) fn closure() -> Tollgate {
     let key = |request: &RequestRef<'_>| request.host().map(Key::host);
-    layer("tollgate, a closure that finds the host", 1, |builder| builder.key(key))
+    layer("tollgate, a closure that finds the host", 1, |builder| {
+        builder.key(key)
+    })
 }
 
 /// Builds a limiter whose requests have a deadline.
 pub(crate) fn deadline() -> Tollgate {
     let far = Instant::now() + Duration::from_secs(86_400);
-    layer("tollgate, `deadline`", 1, |builder| builder.deadline(move |_| Some(far)))
+    layer("tollgate, `deadline`", 1, |builder| {
+        builder.deadline(move |_| Some(far))
+    })
 }
 
 /// Builds the gate alone, with a limit that is used up.
 pub(crate) fn refused() -> Tollgate {
-    let store = Arc::new(Counted { store: MemoryStore::new(1), calls: AtomicU64::new(0) });
-    let builder = RateLimitLayer::builder(Quota::per_day(1)).max_wait(Duration::ZERO).store(store.clone());
+    let store = Arc::new(Counted {
+        store: MemoryStore::new(1),
+        calls: AtomicU64::new(0),
+    });
+    let builder = RateLimitLayer::builder(Quota::per_day(1))
+        .max_wait(Duration::ZERO)
+        .store(store.clone());
     let limit = builder.build().expect("the settings make sense");
     let make = move || {
         let limiter = limit.limiter();
@@ -56,7 +65,10 @@ pub(crate) fn refused() -> Tollgate {
             assert!(black_box(pin!(limiter.acquire(Key::ALL)).poll(cx)).is_ready());
         }
     };
-    Tollgate { contender: Contender::raw("tollgate `acquire`, refused", make), store }
+    Tollgate {
+        contender: Contender::raw("tollgate `acquire`, refused", make),
+        store,
+    }
 }
 
 /// Builds the gate alone.
@@ -69,20 +81,39 @@ pub(crate) fn raw() -> Tollgate {
             assert!(black_box(pin!(limiter.acquire(Key::ALL)).poll(cx)).is_ready());
         }
     };
-    Tollgate { contender: Contender::raw("tollgate `acquire`, polled once", make), store }
+    Tollgate {
+        contender: Contender::raw("tollgate `acquire`, polled once", make),
+        store,
+    }
 }
 
-fn layer(name: &str, hosts: usize, with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> Tollgate {
+fn layer(
+    name: &str,
+    hosts: usize,
+    with: impl Fn(RateLimitBuilder) -> RateLimitBuilder,
+) -> Tollgate {
     let (limit, store) = build(with);
-    Tollgate { contender: Contender::service(name, hosts, move || limit.layer(Inner)), store }
+    Tollgate {
+        contender: Contender::service(name, hosts, move || limit.layer(Inner)),
+        store,
+    }
 }
 
 fn build(with: impl Fn(RateLimitBuilder) -> RateLimitBuilder) -> (RateLimitLayer, Arc<Counted>) {
     const KEYS: usize = 2_000_000;
-    let store = Arc::new(Counted { store: MemoryStore::new(KEYS), calls: AtomicU64::new(0) });
-    // A day rather than a second: permits fetched ahead then live until each of many hosts has had its turns.
-    let builder = RateLimitLayer::builder(Quota::per_day(PLENTY)).max_keys(KEYS).store(store.clone());
-    (with(builder).build().expect("the settings make sense"), store)
+    let store = Arc::new(Counted {
+        store: MemoryStore::new(KEYS),
+        calls: AtomicU64::new(0),
+    });
+    // A day rather than a second: permits fetched ahead then live until each of many hosts has had
+    // its turns.
+    let builder = RateLimitLayer::builder(Quota::per_day(PLENTY))
+        .max_keys(KEYS)
+        .store(store.clone());
+    (
+        with(builder).build().expect("the settings make sense"),
+        store,
+    )
 }
 
 /// The memory store, with a count of the calls that book.

@@ -13,7 +13,13 @@ enum Counting {
 
 impl Counting {
     /// What is left of `count` after `arrivals`, and until when, in whole seconds rounded up.
-    fn says(self, arrivals: &[Arrival], count: u64, window: Micros, now: Micros) -> (u64, Duration) {
+    fn says(
+        self,
+        arrivals: &[Arrival],
+        count: u64,
+        window: Micros,
+        now: Micros,
+    ) -> (u64, Duration) {
         let begun = match self {
             Counting::Fixed { phase } => now - (now - START + window - phase) % window,
             Counting::Sliding => now - window + 1,
@@ -25,12 +31,18 @@ impl Counting {
             Counting::Sliding => inside.map(|&(at, _)| at).min().unwrap_or(now),
         };
         let reset_in = oldest + window - now;
-        (count.saturating_sub(used), Duration::from_secs(reset_in.div_ceil(1_000_000)))
+        (
+            count.saturating_sub(used),
+            Duration::from_secs(reset_in.div_ceil(1_000_000)),
+        )
     }
 }
 
 fn counting() -> impl Strategy<Value = Counting> {
-    prop_oneof![(1u64..3_000_000).prop_map(|phase| Counting::Fixed { phase }), Just(Counting::Sliding)]
+    prop_oneof![
+        (1u64..3_000_000).prop_map(|phase| Counting::Fixed { phase }),
+        Just(Counting::Sliding)
+    ]
 }
 
 proptest! {
@@ -82,7 +94,11 @@ fn external_usage_is_reserved_for_this_and_next_window() {
     let mut world = World::new(quota);
     let reserved = |world: &mut World| {
         world.ledger.advance(&world.spec, world.now);
-        world.ledger.usage().map(|(_, _, _, reserved)| reserved).sum::<u64>()
+        world
+            .ledger
+            .usage()
+            .map(|(_, _, _, reserved)| reserved)
+            .sum::<u64>()
     };
     let see = |world: &mut World, units: u64, reset_in: Micros, refused: u32| {
         let limit = quota.limits()[0];
@@ -131,11 +147,24 @@ fn usage_before_the_log_counts_until_the_window_ends() {
         ..UpstreamRemaining::new(limit, 10)
     });
     let granted = |world: &mut World, count| {
-        world.book(1, count, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>()
+        world
+            .book(1, count, 0, 10_000)
+            .0
+            .iter()
+            .map(|grant| grant.count)
+            .sum::<u32>()
     };
     assert_eq!(granted(&mut world, 100), 10);
     let late = world.book(1, 1, 0, 10_000).1.unwrap_err();
-    assert_eq!(late.slot, START + 1_200_000_000, "when the upstream starts anew");
+    assert_eq!(
+        late.slot,
+        START + 1_200_000_000,
+        "when the upstream starts anew"
+    );
     world.now += 1_200_000_000;
-    assert_eq!(granted(&mut world, 5000), 4989, "all but what was granted here within the hour");
+    assert_eq!(
+        granted(&mut world, 5000),
+        4989,
+        "all but what was granted here within the hour"
+    );
 }

@@ -18,7 +18,11 @@ const GUARD: Micros = 20_000;
 const START: Micros = 1_700_000_000_000_000;
 
 fn terms(quota: Quota) -> LimitSpec {
-    LimitSpec::new(quota, Duration::from_micros(SLACK), Duration::from_micros(GUARD))
+    LimitSpec::new(
+        quota,
+        Duration::from_micros(SLACK),
+        Duration::from_micros(GUARD),
+    )
 }
 
 fn millis(span: u64) -> Duration {
@@ -35,10 +39,19 @@ fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
     let mut arrivals = arrivals.to_vec();
     arrivals.sort_unstable();
     quota.limits().iter().find_map(|limit| match *limit {
-        Limit::Sliding { count, window } => over_sliding(&arrivals, u64::from(count), micros_up(window)),
-        Limit::Bucket { capacity, count, window } => {
-            over_bucket(&arrivals, u64::from(capacity), u64::from(count), micros_up(window))
+        Limit::Sliding { count, window } => {
+            over_sliding(&arrivals, u64::from(count), micros_up(window))
         }
+        Limit::Bucket {
+            capacity,
+            count,
+            window,
+        } => over_bucket(
+            &arrivals,
+            u64::from(capacity),
+            u64::from(count),
+            micros_up(window),
+        ),
         // The clock of the upstream may differ, and the way takes time: up to the guard in both
         // directions.
         Limit::Fixed { count, window } => [0, GUARD - 1, 2 * GUARD - 2]
@@ -50,7 +63,9 @@ fn broken(quota: &Quota, arrivals: &[Arrival]) -> Option<String> {
 
 fn over_sliding(arrivals: &[Arrival], count: u64, window: Micros) -> Option<String> {
     arrivals.iter().enumerate().find_map(|(index, &(from, _))| {
-        let inside = arrivals[index..].iter().take_while(|&&(at, _)| at - from < window);
+        let inside = arrivals[index..]
+            .iter()
+            .take_while(|&&(at, _)| at - from < window);
         let units: u64 = inside.map(|&(_, units)| units).sum();
         (units > count).then(|| format!("{units} > {count} in {window} us from {}", from - START))
     })
@@ -74,7 +89,9 @@ fn over_bucket(arrivals: &[Arrival], capacity: u64, count: u64, window: Micros) 
 fn over_fixed(arrivals: &[Arrival], count: u64, window: Micros, offset: Micros) -> Option<String> {
     arrivals.iter().find_map(|&(at, _)| {
         let index = |at: Micros| (at + offset - (GUARD - 1)) / window;
-        let same = arrivals.iter().filter(|&&(other, _)| index(other) == index(at));
+        let same = arrivals
+            .iter()
+            .filter(|&&(other, _)| index(other) == index(at));
         let units: u64 = same.map(|&(_, units)| units).sum();
         (units > count).then(|| format!("{units} > {count} in the window of {}", at - START))
     })
@@ -113,10 +130,7 @@ enum Op {
         refused: u32,
     },
     /// Charges units of an age that the upstream accepted before.
-    Charge {
-        age: Micros,
-        units: u64,
-    },
+    Charge { age: Micros, units: u64 },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -147,8 +161,9 @@ fn quota() -> impl Strategy<Value = Quota> {
             .prop_map(|(count, window)| Quota::new(count, millis(window))),
         (300u32..900, select(vec![1000u64, 3000]))
             .prop_map(|(count, window)| Quota::new(count, millis(window))),
-        (4u32..20, 1u32..30, select(vec![500u64, 1000]))
-            .prop_map(|(capacity, count, window)| Quota::bucket(capacity).refill(count, millis(window))),
+        (4u32..20, 1u32..30, select(vec![500u64, 1000])).prop_map(|(capacity, count, window)| {
+            Quota::bucket(capacity).refill(count, millis(window))
+        }),
         (4u32..30, select(vec![200u64, 1000]))
             .prop_map(|(count, window)| Quota::fixed(count, millis(window))),
         (5u32..40, 4u32..10).prop_map(|(count, burst)| Quota::per_second(count).burst(burst)),
@@ -189,7 +204,11 @@ impl World {
     ) -> (Vec<Booking>, Result<(), TooLate>) {
         let now = self.ledger.advance(&self.spec, self.now);
         let mut grants = Vec::new();
-        let booked = self.ledger.book(now + patience, cost, count, life, |grant| grants.push(grant));
+        let booked = self
+            .ledger
+            .book(now + patience, cost, count, life, |grant| {
+                grants.push(grant)
+            });
         (grants, booked)
     }
 
@@ -198,32 +217,68 @@ impl World {
     fn use_up(&mut self, grant: Booking, cost: u32, used_at: u8, jitter: u8, unused: u32) {
         let unused = unused.min(grant.count);
         let at = grant.slot + (grant.life - 1) * u64::from(used_at) / 255;
-        let fixed = self.spec.quota().limits().iter().any(|limit| matches!(limit, Limit::Fixed { .. }));
-        let way = if fixed { 0 } else { SLACK * u64::from(jitter) / 255 };
+        let fixed = self
+            .spec
+            .quota()
+            .limits()
+            .iter()
+            .any(|limit| matches!(limit, Limit::Fixed { .. }));
+        let way = if fixed {
+            0
+        } else {
+            SLACK * u64::from(jitter) / 255
+        };
         for _ in unused..grant.count {
             self.arrivals.push((at + way, u64::from(cost)));
         }
         let units = u64::from(unused) * u64::from(cost);
-        self.unused.push(UnusedPermits { slot: grant.slot, stamp: grant.stamp, units, incarnation: 0 });
+        self.unused.push(UnusedPermits {
+            slot: grant.slot,
+            stamp: grant.stamp,
+            units,
+            incarnation: 0,
+        });
     }
 
     fn apply(&mut self, op: &Op) {
         match *op {
             Op::Wait(span) => self.now += span,
-            Op::Book { cost, count, patience, life, used_at, jitter, unused } => {
+            Op::Book {
+                cost,
+                count,
+                patience,
+                life,
+                used_at,
+                jitter,
+                unused,
+            } => {
                 for grant in self.book(cost, count, patience, life).0 {
                     assert!(grant.slot >= self.now && grant.slot <= self.now + patience);
                     self.use_up(grant, cost, used_at, jitter, unused);
                 }
             }
-            Op::Prefetch { most, life, used_at, unused } => {
+            Op::Prefetch {
+                most,
+                life,
+                used_at,
+                unused,
+            } => {
                 self.ledger.advance(&self.spec, self.now);
                 if let Some(grant) = self.ledger.prefetch(most, life) {
-                    assert_eq!(grant.slot, self.now, "only permits that are free now are prefetched");
+                    assert_eq!(
+                        grant.slot, self.now,
+                        "only permits that are free now are prefetched"
+                    );
                     self.use_up(grant, 1, used_at, 0, unused);
                 }
             }
-            Op::See { which, units, reset_in, steady, refused } => {
+            Op::See {
+                which,
+                units,
+                reset_in,
+                steady,
+                refused,
+            } => {
                 self.ledger.advance(&self.spec, self.now);
                 let limits = self.spec.quota().limits();
                 let (limit, reset_in) = (limits[which % limits.len()], reset_in.map(millis));
@@ -236,7 +291,8 @@ impl World {
             }
             Op::Charge { age, units } => {
                 self.ledger.advance(&self.spec, self.now);
-                self.ledger.charge(Charge::new(Duration::from_micros(age), units));
+                self.ledger
+                    .charge(Charge::new(Duration::from_micros(age), units));
             }
             Op::GiveBack(count) => {
                 self.ledger.advance(&self.spec, self.now);
@@ -390,7 +446,12 @@ fn fixed_windows_lose_nothing_to_a_drift() {
         for quarter in 0..4 {
             world.now += 900_000_000;
             world.ledger.align((hour * 4 + quarter) * 10_417);
-            granted += world.book(1, 10, 0, 10_000).0.iter().map(|grant| grant.count).sum::<u32>();
+            granted += world
+                .book(1, 10, 0, 10_000)
+                .0
+                .iter()
+                .map(|grant| grant.count)
+                .sum::<u32>();
         }
     }
     assert!((1990..=2010).contains(&granted), "{granted} of 2000");
@@ -400,16 +461,24 @@ fn fixed_windows_lose_nothing_to_a_drift() {
 #[test]
 fn a_longer_boundary_guard_counts_at_once() {
     let spec = |guard: u64| {
-        LimitSpec::new(Quota::fixed(10, Duration::from_secs(60)), Duration::from_micros(SLACK), millis(guard))
+        LimitSpec::new(
+            Quota::fixed(10, Duration::from_secs(60)),
+            Duration::from_micros(SLACK),
+            millis(guard),
+        )
     };
     let minute = 60_000_000;
     let start = START / minute * minute;
     let mut ledger = Ledger::new(&spec(100), start + minute / 2);
-    ledger.book(start + minute / 2, 1, 1, 10_000, |_| ()).unwrap();
+    ledger
+        .book(start + minute / 2, 1, 1, 10_000, |_| ())
+        .unwrap();
     // A new release knows that the clocks differ by two seconds.
     let now = start + minute - 1_500_000;
     ledger.advance(&spec(2000), now);
-    let late = ledger.book(now, 1, 1, 10_000, |grant| panic!("1.5 s before the boundary: {grant:?}"));
+    let late = ledger.book(now, 1, 1, 10_000, |grant| {
+        panic!("1.5 s before the boundary: {grant:?}")
+    });
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
 }
 
@@ -417,11 +486,18 @@ fn a_longer_boundary_guard_counts_at_once() {
 
 /// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is
 /// cancelled while it lies ahead.
-fn granted_under_saturation(quota: Quota, span: Micros, life: Micros, cancel: Option<usize>) -> u64 {
+fn granted_under_saturation(
+    quota: Quota,
+    span: Micros,
+    life: Micros,
+    cancel: Option<usize>,
+) -> u64 {
     let mut world = World::new(quota);
     let mut used = 0;
     for number in 0.. {
-        let Some(grant) = world.book(1, 1, Micros::MAX / 4, life).0.first().copied() else { break };
+        let Some(grant) = world.book(1, 1, Micros::MAX / 4, life).0.first().copied() else {
+            break;
+        };
         if grant.slot >= START + span {
             break;
         }
@@ -450,7 +526,11 @@ fn saturating_demand_gets_99_percent_of_limit_less_margin() {
         (Quota::per_second(1000), 1000, 1000),
         (Quota::per_second(100_000), 100_000, 1000),
         (Quota::new(25, millis(5000)), 25, 5000),
-        (Quota::new(25, millis(5000)).and(Quota::per_minute(300)), 300, 60_000),
+        (
+            Quota::new(25, millis(5000)).and(Quota::per_minute(300)),
+            300,
+            60_000,
+        ),
         (Quota::bucket(40).refill(20, millis(1000)), 20, 980), // a bucket loses no margin
         (Quota::every(millis(2000)), 1, 2000),
         (Quota::fixed(100, millis(1000)), 100, 980),
@@ -461,7 +541,10 @@ fn saturating_demand_gets_99_percent_of_limit_less_margin() {
             let span = windows * (window * 1000 + margin);
             let granted = granted_under_saturation(quota, span, 10_000, cancel);
             let allowed = per_window * windows;
-            assert!(granted * 100 >= allowed * 99, "{quota}, {cancel:?}: {granted} of {allowed}");
+            assert!(
+                granted * 100 >= allowed * 99,
+                "{quota}, {cancel:?}: {granted} of {allowed}"
+            );
         }
     }
 }
@@ -485,11 +568,18 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
             .iter()
             .filter(|grant| grant.slot > START)
             .flat_map(|grant| {
-                let one = UnusedPermits { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 };
+                let one = UnusedPermits {
+                    slot: grant.slot,
+                    stamp: grant.stamp,
+                    units: 1,
+                    incarnation: 0,
+                };
                 std::iter::repeat_n(one, grant.count as usize)
             })
             .collect();
-        line.iter().rev().for_each(|&unused| world.ledger.take_back(unused));
+        line.iter()
+            .rev()
+            .for_each(|&unused| world.ledger.take_back(unused));
         let mut next = World::new(quota);
         let _ = next.book(1, length - line.len() as u32, 0, 10_000);
         let slots = |world: &mut World| {
@@ -502,23 +592,37 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
         let (again, fresh) = (slots(&mut world), slots(&mut next));
         // Slots far ahead were kept in coarse chunks, so one window may be lost, for a queue of any
         // length.
-        let bound = fresh.last().map(|last| last + micros_up(quota.limits()[0].window()) + 20_000);
-        assert!(again.last() <= bound.as_ref(), "{quota}: {:?} after {:?}", again.last(), fresh.last());
+        let bound = fresh
+            .last()
+            .map(|last| last + micros_up(quota.limits()[0].window()) + 20_000);
+        assert!(
+            again.last() <= bound.as_ref(),
+            "{quota}: {:?} after {:?}",
+            again.last(),
+            fresh.last()
+        );
     }
 }
 
 #[test]
 fn a_long_line_costs_a_bounded_log() {
-    for quota in
-        [Quota::per_second(7), Quota::per_second(100), Quota::per_second(5000), Quota::per_second(1_000_000)]
-    {
+    for quota in [
+        Quota::per_second(7),
+        Quota::per_second(100),
+        Quota::per_second(5000),
+        Quota::per_second(1_000_000),
+    ] {
         let mut window = Window::new(quota.largest_cost(), 1_000_000);
         let mut world = World::new(quota);
         let line = quota.largest_cost() * 15;
         for grant in world.book(1, line, Micros::MAX / 4, 10_000).0 {
             window.insert(grant.stamp, u64::from(grant.count));
         }
-        assert!(window.chunk_count() <= 265, "{quota}: {} chunks", window.chunk_count());
+        assert!(
+            window.chunk_count() <= 265,
+            "{quota}: {} chunks",
+            window.chunk_count()
+        );
     }
 }
 
@@ -635,13 +739,21 @@ fn several_limits_are_taken_all_or_nothing() {
 
 #[test]
 fn costs_above_the_limit_are_refused_at_once() {
-    for quota in
-        [Quota::per_second(5), Quota::bucket(5).refill(1, millis(1000)), Quota::fixed(5, millis(1000))]
-    {
+    for quota in [
+        Quota::per_second(5),
+        Quota::bucket(5).refill(1, millis(1000)),
+        Quota::fixed(5, millis(1000)),
+    ] {
         let mut world = World::new(quota);
         let (grants, booked) = world.book(6, 1, Micros::MAX / 4, 10_000);
         assert!(grants.is_empty());
-        assert_eq!(booked, Err(TooLate { slot: Micros::MAX, limit: None }));
+        assert_eq!(
+            booked,
+            Err(TooLate {
+                slot: Micros::MAX,
+                limit: None
+            })
+        );
     }
 }
 
@@ -657,12 +769,28 @@ fn the_strictest_asserted_quota_holds_until_it_is_forgotten() {
         granted
     };
     assert_eq!(book(&loose, 0, 3), 3);
-    assert_eq!(book(&strict, 100, 10), 1, "the new limit counts earlier use");
-    assert_eq!(book(&loose, 200, 10), 0, "the new limit applies to callers that assert the old one");
+    assert_eq!(
+        book(&strict, 100, 10),
+        1,
+        "the new limit counts earlier use"
+    );
+    assert_eq!(
+        book(&loose, 200, 10),
+        0,
+        "the new limit applies to callers that assert the old one"
+    );
     assert_eq!(book(&strict, 5_000_000, 10), 4);
     assert_eq!(book(&loose, 7_000_000, 10), 4);
-    assert_eq!(book(&loose, 8_000_000, 10), 0, "the limit applies for at least two windows and a second");
-    assert_eq!(book(&loose, 8_600_000, 10), 10, "half a window later the limit is forgotten");
+    assert_eq!(
+        book(&loose, 8_000_000, 10),
+        0,
+        "the limit applies for at least two windows and a second"
+    );
+    assert_eq!(
+        book(&loose, 8_600_000, 10),
+        10,
+        "half a window later the limit is forgotten"
+    );
 }
 
 /// D33: time never goes back.
@@ -681,13 +809,19 @@ fn clock_steps_back_grant_nothing_twice_and_block_nothing() {
 fn too_many_limits_are_bounded_and_forget_no_use() {
     let mut ledger = None;
     for number in 0..200 {
-        let (quota, now) = (Quota::new(300 + number, millis(1000)), START + u64::from(number));
+        let (quota, now) = (
+            Quota::new(300 + number, millis(1000)),
+            START + u64::from(number),
+        );
         let ledger = ledger.get_or_insert_with(|| Ledger::new(&terms(quota), now));
         ledger.advance(&terms(quota), now);
         ledger.book(now, 1, 1, 10_000, |_| ()).unwrap();
         let usage: Vec<_> = ledger.usage().collect();
         assert!(usage.len() <= MOST_LIMITS, "{} limits", usage.len());
-        let own = usage.iter().find(|(limit, ..)| limit.count() == 300 + number).expect("it is asserted");
+        let own = usage
+            .iter()
+            .find(|(limit, ..)| limit.count() == 300 + number)
+            .expect("it is asserted");
         assert_eq!(own.1, u64::from(number) + 1, "the use of all callers");
     }
 }

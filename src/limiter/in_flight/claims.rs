@@ -16,7 +16,10 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    pub(super) const NONE: Counts = Counts { in_use: 0, queued: 0 };
+    pub(super) const NONE: Counts = Counts {
+        in_use: 0,
+        queued: 0,
+    };
 }
 
 /// The state of the exchange with the store.
@@ -40,11 +43,13 @@ pub(super) struct Claims {
     exchange: Exchange,
     /// What the last claim stated.
     claimed: Counts,
-    /// What the store counts for this process: what the last claim stated, with the slots granted since.
+    /// What the store counts for this process: what the last claim stated, with the slots granted
+    /// since.
     pub(super) known: Counts,
     /// Slots that the store has granted since the beginning, as far as its answers have arrived.
     granted: u64,
-    /// The version of the last answer to the last claim. An answer with a smaller version is older, and is ignored.
+    /// The version of the last answer to the last claim. An answer with a smaller version is older,
+    /// and is ignored.
     version: u64,
     /// Whether requests of other processes wait for a slot.
     pub(super) others_wait: bool,
@@ -71,15 +76,16 @@ impl Claims {
 
     /// Returns whether a claim is to be sent now that the process has `counts`.
     ///
-    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says whether the
-    /// last request has left without having used a slot.
+    /// `wants_answer` says whether a request waits for the answer to a new claim. `has_left` says
+    /// whether the last request has left without having used a slot.
     pub(super) fn is_due(&self, counts: Counts, wants_answer: bool, has_left: bool) -> bool {
         match self.exchange {
             Exchange::Asking => false,
             // The store repeats the last claim anyway.
             Exchange::Failed => self.claimed != counts,
             Exchange::Idle => {
-                let fewer_wait = counts.queued < self.known.queued && (self.others_wait || has_left);
+                let fewer_wait =
+                    counts.queued < self.known.queued && (self.others_wait || has_left);
                 counts.in_use < self.known.in_use
                     || counts.queued > self.known.queued
                     || fewer_wait
@@ -108,9 +114,9 @@ impl Claims {
         }
     }
 
-    /// Takes in an answer to the claim `number`: the slots that were granted since the beginning, and whether
-    /// other processes wait. Returns how many of the slots are new, or `None` if the answer is older than
-    /// another one.
+    /// Takes in an answer to the claim `number`: the slots that were granted since the beginning,
+    /// and whether other processes wait. Returns how many of the slots are new, or `None` if the
+    /// answer is older than another one.
     pub(super) fn answered(
         &mut self,
         number: u64,

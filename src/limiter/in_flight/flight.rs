@@ -55,7 +55,8 @@ impl Evict for Flight {
 
     fn idle_from(&self) -> Option<Instant> {
         let is_empty = self.in_use == 0 && self.waiters.is_empty();
-        // The store may still grant slots to requests that have left, and these slots have to be returned.
+        // The store may still grant slots to requests that have left, and these slots have to be
+        // returned.
         (is_empty && self.claims.known == Counts::NONE).then_some(self.used_at)
     }
 }
@@ -84,19 +85,23 @@ impl Flight {
         self.waiters.waiting()
     }
 
-    /// Enters a request, which waits even if a slot is free: [`collect`](Flight::collect) returns its result.
-    /// An `impatient` request waits for the answer to one claim at most.
+    /// Enters a request, which waits even if a slot is free: [`collect`](Flight::collect) returns
+    /// its result. An `impatient` request waits for the answer to one claim at most.
     pub(in crate::limiter) fn enter(&mut self, number: Number, impatient: bool, now: Instant) {
         // If requests wait although the last claim was answered, no slot is free anywhere.
         let none_left = self.waiting() > 0 || self.claims.known.queued > 0;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
-            self.waiters.enter_settled(number, Settled::Refused(Refusal::NEVER));
+            self.waiters
+                .enter_settled(number, Settled::Refused(Refusal::NEVER));
             return;
         }
         let mut until_answer = None;
         if impatient {
             let next_claim = self.claims.number + 1;
-            self.impatient = Impatient { count: self.impatient.count + 1, until_answer: next_claim };
+            self.impatient = Impatient {
+                count: self.impatient.count + 1,
+                until_answer: next_claim,
+            };
             until_answer = Some(next_claim);
         }
         // Its poll sets when its task wakes.
@@ -105,14 +110,23 @@ impl Flight {
     }
 
     /// Returns the claim to send to the store, if one is due.
-    pub(in crate::limiter) fn claim(&mut self, key: Key, limit: u32, ttl: Duration) -> Option<Claim> {
+    pub(in crate::limiter) fn claim(
+        &mut self,
+        key: Key,
+        limit: u32,
+        ttl: Duration,
+    ) -> Option<Claim> {
         let queued = u32::try_from(self.waiting()).unwrap_or(u32::MAX);
-        let counts = Counts { in_use: self.in_use, queued };
+        let counts = Counts {
+            in_use: self.in_use,
+            queued,
+        };
         // The answer ends the wait of requests that cannot wait, even if it grants nothing.
-        let wants_answer = self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
-        // A process that has left keeps its place in the store's queue until a claim says so. It does not claim
-        // for requests that cannot wait: their callers retry, and while the store counts one of them as waiting, no
-        // slot is free.
+        let wants_answer =
+            self.impatient.count > 0 && self.impatient.until_answer > self.claims.number;
+        // A process that has left keeps its place in the store's queue until a claim says so. It
+        // does not claim for requests that cannot wait: their callers retry, and while the store
+        // counts one of them as waiting, no slot is free.
         let has_left = self.gave_up && counts == Counts::NONE;
         if !self.claims.is_due(counts, wants_answer, has_left) {
             return None;
@@ -123,15 +137,20 @@ impl Flight {
         Some(self.claims.make(key, limit, ttl, counts))
     }
 
-    /// Returns how the wait of `number` ended, if it did. If the slot it got may belong to another process by
-    /// now, the request waits on, in its old place.
-    pub(in crate::limiter) fn collect(&mut self, number: Number, now: Instant) -> Option<Settled<Number>> {
+    /// Returns how the wait of `number` ended, if it did. If the slot it got may belong to another
+    /// process by now, the request waits on, in its old place.
+    pub(in crate::limiter) fn collect(
+        &mut self,
+        number: Number,
+        now: Instant,
+    ) -> Option<Settled<Number>> {
         let settled = self.waiters.collect(number)?;
         if let Settled::Granted(slot) = settled
             && self.is_lost(slot, now)
         {
             self.in_use -= 1;
-            self.waiters.enter(number, SeatWait { until_answer: None }, now);
+            self.waiters
+                .enter(number, SeatWait { until_answer: None }, now);
             return None;
         }
         Some(settled)
@@ -142,8 +161,8 @@ impl Flight {
         self.validity.is_lost(slot, now)
     }
 
-    /// Polls the wait of `number`, which ends at `until` at the latest. If it has not ended, the task is woken when it
-    /// does.
+    /// Polls the wait of `number`, which ends at `until` at the latest. If it has not ended, the
+    /// task is woken when it does.
     pub(in crate::limiter) fn poll(
         &mut self,
         number: Number,
@@ -194,9 +213,19 @@ impl Flight {
     }
 
     /// Takes in an event of the store.
-    pub(in crate::limiter) fn on_event(&mut self, event: StoreEvent, now: Instant, wakers: &mut Wakers) {
+    pub(in crate::limiter) fn on_event(
+        &mut self,
+        event: StoreEvent,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
         match event {
-            StoreEvent::InFlight { number, granted: given, others_wait, version } => {
+            StoreEvent::InFlight {
+                number,
+                granted: given,
+                others_wait,
+                version,
+            } => {
                 if let Some(more) = self.claims.answered(number, given, others_wait, version) {
                     self.free = self.free.saturating_add(more);
                     self.slot(now, wakers);
@@ -205,7 +234,8 @@ impl Flight {
             }
             StoreEvent::Failed(error) => {
                 self.claims.failed();
-                self.waiters.settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
+                self.waiters
+                    .settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
                 self.impatient.count = 0;
             }
             StoreEvent::ClaimValidUntil(until) => self.validity.until = Some(until),
@@ -220,7 +250,9 @@ impl Flight {
     fn slot(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
             let granted = Settled::Granted(next_number());
-            let Some(wait) = self.waiters.settle_first(granted, wakers) else { return };
+            let Some(wait) = self.waiters.settle_first(granted, wakers) else {
+                return;
+            };
             self.free -= 1;
             self.in_use += 1;
             self.impatient.remove(&wait);
@@ -254,7 +286,9 @@ mod tests {
     }
 
     fn claim(flight: &mut Flight) -> Option<(u32, u32)> {
-        flight.claim(Key::ALL, 8, LIFE).map(|claim| (claim.in_use, claim.wanted))
+        flight
+            .claim(Key::ALL, 8, LIFE)
+            .map(|claim| (claim.in_use, claim.wanted))
     }
 
     fn on_event(flight: &mut Flight, event: StoreEvent) {
@@ -280,7 +314,9 @@ mod tests {
     }
 
     fn is_lost(flight: &mut Flight, slot: Number) -> bool {
-        flight.poll_lost(slot, &Context::from_waker(Waker::noop())).is_ready()
+        flight
+            .poll_lost(slot, &Context::from_waker(Waker::noop()))
+            .is_ready()
     }
 
     #[test]
@@ -323,7 +359,10 @@ mod tests {
         on_event(&mut flight, StoreEvent::in_flight(1, 0, false, 1));
         let first = granted(&mut flight, first, clock::now());
         flight.end(first, clock::now(), &mut Wakers::default());
-        assert!(flight.collect(second, clock::now()).is_none(), "other processes wait");
+        assert!(
+            flight.collect(second, clock::now()).is_none(),
+            "other processes wait"
+        );
         assert_eq!(claim(&mut flight), Some((0, 1)));
     }
 
@@ -335,12 +374,24 @@ mod tests {
         let second = come(&mut flight, true);
         assert_eq!(claim(&mut flight), None, "one claim at a time");
         answer(&mut flight, 0);
-        assert!(matches!(flight.collect(first, clock::now()), Some(Settled::Refused(_))));
+        assert!(matches!(
+            flight.collect(first, clock::now()),
+            Some(Settled::Refused(_))
+        ));
         assert_eq!(claim(&mut flight), Some((0, 1)));
         answer(&mut flight, 0);
-        assert!(matches!(flight.collect(second, clock::now()), Some(Settled::Refused(_))));
+        assert!(matches!(
+            flight.collect(second, clock::now()),
+            Some(Settled::Refused(_))
+        ));
         let third = come(&mut flight, true);
-        assert!(matches!(flight.collect(third, clock::now()), Some(Settled::Refused(_))), "no slot is free");
+        assert!(
+            matches!(
+                flight.collect(third, clock::now()),
+                Some(Settled::Refused(_))
+            ),
+            "no slot is free"
+        );
         assert_eq!(claim(&mut flight), None);
     }
 
@@ -350,7 +401,10 @@ mod tests {
         let number = come(&mut flight, true);
         assert_eq!(claim(&mut flight), Some((0, 1)));
         answer(&mut flight, 0);
-        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Refused(_))));
+        assert!(matches!(
+            flight.collect(number, clock::now()),
+            Some(Settled::Refused(_))
+        ));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
         answer(&mut flight, 1);
         assert_eq!(claim(&mut flight), Some((0, 0)));
@@ -379,7 +433,10 @@ mod tests {
         assert_eq!(claim(&mut flight), Some((0, 0)));
         on_event(&mut flight, StoreEvent::Failed(StoreError::Lost));
         assert_eq!((claim(&mut flight), flight.idle_from()), (None, None));
-        assert!(matches!(flight.collect(number, clock::now()), Some(Settled::Failed(_))));
+        assert!(matches!(
+            flight.collect(number, clock::now()),
+            Some(Settled::Failed(_))
+        ));
         assert!(flight.idle_from().is_some());
     }
 
@@ -393,9 +450,15 @@ mod tests {
         answer(&mut flight, 2);
         let first = granted(&mut flight, numbers[0], start);
         let late = start + LIFE;
-        assert!(flight.collect(numbers[1], late).is_none(), "its slot may belong to another process");
+        assert!(
+            flight.collect(numbers[1], late).is_none(),
+            "its slot may belong to another process"
+        );
         flight.end(first, late, &mut Wakers::default());
-        assert!(flight.collect(numbers[2], late).is_none(), "the first slot is not passed on");
+        assert!(
+            flight.collect(numbers[2], late).is_none(),
+            "the first slot is not passed on"
+        );
         assert_eq!(claim(&mut flight), Some((0, 2)));
         on_event(&mut flight, StoreEvent::ClaimValidUntil(late + LIFE));
         answer(&mut flight, 3);

@@ -28,7 +28,11 @@ impl Flights {
     /// Returns `None` if the settings do not limit calls in flight.
     pub(in crate::limiter) fn new(settings: &Settings) -> Option<Self> {
         let limit = settings.spec.quota().most_in_flight()?;
-        Some(Flights { keyed: KeyMap::new(settings.max_keys), limit, ttl: settings.in_flight_ttl })
+        Some(Flights {
+            keyed: KeyMap::new(settings.max_keys),
+            limit,
+            ttl: settings.in_flight_ttl,
+        })
     }
 
     /// Returns the limit of each key.
@@ -42,7 +46,11 @@ impl Flights {
     }
 
     /// Runs `act` on the calls in flight of `key`, if there are any.
-    pub(in crate::limiter) fn with<R>(&self, key: Key, act: impl FnOnce(&mut Flight) -> R) -> Option<R> {
+    pub(in crate::limiter) fn with<R>(
+        &self,
+        key: Key,
+        act: impl FnOnce(&mut Flight) -> R,
+    ) -> Option<R> {
         self.keyed.find(key, act)
     }
 
@@ -62,11 +70,25 @@ impl Flights {
         now: Instant,
         act: impl FnOnce(&mut Flight) -> R,
     ) -> Result<Acted<R>, Full> {
-        self.keyed.enter(key, now, || Flight::new(now), |_, _| (), |flight| self.acted(key, flight, act))
+        self.keyed.enter(
+            key,
+            now,
+            || Flight::new(now),
+            |_, _| (),
+            |flight| self.acted(key, flight, act),
+        )
     }
 
-    fn acted<R>(&self, key: Key, flight: &mut Flight, act: impl FnOnce(&mut Flight) -> R) -> Acted<R> {
+    fn acted<R>(
+        &self,
+        key: Key,
+        flight: &mut Flight,
+        act: impl FnOnce(&mut Flight) -> R,
+    ) -> Acted<R> {
         let done = act(flight);
-        Acted { done, claim: flight.claim(key, self.limit, self.ttl) }
+        Acted {
+            done,
+            claim: flight.claim(key, self.limit, self.ttl),
+        }
     }
 }

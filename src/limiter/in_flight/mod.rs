@@ -1,25 +1,25 @@
 //! The calls in flight of this process.
 //!
-//! A limit of `n` calls in flight has `n` in-flight slots for each key, shared by all processes. The code calls
-//! them *slots*, because a slot of a rate is another thing. The store grants them; see
-//! `limit/in_flight.rs` for its side.
+//! A limit of `n` calls in flight has `n` in-flight slots for each key, shared by all processes.
+//! The code calls them *slots*, because a slot of a rate is another thing. The store grants them;
+//! see `limit/in_flight.rs` for its side.
 //!
 //! # The protocol
 //!
-//! A process sends its state to the store: how many slots it uses, and how many requests wait. This is a
-//! *claim*. A claim states totals and no changes, so a claim that is lost, late or repeated does no harm. The
-//! answer states totals as well: how many slots the process was ever granted. The difference to the answers before
-//! is the number of new slots.
+//! A process sends its state to the store: how many slots it uses, and how many requests wait. This
+//! is a *claim*. A claim states totals and no changes, so a claim that is lost, late or repeated
+//! does no harm. The answer states totals as well: how many slots the process was ever granted. The
+//! difference to the answers before is the number of new slots.
 //!
 //! - One claim at a time is on its way. Changes meanwhile are in the next claim.
-//! - A slot whose call has ended goes to the next request that waits in this process, and the store is not
-//!   notified. If other processes wait, the slot goes back with the next claim, and the store grants it to the
-//!   request that came first.
-//! - A claim counts for a time to live, and the store repeats it while slots are in use. If it expires, the
-//!   slots are lost, and their calls have to end. A process that stood still for longer uses no slot and passes
-//!   none on, even before the store notifies it.
-//! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next change in this
-//!   process makes a new one.
+//! - A slot whose call has ended goes to the next request that waits in this process, and the store
+//!   is not notified. If other processes wait, the slot goes back with the next claim, and the
+//!   store grants it to the request that came first.
+//! - A claim counts for a time to live, and the store repeats it while slots are in use. If it
+//!   expires, the slots are lost, and their calls have to end. A process that stood still for
+//!   longer uses no slot and passes none on, even before the store notifies it.
+//! - If a claim fails, the requests that wait fail with it. The store repeats the claim. The next
+//!   change in this process makes a new one.
 //!
 //! ```text
 //!                 claim                    answer
@@ -32,8 +32,8 @@
 //!                                  └──────────────────────────────> Idle
 //! ```
 //!
-//! A request that cannot wait is queued like the others, until the answer to the claim that counts it. If no slot was
-//! granted by then, the request is refused.
+//! A request that cannot wait is queued like the others, until the answer to the claim that counts
+//! it. If no slot was granted by then, the request is refused.
 
 mod claims;
 mod flight;

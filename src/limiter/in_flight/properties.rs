@@ -1,8 +1,8 @@
 //! Properties of the in-flight limit under a bad network.
 //!
-//! Three processes claim slots from the store's rule. Claims are lost, late, repeated and overtake each other,
-//! and answers are lost. The slots in use never exceed the limit. Once the network is good again, all slots are
-//! in use or free.
+//! Three processes claim slots from the store's rule. Claims are lost, late, repeated and overtake
+//! each other, and answers are lost. The slots in use never exceed the limit. Once the network is
+//! good again, all slots are in use or free.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -28,7 +28,8 @@ enum Step {
     Try(usize),
     End(usize, usize),
     Leave(usize, usize),
-    /// One of the claims on their way arrives. It stays on its way if the flag is set, and arrives again.
+    /// One of the claims on their way arrives. It stays on its way if the flag is set, and arrives
+    /// again.
     Arrives(usize, bool),
     ClaimLost(usize),
     Heard(usize),
@@ -98,12 +99,20 @@ impl World {
         act(&mut process.flight, &mut Wakers::default());
         let life = Duration::from_micros(LIFE);
         if let Some(claim) = process.flight.claim(Key::ALL, self.most, life) {
-            let claim = Claim { number: claim.number << 20, ..claim };
+            let claim = Claim {
+                number: claim.number << 20,
+                ..claim
+            };
             process.last = Some(claim);
             process.again = 0;
             self.claims.push(claim);
         }
-        let Process { flight, waiting, sitting, .. } = process;
+        let Process {
+            flight,
+            waiting,
+            sitting,
+            ..
+        } = process;
         waiting.retain(|&number| match flight.collect(number, clock::now()) {
             Some(Settled::Granted(slot)) => {
                 sitting.push(slot);
@@ -115,9 +124,29 @@ impl World {
     }
 
     fn arrive(&mut self, claim: Claim) {
-        let Claim { holder: id, number, limit, in_use, wanted, granted_seen, .. } = claim;
-        let claimed = HolderClaim { id, number, limit, in_use, wanted, granted_seen, ttl: LIFE };
-        if let Some(process) = self.processes.iter_mut().find(|process| process.flight.holder() == id) {
+        let Claim {
+            holder: id,
+            number,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
+            ..
+        } = claim;
+        let claimed = HolderClaim {
+            id,
+            number,
+            limit,
+            in_use,
+            wanted,
+            granted_seen,
+            ttl: LIFE,
+        };
+        if let Some(process) = self
+            .processes
+            .iter_mut()
+            .find(|process| process.flight.holder() == id)
+        {
             process.claimed_at = self.now;
         }
         if self.slots.is_empty() {
@@ -126,7 +155,10 @@ impl World {
         }
         let processes = &mut self.processes;
         self.slots.claim(self.now, claimed, |told| {
-            if let Some(process) = processes.iter_mut().find(|process| process.flight.holder() == told.id) {
+            if let Some(process) = processes
+                .iter_mut()
+                .find(|process| process.flight.holder() == told.id)
+            {
                 process.events.push_back(told);
             }
         });
@@ -134,9 +166,17 @@ impl World {
 
     fn on_event(&mut self, index: usize) {
         if let Some(told) = self.processes[index].events.pop_front() {
-            let HolderUpdate { number, granted: given, others_wait, version, .. } = told;
+            let HolderUpdate {
+                number,
+                granted: given,
+                others_wait,
+                version,
+                ..
+            } = told;
             let event = StoreEvent::in_flight(number >> 20, given, others_wait, version);
-            self.act(index, |flight, wakers| flight.on_event(event, World::instant(), wakers));
+            self.act(index, |flight, wakers| {
+                flight.on_event(event, World::instant(), wakers)
+            });
         }
     }
 
@@ -144,7 +184,10 @@ impl World {
         let process = &mut self.processes[index];
         if let Some(last) = process.last {
             process.again += 1;
-            self.claims.push(Claim { number: last.number + process.again, ..last });
+            self.claims.push(Claim {
+                number: last.number + process.again,
+                ..last
+            });
         }
     }
 
@@ -178,7 +221,11 @@ impl World {
             Step::Arrives(which, again) => {
                 if !self.claims.is_empty() {
                     let which = which % self.claims.len();
-                    let claim = if again { self.claims[which] } else { self.claims.remove(which) };
+                    let claim = if again {
+                        self.claims[which]
+                    } else {
+                        self.claims.remove(which)
+                    };
                     self.arrive(claim);
                 }
             }
@@ -202,14 +249,25 @@ impl World {
                         self.repeat(index);
                         if let Some(claim) = self.processes[index].last {
                             let again = self.processes[index].again;
-                            self.arrive(Claim { number: claim.number + again, ..claim });
+                            self.arrive(Claim {
+                                number: claim.number + again,
+                                ..claim
+                            });
                         }
                     }
                 }
             }
         }
-        let sitting: usize = self.processes.iter().map(|process| process.sitting.len()).sum();
-        assert!(sitting <= self.most as usize, "{sitting} slots in use, limit {}", self.most);
+        let sitting: usize = self
+            .processes
+            .iter()
+            .map(|process| process.sitting.len())
+            .sum();
+        assert!(
+            sitting <= self.most as usize,
+            "{sitting} slots in use, limit {}",
+            self.most
+        );
     }
 
     /// Delivers all claims and answers, four times.

@@ -11,7 +11,8 @@ use crate::wakers::Wakers;
 
 /// Until when the slots of a process count, and which of them are lost.
 ///
-/// A claim that is not repeated expires at the store, which then grants its slots to other processes.
+/// A claim that is not repeated expires at the store, which then grants its slots to other
+/// processes.
 #[derive(Debug, Default)]
 pub(super) struct Validity {
     /// When the last confirmed claim expires. `None` if the store sets no end.

@@ -1,5 +1,5 @@
-//! What an answer of the store means for a key: the store's clock and state, the granted slots, and the
-//! validity of permits.
+//! What an answer of the store means for a key: the store's clock and state, the granted slots, and
+//! the validity of permits.
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,8 @@ impl KeyState {
     /// Takes in a lease, the answer to a call that was sent at `sent`.
     fn granted(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant, now: Instant) {
         let bounds = self.remember(ctx, lease, sent, now);
-        let precedes_release = lease.source.has_reply() && self.hold_answered(lease.hold, sent, bounds);
+        let precedes_release =
+            lease.source.has_reply() && self.hold_answered(lease.hold, sent, bounds);
         let least = self.least_use(ctx);
         let Some(queue) = &mut self.queue else { return };
         if let Some(wait) = lease.recovering {
@@ -50,10 +51,16 @@ impl KeyState {
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
-        let end = if precedes_release { None } else { Some(&refusal) };
-        let Answered { died, refused } = queue.answered(slots, end, least, now, &mut ctx.work.wakers);
+        let end = if precedes_release {
+            None
+        } else {
+            Some(&refusal)
+        };
+        let Answered { died, refused } =
+            queue.answered(slots, end, least, now, &mut ctx.work.wakers);
         if precedes_release {
-            // The store decided while the key was on hold. The next call asks for all waiters again.
+            // The store decided while the key was on hold. The next call asks for all waiters
+            // again.
             queue.give_up_slots();
             return;
         }
@@ -79,11 +86,17 @@ impl KeyState {
             // The store may have lost the slots that it booked.
             queue.void();
         }
-        queue.answered([], Some(&Settled::Failed(error)), least, now, &mut ctx.work.wakers);
+        queue.answered(
+            [],
+            Some(&Settled::Failed(error)),
+            least,
+            now,
+            &mut ctx.work.wakers,
+        );
     }
 
-    /// Turns an answer that took longer than any permit is valid into an error, and gives back what it
-    /// brought.
+    /// Turns an answer that took longer than any permit is valid into an error, and gives back what
+    /// it brought.
     pub(super) fn unless_too_slow(
         &self,
         ctx: &KeyContext<'_>,
@@ -106,8 +119,8 @@ impl KeyState {
         Ok(lease)
     }
 
-    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock; the lease
-    /// was made between them.
+    /// Keeps what a lease states besides its slots. Returns two moments of this process's clock;
+    /// the lease was made between them.
     pub(super) fn remember(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -117,7 +130,8 @@ impl KeyState {
     ) -> (Instant, Instant) {
         let is_alone = lease.source.is_standalone();
         if self.alone != is_alone {
-            // The store and the process on its own count apart, so neither takes the permits of the other.
+            // The store and the process on its own count apart, so neither takes the permits of the
+            // other.
             self.alone = is_alone;
             self.forget_permits();
         }
@@ -125,7 +139,8 @@ impl KeyState {
             Source::Store => {
                 self.shared = lease.external_usage;
                 self.free = lease.free;
-                self.remember_session(ctx, lease, sent, now).unwrap_or((sent, now))
+                self.remember_session(ctx, lease, sent, now)
+                    .unwrap_or((sent, now))
             }
             Source::StandaloneWithReply { granted_at } => {
                 self.shared = lease.external_usage;
@@ -141,13 +156,14 @@ impl KeyState {
             }
         };
         if let Some(grant) = &lease.prefetched {
-            self.prefetched.fill(&slot(lease, grant, (bounds.0, bounds.0)));
+            self.prefetched
+                .fill(&slot(lease, grant, (bounds.0, bounds.0)));
         }
         bounds
     }
 
-    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two moments
-    /// between which the lease was made.
+    /// Takes in the clock and the incarnation of a store that may lose its state. Returns the two
+    /// moments between which the lease was made.
     fn remember_session(
         &mut self,
         ctx: &KeyContext<'_>,
@@ -158,7 +174,9 @@ impl KeyState {
         if !self.later {
             return None;
         }
-        let session = self.session.get_or_insert_with(|| Box::new(KeySession::new(lease, sent, now)));
+        let session = self
+            .session
+            .get_or_insert_with(|| Box::new(KeySession::new(lease, sent, now)));
         let has_lost_state = session.incarnation() != lease.incarnation;
         session.update(lease, ctx.spec.quota().longest_memory(), sent, now);
         let bounds = session.bounds();
@@ -169,8 +187,8 @@ impl KeyState {
         Some(bounds)
     }
 
-    /// Drops the permits that were granted before, because the store does not know of them. Waiters keep
-    /// their places.
+    /// Drops the permits that were granted before, because the store does not know of them. Waiters
+    /// keep their places.
     fn forget_permits(&mut self) {
         self.prefetched.clear();
         if let Some(queue) = &mut self.queue {
@@ -178,24 +196,31 @@ impl KeyState {
         }
     }
 
-    /// Returns whether permits that were granted before may be used. If not, the store has to confirm them
-    /// first.
+    /// Returns whether permits that were granted before may be used. If not, the store has to
+    /// confirm them first.
     pub(super) fn is_trusted(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
-        let is_trusted =
-            |session: &KeySession| session.is_trusted(trust(ctx.spec.quota().longest_memory()), now);
+        let is_trusted = |session: &KeySession| {
+            session.is_trusted(trust(ctx.spec.quota().longest_memory()), now)
+        };
         self.alone || self.session.as_deref().is_none_or(is_trusted)
     }
 
-    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives before
-    /// the slot is due. If it is too early for that, the waiter of the slot wakes in time.
+    /// Returns whether the store is called now to confirm the next slot, so that the answer arrives
+    /// before the slot is due. If it is too early for that, the waiter of the slot wakes in time.
     pub(super) fn confirms_next_slot(&mut self, ctx: &KeyContext<'_>, now: Instant) -> bool {
-        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else { return false };
+        let Some(slot) = self.queue.as_ref().and_then(|queue| queue.next_slot()) else {
+            return false;
+        };
         if self.is_trusted(ctx, slot) {
             return false;
         }
         let lead = trust(ctx.spec.quota().longest_memory()) / 4;
         let at = slot.checked_sub(lead).unwrap_or(now);
-        let Some(queue) = self.queue.as_mut().filter(|queue| queue.confirmed != Some(slot)) else {
+        let Some(queue) = self
+            .queue
+            .as_mut()
+            .filter(|queue| queue.confirmed != Some(slot))
+        else {
             return false;
         };
         if at > now {
@@ -208,44 +233,66 @@ impl KeyState {
 
     /// Returns for how long a slot ahead must be usable.
     ///
-    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would lose its
-    /// slot. The next permits are valid for longer, up to the longest validity. From then on any slot is
-    /// used.
+    /// After a slow trip little is left of a permit's validity, and a waiter that wakes late would
+    /// lose its slot. The next permits are valid for longer, up to the longest validity. From then
+    /// on any slot is used.
     fn least_use(&self, ctx: &KeyContext<'_>) -> Duration {
-        if self.life < self.longest_life(ctx.spec) { ctx.spec.life() / 2 } else { Duration::ZERO }
+        if self.life < self.longest_life(ctx.spec) {
+            ctx.spec.life() / 2
+        } else {
+            Duration::ZERO
+        }
     }
 
-    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from whether
-    /// permits expired (`died`) before they arrived.
+    /// Sets the validity of the next permits, from the uncertainty of the store's clock and from
+    /// whether permits expired (`died`) before they arrived.
     fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
         let uncertain = bounds.1.saturating_duration_since(bounds.0);
         let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
-        let least = if self.later { spec.life().max(trips) } else { spec.life() };
-        let adapted = if died { self.life * 2 } else { self.life - self.life / 8 };
+        let least = if self.later {
+            spec.life().max(trips)
+        } else {
+            spec.life()
+        };
+        let adapted = if died {
+            self.life * 2
+        } else {
+            self.life - self.life / 8
+        };
         self.life = least.max(adapted).min(self.longest_life(spec));
     }
 
-    /// Returns the longest validity of a permit. It is reached if permits expire before they are used.
+    /// Returns the longest validity of a permit. It is reached if permits expire before they are
+    /// used.
     pub(super) fn longest_life(&self, spec: &LimitSpec) -> Duration {
         if !self.later && spec.life() < LIFE {
             // A longer validity would lose more of the rate than the quota allows.
             return spec.life();
         }
-        LONGEST_LIFE.max(spec.quota().shortest_window() / 20).max(spec.life())
+        LONGEST_LIFE
+            .max(spec.quota().shortest_window() / 20)
+            .max(spec.life())
     }
 
-    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or `life` if that
-    /// is longer.
+    /// Returns the validity of prefetched permits: a two-hundredth of the shortest window, or
+    /// `life` if that is longer.
     pub(super) fn prefetch_life(&self, ctx: &KeyContext<'_>) -> Duration {
         self.life.max(ctx.spec.quota().shortest_window() / 200)
     }
 }
 
-/// Returns when this process may use a grant of a lease that was made between `earliest` and `latest`: never
-/// before its slot, and never after its deadline.
-pub(super) fn slot(lease: &Lease, grant: &Grant, (earliest, latest): (Instant, Instant)) -> Reservation {
+/// Returns when this process may use a grant of a lease that was made between `earliest` and
+/// `latest`: never before its slot, and never after its deadline.
+pub(super) fn slot(
+    lease: &Lease,
+    grant: &Grant,
+    (earliest, latest): (Instant, Instant),
+) -> Reservation {
     // The store's time is cut to whole microseconds.
-    let lasts = grant.wait.saturating_add(grant.validity).saturating_sub(Duration::from_micros(1));
+    let lasts = grant
+        .wait
+        .saturating_add(grant.validity)
+        .saturating_sub(Duration::from_micros(1));
     Reservation {
         at: clock::after(latest, grant.wait),
         until: clock::after(earliest, lasts),

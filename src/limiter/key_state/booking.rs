@@ -1,8 +1,9 @@
 //! Booking: when the store is called for the waiters of a key, and for what.
 //!
-//! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is due, or the
-//! store answered. It hands out the slots that are due, and [`KeyState::next_call`] decides whether the store
-//! is called. One call at a time is under way. It books for all waiters without a slot.
+//! [`KeyState::step`] runs whenever something has changed: a request arrived or left, a slot is
+//! due, or the store answered. It hands out the slots that are due, and [`KeyState::next_call`]
+//! decides whether the store is called. One call at a time is under way. It books for all waiters
+//! without a slot.
 
 use std::time::{Duration, Instant};
 
@@ -18,18 +19,20 @@ use crate::limit::UnusedPermits;
 use crate::limiter::queue::{CallNumber, Gathering, HandedOut, Number};
 use crate::store::{Demand, Lease, LeaseRequest, StoreReply};
 
-/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its server busy
-/// for long.
+/// The most permits of one call to a store that takes a trip to answer, so that no call keeps its
+/// server busy for long.
 const MOST_ASKED: usize = 500;
 
-/// The most calls in a row to a store that answers at once: one for each need that it refuses, and one more.
+/// The most calls in a row to a store that answers at once: one for each need that it refuses, and
+/// one more.
 const MOST_ROUNDS: usize = 64;
 
 /// Whether the store is called now.
 enum NextCall {
     /// The store is not needed, or a call is under way already.
     None,
-    /// The store is called after this delay, so that other requests can join the call, or when a hold ends.
+    /// The store is called after this delay, so that other requests can join the call, or when a
+    /// hold ends.
     Gather(Duration),
     /// The store is called now.
     Lease(Booking),
@@ -52,15 +55,18 @@ enum Called {
 }
 
 impl KeyState {
-    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter needs,
-    /// and calls the store for waiters without a slot. The waiter `me` is being polled and needs no waking.
+    /// Brings the key up to date: hands out the slots that are due, gives back slots that no waiter
+    /// needs, and calls the store for waiters without a slot. The waiter `me` is being polled and
+    /// needs no waking.
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<Number>) {
         let mut now = ctx.now;
-        // A store that answers at once may bring slots that are due, or refuse one need and leave those after
-        // it undecided.
+        // A store that answers at once may bring slots that are due, or refuse one need and leave
+        // those after it undecided.
         for _ in 0..MOST_ROUNDS {
             let is_trusted = self.is_trusted(ctx, now);
-            let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else { return };
+            let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
+                return;
+            };
             match self.next_call(ctx, is_trusted, now) {
                 NextCall::None => break,
                 NextCall::Gather(delay) => {
@@ -106,7 +112,9 @@ impl KeyState {
     fn next_call(&mut self, ctx: &KeyContext<'_>, is_trusted: bool, now: Instant) -> NextCall {
         let is_clear = self.is_clear(ctx.max_hold, now);
         let blocked_for = self.waits(ctx.max_hold, now);
-        let Some(queue) = &mut self.queue else { return NextCall::None };
+        let Some(queue) = &mut self.queue else {
+            return NextCall::None;
+        };
         let is_doubtful = !is_trusted && queue.is_due(now);
         queue.trim();
         if queue.is_calling(now) {
@@ -114,7 +122,9 @@ impl KeyState {
         }
         queue.give_up_call();
         let confirms = is_doubtful || (is_clear && self.confirms_next_slot(ctx, now));
-        let Some(queue) = &mut self.queue else { return NextCall::None };
+        let Some(queue) = &mut self.queue else {
+            return NextCall::None;
+        };
         let demands = queue.needs(match (is_clear, self.later) {
             (false, _) => 1,
             (true, true) => MOST_ASKED,
@@ -124,8 +134,8 @@ impl KeyState {
             return NextCall::None;
         }
         if let Some(left) = blocked_for {
-            // What is booked when the hold ends, or when the probe is accepted, is booked by what is known
-            // then.
+            // What is booked when the hold ends, or when the probe is accepted, is booked by what
+            // is known then.
             if queue.gathering == Gathering::UnderWay {
                 return NextCall::None;
             }
@@ -142,24 +152,40 @@ impl KeyState {
         // Permits are scarce if slots lie ahead: none are fetched in advance.
         let is_scarce = queue.last_booked().is_some();
         let prefetches = self.later && is_clear && !is_scarce && !demands.is_empty();
-        NextCall::Lease(Booking { demands, prefetches })
+        NextCall::Lease(Booking {
+            demands,
+            prefetches,
+        })
     }
 
-    /// Calls the store. If permits `died` since the last call, those of later calls are valid for longer.
+    /// Calls the store. If permits `died` since the last call, those of later calls are valid for
+    /// longer.
     fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &Booking, died: bool) -> Called {
-        let Booking { demands, prefetches } = booking;
+        let Booking {
+            demands,
+            prefetches,
+        } = booking;
         let queue = self.queue.get_or_insert_default();
         let latest = queue.latest().unwrap_or(ctx.now);
         let mut returns = std::mem::take(&mut queue.returns);
-        let prefetch =
-            if *prefetches { self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now) } else { 0 };
+        let prefetch = if *prefetches {
+            self.prefetched
+                .order(ctx.spec, self.prefetch_life(ctx), ctx.now)
+        } else {
+            0
+        };
         returns.extend(self.prefetched.clear());
         if died {
             self.lengthen_life(ctx);
         }
-        match ctx.store.lease(self.request(ctx, demands, prefetch, latest, &returns)) {
+        match ctx
+            .store
+            .lease(self.request(ctx, demands, prefetch, latest, &returns))
+        {
             StoreReply::Ready(answer) => {
-                self.queue.get_or_insert_default().asking(demands, ctx.now, false);
+                self.queue
+                    .get_or_insert_default()
+                    .asking(demands, ctx.now, false);
                 self.answered(ctx, answer, ctx.now, clock::now());
                 Called::Answered
             }
@@ -170,25 +196,36 @@ impl KeyState {
         }
     }
 
-    /// Notes that the answer to a call for `demands` is still to come, and leaves the call to be run.
-    pub(super) fn call_under_way(&mut self, ctx: &mut KeyContext<'_>, demands: &[Demand], call: Call) {
+    /// Notes that the answer to a call for `demands` is still to come, and leaves the call to be
+    /// run.
+    pub(super) fn call_under_way(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        demands: &[Demand],
+        call: Call,
+    ) {
         self.later = true;
-        let number = self.queue.get_or_insert_default().asking(demands, ctx.now, ctx.is_watched());
+        let number = self
+            .queue
+            .get_or_insert_default()
+            .asking(demands, ctx.now, ctx.is_watched());
         ctx.work.effects.push(Effect::Call(number, call));
     }
 
-    /// Gives back the permits that no waiter needs, unless a call that returns them is about to be sent.
+    /// Gives back the permits that no waiter needs, unless a call that returns them is about to be
+    /// sent.
     fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
         let is_clear = self.is_clear(ctx.max_hold, now);
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering == Gathering::UnderWay;
         if !queue.returns.is_empty() && !queue.is_calling(now) && !gathers {
-            ctx.store.give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
+            ctx.store
+                .give_back(ctx.key, ctx.spec, &std::mem::take(&mut queue.returns));
         }
     }
 
-    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in advance. It
-    /// waits for slots until `latest`.
+    /// Returns the request for a call to the store: for `demands`, and for `prefetch` units in
+    /// advance. It waits for slots until `latest`.
     pub(super) fn request<'a>(
         &mut self,
         ctx: &'a KeyContext<'_>,
@@ -217,14 +254,25 @@ impl KeyState {
         }
     }
 
-    /// Calls the store even if no request waits. The store learns what this process knows of the key, and
-    /// replies what it knows. Does nothing while another call is under way.
+    /// Calls the store even if no request waits. The store learns what this process knows of the
+    /// key, and replies what it knows. Does nothing while another call is under way.
     pub(in crate::limiter) fn inquire(&mut self, ctx: &mut KeyContext<'_>) {
-        if self.queue.as_ref().is_some_and(|queue| queue.is_calling(ctx.now)) {
+        if self
+            .queue
+            .as_ref()
+            .is_some_and(|queue| queue.is_calling(ctx.now))
+        {
             return;
         }
-        let returns = self.queue.as_mut().map(|queue| std::mem::take(&mut queue.returns)).unwrap_or_default();
-        match ctx.store.lease(self.request(ctx, &[], 0, ctx.now, &returns)) {
+        let returns = self
+            .queue
+            .as_mut()
+            .map(|queue| std::mem::take(&mut queue.returns))
+            .unwrap_or_default();
+        match ctx
+            .store
+            .lease(self.request(ctx, &[], 0, ctx.now, &returns))
+        {
             StoreReply::Ready(answer) => self.answered(ctx, answer, ctx.now, clock::now()),
             StoreReply::Pending(call) => {
                 self.queue.get_or_insert_default().give_up_call();
@@ -233,8 +281,8 @@ impl KeyState {
         }
     }
 
-    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since, this one
-    /// counted as lost, and what it brings is given back.
+    /// Takes in the answer to a call that was sent at `sent`. If another call has been sent since,
+    /// this one counted as lost, and what it brings is given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -242,7 +290,11 @@ impl KeyState {
         answer: Result<Lease, StoreError>,
         sent: Instant,
     ) {
-        if !self.queue.as_ref().is_some_and(|queue| queue.is_call(number)) {
+        if !self
+            .queue
+            .as_ref()
+            .is_some_and(|queue| queue.is_call(number))
+        {
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             }
@@ -266,8 +318,8 @@ impl KeyState {
         }
     }
 
-    /// Ends the batching delay of the next call. `joined` says whether other requests had the time to join.
-    /// If not, the task of the delay was dropped with its runtime.
+    /// Ends the batching delay of the next call. `joined` says whether other requests had the time
+    /// to join. If not, the task of the delay was dropped with its runtime.
     pub(in crate::limiter) fn gathered(&mut self, ctx: &mut KeyContext<'_>, joined: bool) {
         let is_held = self.held(ctx.now).is_some();
         let Some(queue) = &mut self.queue else { return };
@@ -279,7 +331,11 @@ impl KeyState {
         }
         queue.gathering = Gathering::Done;
         self.step(ctx, None);
-        if let Some(queue) = self.queue.as_mut().filter(|queue| queue.gathering == Gathering::Done) {
+        if let Some(queue) = self
+            .queue
+            .as_mut()
+            .filter(|queue| queue.gathering == Gathering::Done)
+        {
             queue.gathering = Gathering::NotYet;
         }
         self.close(ctx);

@@ -1,4 +1,5 @@
-//! What the state of a key works with while its lock is held, and the work that it leaves for afterwards.
+//! What the state of a key works with while its lock is held, and the work that it leaves for
+//! afterwards.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,8 +17,8 @@ use crate::wakers::Wakers;
 
 /// The context of one visit to the state of a key.
 ///
-/// The state never awaits, spawns or wakes anything itself. It adds that work to `work`, and `Core` does it
-/// after the lock is released.
+/// The state never awaits, spawns or wakes anything itself. It adds that work to `work`, and `Core`
+/// does it after the lock is released.
 pub(in crate::limiter) struct KeyContext<'a> {
     pub(in crate::limiter) key: Key,
     pub(in crate::limiter) store: &'a Arc<dyn Store>,
@@ -36,8 +37,8 @@ pub(in crate::limiter) struct KeyContext<'a> {
 }
 
 impl KeyContext<'_> {
-    /// Returns whether waiters watch the store's calls themselves, because a call may be lost with the
-    /// runtime of a caller.
+    /// Returns whether waiters watch the store's calls themselves, because a call may be lost with
+    /// the runtime of a caller.
     pub(super) fn is_watched(&self) -> bool {
         self.store.background().is_none()
     }
@@ -48,8 +49,8 @@ impl KeyContext<'_> {
 pub(in crate::limiter) struct Work {
     /// The tasks to wake.
     pub(in crate::limiter) wakers: Wakers,
-    /// The effects to start, in their order. A visit seldom leaves two, because one call at a time is under
-    /// way.
+    /// The effects to start, in their order. A visit seldom leaves two, because one call at a time
+    /// is under way.
     pub(in crate::limiter) effects: SmallVec<[Effect; 1]>,
 }
 

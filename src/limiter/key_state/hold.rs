@@ -1,17 +1,18 @@
 //! One hold: when it ends, and how this process knows.
 //!
-//! A process learns of holds and releases in three ways: it sees them itself, another process publishes them,
-//! and the store states them in its replies. These messages overtake each other. So three moments describe
-//! one end:
+//! A process learns of holds and releases in three ways: it sees them itself, another process
+//! publishes them, and the store states them in its replies. These messages overtake each other. So
+//! three moments describe one end:
 //!
 //! - `end`: requests wait until this moment.
-//! - `sure_until`: this process saw the hold until this moment, or the store stated it. A published message
-//!   may have been delayed, so what it states beyond this moment is not sent to the store.
-//! - `stored_until`: the store knows of the hold until this moment at most. If `sure_until` is later, the
-//!   hold is sent with the next call.
+//! - `sure_until`: this process saw the hold until this moment, or the store stated it. A published
+//!   message may have been delayed, so what it states beyond this moment is not sent to the store.
+//! - `stored_until`: the store knows of the hold until this moment at most. If `sure_until` is
+//!   later, the hold is sent with the next call.
 //!
-//! The number of releases orders all messages: a hold from before a release is over. Between two releases a
-//! hold only becomes longer, unless the store states less after it has learned of the hold.
+//! The number of releases orders all messages: a hold from before a release is over. Between two
+//! releases a hold only becomes longer, unless the store states less after it has learned of the
+//! hold.
 //!
 //! | what is learned | releases | `end` | `sure_until` | `stored_until` |
 //! |---|---|---|---|---|
@@ -26,8 +27,8 @@
 //! | anything | fewer | - | - | - |
 //! | the store lost its state | - | - | `end` | now |
 //!
-//! If a reply to a later call states an earlier end than `sure_until`, the store has lost the hold. Two ends
-//! at most 5 ms apart are one end, observed after different round trips.
+//! If a reply to a later call states an earlier end than `sure_until`, the store has lost the hold.
+//! Two ends at most 5 ms apart are one end, observed after different round trips.
 
 use std::time::{Duration, Instant};
 
@@ -67,7 +68,8 @@ struct Evidence {
     stored_until: Instant,
     /// When the hold last changed. Replies to calls that were sent before may not include it.
     changed_at: Instant,
-    /// When the store or another process last confirmed the hold. `None` if a message may have been missed.
+    /// When the store or another process last confirmed the hold. `None` if a message may have been
+    /// missed.
     confirmed_at: Option<Instant>,
 }
 
@@ -78,7 +80,12 @@ impl Hold {
             end: now,
             releases: 0,
             probation: Probation::Off,
-            evidence: Evidence { sure_until: now, stored_until: now, changed_at: now, confirmed_at: None },
+            evidence: Evidence {
+                sure_until: now,
+                stored_until: now,
+                changed_at: now,
+                confirmed_at: None,
+            },
         }
     }
 
@@ -97,8 +104,8 @@ impl Hold {
         self.releases
     }
 
-    /// Takes in a hold or a release that this process saw or that another process published. Returns whether
-    /// the hold changed.
+    /// Takes in a hold or a release that this process saw or that another process published.
+    /// Returns whether the hold changed.
     pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
         if held.releases < self.releases {
             return false;
@@ -122,11 +129,11 @@ impl Hold {
         is_released || is_longer
     }
 
-    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time was between
-    /// `earliest` and `latest`.
+    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time was
+    /// between `earliest` and `latest`.
     ///
-    /// Returns whether the store decided before a release that this process knows of. Then the rest of its
-    /// reply is out of date, too.
+    /// Returns whether the store decided before a release that this process knows of. Then the rest
+    /// of its reply is out of date, too.
     pub(super) fn answered(
         &mut self,
         held: HoldState,
@@ -138,8 +145,13 @@ impl Hold {
             return sent < evidence.changed_at;
         }
         let sure_until = clock::after(earliest, held.remaining);
-        // A hold that is over ended before the reply arrived: the task being served asked the time earlier.
-        let until = if held.remaining.is_zero() { sure_until } else { clock::after(latest, held.remaining) };
+        // A hold that is over ended before the reply arrived: the task being served asked the time
+        // earlier.
+        let until = if held.remaining.is_zero() {
+            sure_until
+        } else {
+            clock::after(latest, held.remaining)
+        };
         evidence.confirmed_at = Some(latest);
         evidence.stored_until = until;
         if held.releases > self.releases {
@@ -166,14 +178,26 @@ impl Hold {
         false
     }
 
-    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. A store that is
-    /// `new` to this hold does not.
+    /// Returns the hold for a call to the store: its rest is zero if the store knows of it. A store
+    /// that is `new` to this hold does not.
     pub(super) fn for_store(&self, is_new: bool, now: Instant) -> HoldState {
-        let Evidence { sure_until, stored_until, .. } = self.evidence;
+        let Evidence {
+            sure_until,
+            stored_until,
+            ..
+        } = self.evidence;
         // Without the tolerance, each call would move the end by the difference of the round trips.
         let is_news = is_new || sure_until > clock::after(stored_until, SAME);
-        let remaining = if is_news { sure_until.saturating_duration_since(now) } else { Duration::ZERO };
-        HoldState { remaining, releases: self.releases, cut: self.probation.is_on() }
+        let remaining = if is_news {
+            sure_until.saturating_duration_since(now)
+        } else {
+            Duration::ZERO
+        };
+        HoldState {
+            remaining,
+            releases: self.releases,
+            cut: self.probation.is_on(),
+        }
     }
 
     /// Notes that the store has lost its state, and the hold with it.
@@ -192,11 +216,12 @@ impl Hold {
         self.evidence.confirmed_at.is_none() && self.end > now
     }
 
-    /// Returns whether a request that is held asks the store for a release. Notes that it does: one request
-    /// asks for all.
+    /// Returns whether a request that is held asks the store for a release. Notes that it does: one
+    /// request asks for all.
     pub(super) fn asks_for_release(&mut self, now: Instant) -> bool {
         let confirmed_at = self.evidence.confirmed_at;
-        let asks = confirmed_at.is_none_or(|confirmed_at| clock::after(confirmed_at, ASK_AGAIN) <= now);
+        let asks =
+            confirmed_at.is_none_or(|confirmed_at| clock::after(confirmed_at, ASK_AGAIN) <= now);
         if asks {
             self.evidence.confirmed_at = Some(now);
         }
@@ -218,17 +243,17 @@ impl Hold {
         self.probation.probe_leaves(now);
     }
 
-    /// Notes that a permit came back unused. It may be the probe's, so the next request may be the probe.
-    /// Returns whether it may be.
+    /// Notes that a permit came back unused. It may be the probe's, so the next request may be the
+    /// probe. Returns whether it may be.
     pub(super) fn probe_comes_back(&mut self) -> bool {
         self.probation.probe_comes_back()
     }
 
-    /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the end of the
-    /// hold. Returns whether there was a probation.
+    /// Ends the probation if the upstream accepted a request that was sent, at `sent`, after the
+    /// end of the hold. Returns whether there was a probation.
     ///
-    /// That request need not be the one that counts as the probe: a permit that came back may have been taken
-    /// for the probe's.
+    /// That request need not be the one that counts as the probe: a permit that came back may have
+    /// been taken for the probe's.
     pub(super) fn accepted(&mut self, sent: Instant) -> bool {
         let passed = self.is_cut() && sent >= self.end;
         if passed {
@@ -260,7 +285,11 @@ mod tests {
     }
 
     fn moments(end: u128, sure_until: u128, stored_until: u128) -> Moments {
-        Moments { end, sure_until, stored_until }
+        Moments {
+            end,
+            sure_until,
+            stored_until,
+        }
     }
 
     struct World {
@@ -289,10 +318,23 @@ mod tests {
         }
 
         fn moments(&self) -> Moments {
-            let Hold { end, evidence: Evidence { sure_until, stored_until, .. }, .. } = self.hold;
+            let Hold {
+                end,
+                evidence:
+                    Evidence {
+                        sure_until,
+                        stored_until,
+                        ..
+                    },
+                ..
+            } = self.hold;
             let [end, sure_until, stored_until] =
                 [end, sure_until, stored_until].map(|at| (at - self.start).as_millis());
-            Moments { end, sure_until, stored_until }
+            Moments {
+                end,
+                sure_until,
+                stored_until,
+            }
         }
     }
 
@@ -301,9 +343,20 @@ mod tests {
         for (source, sure_until) in [(HoldSource::Seen, 3100), (HoldSource::Published, 1000)] {
             let mut world = World::held();
             assert!(world.adopt(HoldState::new(ms(3000), 0), source, 100));
-            assert_eq!(world.moments(), moments(3100, sure_until, 1000), "{source:?}");
-            assert!(!world.adopt(HoldState::new(ms(500), 0), source, 200), "it is shorter");
-            assert_eq!(world.moments(), moments(3100, sure_until, 1000), "{source:?}");
+            assert_eq!(
+                world.moments(),
+                moments(3100, sure_until, 1000),
+                "{source:?}"
+            );
+            assert!(
+                !world.adopt(HoldState::new(ms(500), 0), source, 200),
+                "it is shorter"
+            );
+            assert_eq!(
+                world.moments(),
+                moments(3100, sure_until, 1000),
+                "{source:?}"
+            );
         }
     }
 
@@ -312,11 +365,28 @@ mod tests {
         for (source, sure_until) in [(HoldSource::Seen, 150), (HoldSource::Published, 100)] {
             let mut world = World::held();
             assert!(world.adopt(HoldState::new(ms(50), 1), source, 100));
-            assert_eq!(world.moments(), moments(150, sure_until, 1000), "{source:?}");
-            assert!(!world.adopt(HoldState::new(ms(9000), 0), source, 110), "it is over");
-            assert!(world.answered(HoldState::new(ms(9000), 0), 99), "it was sent before the release");
-            assert!(!world.answered(HoldState::new(ms(9000), 0), 100), "the store has lost the release");
-            assert_eq!(world.moments(), moments(150, sure_until, 1000), "{source:?}");
+            assert_eq!(
+                world.moments(),
+                moments(150, sure_until, 1000),
+                "{source:?}"
+            );
+            assert!(
+                !world.adopt(HoldState::new(ms(9000), 0), source, 110),
+                "it is over"
+            );
+            assert!(
+                world.answered(HoldState::new(ms(9000), 0), 99),
+                "it was sent before the release"
+            );
+            assert!(
+                !world.answered(HoldState::new(ms(9000), 0), 100),
+                "the store has lost the release"
+            );
+            assert_eq!(
+                world.moments(),
+                moments(150, sure_until, 1000),
+                "{source:?}"
+            );
         }
     }
 
@@ -374,7 +444,11 @@ mod tests {
         assert_eq!(world.hold.for_store(false, at), HoldState::default());
         assert_eq!(world.hold.for_store(true, at), HoldState::new(ms(900), 0));
         assert!(world.adopt(HoldState::new(ms(2000), 0), HoldSource::Published, 100));
-        assert_eq!(world.hold.for_store(false, at), HoldState::default(), "it was only published");
+        assert_eq!(
+            world.hold.for_store(false, at),
+            HoldState::default(),
+            "it was only published"
+        );
         assert!(world.adopt(HoldState::new(ms(3000), 0), HoldSource::Seen, 100));
         assert_eq!(world.hold.for_store(false, at), HoldState::new(ms(3000), 0));
     }
@@ -382,7 +456,10 @@ mod tests {
     #[test]
     fn cut_holds_end_on_probation() {
         let mut world = World::held();
-        let cut = HoldState { cut: true, ..HoldState::new(ms(3000), 0) };
+        let cut = HoldState {
+            cut: true,
+            ..HoldState::new(ms(3000), 0)
+        };
         assert!(world.adopt(cut, HoldSource::Seen, 0));
         let (early, end) = (world.start + ms(2999), world.start + ms(3000));
         assert!(!world.hold.accepted(early), "it was sent before the end");

@@ -1,8 +1,9 @@
-//! The hold of a key: until when no request may leave, after a refusal by the upstream or by an operator.
+//! The hold of a key: until when no request may leave, after a refusal by the upstream or by an
+//! operator.
 //!
-//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot wait until
-//! its end are refused. The other waiters get new slots, which a store that knows of the hold grants for the
-//! time after it.
+//! Permits at hand, and permits booked before its end, go back to the store. Waiters that cannot
+//! wait until its end are refused. The other waiters get new slots, which a store that knows of the
+//! hold grants for the time after it.
 
 use std::collections::BTreeMap;
 use std::task::{Context, Waker};
@@ -42,8 +43,8 @@ pub(in crate::limiter) struct NewHold {
     pub(in crate::limiter) is_sent: bool,
 }
 
-/// The shortest time between two refusals that this process sends to the store, unless the hold is longer by
-/// a tenth.
+/// The shortest time between two refusals that this process sends to the store, unless the hold is
+/// longer by a tenth.
 const SEND_AGAIN: Duration = Duration::from_secs(1);
 
 impl KeyHold {
@@ -61,7 +62,11 @@ impl KeyHold {
 
     /// Returns until when the hold, or what was learned from it, matters.
     fn matters_until(&self) -> Instant {
-        let probation = if self.hold.is_cut() { LONGEST_PROBATION } else { Duration::ZERO };
+        let probation = if self.hold.is_cut() {
+            LONGEST_PROBATION
+        } else {
+            Duration::ZERO
+        };
         clock::after(self.hold.end(), self.refusals.matters_for().max(probation))
     }
 
@@ -89,7 +94,10 @@ impl KeyState {
     /// Returns the hold for a call to the store. Its rest is zero if the store knows of it.
     pub(super) fn held_for_store(&self, now: Instant) -> HoldState {
         // The ledger of a process on its own knows of no hold.
-        self.hold.as_ref().map(|hold| hold.hold.for_store(self.alone, now)).unwrap_or_default()
+        self.hold
+            .as_ref()
+            .map(|hold| hold.hold.for_store(self.alone, now))
+            .unwrap_or_default()
     }
 
     /// Returns how often holds of the key were released.
@@ -97,8 +105,8 @@ impl KeyState {
         self.hold.as_ref().map_or(0, |hold| hold.hold.releases())
     }
 
-    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time lay within
-    /// `bounds`.
+    /// Takes in the hold that the store replied to a call sent at `sent`. The store's time lay
+    /// within `bounds`.
     ///
     /// Returns whether the store decided before a release that this process knows of.
     pub(super) fn hold_answered(
@@ -119,7 +127,12 @@ impl KeyState {
     }
 
     /// Puts the key on hold, or releases it.
-    pub(in crate::limiter) fn hold(&mut self, ctx: &mut KeyContext<'_>, held: HoldState, source: HoldSource) {
+    pub(in crate::limiter) fn hold(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        held: HoldState,
+        source: HoldSource,
+    ) {
         let hold = self.hold.get_or_insert_with(|| KeyHold::new(ctx.now));
         if hold.hold.adopt(held, source, ctx.now) {
             if hold.hold.is_cut() {
@@ -129,18 +142,21 @@ impl KeyState {
         }
     }
 
-    /// Gives up permits that may no longer be used, after the hold has changed, and goes on with the others.
+    /// Gives up permits that may no longer be used, after the hold has changed, and goes on with
+    /// the others.
     pub(in crate::limiter) fn hold_changed(&mut self, ctx: &mut KeyContext<'_>) {
         self.refused = None;
         if let Some(hold) = &mut self.hold {
-            ctx.work.wakers.add(std::mem::take(&mut hold.waiting).into_values());
+            ctx.work
+                .wakers
+                .add(std::mem::take(&mut hold.waiting).into_values());
         }
         self.obey(ctx.now, &mut ctx.work.wakers);
         let is_held = self.held(ctx.now).is_some();
         if let Some(queue) = &mut self.queue {
-            // Slots after the hold are given up as well. So all waiters book again at its end, by what is
-            // allowed then. A bucket cannot take back a single slot among those of other processes, so its
-            // slots stay.
+            // Slots after the hold are given up as well. So all waiters book again at its end, by
+            // what is allowed then. A bucket cannot take back a single slot among those of other
+            // processes, so its slots stay.
             let is_paced = |limit: &Limit| matches!(limit, Limit::Bucket { .. });
             if !is_held || !ctx.spec.quota().limits().iter().any(is_paced) {
                 queue.give_up_slots();
@@ -164,8 +180,8 @@ impl KeyState {
         queue.withdraw(clock::after(now, left), now, wakers);
     }
 
-    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that came back
-    /// with an older state grants booked slots to other processes until it is asked.
+    /// Asks the store to confirm the hold and the bookings, even if no request waits. A store that
+    /// came back with an older state grants booked slots to other processes until it is asked.
     pub(in crate::limiter) fn confirm(&mut self, ctx: &mut KeyContext<'_>) {
         let is_at_stake = self.held(ctx.now).is_some() || self.is_booked();
         if self.later && is_at_stake {
@@ -175,7 +191,9 @@ impl KeyState {
 
     /// Returns whether slots are booked ahead.
     pub(in crate::limiter) fn is_booked(&self) -> bool {
-        self.queue.as_ref().is_some_and(|queue| queue.last_booked().is_some())
+        self.queue
+            .as_ref()
+            .is_some_and(|queue| queue.last_booked().is_some())
     }
 
     /// Notes that the store has lost its state, and the hold with it.
@@ -186,9 +204,14 @@ impl KeyState {
         }
     }
 
-    /// Sends the hold to a store that lost its state, before a process that does not know the hold calls it.
+    /// Sends the hold to a store that lost its state, before a process that does not know the hold
+    /// calls it.
     pub(super) fn resend_hold(&mut self, ctx: &mut KeyContext<'_>) {
-        if self.hold.as_mut().is_some_and(|hold| std::mem::take(&mut hold.resends)) {
+        if self
+            .hold
+            .as_mut()
+            .is_some_and(|hold| std::mem::take(&mut hold.resends))
+        {
             self.confirm(ctx);
         }
     }
@@ -206,17 +229,21 @@ impl KeyState {
 
     /// Returns whether the key is on hold and a release may have been missed.
     pub(super) fn doubts_hold(&self, now: Instant) -> bool {
-        self.hold.as_ref().is_some_and(|hold| hold.hold.is_doubted(now))
+        self.hold
+            .as_ref()
+            .is_some_and(|hold| hold.hold.is_doubted(now))
     }
 
-    /// Returns whether a request that is held asks the store for a release that may have been missed. Notes
-    /// that it does: one request asks for all.
+    /// Returns whether a request that is held asks the store for a release that may have been
+    /// missed. Notes that it does: one request asks for all.
     pub(in crate::limiter) fn asks_for_release(&mut self, now: Instant) -> bool {
-        self.hold.as_mut().is_some_and(|hold| hold.hold.asks_for_release(now))
+        self.hold
+            .as_mut()
+            .is_some_and(|hold| hold.hold.asks_for_release(now))
     }
 
-    /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if it is
-    /// longer than the present one.
+    /// Takes in a refusal of a request that was sent at `sent`. Returns the hold that follows, if
+    /// it is longer than the present one.
     pub(in crate::limiter) fn refused_upstream(
         &mut self,
         retry_after: Option<Duration>,
@@ -227,21 +254,33 @@ impl KeyState {
         let hold = self.hold.get_or_insert_with(|| KeyHold::new(now));
         let before = hold.hold.left(now);
         hold.set_uncertain(true);
-        let Wait { left, cut } = hold.refusals.refused(retry_after, max_hold, before, sent, now)?;
+        let Wait { left, cut } = hold
+            .refusals
+            .refused(retry_after, max_hold, before, sent, now)?;
         let before = before.unwrap_or_default();
-        let is_recent = hold.sent_at.is_some_and(|sent_at| clock::after(sent_at, SEND_AGAIN) > now);
+        let is_recent = hold
+            .sent_at
+            .is_some_and(|sent_at| clock::after(sent_at, SEND_AGAIN) > now);
         let is_sent = !is_recent || left > before.saturating_add(before / 10);
         if is_sent {
             hold.sent_at = Some(now);
         }
-        let held = HoldState { remaining: left, releases: hold.hold.releases(), cut };
+        let held = HoldState {
+            remaining: left,
+            releases: hold.hold.releases(),
+            cut,
+        };
         Some(NewHold { held, is_sent })
     }
 
-    /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a probation.
-    /// Then other requests may leave, and the store has to be notified.
+    /// Takes in that the upstream accepted a request sent at `sent`. Returns whether that ends a
+    /// probation. Then other requests may leave, and the store has to be notified.
     pub(in crate::limiter) fn accepted_upstream(&mut self, sent: Instant, now: Instant) -> bool {
-        let Some(hold) = self.hold.as_mut().filter(|hold| hold.hold.left(now).is_none()) else {
+        let Some(hold) = self
+            .hold
+            .as_mut()
+            .filter(|hold| hold.hold.left(now).is_none())
+        else {
             return false;
         };
         hold.refusals.accepted(sent);
@@ -266,12 +305,16 @@ impl KeyState {
         cx: &Context<'_>,
     ) -> Option<Duration> {
         let left = self.blocked(max_hold, now)?;
-        self.hold.as_mut()?.waiting.insert(number, cx.waker().clone());
+        self.hold
+            .as_mut()?
+            .waiting
+            .insert(number, cx.waker().clone());
         Some(left)
     }
 
-    /// Returns for how long no request may leave, for a waiter that also waits for other things and becomes
-    /// the probe only when it leaves. The task is woken when the key is put on hold or released.
+    /// Returns for how long no request may leave, for a waiter that also waits for other things and
+    /// becomes the probe only when it leaves. The task is woken when the key is put on hold or
+    /// released.
     pub(in crate::limiter) fn watch_hold(
         &mut self,
         number: Number,

@@ -1,8 +1,9 @@
-//! The state of one key in this process: the permits at hand, the queue of waiters, the hold, and what the
-//! upstream stated.
+//! The state of one key in this process: the permits at hand, the queue of waiters, the hold, and
+//! what the upstream stated.
 //!
-//! One store call at a time books for all waiters. If no request waits, a key in heavy use prefetches a few
-//! permits, so that the next requests need no store call. Their number follows from how fast they are used.
+//! One store call at a time books for all waiters. If no request waits, a key in heavy use
+//! prefetches a few permits, so that the next requests need no store call. Their number follows
+//! from how fast they are used.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -95,12 +96,18 @@ impl Evict for KeyState {
     fn idle_from(&self) -> Option<Instant> {
         let prefetched = self.prefetched.until();
         let is_idle = self.queue.is_none();
-        is_idle.then(|| self.hold_matters_until().map_or(prefetched, |hold| hold.max(prefetched)))
+        is_idle.then(|| {
+            self.hold_matters_until()
+                .map_or(prefetched, |hold| hold.max(prefetched))
+        })
     }
 
     fn worthless_from(&self) -> Option<Instant> {
         let idle = self.idle_from()?.max(self.prefetched.soon());
-        let session = self.session.as_ref().map_or(idle, |session| session.until());
+        let session = self
+            .session
+            .as_ref()
+            .map_or(idle, |session| session.until());
         let stated = self.stated_until().unwrap_or(idle);
         Some(idle.max(session).max(stated))
     }
@@ -140,11 +147,15 @@ impl KeyState {
     /// Takes a permit at hand, if no request waits for one.
     #[inline]
     pub(super) fn take(&mut self, cost: u32, now: Instant) -> Option<Reservation> {
-        if self.waiting() > 0 { None } else { self.prefetched.take(cost, now) }
+        if self.waiting() > 0 {
+            None
+        } else {
+            self.prefetched.take(cost, now)
+        }
     }
 
-    /// Takes a permit at hand for a request that leaves at once, if no request waits for one. Returns whether
-    /// it did.
+    /// Takes a permit at hand for a request that leaves at once, if no request waits for one.
+    /// Returns whether it did.
     #[inline]
     pub(super) fn spend(&mut self, cost: u32, now: Instant) -> bool {
         self.waiting() == 0 && self.prefetched.spend(cost, now)
@@ -152,8 +163,8 @@ impl KeyState {
 
     /// Enters a request. Returns `None` if it waits, under `number`.
     ///
-    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call, a call for
-    /// this request alone, and a place in the queue.
+    /// The steps stand in the order of their cost: a permit at hand, a refusal that needs no call,
+    /// a call for this request alone, and a place in the queue.
     pub(super) fn enter(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -176,7 +187,8 @@ impl KeyState {
         if let Some(refusal) = self.repeated_refusal(cost, bound, ctx.now) {
             return Some(Settled::Refused(refusal));
         }
-        let asks_alone = self.queue.is_none() && !self.later && self.is_clear(ctx.max_hold, ctx.now);
+        let asks_alone =
+            self.queue.is_none() && !self.later && self.is_clear(ctx.max_hold, ctx.now);
         if asks_alone {
             return self.enter_alone(ctx, cost, bound, number);
         }
@@ -197,8 +209,8 @@ impl KeyState {
         settled
     }
 
-    /// Enters a request while no other request waits. A store that answers at once is asked for this request
-    /// alone, and for permits to prefetch.
+    /// Enters a request while no other request waits. A store that answers at once is asked for
+    /// this request alone, and for permits to prefetch.
     fn enter_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -207,22 +219,26 @@ impl KeyState {
         number: Number,
     ) -> Option<Settled> {
         let demands = [Demand { cost, count: 1 }];
-        let prefetch = self.prefetched.order(ctx.spec, self.prefetch_life(ctx), ctx.now);
+        let prefetch = self
+            .prefetched
+            .order(ctx.spec, self.prefetch_life(ctx), ctx.now);
         let returns = self.prefetched.clear();
         let request = self.request(ctx, &demands, prefetch, bound.latest, returns.as_slice());
         match ctx.store.lease(request) {
             StoreReply::Ready(Ok(lease)) => self.leased_alone(ctx, &lease, cost, bound, number),
             StoreReply::Ready(Err(error)) => Some(Settled::Failed(error)),
             StoreReply::Pending(call) => {
-                self.queue.get_or_insert_default().wait(number, cost, bound, ctx.now, None);
+                self.queue
+                    .get_or_insert_default()
+                    .wait(number, cost, bound, ctx.now, None);
                 self.call_under_way(ctx, &demands, call);
                 None
             }
         }
     }
 
-    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead, so that it
-    /// waits.
+    /// Takes in the lease for a request that entered alone. Returns `None` if its slot lies ahead,
+    /// so that it waits.
     fn leased_alone(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -236,8 +252,13 @@ impl KeyState {
             self.hold_answered(lease.hold, ctx.now, bounds);
         }
         let Some(grant) = lease.grants.first() else {
-            let recovering = lease.recovering.map(|wait| Refusal { wait: Some(wait), limit: None });
-            return Some(Settled::Refused(lease.refused.or(recovering).unwrap_or(Refusal::NEVER)));
+            let recovering = lease.recovering.map(|wait| Refusal {
+                wait: Some(wait),
+                limit: None,
+            });
+            return Some(Settled::Refused(
+                lease.refused.or(recovering).unwrap_or(Refusal::NEVER),
+            ));
         };
         let slot = slot(lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
@@ -249,12 +270,14 @@ impl KeyState {
         None
     }
 
-    /// Returns the refusal of a request that the store has refused lately and is not to be asked about yet.
+    /// Returns the refusal of a request that the store has refused lately and is not to be asked
+    /// about yet.
     fn repeated_refusal(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         self.refused.as_ref()?.of(cost, bound, now)
     }
 
-    /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the store.
+    /// Takes back a permit that was surely not used. It goes to the next waiter, else back to the
+    /// store.
     pub(super) fn give_back(&mut self, ctx: &mut KeyContext<'_>, slot: Reservation) {
         let is_held = self.held(ctx.now).is_some();
         self.probe_comes_back();
@@ -274,7 +297,8 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Drops a queue without waiters, and gives back the permits that the next call would have returned.
+    /// Drops a queue without waiters, and gives back the permits that the next call would have
+    /// returned.
     fn close(&mut self, ctx: &KeyContext<'_>) {
         if let Some(queue) = self.queue.take_if(|queue| queue.is_done(ctx.now))
             && !queue.returns.is_empty()
@@ -286,5 +310,8 @@ impl KeyState {
 
 /// Refuses a request that would have to wait for `wait`.
 fn refused_for(wait: Duration) -> Settled {
-    Settled::Refused(Refusal { wait: Some(wait), limit: None })
+    Settled::Refused(Refusal {
+        wait: Some(wait),
+        limit: None,
+    })
 }

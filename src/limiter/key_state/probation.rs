@@ -1,8 +1,9 @@
-//! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be too short.
+//! Probation: what follows a hold that was cut to `max_hold`, or whose stated wait is known to be
+//! too short.
 //!
-//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the others
-//! once the upstream has accepted it. A refusal of the probe is a new hold. If the probe's response takes
-//! long, another probe follows.
+//! When the hold is over, the upstream may still refuse. So one request leaves as a probe, and the
+//! others once the upstream has accepted it. A refusal of the probe is a new hold. If the probe's
+//! response takes long, another probe follows.
 //!
 //! ```text
 //!             the probe leaves
@@ -51,7 +52,11 @@ pub(super) enum Passage {
 impl Probation {
     /// Returns the probation after a new hold.
     pub(super) fn after(is_cut: bool) -> Self {
-        if is_cut { Probation::Due } else { Probation::Off }
+        if is_cut {
+            Probation::Due
+        } else {
+            Probation::Off
+        }
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -88,8 +93,8 @@ impl Probation {
     }
 }
 
-/// Exists while a key waits for an accepted request. While there is one in the process, all responses are
-/// read.
+/// Exists while a key waits for an accepted request. While there is one in the process, all
+/// responses are read.
 #[derive(Debug)]
 pub(super) struct Uncertain(());
 
@@ -118,7 +123,9 @@ pub(in crate::limiter) fn is_any_uncertain() -> bool {
 impl KeyState {
     /// Returns which requests may leave, if the key is not on hold.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
-        self.hold.as_ref().map_or(Passage::Open, |hold| hold.hold.passage(max_hold, now))
+        self.hold
+            .as_ref()
+            .map_or(Passage::Open, |hold| hold.hold.passage(max_hold, now))
     }
 
     /// Notes that the probe leaves now.
@@ -128,27 +135,36 @@ impl KeyState {
         }
     }
 
-    /// Notes that a permit came back unused. If it was the probe's, another request may be the probe.
+    /// Notes that a permit came back unused. If it was the probe's, another request may be the
+    /// probe.
     pub(super) fn probe_comes_back(&mut self) {
-        let was_probing = self.hold.as_mut().is_some_and(|hold| hold.hold.probe_comes_back());
+        let was_probing = self
+            .hold
+            .as_mut()
+            .is_some_and(|hold| hold.hold.probe_comes_back());
         // The next call to the store may have been put off until the probe is accepted.
         if was_probing && let Some(queue) = &mut self.queue {
             queue.end_delay();
         }
     }
 
-    /// Returns for how long no request may leave, because of a hold or a probe. The next request may be the
-    /// probe.
+    /// Returns for how long no request may leave, because of a hold or a probe. The next request
+    /// may be the probe.
     pub(in crate::limiter) fn waits(&self, max_hold: Duration, now: Instant) -> Option<Duration> {
-        self.held(now).or_else(|| match self.passage(max_hold, now) {
-            Passage::Open | Passage::Probe => None,
-            Passage::Probing(left) => Some(left),
-        })
+        self.held(now)
+            .or_else(|| match self.passage(max_hold, now) {
+                Passage::Open | Passage::Probe => None,
+                Passage::Probing(left) => Some(left),
+            })
     }
 
-    /// Returns for how long no request may leave, because of a hold or a probe. If the request may leave on
-    /// probation, it becomes the probe.
-    pub(in crate::limiter) fn blocked(&mut self, max_hold: Duration, now: Instant) -> Option<Duration> {
+    /// Returns for how long no request may leave, because of a hold or a probe. If the request may
+    /// leave on probation, it becomes the probe.
+    pub(in crate::limiter) fn blocked(
+        &mut self,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Option<Duration> {
         let waits = self.waits(max_hold, now);
         if waits.is_none() && self.passage(max_hold, now) == Passage::Probe {
             self.probe_leaves(now);

@@ -1,5 +1,5 @@
-//! Property tests of the state of a key, under any order of callers, effects and time. Each wait ends, in
-//! order, because its task is woken. No limit is exceeded, and no booked permit is lost.
+//! Property tests of the state of a key, under any order of callers, effects and time. Each wait
+//! ends, in order, because its task is woken. No limit is exceeded, and no booked permit is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,11 +17,14 @@ use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
 use crate::limiter::reservation::{Reservation, Settled, WaitBound};
 use crate::quota::Quota;
-use crate::store::{HoldState, Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage};
+use crate::store::{
+    HoldState, Lease, LeaseRequest, MemoryStore, Store, StoreReply, UnusedPermits, Usage,
+};
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A request arrives that can wait for `wait` milliseconds, by a deadline or by a bound of the limiter.
+    /// A request arrives that can wait for `wait` milliseconds, by a deadline or by a bound of the
+    /// limiter.
     Enter {
         cost: u32,
         wait: u64,
@@ -76,8 +79,8 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A store in memory that decides when it is called. With `later`, its answers arrive later. It counts the
-/// units that it granted, and the units that were given back.
+/// A store in memory that decides when it is called. With `later`, its answers arrive later. It
+/// counts the units that it granted, and the units that were given back.
 struct Wire {
     store: Arc<MemoryStore>,
     later: bool,
@@ -88,7 +91,10 @@ struct Wire {
 
 impl Wire {
     fn count_back(&self, unused: &[UnusedPermits]) {
-        self.returned.fetch_add(unused.iter().map(|unused| unused.units).sum(), Ordering::Relaxed);
+        self.returned.fetch_add(
+            unused.iter().map(|unused| unused.units).sum(),
+            Ordering::Relaxed,
+        );
     }
 }
 
@@ -96,13 +102,17 @@ impl Store for Wire {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.count_back(request.returns);
         let answer = if self.away.load(Ordering::Relaxed) {
-            StoreReply::Ready(Err(StoreError::Away(Arc::new(std::io::Error::other("no route")))))
+            StoreReply::Ready(Err(StoreError::Away(Arc::new(std::io::Error::other(
+                "no route",
+            )))))
         } else {
             self.store.lease(request)
         };
         if let StoreReply::Ready(Ok(lease)) = &answer {
             let grants = lease.grants.iter().chain(&lease.prefetched);
-            let units = grants.map(|grant| u64::from(grant.cost) * u64::from(grant.count)).sum();
+            let units = grants
+                .map(|grant| u64::from(grant.cost) * u64::from(grant.count))
+                .sum();
             self.granted.fetch_add(units, Ordering::Relaxed);
         }
         match answer {
@@ -203,14 +213,23 @@ impl World {
     }
 
     /// Runs `act` on the state of the key, as the limiter does.
-    fn act<R>(&mut self, act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R) -> R {
+    fn act<R>(
+        &mut self,
+        act: impl FnOnce(&mut KeyState, &mut KeyContext<'_>, &mut [Request]) -> R,
+    ) -> R {
         let now = clock::now();
         let is_waiting = |state: &KeyState, request: &Request| {
             let Ticket { number, cost, .. } = request.place;
-            state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+            state
+                .queue
+                .as_ref()
+                .is_some_and(|queue| queue.is_waiting(number, cost))
         };
-        let before: Vec<bool> =
-            self.requests.iter().map(|request| is_waiting(&self.state, request)).collect();
+        let before: Vec<bool> = self
+            .requests
+            .iter()
+            .map(|request| is_waiting(&self.state, request))
+            .collect();
         let mut ctx = KeyContext {
             key: Key::ALL,
             store: &self.store,
@@ -224,12 +243,17 @@ impl World {
         let result = act(&mut self.state, &mut ctx, &mut self.requests);
         let Work { wakers, effects } = ctx.work;
         wakers.wake();
-        self.pending.extend(effects.into_iter().map(|effect| match effect {
-            Effect::Call(number, call) => Pending::Call(number, call, now),
-            Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
-            Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
-        }));
-        let after: Vec<bool> = self.requests.iter().map(|request| is_waiting(&self.state, request)).collect();
+        self.pending
+            .extend(effects.into_iter().map(|effect| match effect {
+                Effect::Call(number, call) => Pending::Call(number, call, now),
+                Effect::Gather(delay) => Pending::Gather(clock::after(now, delay)),
+                Effect::PassOn(delay) => Pending::PassOn(clock::after(now, delay)),
+            }));
+        let after: Vec<bool> = self
+            .requests
+            .iter()
+            .map(|request| is_waiting(&self.state, request))
+            .collect();
         for index in 0..before.len() {
             let Ticket { number, cost, .. } = self.requests[index].place;
             let earlier = |(other, waits): (&Request, &bool)| {
@@ -245,14 +269,22 @@ impl World {
     fn enter(&mut self, cost: u32, wait: u64, by_deadline: bool) {
         let now = clock::now();
         let deadline = by_deadline.then(|| clock::after(now, ms(wait)));
-        let bound = WaitBound::new(deadline, now, ms(if by_deadline { LONGEST + 1 } else { wait }));
+        let bound = WaitBound::new(
+            deadline,
+            now,
+            ms(if by_deadline { LONGEST + 1 } else { wait }),
+        );
         let number = next_number();
         let entered = self.act(|state, ctx, _| state.enter(ctx, cost, bound, number));
         let (number, stage) = match entered {
             Some(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                let waits = |request: &Request| request.place.cost == cost && self.is_waiting(request);
-                assert!(!self.requests.iter().any(waits), "a later request overtook a waiter");
+                let waits =
+                    |request: &Request| request.place.cost == cost && self.is_waiting(request);
+                assert!(
+                    !self.requests.iter().any(waits),
+                    "a later request overtook a waiter"
+                );
                 (0, Stage::Has(slot))
             }
             None => (number, Stage::Waiting),
@@ -262,20 +294,42 @@ impl World {
             }
             Some(Settled::Refused(_) | Settled::QueueFull) => return,
         };
-        let task = Arc::new(Task { woken: AtomicBool::new(true), any_woken: self.any_woken.clone() });
-        let place = Ticket { number, cost, bound, turns: 1 };
-        self.requests.push(Request { place, task, stage, overtakes: false });
+        let task = Arc::new(Task {
+            woken: AtomicBool::new(true),
+            any_woken: self.any_woken.clone(),
+        });
+        let place = Ticket {
+            number,
+            cost,
+            bound,
+            turns: 1,
+        };
+        self.requests.push(Request {
+            place,
+            task,
+            stage,
+            overtakes: false,
+        });
     }
 
     fn is_waiting(&self, request: &Request) -> bool {
         let Ticket { number, cost, .. } = request.place;
-        self.state.queue.as_ref().is_some_and(|queue| queue.is_waiting(number, cost))
+        self.state
+            .queue
+            .as_ref()
+            .is_some_and(|queue| queue.is_waiting(number, cost))
     }
 
     fn assert_usable(&self, slot: &Reservation) {
         let now = clock::now();
-        assert!(slot.at <= now && now < slot.until, "a permit is granted when it can be used");
-        assert!(self.state.held(now).is_none(), "no request leaves while the key is held");
+        assert!(
+            slot.at <= now && now < slot.until,
+            "a permit is granted when it can be used"
+        );
+        assert!(
+            self.state.held(now).is_none(),
+            "no request leaves while the key is held"
+        );
     }
 
     fn poll(&mut self, index: usize) {
@@ -286,7 +340,8 @@ impl World {
         request.task.woken.store(false, Ordering::Relaxed);
         let waker = Waker::from(request.task.clone());
         let mut cx = Context::from_waker(&waker);
-        let polled = self.act(|state, ctx, requests| state.poll(ctx, &mut requests[index].place, &mut cx));
+        let polled =
+            self.act(|state, ctx, requests| state.poll(ctx, &mut requests[index].place, &mut cx));
         let stage = match polled {
             Poll::Pending => {
                 let waits = self.is_waiting(&self.requests[index]);
@@ -295,10 +350,15 @@ impl World {
             }
             Poll::Ready(Settled::Granted(slot)) => {
                 self.assert_usable(&slot);
-                assert!(!self.requests[index].overtakes, "requests leave in the order of their arrival");
+                assert!(
+                    !self.requests[index].overtakes,
+                    "requests leave in the order of their arrival"
+                );
                 Stage::Has(slot)
             }
-            Poll::Ready(Settled::Failed(_)) if self.fails_open && self.state.held(clock::now()).is_some() => {
+            Poll::Ready(Settled::Failed(_))
+                if self.fails_open && self.state.held(clock::now()).is_some() =>
+            {
                 panic!("no request passes uncounted while the key is on hold");
             }
             // Its call is still under way.
@@ -323,7 +383,9 @@ impl World {
     }
 
     fn use_permit(&mut self, index: usize) {
-        let Stage::Has(slot) = self.requests[index].stage else { return };
+        let Stage::Has(slot) = self.requests[index].stage else {
+            return;
+        };
         let now = clock::now();
         let request = &mut self.requests[index];
         if now < slot.until {
@@ -369,7 +431,9 @@ impl World {
         }
         match self.pending.swap_remove(index) {
             Pending::Call(number, mut call, since) => {
-                let Poll::Ready(answer) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+                let Poll::Ready(answer) =
+                    call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+                else {
                     unreachable!("it was answered when it was asked");
                 };
                 self.answered(number, answer, since);
@@ -419,7 +483,11 @@ impl World {
     async fn step(&mut self, step: &Step) {
         let index_of = |which: usize| which.checked_rem(self.requests.len());
         match *step {
-            Step::Enter { cost, wait, by_deadline } => self.enter(cost, wait, by_deadline),
+            Step::Enter {
+                cost,
+                wait,
+                by_deadline,
+            } => self.enter(cost, wait, by_deadline),
             Step::Poll(which) => index_of(which).map_or((), |index| self.poll(index)),
             Step::Leave(which) => index_of(which).map_or((), |index| self.leave(index)),
             Step::Use(which) => index_of(which).map_or((), |index| self.use_permit(index)),
@@ -437,9 +505,15 @@ impl World {
                 }
             }
             Step::Hold(span, cut) => {
-                let held = HoldState { remaining: ms(span), releases: self.state.releases(), cut };
+                let held = HoldState {
+                    remaining: ms(span),
+                    releases: self.state.releases(),
+                    cut,
+                };
                 self.hold(held);
-                if let StoreReply::Ready(Ok(held)) = self.wire.store.hold(Key::ALL, &self.spec, held, None) {
+                if let StoreReply::Ready(Ok(held)) =
+                    self.wire.store.hold(Key::ALL, &self.spec, held, None)
+                {
                     self.hold(held);
                 }
             }
@@ -468,7 +542,9 @@ impl World {
             let mut idle = true;
             for index in 0..self.requests.len() {
                 let request = &self.requests[index];
-                if matches!(request.stage, Stage::Waiting) && request.task.woken.load(Ordering::Relaxed) {
+                if matches!(request.stage, Stage::Waiting)
+                    && request.task.woken.load(Ordering::Relaxed)
+                {
                     self.poll(index);
                     idle = false;
                 }
@@ -486,8 +562,11 @@ impl World {
             if !idle {
                 continue;
             }
-            let waiting =
-                self.requests.iter().filter(|request| !matches!(request.stage, Stage::Ended)).count();
+            let waiting = self
+                .requests
+                .iter()
+                .filter(|request| !matches!(request.stage, Stage::Ended))
+                .count();
             let due = self.pending.iter().map(Pending::due).min();
             if waiting > 0 {
                 last = clock::now();
@@ -496,7 +575,10 @@ impl World {
                 return last - start;
             }
             let latest = start + ms(2 * LONGEST);
-            assert!(clock::now() < latest, "{waiting} requests wait, and none is woken");
+            assert!(
+                clock::now() < latest,
+                "{waiting} requests wait, and none is woken"
+            );
             tokio::select! {
                 () = self.any_woken.notified() => {}
                 () = clock::sleep_until(due.unwrap_or(latest).min(latest)) => {}
@@ -507,7 +589,10 @@ impl World {
     /// The most units used within `window`.
     fn most_used(&self, window: Duration) -> u32 {
         let within = |&(from, _): &(Instant, u32)| {
-            let inside = self.uses.iter().filter(move |(at, _)| *at >= from && *at < from + window);
+            let inside = self
+                .uses
+                .iter()
+                .filter(move |(at, _)| *at >= from && *at < from + window);
             inside.map(|(_, units)| units).sum()
         };
         self.uses.iter().map(within).max().unwrap_or_default()
@@ -550,13 +635,19 @@ async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step])
         }
     }
     let held = world.state.held(clock::now()).unwrap_or_default();
-    let left = world.requests.iter().filter(|request| !matches!(request.stage, Stage::Ended));
+    let left = world
+        .requests
+        .iter()
+        .filter(|request| !matches!(request.stage, Stage::Ended));
     let units: u32 = left.map(|request| request.place.cost).sum();
     let took = world.run_until_idle().await;
     assert_eq!(world.state.waiting(), 0);
     assert!(world.state.queue.is_none(), "an empty queue is dropped");
     let most = world.most_used(ms(1000));
-    assert!(most <= count, "{most} units within a second; at most {count} are allowed");
+    assert!(
+        most <= count,
+        "{most} units within a second; at most {count} are allowed"
+    );
     if !world.answer_lost {
         // A cost of 3 may leave 2 units of a window.
         let windows = units / (count - 2) + 2;
@@ -568,7 +659,8 @@ async fn run(count: u32, later: bool, faults: bool, quits: bool, steps: &[Step])
     }
 }
 
-/// All waiters leave during the batching delay of the next call, which would have returned their permits.
+/// All waiters leave during the batching delay of the next call, which would have returned their
+/// permits.
 #[tokio::test(start_paused = true)]
 async fn permits_of_waiters_that_leave_early_go_back() {
     let mut world = World::new(Quota::per_second(5), true, false);
@@ -577,10 +669,18 @@ async fn permits_of_waiters_that_leave_early_go_back() {
     }
     world.run_until_idle().await;
     world.enter(1, LONGEST, false);
-    while let Some(index) = world.pending.iter().position(|effect| effect.due() <= clock::now()) {
+    while let Some(index) = world
+        .pending
+        .iter()
+        .position(|effect| effect.due() <= clock::now())
+    {
         world.run(index);
     }
-    let booked = world.state.queue.as_ref().and_then(|queue| queue.last_booked());
+    let booked = world
+        .state
+        .queue
+        .as_ref()
+        .and_then(|queue| queue.last_booked());
     assert!(booked.is_some(), "it has a slot");
     world.enter(1, LONGEST, false);
     for index in [5, 6] {
@@ -603,17 +703,27 @@ async fn permits_of_waiters_held_too_long_go_back() {
     tokio::time::advance(ms(1025)).await;
     world.act(|state, ctx, _| state.step(ctx, None));
     assert_eq!(world.state.waiting(), 0, "the permit was handed out");
-    world.hold(HoldState { remaining: ms(5000), ..HoldState::default() });
+    world.hold(HoldState {
+        remaining: ms(5000),
+        ..HoldState::default()
+    });
     world.poll(5);
-    assert!(matches!(world.requests[5].stage, Stage::Ended), "it is refused");
+    assert!(
+        matches!(world.requests[5].stage, Stage::Ended),
+        "it is refused"
+    );
     world.assert_nothing_is_lost();
 }
 
-/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so the answer
-/// arrives too late.
+/// Short spans pass while a call is under way. Together they outlast the validity of a permit, so
+/// the answer arrives too late.
 #[tokio::test(start_paused = true)]
 async fn answers_that_come_too_late_go_back() {
-    let enter = |wait| Step::Enter { cost: 1, wait, by_deadline: false };
+    let enter = |wait| Step::Enter {
+        cost: 1,
+        wait,
+        by_deadline: false,
+    };
     let steps = [
         Step::Hold(6, false),
         enter(6),
@@ -637,11 +747,15 @@ async fn answers_that_come_too_late_go_back() {
     run(5, true, false, true, &steps).await;
 }
 
-/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave then, not 5
-/// s later.
+/// A permit that comes back is taken for the probe's. The probe is accepted, and the others leave
+/// then, not 5 s later.
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_passes_ends_the_probation() {
-    let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };
+    let enter = |cost, wait| Step::Enter {
+        cost,
+        wait,
+        by_deadline: false,
+    };
     let steps = [
         enter(1, 60_000),
         enter(1, 0),
@@ -686,11 +800,15 @@ proptest! {
     }
 }
 
-/// The permit of the probe expires before its waiter wakes. The next call to the store does not wait for a probe that
-/// never left.
+/// The permit of the probe expires before its waiter wakes. The next call to the store does not
+/// wait for a probe that never left.
 #[tokio::test(start_paused = true)]
 async fn an_expired_probe_delays_no_call() {
-    let enter = |cost, wait| Step::Enter { cost, wait, by_deadline: false };
+    let enter = |cost, wait| Step::Enter {
+        cost,
+        wait,
+        by_deadline: false,
+    };
     let steps = [
         enter(1, 0),
         enter(1, 0),

@@ -1,14 +1,14 @@
 //! How long a key is put on hold after the upstream refused a call.
 //!
-//! If the upstream states a wait, the hold lasts for that wait. Some upstreams state too short a wait: they
-//! state the moment of a reset by a clock that is behind, or they round down. A call that is sent after the
-//! stated wait and is refused again proves this. Then the hold lasts for at least [`FIRST_EXTRA`], and for
-//! twice as long after each further proof.
+//! If the upstream states a wait, the hold lasts for that wait. Some upstreams state too short a
+//! wait: they state the moment of a reset by a clock that is behind, or they round down. A call
+//! that is sent after the stated wait and is refused again proves this. Then the hold lasts for at
+//! least [`FIRST_EXTRA`], and for twice as long after each further proof.
 //!
-//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call is
-//! accepted, the time from the first stated end to the last is kept as the key's lateness, and added to each
-//! later wait. If the upstream states another wait than zero, other clients may have used the permits that
-//! became free, and nothing is kept.
+//! If the upstream then refuses and states a wait of zero, all its waits are too short. When a call
+//! is accepted, the time from the first stated end to the last is kept as the key's lateness, and
+//! added to each later wait. If the upstream states another wait than zero, other clients may have
+//! used the permits that became free, and nothing is kept.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,8 @@ struct StatedWaits {
     first_end: Instant,
     /// The end of the hold after the last refusal.
     end: Instant,
-    /// A call that is sent from `end` to this moment and is refused proves that the wait was too short.
+    /// A call that is sent from `end` to this moment and is refused proves that the wait was too
+    /// short.
     proves_until: Instant,
     /// The shortest hold after the last proof. Zero without a proof.
     extra: Duration,
@@ -46,8 +47,8 @@ struct StatedWaits {
 pub(super) struct Wait {
     /// From now.
     pub(super) left: Duration,
-    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or its waits
-    /// are too short.
+    /// Whether the hold ends on probation: the upstream stated a longer wait than `max_hold`, or
+    /// its waits are too short.
     pub(super) cut: bool,
 }
 
@@ -57,20 +58,21 @@ const FIRST_HOLD: Duration = Duration::from_secs(1);
 /// The shortest hold after the first proof that a stated wait was too short.
 const FIRST_EXTRA: Duration = Duration::from_millis(400);
 
-/// How long after the end of a hold a refusal proves that the wait was too short. A later refusal has another
-/// cause.
+/// How long after the end of a hold a refusal proves that the wait was too short. A later refusal
+/// has another cause.
 const PROOF: Duration = Duration::from_secs(1);
 
-/// The most that is kept of an upstream's lateness. A greater lateness has other causes than its clock.
+/// The most that is kept of an upstream's lateness. A greater lateness has other causes than its
+/// clock.
 const MOST_LATE: Duration = Duration::from_secs(5);
 
-/// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after different
-/// round trips.
+/// Two ends closer than this, or than a fiftieth of what is left, are one hold, observed after
+/// different round trips.
 pub(super) const SAME: Duration = Duration::from_millis(5);
 
 impl Refusals {
-    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`. Returns
-    /// the hold that follows, if it is longer.
+    /// Takes in the refusal of a call that was sent at `sent`, while the key is on hold for `held`.
+    /// Returns the hold that follows, if it is longer.
     pub(super) fn refused(
         &mut self,
         retry_after: Option<Duration>,
@@ -90,7 +92,10 @@ impl Refusals {
     fn refused_without_wait(&mut self, max_hold: Duration) -> Wait {
         self.without_wait += 1;
         let longest = FIRST_HOLD.saturating_mul(1 << (self.without_wait - 1).min(10));
-        Wait { left: jittered(longest.min(max_hold)), cut: false }
+        Wait {
+            left: jittered(longest.min(max_hold)),
+            cut: false,
+        }
     }
 
     fn refused_for(
@@ -107,15 +112,40 @@ impl Refusals {
         let is_zero_too_short =
             before.is_some_and(|before| before.is_zero_too_short) || (proves && stated <= SAME);
         let extra_before = before.map_or(Duration::ZERO, |before| before.extra);
-        let extra = if proves { (extra_before * 2).max(FIRST_EXTRA) } else { extra_before };
+        let extra = if proves {
+            (extra_before * 2).max(FIRST_EXTRA)
+        } else {
+            extra_before
+        };
         let corrected = stated.saturating_add(self.lateness);
-        let wait = if proves { corrected.max(extra) } else { corrected }.min(max_hold);
+        let wait = if proves {
+            corrected.max(extra)
+        } else {
+            corrected
+        }
+        .min(max_hold);
         let follows = held.is_none_or(|held| wait > held + SAME.max(held / 50));
-        let end = clock::after(now, if follows { wait } else { held.unwrap_or_default() });
+        let end = clock::after(
+            now,
+            if follows {
+                wait
+            } else {
+                held.unwrap_or_default()
+            },
+        );
         let first_end = before.map_or(end, |before| before.first_end);
         let proves_until = clock::after(end, PROOF + extra);
-        self.stated = Some(StatedWaits { first_end, end, proves_until, extra, is_zero_too_short });
-        follows.then_some(Wait { left: wait, cut: stated > max_hold || is_zero_too_short })
+        self.stated = Some(StatedWaits {
+            first_end,
+            end,
+            proves_until,
+            extra,
+            is_zero_too_short,
+        });
+        follows.then_some(Wait {
+            left: wait,
+            cut: stated > max_hold || is_zero_too_short,
+        })
     }
 
     /// Takes in that a call was accepted that was sent at `sent`.
@@ -154,7 +184,8 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Returns how many refusals there are until the server accepts calls, `late` after the stated moment.
+    /// Returns how many refusals there are until the server accepts calls, `late` after the stated
+    /// moment.
     fn refusals(known: &mut Refusals, at: &mut Instant, told: Duration, late: Duration) -> u32 {
         let opens = *at + told + late;
         for count in 0.. {
@@ -174,10 +205,17 @@ mod tests {
         for late in [5, 300, 900, 1200, 4000] {
             let (mut known, mut at) = (Refusals::default(), clock::now());
             let first = refusals(&mut known, &mut at, ms(8000), ms(late));
-            assert!(first <= if late <= 1200 { 3 } else { 5 }, "{late} ms: {first} refusals");
+            assert!(
+                first <= if late <= 1200 { 3 } else { 5 },
+                "{late} ms: {first} refusals"
+            );
             for _ in 0..10 {
                 at += ms(500);
-                assert_eq!(refusals(&mut known, &mut at, ms(8000), ms(late)), 1, "{late} ms late");
+                assert_eq!(
+                    refusals(&mut known, &mut at, ms(8000), ms(late)),
+                    1,
+                    "{late} ms late"
+                );
             }
         }
     }
@@ -187,7 +225,10 @@ mod tests {
     fn waits_that_follow_each_other_teach_nothing() {
         let (mut known, mut at) = (Refusals::default(), clock::now());
         for _ in 0..3 {
-            at += known.refused(Some(ms(1000)), HOUR, None, at, at).unwrap().left;
+            at += known
+                .refused(Some(ms(1000)), HOUR, None, at, at)
+                .unwrap()
+                .left;
         }
         known.accepted(at);
         assert_eq!(known.lateness, Duration::ZERO);
@@ -198,7 +239,11 @@ mod tests {
         let (mut known, start) = (Refusals::default(), clock::now());
         let mut at = start;
         for _ in 0..8 {
-            at += known.refused(Some(Duration::ZERO), ms(60_000), None, at, at).unwrap().left.max(ms(1));
+            at += known
+                .refused(Some(Duration::ZERO), ms(60_000), None, at, at)
+                .unwrap()
+                .left
+                .max(ms(1));
         }
         assert!(at - start > ms(20_000), "{:?}", at - start);
     }
@@ -207,9 +252,24 @@ mod tests {
     fn refusals_that_come_together_prove_nothing() {
         let (mut known, now) = (Refusals::default(), clock::now());
         let first = known.refused(Some(ms(100)), HOUR, None, now, now);
-        assert_eq!(first, Some(Wait { left: ms(100), cut: false }));
+        assert_eq!(
+            first,
+            Some(Wait {
+                left: ms(100),
+                cut: false
+            })
+        );
         for after in [1, 3] {
-            assert_eq!(known.refused(Some(ms(100)), HOUR, Some(ms(100 - after)), now, now + ms(after)), None);
+            assert_eq!(
+                known.refused(
+                    Some(ms(100)),
+                    HOUR,
+                    Some(ms(100 - after)),
+                    now,
+                    now + ms(after)
+                ),
+                None
+            );
         }
         // The hold ended 100 ms after the first.
         assert_eq!(known.stated.map(|stated| stated.end), Some(now + ms(100)));
@@ -222,6 +282,12 @@ mod tests {
     fn long_waits_are_cut() {
         let (mut known, now) = (Refusals::default(), clock::now());
         let wait = known.refused(Some(HOUR), ms(60_000), None, now, now);
-        assert_eq!(wait, Some(Wait { left: ms(60_000), cut: true }));
+        assert_eq!(
+            wait,
+            Some(Wait {
+                left: ms(60_000),
+                cut: true
+            })
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! A refusal of the store, kept for a while. A request that cannot wait for the first slot either is refused
-//! without a call.
+//! A refusal of the store, kept for a while. A request that cannot wait for the first slot either
+//! is refused without a call.
 
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 const SAME: Duration = Duration::from_millis(20);
 
 impl Refused {
-    /// Returns what is kept after an answer that refused a request of `cost` units, if it refused one.
-    /// `before` is what was kept until then.
+    /// Returns what is kept after an answer that refused a request of `cost` units, if it refused
+    /// one. `before` is what was kept until then.
     pub(super) fn after(
         before: Option<Refused>,
         cost: Option<u32>,
@@ -49,14 +49,23 @@ impl Refused {
             None => ((slot - now) / TIMES).max(SHORTEST_PAUSE),
         };
         let ask_at = clock::after(now, pause).min(slot);
-        Some(Refused { cost, limit, slot, ask_at, pause })
+        Some(Refused {
+            cost,
+            limit,
+            slot,
+            ask_at,
+            pause,
+        })
     }
 
-    /// Returns the refusal of a request that cannot wait for the first slot, if the store is not to be called
-    /// yet.
+    /// Returns the refusal of a request that cannot wait for the first slot, if the store is not to
+    /// be called yet.
     pub(super) fn of(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
         let &Refused { slot, limit, .. } = self;
         let refuses = now < self.ask_at && cost >= self.cost && bound.latest < slot;
-        refuses.then(|| Refusal { wait: Some(slot - now), limit })
+        refuses.then(|| Refusal {
+            wait: Some(slot - now),
+            limit,
+        })
     }
 }

@@ -1,5 +1,5 @@
-//! What a key does about the upstream's `Remaining` headers: they go to the store, and permits are given up
-//! if less is left than could leave.
+//! What a key does about the upstream's `Remaining` headers: they go to the store, and permits are
+//! given up if less is left than could leave.
 
 use std::time::{Duration, Instant};
 
@@ -25,16 +25,19 @@ impl RemainingTracker {
     /// Returns the statements about the limit `index`.
     fn limit(&mut self, index: usize) -> &mut RemainingHeaders {
         if self.limits.len() <= index {
-            self.limits.resize_with(index + 1, RemainingHeaders::default);
+            self.limits
+                .resize_with(index + 1, RemainingHeaders::default);
         }
         &mut self.limits[index]
     }
 }
 
 impl KeyState {
-    /// Takes in the response to a request that was sent at `sent`. The upstream refused `refused` units.
+    /// Takes in the response to a request that was sent at `sent`. The upstream refused `refused`
+    /// units.
     ///
-    /// Returns whether less is left than could leave before the next call, from this process or another one.
+    /// Returns whether less is left than could leave before the next call, from this process or
+    /// another one.
     pub(in crate::limiter) fn upstream_stated(
         &mut self,
         spec: &LimitSpec,
@@ -47,18 +50,23 @@ impl KeyState {
         let could_leave = at_hand.saturating_add(self.free);
         let mut is_less = false;
         for (index, limit) in spec.quota().limits().iter().enumerate() {
-            let Some(quota) = quota_about(*limit, signal, spec) else { continue };
+            let Some(quota) = quota_about(*limit, signal, spec) else {
+                continue;
+            };
             let headers = self.remaining.get_or_insert_default().limit(index);
             headers.observe(*limit, quota, refused, sent);
-            if let Some(left) = headers.bound(*limit, now).filter(|left| *left < could_leave) {
+            if let Some(left) = headers
+                .bound(*limit, now)
+                .filter(|left| *left < could_leave)
+            {
                 is_less |= headers.notify_less(left, now) || left < at_hand;
             }
         }
         is_less
     }
 
-    /// Gives up permits at hand and booked slots, because less is left than this process could send. Asks for
-    /// them anew.
+    /// Gives up permits at hand and booked slots, because less is left than this process could
+    /// send. Asks for them anew.
     pub(in crate::limiter) fn tighten(&mut self, ctx: &mut KeyContext<'_>) {
         let unused = self.clear();
         let queue = self.queue.get_or_insert_default();
@@ -85,37 +93,48 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes in that another process stated to the store that less is left. `writes` is the number of that
-    /// state.
+    /// Takes in that another process stated to the store that less is left. `writes` is the number
+    /// of that state.
     pub(in crate::limiter) fn less_heard(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
-        if self.session.as_ref().is_some_and(|session| session.writes() < writes) {
+        if self
+            .session
+            .as_ref()
+            .is_some_and(|session| session.writes() < writes)
+        {
             self.tighten(ctx);
         }
     }
 
-    /// Sends the store what the upstream stated, even if no request waits: refusals at once, and other
-    /// statements soon if other clients use the limit as well.
+    /// Sends the store what the upstream stated, even if no request waits: refusals at once, and
+    /// other statements soon if other clients use the limit as well.
     pub(in crate::limiter) fn pass_on(&mut self, ctx: &mut KeyContext<'_>) {
-        let Some(tracker) = &mut self.remaining else { return };
+        let Some(tracker) = &mut self.remaining else {
+            return;
+        };
         let stated = ctx.spec.quota().limits().iter().zip(&tracker.limits);
-        let relevant =
-            stated.filter(|(_, headers)| headers.is_news() && (self.shared || headers.has_refused()));
-        let Some(pause) = relevant.map(|(limit, headers)| headers.pause(*limit, ctx.now)).min() else {
+        let relevant = stated
+            .filter(|(_, headers)| headers.is_news() && (self.shared || headers.has_refused()));
+        let Some(pause) = relevant
+            .map(|(limit, headers)| headers.pause(*limit, ctx.now))
+            .min()
+        else {
             return;
         };
         if pause.is_zero() {
             return self.inquire(ctx);
         }
         // A task that is late was lost with its runtime.
-        let has_no_task = tracker.sends_at.is_none_or(|at| clock::after(at, LAST) < ctx.now);
+        let has_no_task = tracker
+            .sends_at
+            .is_none_or(|at| clock::after(at, LAST) < ctx.now);
         if has_no_task {
             tracker.sends_at = Some(clock::after(ctx.now, pause));
             ctx.work.effects.push(Effect::PassOn(pause));
         }
     }
 
-    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold is doubted,
-    /// asks the store about it again.
+    /// Sends the store what the upstream stated, after the delay of [`Effect::PassOn`]. If a hold
+    /// is doubted, asks the store about it again.
     pub(in crate::limiter) fn pass_on_now(&mut self, ctx: &mut KeyContext<'_>) {
         if let Some(tracker) = &mut self.remaining {
             tracker.sends_at = None;
@@ -128,8 +147,8 @@ impl KeyState {
         self.close(ctx);
     }
 
-    /// Takes the statement that is sent to the store with a call. One call carries the statement about one
-    /// limit.
+    /// Takes the statement that is sent to the store with a call. One call carries the statement
+    /// about one limit.
     pub(in crate::limiter) fn take_remaining(
         &mut self,
         spec: &LimitSpec,

@@ -1,9 +1,9 @@
 //! What the upstream's `Remaining` headers state about one limit, as a value.
 //!
-//! If the reset that an upstream states stays at one moment, the upstream counts in windows, or from its
-//! oldest request. The store has the same requests in its log. So what the upstream counts beyond them was
-//! used by other clients. If the reset moves along with the responses, the two counts cannot be compared.
-//! Then only refusals show that other clients use the limit.
+//! If the reset that an upstream states stays at one moment, the upstream counts in windows, or
+//! from its oldest request. The store has the same requests in its log. So what the upstream counts
+//! beyond them was used by other clients. If the reset moves along with the responses, the two
+//! counts cannot be compared. Then only refusals show that other clients use the limit.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ pub(super) struct RemainingHeaders {
     refused: u32,
     /// When a statement was last sent to the store.
     sent_at: Option<Instant>,
-    /// Whether fewer units are left than could still leave, and the store does not know. They are sent with
-    /// the next call.
+    /// Whether fewer units are left than could still leave, and the store does not know. They are
+    /// sent with the next call.
     is_less: bool,
     /// Whether the next statement that is sent notifies the other processes.
     urgent: bool,
@@ -35,7 +35,8 @@ pub(super) struct RemainingHeaders {
     notified: Option<(Instant, u64)>,
     /// Whether unnamed quotas turned out to be about another limit.
     is_other: bool,
-    /// Whether the store has to drop what followed from earlier statements, which were about another limit.
+    /// Whether the store has to drop what followed from earlier statements, which were about
+    /// another limit.
     forget: bool,
 }
 
@@ -57,16 +58,16 @@ struct Anchor {
     since: Instant,
 }
 
-/// Two resets that differ by no more are one reset. Many servers state whole seconds, and round in different
-/// ways.
+/// Two resets that differ by no more are one reset. Many servers state whole seconds, and round in
+/// different ways.
 const SAME: Duration = Duration::from_millis(1500);
 
-/// A response that took no longer bounds what may leave, even before it is known whether the reset stays at
-/// one moment.
+/// A response that took no longer bounds what may leave, even before it is known whether the reset
+/// stays at one moment.
 const FRESH: Duration = Duration::from_millis(250);
 
-/// The longest that units are reserved without a confirmation by another response, unless `max_hold` is
-/// shorter.
+/// The longest that units are reserved without a confirmation by another response, unless
+/// `max_hold` is shorter.
 const LONGEST_VALID: Duration = Duration::from_secs(60);
 
 /// After this span it is known whether the reset stays at one moment.
@@ -75,21 +76,29 @@ const LONG: Duration = Duration::from_secs(3);
 /// A reset that is nearer may be over, because servers round to whole seconds.
 pub(super) const LAST: Duration = Duration::from_secs(1);
 
-/// How many times a window statements are sent to the store, at least once every [`LONGEST_PAUSE`]. Refusals
-/// are sent at once.
+/// How many times a window statements are sent to the store, at least once every [`LONGEST_PAUSE`].
+/// Refusals are sent at once.
 const SENT_PER_WINDOW: u32 = 32;
 
 /// The longest pause between two statements that are sent to the store.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl RemainingHeaders {
-    /// Takes in what `quota` states in the response to a request that was sent at `sent`. The upstream
-    /// refused `refused` units.
+    /// Takes in what `quota` states in the response to a request that was sent at `sent`. The
+    /// upstream refused `refused` units.
     ///
-    /// The statement is from a moment between `sent` and now. It is taken for one from `sent`: then the reset
-    /// is earlier, and more was refilled since.
-    pub(super) fn observe(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
-        let Some(units) = left_of(limit, quota) else { return };
+    /// The statement is from a moment between `sent` and now. It is taken for one from `sent`: then
+    /// the reset is earlier, and more was refilled since.
+    pub(super) fn observe(
+        &mut self,
+        limit: Limit,
+        quota: &ObservedQuota,
+        refused: u32,
+        sent: Instant,
+    ) {
+        let Some(units) = left_of(limit, quota) else {
+            return;
+        };
         let is_unnamed = names_no_limit(quota);
         if is_unnamed && self.is_other {
             return;
@@ -99,8 +108,15 @@ impl RemainingHeaders {
         }
         let reset_after = quota.reset_after().unwrap_or_default();
         let resets_at = clock::after(sent, reset_after);
-        self.latest = Some(Statement { units, resets_at, at: sent });
-        let new_anchor = Anchor { resets_at, since: sent };
+        self.latest = Some(Statement {
+            units,
+            resets_at,
+            at: sent,
+        });
+        let new_anchor = Anchor {
+            resets_at,
+            since: sent,
+        };
         let Some(anchor) = self.anchor else {
             self.anchor = Some(new_anchor);
             return;
@@ -143,10 +159,14 @@ impl RemainingHeaders {
         self.is_less
     }
 
-    /// Returns the units left, if the last statement bounds what may leave: if it is not old and states a
-    /// reset.
+    /// Returns the units left, if the last statement bounds what may leave: if it is not old and
+    /// states a reset.
     pub(super) fn bound(&self, limit: Limit, now: Instant) -> Option<u64> {
-        let Statement { units, resets_at, at } = self.latest?;
+        let Statement {
+            units,
+            resets_at,
+            at,
+        } = self.latest?;
         let is_fresh = self.stays || now.saturating_duration_since(at) <= FRESH;
         let lasts = matches!(limit, Limit::Bucket { .. }) || resets_at > clock::after(now, LAST);
         (is_fresh && lasts).then_some(units)
@@ -154,14 +174,16 @@ impl RemainingHeaders {
 
     /// Returns how long until a statement has to be sent to the store.
     pub(super) fn pause(&self, limit: Limit, now: Instant) -> Duration {
-        let Some(sent_at) = self.sent_at.filter(|_| self.refused == 0) else { return Duration::ZERO };
+        let Some(sent_at) = self.sent_at.filter(|_| self.refused == 0) else {
+            return Duration::ZERO;
+        };
         let pause = (limit.window() / SENT_PER_WINDOW).min(LONGEST_PAUSE);
         clock::after(sent_at, pause).saturating_duration_since(now)
     }
 
-    /// Notes that only `units` are left, which is less than could still leave. Returns whether the other
-    /// processes are notified at once: at most once a second, or when half is left of what they were last
-    /// notified of.
+    /// Notes that only `units` are left, which is less than could still leave. Returns whether the
+    /// other processes are notified at once: at most once a second, or when half is left of what
+    /// they were last notified of.
     pub(super) fn notify_less(&mut self, units: u64, now: Instant) -> bool {
         self.is_less = true;
         self.urgent |= self.notified.is_none_or(|(notified_at, before)| {
@@ -181,10 +203,17 @@ impl RemainingHeaders {
         now: Instant,
     ) -> Option<UpstreamRemaining> {
         if std::mem::take(&mut self.forget) {
-            return Some(UpstreamRemaining { forget: true, ..UpstreamRemaining::new(limit, 0) });
+            return Some(UpstreamRemaining {
+                forget: true,
+                ..UpstreamRemaining::new(limit, 0)
+            });
         }
         let is_due = std::mem::take(&mut self.is_less) || self.pause(limit, now).is_zero();
-        let Statement { units, resets_at, at } = self.latest.take_if(|_| is_due)?;
+        let Statement {
+            units,
+            resets_at,
+            at,
+        } = self.latest.take_if(|_| is_due)?;
         self.sent_at = Some(now);
         let reset_in = resets_at.saturating_duration_since(now);
         Some(UpstreamRemaining {
@@ -206,7 +235,10 @@ fn apart(one: Instant, other: Instant) -> Duration {
 /// Returns whether a response may state what is left of a limit, or the limit.
 pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
     let states_limit = |quota: &ObservedQuota| quota.limit().is_some() && quota.window().is_some();
-    signal.quotas().iter().any(|quota| quota.remaining().is_some() || states_limit(quota))
+    signal
+        .quotas()
+        .iter()
+        .any(|quota| quota.remaining().is_some() || states_limit(quota))
 }
 
 /// Returns the quota that a response states about `limit`. Of several, the one with the least left.
@@ -215,14 +247,19 @@ pub(super) fn quota_about<'a>(
     signal: &'a Signal,
     spec: &LimitSpec,
 ) -> Option<&'a ObservedQuota> {
-    let about = signal.quotas().iter().filter(|quota| is_about(quota, limit, spec));
-    about.filter(|quota| quota.remaining().is_some()).min_by_key(|quota| left_of(limit, quota))
+    let about = signal
+        .quotas()
+        .iter()
+        .filter(|quota| is_about(quota, limit, spec));
+    about
+        .filter(|quota| quota.remaining().is_some())
+        .min_by_key(|quota| left_of(limit, quota))
 }
 
 /// Returns what is left of `limit`: all but what is used of the stated quota.
 ///
-/// The stated quota may be smaller than the limit, because it is stated for some of the requests or for all.
-/// The rest of the limit counts as unused, except for a bucket.
+/// The stated quota may be smaller than the limit, because it is stated for some of the requests or
+/// for all. The rest of the limit counts as unused, except for a bucket.
 fn left_of(limit: Limit, quota: &ObservedQuota) -> Option<u64> {
     let rest = match (limit, quota.limit()) {
         (Limit::Bucket { .. }, _) | (_, None) => 0,
@@ -236,8 +273,8 @@ fn names_no_limit(quota: &ObservedQuota) -> bool {
     quota.name().is_none() && quota.limit().is_none() && quota.window().is_none()
 }
 
-/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens, is so
-/// only if it is as large.
+/// Returns whether a quota is about `limit`. A quota of another unit than requests, such as tokens,
+/// is so only if it is as large.
 fn is_about(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
     let is_as_large = quota.limit() == Some(u64::from(limit.largest_cost()));
     if quota.unit() == "percent" || (quota.unit() != "requests" && !is_as_large) {
@@ -255,45 +292,76 @@ fn is_about(quota: &ObservedQuota, limit: Limit, spec: &LimitSpec) -> bool {
 mod tests {
     use super::*;
 
-    const LIMIT: Limit = Limit::Sliding { count: 100, window: Duration::from_secs(60) };
+    const LIMIT: Limit = Limit::Sliding {
+        count: 100,
+        window: Duration::from_secs(60),
+    };
 
-    /// Returns the units that are sent to the store after `answers`: for each, the second of its arrival, the
-    /// units left, and the seconds until the reset.
+    /// Returns the units that are sent to the store after `answers`: for each, the second of its
+    /// arrival, the units left, and the seconds until the reset.
     fn sent(answers: &[(u64, u64, u64)]) -> Option<u64> {
         let (mut headers, start) = (RemainingHeaders::default(), clock::now());
         let mut at = start;
         for &(second, left, reset) in answers {
             at = start + Duration::from_secs(second);
-            let quota =
-                ObservedQuota::new().with_remaining(left).with_reset_after(Duration::from_secs(reset));
+            let quota = ObservedQuota::new()
+                .with_remaining(left)
+                .with_reset_after(Duration::from_secs(reset));
             headers.observe(LIMIT, &quota, 0, at);
         }
         let left = headers.take_due(LIMIT, LONGEST_VALID, at);
-        left.filter(|left| left.steady && left.reset_in.is_some()).map(|left| left.units)
+        left.filter(|left| left.steady && left.reset_in.is_some())
+            .map(|left| left.units)
     }
 
     #[test]
     fn only_resets_that_stay_are_steady() {
         assert_eq!(sent(&[(0, 90, 50)]), None, "it is not known yet");
-        assert_eq!(sent(&[(0, 90, 50), (1, 80, 49)]), None, "it may be rounding");
+        assert_eq!(
+            sent(&[(0, 90, 50), (1, 80, 49)]),
+            None,
+            "it may be rounding"
+        );
         assert_eq!(sent(&[(0, 90, 50), (4, 80, 46)]), Some(80));
         assert_eq!(sent(&[(0, 90, 60), (4, 80, 60)]), None, "it moves along");
-        assert_eq!(sent(&[(0, 90, 50), (4, 80, 46), (51, 99, 59)]), Some(99), "the next window");
-        assert_eq!(sent(&[(0, 90, 50), (4, 80, 46), (10, 70, 59)]), None, "it did not stay");
+        assert_eq!(
+            sent(&[(0, 90, 50), (4, 80, 46), (51, 99, 59)]),
+            Some(99),
+            "the next window"
+        );
+        assert_eq!(
+            sent(&[(0, 90, 50), (4, 80, 46), (10, 70, 59)]),
+            None,
+            "it did not stay"
+        );
         assert_eq!(sent(&[(0, 90, 5), (4, 80, 1)]), None, "it may be over");
     }
 
     /// A server that states what is left of a minute, under a limit of an hour.
     #[test]
     fn unnamed_quotas_of_shorter_periods_are_other_limits() {
-        let hour = Limit::Sliding { count: 5000, window: Duration::from_secs(3600) };
+        let hour = Limit::Sliding {
+            count: 5000,
+            window: Duration::from_secs(3600),
+        };
         let (mut headers, start) = (RemainingHeaders::default(), clock::now());
         let mut sent = Vec::new();
         for second in (0..200).step_by(5) {
             let at = start + Duration::from_secs(second);
             let reset = Duration::from_secs(60 - second % 60);
-            headers.observe(hour, &ObservedQuota::new().with_remaining(37).with_reset_after(reset), 0, at);
-            sent.extend(headers.take_due(hour, LONGEST_VALID, at).map(|left| (second, left.forget)));
+            headers.observe(
+                hour,
+                &ObservedQuota::new()
+                    .with_remaining(37)
+                    .with_reset_after(reset),
+                0,
+                at,
+            );
+            sent.extend(
+                headers
+                    .take_due(hour, LONGEST_VALID, at)
+                    .map(|left| (second, left.forget)),
+            );
         }
         assert_eq!(sent.last(), Some(&(60, true)), "{sent:?}");
     }
@@ -306,16 +374,24 @@ mod tests {
             let reset = Duration::from_millis(50_000 - millis);
             headers.observe(
                 LIMIT,
-                &ObservedQuota::new().with_remaining(left).with_reset_after(reset),
+                &ObservedQuota::new()
+                    .with_remaining(left)
+                    .with_reset_after(reset),
                 refused,
                 at,
             );
-            headers.take_due(LIMIT, LONGEST_VALID, at).map(|left| left.refused)
+            headers
+                .take_due(LIMIT, LONGEST_VALID, at)
+                .map(|left| left.refused)
         };
         assert_eq!(answered(0, 50, 0), Some(0));
         assert_eq!(answered(4000, 40, 0), Some(0));
         assert_eq!(answered(4100, 30, 0), None);
-        assert_eq!(answered(4200, 30, 2), None, "another limit has refused that");
+        assert_eq!(
+            answered(4200, 30, 2),
+            None,
+            "another limit has refused that"
+        );
         assert_eq!(answered(4300, 0, 2), Some(2));
         assert_eq!(answered(7000, 0, 0), Some(0));
     }

@@ -1,7 +1,7 @@
 //! Limits that the upstream states, for the keys whose responses state them.
 //!
-//! Calls to the store assert them like configured limits. So they apply to all processes at once, and until
-//! no process has asserted them for two of their windows.
+//! Calls to the store assert them like configured limits. So they apply to all processes at once,
+//! and until no process has asserted them for two of their windows.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,20 +31,24 @@ use crate::store::label;
 pub enum HeaderTrust {
     /// Not at all. A refusal still puts the key on hold.
     Ignore,
-    /// The limiter leaves other clients what they use of a configured limit, such as clients that share the
-    /// credential.
+    /// The limiter leaves other clients what they use of a configured limit, such as clients that
+    /// share the credential.
     ///
-    /// A quota is taken for the limit if its window is the same, or if it states no window and the count is
-    /// the same. Units that are used of it and were not granted to this fleet were used by other clients, and
-    /// refused units as well. That many are reserved for them until the reset and in the window after.
-    /// [Buckets](Quota::bucket) reserve nothing; they lose the units that are used.
+    /// A quota is taken for the limit if its window is the same, or if it states no window and the
+    /// count is the same. Units that are used of it and were not granted to this fleet were used by
+    /// other clients, and refused units as well. That many are reserved for them until the reset
+    /// and in the window after. [Buckets](Quota::bucket) reserve nothing; they lose the units that
+    /// are used.
     #[default]
     Usage,
-    /// As `Usage`, and stated limits with a window apply besides the configured ones: the strictest decides.
+    /// As `Usage`, and stated limits with a window apply besides the configured ones: the strictest
+    /// decides.
     Stricter,
-    /// As `Usage`, and stated limits with a window replace the configured ones, even if they allow more.
+    /// As `Usage`, and stated limits with a window replace the configured ones, even if they allow
+    /// more.
     ///
-    /// Then the upstream decides how much is sent, and so does any server that can respond in its place.
+    /// Then the upstream decides how much is sent, and so does any server that can respond in its
+    /// place.
     Replace,
 }
 
@@ -72,9 +76,9 @@ pub(super) struct StatedLimits {
 /// The most stated limits of one key. Further ones are ignored.
 const MOST: usize = 4;
 
-/// How often the stated limits may change within the time for which the store keeps a limit that is no longer
-/// asserted. Without this bound, an upstream that states other limits in each response would leave hundreds
-/// of limits in the store.
+/// How often the stated limits may change within the time for which the store keeps a limit that is
+/// no longer asserted. Without this bound, an upstream that states other limits in each response
+/// would leave hundreds of limits in the store.
 const MOST_CHANGES: usize = 6;
 
 impl StatedLimit {
@@ -87,11 +91,18 @@ impl StatedLimit {
             boundary: spec.boundary_guard(),
             rate_loss: Slacks::RATE_LOSS,
         };
-        let makes_sense = quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
+        let makes_sense =
+            quota.unit() == "requests" && Quota::new(count, window).check(slacks).is_ok();
         // It applies for as long as the upstream states it again within this time.
-        let lasts = window.saturating_mul(10).clamp(Duration::from_secs(60), Duration::from_secs(3600));
+        let lasts = window
+            .saturating_mul(10)
+            .clamp(Duration::from_secs(60), Duration::from_secs(3600));
         let until = clock::after(now, lasts);
-        makes_sense.then(|| StatedLimit { limit, name: quota.name().map(Box::from), until })
+        makes_sense.then(|| StatedLimit {
+            limit,
+            name: quota.name().map(Box::from),
+            until,
+        })
     }
 
     /// Returns whether the configured `quota` allows no more than this limit.
@@ -108,24 +119,44 @@ impl StatedLimit {
 
 impl StatedLimits {
     /// Returns the limits that result from the `configured` ones and the stated `limits`.
-    fn new(trust: HeaderTrust, configured: &LimitSpec, limits: SmallVec<[StatedLimit; 1]>) -> Box<Self> {
+    fn new(
+        trust: HeaderTrust,
+        configured: &LimitSpec,
+        limits: SmallVec<[StatedLimit; 1]>,
+    ) -> Box<Self> {
         let quota = configured.quota();
-        let base = if trust == HeaderTrust::Stricter { Some(*quota) } else { None };
+        let base = if trust == HeaderTrust::Stricter {
+            Some(*quota)
+        } else {
+            None
+        };
         let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
         let stated = limits.iter().take(room).map(|stated| stated.limit);
         let stated = stated.map(|limit| Quota::new(limit.count(), limit.window()));
-        let rates = base.into_iter().chain(stated).reduce(Quota::and).unwrap_or(*quota);
+        let rates = base
+            .into_iter()
+            .chain(stated)
+            .reduce(Quota::and)
+            .unwrap_or(*quota);
         let allowed = match quota.most_in_flight() {
             Some(most) => rates.and(Quota::in_flight(most)),
             None => rates,
         };
-        let spec = LimitSpec::new(allowed, configured.transit_slack(), configured.boundary_guard());
+        let spec = LimitSpec::new(
+            allowed,
+            configured.transit_slack(),
+            configured.boundary_guard(),
+        );
         let spec = Arc::new(spec.with_life(configured.life()));
-        Box::new(StatedLimits { spec, limits, changes: Default::default() })
+        Box::new(StatedLimits {
+            spec,
+            limits,
+            changes: Default::default(),
+        })
     }
 
-    /// Returns whether the limits have changed too often to change now to limits of which the `longest` has
-    /// this window.
+    /// Returns whether the limits have changed too often to change now to limits of which the
+    /// `longest` has this window.
     fn changes_too_often(&self, longest: Duration, now: Instant) -> bool {
         let kept = longest.saturating_mul(5) / 2 + Duration::from_secs(1);
         self.changes[0].is_some_and(|earliest| clock::after(earliest, kept) > now)
@@ -151,12 +182,19 @@ impl KeyState {
 
     /// Returns the limits that the upstream has stated.
     pub(in crate::limiter) fn stated_limits(&self) -> Vec<StatedLimit> {
-        self.stated.as_ref().map_or_else(Vec::new, |stated| stated.limits.to_vec())
+        self.stated
+            .as_ref()
+            .map_or_else(Vec::new, |stated| stated.limits.to_vec())
     }
 
     /// Returns until when a stated limit applies.
     pub(super) fn stated_until(&self) -> Option<Instant> {
-        self.stated.as_ref()?.limits.iter().map(|limit| limit.until).max()
+        self.stated
+            .as_ref()?
+            .limits
+            .iter()
+            .map(|limit| limit.until)
+            .max()
     }
 
     /// Takes in the limits that a response states. From now on they apply besides or instead of the
@@ -169,32 +207,62 @@ impl KeyState {
         ctx: &KeyContext<'_>,
     ) {
         let quota = configured.quota();
-        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace) || quota.limits().is_empty() {
+        if !matches!(trust, HeaderTrust::Stricter | HeaderTrust::Replace)
+            || quota.limits().is_empty()
+        {
             return;
         }
-        let before: SmallVec<[StatedLimit; 1]> =
-            self.stated.as_ref().map(|stated| stated.limits.clone()).unwrap_or_default();
+        let before: SmallVec<[StatedLimit; 1]> = self
+            .stated
+            .as_ref()
+            .map(|stated| stated.limits.clone())
+            .unwrap_or_default();
         let mut limits = before.clone();
         limits.retain(|limit| limit.until > ctx.now);
-        let stated = signal.quotas().iter().filter_map(|quota| StatedLimit::of(quota, configured, ctx.now));
-        for stated in stated.filter(|stated| trust == HeaderTrust::Replace || !stated.is_implied_by(quota)) {
+        let stated = signal
+            .quotas()
+            .iter()
+            .filter_map(|quota| StatedLimit::of(quota, configured, ctx.now));
+        for stated in
+            stated.filter(|stated| trust == HeaderTrust::Replace || !stated.is_implied_by(quota))
+        {
             add(&mut limits, stated);
         }
-        if limits.iter().map(|new| new.limit).eq(before.iter().map(|old| old.limit)) {
+        if limits
+            .iter()
+            .map(|new| new.limit)
+            .eq(before.iter().map(|old| old.limit))
+        {
             if let Some(stated) = &mut self.stated {
                 stated.limits = limits;
             }
             return;
         }
-        let longest = limits.iter().map(|limit| limit.limit.window()).max().unwrap_or_default();
-        if self.stated.as_ref().is_some_and(|stated| stated.changes_too_often(longest, ctx.now)) {
+        let longest = limits
+            .iter()
+            .map(|limit| limit.limit.window())
+            .max()
+            .unwrap_or_default();
+        if self
+            .stated
+            .as_ref()
+            .is_some_and(|stated| stated.changes_too_often(longest, ctx.now))
+        {
             return;
         }
         let is_new = |stated: &&StatedLimit| !before.iter().any(|old| old.limit == stated.limit);
         for new in limits.iter().filter(is_new) {
-            events::learned(&label(&**ctx.store, ctx.key, None), new.limit, new.name.as_deref());
+            events::learned(
+                &label(&**ctx.store, ctx.key, None),
+                new.limit,
+                new.name.as_deref(),
+            );
         }
-        let mut changes = self.stated.as_ref().map(|stated| stated.changes).unwrap_or_default();
+        let mut changes = self
+            .stated
+            .as_ref()
+            .map(|stated| stated.changes)
+            .unwrap_or_default();
         changes.rotate_left(1);
         changes[MOST_CHANGES - 1] = Some(ctx.now);
         self.set_stated(trust, configured, limits);
@@ -203,19 +271,28 @@ impl KeyState {
         }
     }
 
-    fn set_stated(&mut self, trust: HeaderTrust, configured: &LimitSpec, limits: SmallVec<[StatedLimit; 1]>) {
+    fn set_stated(
+        &mut self,
+        trust: HeaderTrust,
+        configured: &LimitSpec,
+        limits: SmallVec<[StatedLimit; 1]>,
+    ) {
         // Statements about what is left of other limits are repeated by later responses.
         self.remaining = None;
-        self.stated =
-            if limits.is_empty() { None } else { Some(StatedLimits::new(trust, configured, limits)) };
+        self.stated = if limits.is_empty() {
+            None
+        } else {
+            Some(StatedLimits::new(trust, configured, limits))
+        };
     }
 }
 
-/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it is
-/// ignored.
+/// Adds a stated limit. It replaces the one of the same name and window. If there are too many, it
+/// is ignored.
 fn add(limits: &mut SmallVec<[StatedLimit; 1]>, stated: StatedLimit) {
-    let is_same =
-        |other: &StatedLimit| other.name == stated.name && other.limit.window() == stated.limit.window();
+    let is_same = |other: &StatedLimit| {
+        other.name == stated.name && other.limit.window() == stated.limit.window()
+    };
     match limits.iter().position(is_same) {
         Some(known) => limits[known] = stated,
         None if limits.len() < MOST => limits.push(stated),

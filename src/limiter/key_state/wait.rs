@@ -17,8 +17,8 @@ pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-    /// How often the waiter's turn has come, this time included. It waits again if it could not leave in
-    /// time.
+    /// How often the waiter's turn has come, this time included. It waits again if it could not
+    /// leave in time.
     pub(in crate::limiter) turns: u32,
 }
 
@@ -39,8 +39,12 @@ impl KeyState {
             self.close(ctx);
             return Poll::Ready(settled);
         }
-        // The state of the key was dropped, and there was no room to make it anew for a second wait.
-        let Some(queue) = self.queue.as_mut().filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
+        // The state of the key was dropped, and there was no room to make it anew for a second
+        // wait.
+        let Some(queue) = self
+            .queue
+            .as_mut()
+            .filter(|queue| queue.is_waiting(waiter.number, waiter.cost))
         else {
             return Poll::Ready(Settled::Refused(Refusal::NEVER));
         };
@@ -55,15 +59,18 @@ impl KeyState {
 
     /// Returns how the wait ended.
     ///
-    /// A waiter that may not leave waits again, in its old place: if its permit expired before it was polled,
-    /// or if the key was put on hold meanwhile.
+    /// A waiter that may not leave waits again, in its old place: if its permit expired before it
+    /// was polled, or if the key was put on hold meanwhile.
     fn collect_alive(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket) -> Option<Settled> {
         let settled = self.collect(waiter.number, waiter.cost)?;
         let held = self.held(ctx.now);
         match (settled, held) {
             (Settled::Granted(slot), Some(left)) => {
                 self.probe_comes_back();
-                self.queue.get_or_insert_default().returns.push(slot.unused());
+                self.queue
+                    .get_or_insert_default()
+                    .returns
+                    .push(slot.unused());
                 self.wait_for_hold(ctx, waiter, left)
             }
             (Settled::Granted(slot), None) if slot.until <= ctx.now => {
@@ -75,19 +82,33 @@ impl KeyState {
                 Some(Settled::Granted(slot))
             }
             // No request passes uncounted while the key is on hold.
-            (Settled::Failed(_), Some(left)) if ctx.fails_open => self.wait_for_hold(ctx, waiter, left),
+            (Settled::Failed(_), Some(left)) if ctx.fails_open => {
+                self.wait_for_hold(ctx, waiter, left)
+            }
             (settled, _) => Some(settled),
         }
     }
 
-    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it cannot wait
-    /// that long.
-    fn wait_for_hold(&mut self, ctx: &KeyContext<'_>, waiter: &Ticket, left: Duration) -> Option<Settled> {
-        let Ticket { number, cost, bound, .. } = *waiter;
+    /// Returns a waiter to its old place until the hold ends after `left`, or refuses it if it
+    /// cannot wait that long.
+    fn wait_for_hold(
+        &mut self,
+        ctx: &KeyContext<'_>,
+        waiter: &Ticket,
+        left: Duration,
+    ) -> Option<Settled> {
+        let Ticket {
+            number,
+            cost,
+            bound,
+            ..
+        } = *waiter;
         if clock::after(ctx.now, left) > bound.latest {
             return Some(refused_for(left));
         }
-        self.queue.get_or_insert_default().wait(number, cost, bound, ctx.now, Some(left));
+        self.queue
+            .get_or_insert_default()
+            .wait(number, cost, bound, ctx.now, Some(left));
         None
     }
 
@@ -95,8 +116,8 @@ impl KeyState {
     fn wait_again(&mut self, ctx: &KeyContext<'_>, waiter: &mut Ticket, died: Reservation) {
         waiter.turns += 1;
         if waiter.turns == 2 && waiter.bound.is_none {
-            // It cannot wait at all. It was late because its machine stood still, so it asks once more for a
-            // free permit.
+            // It cannot wait at all. It was late because its machine stood still, so it asks once
+            // more for a free permit.
             waiter.bound.latest = waiter.bound.latest.max(ctx.now);
         }
         self.lengthen_life(ctx);
@@ -107,7 +128,8 @@ impl KeyState {
         queue.wait(waiter.number, waiter.cost, waiter.bound, ctx.now, held);
     }
 
-    /// Returns a waiter that could not use its permit in time to its old place. Its permit is given back.
+    /// Returns a waiter that could not use its permit in time to its old place. Its permit is given
+    /// back.
     pub(in crate::limiter) fn return_late(
         &mut self,
         ctx: &mut KeyContext<'_>,
@@ -153,6 +175,8 @@ fn waited_too_long(queue: &Queue, waiter: &Ticket, now: Instant) -> Settled {
         // The store may have booked a slot without this process knowing.
         return Settled::Failed(StoreError::NoAnswer { waited });
     }
-    let wait = queue.last_slot(waiter.cost).map(|slot| slot.saturating_duration_since(now));
+    let wait = queue
+        .last_slot(waiter.cost)
+        .map(|slot| slot.saturating_duration_since(now));
     Settled::Refused(Refusal { wait, limit: None })
 }

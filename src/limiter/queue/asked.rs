@@ -19,7 +19,12 @@ impl Queue {
     /// Returns what the waiters without a slot need, in their order; `most` permits in all.
     pub(in crate::limiter) fn needs(&self, most: usize) -> SmallVec<[Demand; 2]> {
         let mut waiting: SmallVec<[(Number, Demand); 2]> = SmallVec::new();
-        let is_one_cost = self.classes.values().filter(|class| class.missing() > 0).nth(1).is_none();
+        let is_one_cost = self
+            .classes
+            .values()
+            .filter(|class| class.missing() > 0)
+            .nth(1)
+            .is_none();
         for (&cost, class) in self.classes.iter().filter(|(_, class)| class.missing() > 0) {
             if is_one_cost {
                 let count = u32::try_from(class.missing()).unwrap_or(u32::MAX);
@@ -46,16 +51,26 @@ impl Queue {
         demands
     }
 
-    /// Notes that a call for `demands` is sent. If it is `watched`, the waiters without a slot wake when it counts as lost.
+    /// Notes that a call for `demands` is sent. If it is `watched`, the waiters without a slot wake
+    /// when it counts as lost.
     pub(in crate::limiter) fn asking(
         &mut self,
         demands: &[Demand],
         now: Instant,
         watched: bool,
     ) -> CallNumber {
-        let last = self.classes.values().filter_map(|class| class.waiters.numbers().next_back()).max();
+        let last = self
+            .classes
+            .values()
+            .filter_map(|class| class.waiters.numbers().next_back())
+            .max();
         let number = next_number();
-        self.call = Some(Calling { number, sent: now, last, watched });
+        self.call = Some(Calling {
+            number,
+            sent: now,
+            last,
+            watched,
+        });
         self.unanswered.get_or_insert(now);
         if !demands.is_empty() {
             self.gathering = Gathering::NotYet;
@@ -69,23 +84,28 @@ impl Queue {
         }
         if watched {
             let lost_at = clock::after(now, ANSWER);
-            self.classes.values_mut().for_each(|class| class.wake_by(lost_at));
+            self.classes
+                .values_mut()
+                .for_each(|class| class.wake_by(lost_at));
         }
         number
     }
 
-    /// Returns the missing permits of the first demand that was not granted in full. The store has not decided on the
-    /// demands after it.
+    /// Returns the missing permits of the first demand that was not granted in full. The store has
+    /// not decided on the demands after it.
     fn refused(&self, granted: &Granted) -> Option<Demand> {
         let mut granted = granted.clone();
         self.asked.iter().find_map(|&demand| {
             let missing = demand.count - granted.take(demand.cost, demand.count);
-            (missing > 0).then_some(Demand { count: missing, ..demand })
+            (missing > 0).then_some(Demand {
+                count: missing,
+                ..demand
+            })
         })
     }
 
-    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot ahead that can be used for
-    /// less than `least` is of no use.
+    /// Takes in an answer to the call: `slots`, and `end` for the waiters that got none. A slot
+    /// ahead that can be used for less than `least` is of no use.
     pub(in crate::limiter) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Reservation>,
@@ -113,19 +133,30 @@ impl Queue {
         let refused = self.refused(&granted);
         self.asked.clear();
         let is_refusal = matches!(end, Some(Settled::Refused(_)));
-        let refused_at = call.filter(|_| is_refusal).and_then(|call| Some((call.sent, call.last?)));
+        let refused_at = call
+            .filter(|_| is_refusal)
+            .and_then(|call| Some((call.sent, call.last?)));
         for (&cost, class) in &mut self.classes {
             let asked = std::mem::take(&mut class.asked);
             let left_out = match refused {
-                // The waiters after the refused one, and those whose permits expired, are asked for again.
+                // The waiters after the refused one, and those whose permits expired, are asked for
+                // again.
                 Some(demand) if is_refusal && demand.cost == cost => demand.count as usize,
                 _ if is_refusal => 0,
                 _ => asked.saturating_sub(granted.of(cost) as usize),
             };
-            let brought = Brought { granted: usable.of(cost) as usize, left_out, end, refused_at };
+            let brought = Brought {
+                granted: usable.of(cost) as usize,
+                left_out,
+                end,
+                refused_at,
+            };
             class.settle(&brought, now, wakers);
         }
-        Answered { died, refused: refused.map(|demand| demand.cost) }
+        Answered {
+            died,
+            refused: refused.map(|demand| demand.cost),
+        }
     }
 }
 
@@ -142,12 +173,17 @@ impl Granted {
     }
 
     fn of(&self, cost: u32) -> u32 {
-        self.0.iter().find(|demand| demand.cost == cost).map_or(0, |demand| demand.count)
+        self.0
+            .iter()
+            .find(|demand| demand.cost == cost)
+            .map_or(0, |demand| demand.count)
     }
 
     /// Takes up to `count` permits of a cost. Returns how many it took.
     fn take(&mut self, cost: u32, count: u32) -> u32 {
-        let Some(demand) = self.0.iter_mut().find(|demand| demand.cost == cost) else { return 0 };
+        let Some(demand) = self.0.iter_mut().find(|demand| demand.cost == cost) else {
+            return 0;
+        };
         let taken = demand.count.min(count);
         demand.count -= taken;
         taken

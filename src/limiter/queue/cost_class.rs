@@ -1,8 +1,9 @@
 //! The waiters for permits of one cost, and the slots booked for them.
 //!
-//! Both are sorted, and the first waiter owns the first permit, the second waiter the second one, and so on. So the first
-//! `booked` waiters have a slot, and the waiters without a slot are always the last ones. A call under way asks for the
-//! first `asked` of these. The waiters after them arrived later.
+//! Both are sorted, and the first waiter owns the first permit, the second waiter the second one,
+//! and so on. So the first `booked` waiters have a slot, and the waiters without a slot are always
+//! the last ones. A call under way asks for the first `asked` of these. The waiters after them
+//! arrived later.
 
 use std::collections::VecDeque;
 use std::task::Context;
@@ -43,12 +44,20 @@ pub(super) struct SlotWait {
 impl SlotWait {
     /// Returns when the request can wait no longer.
     pub(super) fn ends_at(&self) -> Instant {
-        if self.is_decided { self.bound.latest } else { self.gives_up_at }
+        if self.is_decided {
+            self.bound.latest
+        } else {
+            self.gives_up_at
+        }
     }
 
     /// Returns when the request's task wakes for something that happens at `at`.
     fn wakes_for(&self, at: Instant) -> Instant {
-        if self.is_decided { at.min(self.bound.latest) } else { at }
+        if self.is_decided {
+            at.min(self.bound.latest)
+        } else {
+            at
+        }
     }
 }
 
@@ -68,14 +77,18 @@ impl CostClass {
         self.waiters.numbers().skip(self.booked + self.asked)
     }
 
-    /// Returns whether the class has neither waiters nor outcomes to collect, and no call asks for it.
+    /// Returns whether the class has neither waiters nor outcomes to collect, and no call asks for
+    /// it.
     pub(super) fn is_unused(&self) -> bool {
         self.waiters.is_empty() && self.asked == 0
     }
 
     /// Returns the first slot, if a request waits for it.
     pub(super) fn next_slot(&self) -> Option<Instant> {
-        self.slots.front().filter(|_| self.waiters.waiting() > 0).map(|slot| slot.at)
+        self.slots
+            .front()
+            .filter(|_| self.waiters.waiting() > 0)
+            .map(|slot| slot.at)
     }
 
     /// Adds a slot for the waiters.
@@ -104,7 +117,13 @@ impl CostClass {
         {
             let surplus = self.booked - self.waiters.waiting();
             let surplus = u32::try_from(surplus).unwrap_or(u32::MAX).min(last.count);
-            returns.push(Reservation { count: surplus, ..*last }.unused());
+            returns.push(
+                Reservation {
+                    count: surplus,
+                    ..*last
+                }
+                .unused(),
+            );
             self.booked -= surplus as usize;
             last.count -= surplus;
             if last.count == 0 {
@@ -168,15 +187,21 @@ impl CostClass {
         }
     }
 
-    /// Notes that a call is sent at `now`. If a hold that ended later was released, the wait of its waiters begins now.
+    /// Notes that a call is sent at `now`. If a hold that ended later was released, the wait of its
+    /// waiters begins now.
     pub(super) fn asked_at(&mut self, now: Instant) {
-        for waiter in self.waiters.iter_mut().rev().take_while(|waiter| !waiter.request.is_decided) {
+        for waiter in self
+            .waiters
+            .iter_mut()
+            .rev()
+            .take_while(|waiter| !waiter.request.is_decided)
+        {
             waiter.request.entered = waiter.request.entered.min(now);
         }
     }
 
-    /// Lets no request leave before `until`: returns the slots before it, and refuses with `refusal` the waiters that
-    /// cannot wait until then.
+    /// Lets no request leave before `until`: returns the slots before it, and refuses with
+    /// `refusal` the waiters that cannot wait until then.
     pub(super) fn withdraw(
         &mut self,
         until: Instant,
@@ -189,18 +214,21 @@ impl CostClass {
             self.booked -= slot.count as usize;
             self.slots.pop_front();
         }
-        let refuse = |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
+        let refuse =
+            |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
         self.waiters.settle_where(refuse, wakers);
         self.enter_from(until);
     }
 
-    /// Waits for a store that decides nothing before `until`. Refuses with `refusal` the waiters without a slot that
-    /// cannot wait until then.
+    /// Waits for a store that decides nothing before `until`. Refuses with `refusal` the waiters
+    /// without a slot that cannot wait until then.
     pub(super) fn pause(&mut self, until: Instant, refusal: Refusal, wakers: &mut Wakers) {
         self.asked = 0;
         self.enter_from(until);
         let without_slot = self.without_slot();
-        let Some(first) = self.waiters.numbers().rev().take(without_slot).last() else { return };
+        let Some(first) = self.waiters.numbers().rev().take(without_slot).last() else {
+            return;
+        };
         let refuse = |number, wait: &SlotWait| {
             (number >= first && wait.bound.latest < until).then_some(Settled::Refused(refusal))
         };
@@ -214,8 +242,8 @@ impl CostClass {
         }
     }
 
-    /// Registers the task of a waiter. It wakes at its slot, at `watched` if the call may be lost then, or when it can wait
-    /// no longer.
+    /// Registers the task of a waiter. It wakes at its slot, at `watched` if the call may be lost
+    /// then, or when it can wait no longer.
     pub(super) fn register(
         &mut self,
         number: Number,
@@ -224,10 +252,13 @@ impl CostClass {
         cx: &mut Context<'_>,
     ) {
         let first_slot = self.slots.front().map(|slot| slot.at);
-        let Some(waiter) = self.waiters.get_mut(number) else { return };
+        let Some(waiter) = self.waiters.get_mut(number) else {
+            return;
+        };
         if waiter.wakes_at() <= now {
             let wakes_at = match first_slot {
-                // A slot that is due and was not handed out waits for the store's answer, which wakes its waiter.
+                // A slot that is due and was not handed out waits for the store's answer, which
+                // wakes its waiter.
                 Some(slot) if slot <= now => clock::after(now, ANSWER),
                 Some(slot) => slot,
                 None => waiter.request.ends_at(),
@@ -247,7 +278,10 @@ impl CostClass {
         if let Some(end) = brought.end {
             // A waiter that leaves frees its slot for the first waiter that was left out.
             let still_left_out = left_out.len().saturating_sub(leaving.len());
-            let asked = left_out.iter().take(still_left_out).filter(|waiter| waiter.asked_for);
+            let asked = left_out
+                .iter()
+                .take(still_left_out)
+                .filter(|waiter| waiter.asked_for);
             leaving.extend(asked.map(|waiter| (waiter.number, end.clone())));
         }
         for (number, settled) in leaving {
@@ -255,23 +289,35 @@ impl CostClass {
         }
     }
 
-    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters without a slot, the last ones
-    /// arrived after the call was sent.
+    /// Returns the waiters that the call asked for in vain, the last one first. Of the waiters
+    /// without a slot, the last ones arrived after the call was sent.
     fn left_out(&self, brought: &Brought<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
         let newcomers = without_slot.saturating_sub(brought.left_out);
-        let last = self.waiters.iter().rev().skip(newcomers).take(without_slot - newcomers);
+        let last = self
+            .waiters
+            .iter()
+            .rev()
+            .skip(newcomers)
+            .take(without_slot - newcomers);
         let left_out = last.map(|(number, waiter)| {
             let entered = waiter.request.entered;
-            let asked_for = brought.refused_at.is_none_or(|(sent, last)| entered <= sent && number <= last);
+            let asked_for = brought
+                .refused_at
+                .is_none_or(|(sent, last)| entered <= sent && number <= last);
             LeftOut { number, asked_for }
         });
         left_out.collect()
     }
 
-    /// Counts the waits that the store decided on from `now`. The store counted them from when it was asked. A deadline
-    /// does not move.
+    /// Counts the waits that the store decided on from `now`. The store counted them from when it
+    /// was asked. A deadline does not move.
     fn count_waits_from(&mut self, now: Instant) {
-        for waiter in self.waiters.iter_mut().rev().take_while(|waiter| !waiter.request.is_decided) {
+        for waiter in self
+            .waiters
+            .iter_mut()
+            .rev()
+            .take_while(|waiter| !waiter.request.is_decided)
+        {
             let wait = &mut waiter.request;
             let asking = now.saturating_duration_since(wait.entered);
             wait.entered = now.max(wait.entered);
@@ -281,8 +327,8 @@ impl CostClass {
         }
     }
 
-    /// Gives the last `granted` slots in use to their waiters, and sets the waiters' timers. A waiter that cannot wait for
-    /// its slot leaves, and the next waiter has the slot.
+    /// Gives the last `granted` slots in use to their waiters, and sets the waiters' timers. A
+    /// waiter that cannot wait for its slot leaves, and the next waiter has the slot.
     fn assign(
         &mut self,
         granted: usize,
@@ -294,9 +340,14 @@ impl CostClass {
         let moments = from_last.flat_map(|slot| std::iter::repeat_n(slot.at, slot.count as usize));
         let from_last: SmallVec<[Instant; 4]> = moments.skip(unused).take(granted).collect();
         let mut leaving = SmallVec::new();
-        let Some(others) = from_last.len().checked_sub(1) else { return leaving };
-        let Some(first) = self.waiters.numbers().rev().nth(without_slot + others) else { return leaving };
-        // In order, because timers that fire at the same tick do so in the order in which they were set.
+        let Some(others) = from_last.len().checked_sub(1) else {
+            return leaving;
+        };
+        let Some(first) = self.waiters.numbers().rev().nth(without_slot + others) else {
+            return leaving;
+        };
+        // In order, because timers that fire at the same tick do so in the order in which they were
+        // set.
         let mut slots = from_last.iter().rev().peekable();
         for (number, waiter) in self.waiters.iter_mut_from(first) {
             let Some(&&slot) = slots.peek() else { break };
@@ -321,8 +372,8 @@ pub(super) struct Brought<'a> {
     pub(super) left_out: usize,
     /// How the wait of these waiters ends.
     pub(super) end: Option<&'a Settled>,
-    /// If the store refused: when the call was sent, and the last waiter then. A waiter that arrived later, in the place of
-    /// one that left, is asked for again.
+    /// If the store refused: when the call was sent, and the last waiter then. A waiter that
+    /// arrived later, in the place of one that left, is asked for again.
     pub(super) refused_at: Option<(Instant, Number)>,
 }
 

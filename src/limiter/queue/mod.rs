@@ -1,11 +1,13 @@
 //! The waiters of one key: first come, first served, with one timer and one wake-up each.
 //!
-//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first slot. So if a waiter
-//! leaves, the next waiter has its slot, and a waiter that was late is first again. The timer of a waiter is set to the slot
-//! that it had when the slot was booked. A waiter that wakes hands out all slots that are due, so no waiter depends on a
-//! task that is not polled. Only the timer of the first waiter is moved, to the first slot.
+//! Waiters and the slots booked for them are two sorted lists, and the first waiter gets the first
+//! slot. So if a waiter leaves, the next waiter has its slot, and a waiter that was late is first
+//! again. The timer of a waiter is set to the slot that it had when the slot was booked. A waiter
+//! that wakes hands out all slots that are due, so no waiter depends on a task that is not polled.
+//! Only the timer of the first waiter is moved, to the first slot.
 //!
-//! A slot is booked for permits of one cost, so each cost has its own two lists, in a [`CostClass`].
+//! A slot is booked for permits of one cost, so each cost has its own two lists, in a
+//! [`CostClass`].
 
 mod asked;
 mod cost_class;
@@ -28,7 +30,8 @@ use crate::wakers::Wakers;
 
 use cost_class::{CostClass, SlotWait};
 
-/// The longest that a call waits for other requests to join it. A request in another process may overtake by this much.
+/// The longest that a call waits for other requests to join it. A request in another process may
+/// overtake by this much.
 const LONGEST_GATHERING: Duration = Duration::from_millis(10);
 
 /// The resolution of timers.
@@ -40,8 +43,8 @@ pub(super) type CallNumber = u64;
 /// Permits that no waiter can use.
 type Returns = SmallVec<[UnusedPermits; 4]>;
 
-/// Returns the next number. All keys of the process share one count: the state of a key may be evicted and created again
-/// before one of its waiters returns to its place.
+/// Returns the next number. All keys of the process share one count: the state of a key may be
+/// evicted and created again before one of its waiters returns to its place.
 pub(super) fn next_number() -> Number {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -56,7 +59,8 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// The call under way.
     call: Option<Calling>,
-    /// When the oldest call was sent that the store has not answered. A call that was given up counts as well.
+    /// When the oldest call was sent that the store has not answered. A call that was given up
+    /// counts as well.
     unanswered: Option<Instant>,
     /// What the call under way asks for.
     asked: SmallVec<[Demand; 2]>,
@@ -65,7 +69,8 @@ pub(super) struct Queue {
     gathers_until: Option<Instant>,
     /// The slot that the store was last asked to confirm ahead of time.
     pub(super) confirmed: Option<Instant>,
-    /// Until when the store decides nothing, because it lost its state and does not know what it had granted.
+    /// Until when the store decides nothing, because it lost its state and does not know what it
+    /// had granted.
     paused_until: Option<Instant>,
     /// Permits that go back to the store with the next call.
     pub(super) returns: Returns,
@@ -113,7 +118,10 @@ pub(super) enum Gathering {
 impl Queue {
     /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
-        self.classes.values().map(|class| class.waiters.waiting()).sum()
+        self.classes
+            .values()
+            .map(|class| class.waiters.waiting())
+            .sum()
     }
 
     /// Returns whether no request waits, all outcomes were collected, and no call is under way.
@@ -123,12 +131,14 @@ impl Queue {
 
     /// Returns whether a call is under way.
     pub(super) fn is_calling(&self, now: Instant) -> bool {
-        self.call.is_some_and(|call| now < clock::after(call.sent, ANSWER))
+        self.call
+            .is_some_and(|call| now < clock::after(call.sent, ANSWER))
     }
 
     /// Returns for how long the store has not answered, if it was asked.
     pub(super) fn unanswered_for(&self, now: Instant) -> Option<Duration> {
-        self.unanswered.map(|since| now.saturating_duration_since(since))
+        self.unanswered
+            .map(|since| now.saturating_duration_since(since))
     }
 
     /// Returns whether this call is the one under way.
@@ -146,12 +156,18 @@ impl Queue {
 
     /// Returns when waiters wake because the call may be lost.
     fn watched_until(&self) -> Option<Instant> {
-        self.call.filter(|call| call.watched).map(|call| clock::after(call.sent, ANSWER))
+        self.call
+            .filter(|call| call.watched)
+            .map(|call| clock::after(call.sent, ANSWER))
     }
 
     /// Returns the last slot that is booked.
     pub(super) fn last_booked(&self) -> Option<Instant> {
-        self.classes.values().filter_map(|class| class.slots.back()).map(|slot| slot.at).max()
+        self.classes
+            .values()
+            .filter_map(|class| class.slots.back())
+            .map(|slot| slot.at)
+            .max()
     }
 
     /// Returns the latest slot that a waiter can use.
@@ -159,8 +175,8 @@ impl Queue {
         self.latest
     }
 
-    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the key is on hold for `held`,
-    /// the store is asked when the hold ends.
+    /// Adds a waiter: a new one at the end, or one that missed its slot in its old place. If the
+    /// key is on hold for `held`, the store is asked when the hold ends.
     pub(super) fn wait(
         &mut self,
         number: Number,
@@ -169,15 +185,39 @@ impl Queue {
         now: Instant,
         held: Option<Duration>,
     ) {
-        let WaitBound { latest, by_deadline, .. } = bound;
-        let gives_up_at = if by_deadline { latest } else { latest.max(clock::after(now, ANSWER)) };
+        let WaitBound {
+            latest,
+            by_deadline,
+            ..
+        } = bound;
+        let gives_up_at = if by_deadline {
+            latest
+        } else {
+            latest.max(clock::after(now, ANSWER))
+        };
         let asked_from = held.map_or(now, |left| clock::after(now, left));
-        let entered = self.paused_until.map_or(asked_from, |until| until.max(asked_from));
-        // The runtime in which the store is called may have stopped, so the waiter watches the call.
-        let wakes_at = held.map_or(gives_up_at, |_| gives_up_at.min(clock::after(asked_from, ANSWER)));
-        let wakes_at = self.watched_until().map_or(wakes_at, |watched| wakes_at.min(watched));
-        let wait = SlotWait { bound, entered, is_decided: false, gives_up_at };
-        self.classes.entry(cost).or_default().waiters.enter(number, wait, wakes_at);
+        let entered = self
+            .paused_until
+            .map_or(asked_from, |until| until.max(asked_from));
+        // The runtime in which the store is called may have stopped, so the waiter watches the
+        // call.
+        let wakes_at = held.map_or(gives_up_at, |_| {
+            gives_up_at.min(clock::after(asked_from, ANSWER))
+        });
+        let wakes_at = self
+            .watched_until()
+            .map_or(wakes_at, |watched| wakes_at.min(watched));
+        let wait = SlotWait {
+            bound,
+            entered,
+            is_decided: false,
+            gives_up_at,
+        };
+        self.classes
+            .entry(cost)
+            .or_default()
+            .waiters
+            .enter(number, wait, wakes_at);
         self.latest = self.latest.max(Some(latest));
     }
 
@@ -208,8 +248,8 @@ impl Queue {
         }
     }
 
-    /// Hands out the slots that are due, the first one to the first waiter, up to `most` permits in all. The task of waiter
-    /// `running` runs already, so it is not woken.
+    /// Hands out the slots that are due, the first one to the first waiter, up to `most` permits in
+    /// all. The task of waiter `running` runs already, so it is not woken.
     pub(super) fn hand_out(
         &mut self,
         most: usize,
@@ -242,26 +282,40 @@ impl Queue {
 
     /// Returns whether a request waits.
     pub(super) fn is_waiting(&self, number: Number, cost: u32) -> bool {
-        self.classes.get(&cost).is_some_and(|class| class.waiters.get(number).is_some())
+        self.classes
+            .get(&cost)
+            .is_some_and(|class| class.waiters.get(number).is_some())
     }
 
     /// Returns whether a waiter can wait no longer.
     pub(super) fn is_over(&self, number: Number, cost: u32, now: Instant) -> bool {
         // Its timer may be set to a slot that has gone since.
-        let waiter = self.classes.get(&cost).and_then(|class| class.waiters.get(number));
+        let waiter = self
+            .classes
+            .get(&cost)
+            .and_then(|class| class.waiters.get(number));
         waiter.is_some_and(|waiter| waiter.request.ends_at() <= now)
     }
 
     /// Starts to gather, and returns how long the next call waits for other requests to join it.
     ///
-    /// The call waits until tasks that are about to ask have asked. If slots lie ahead, new requests wait anyway, and the call
-    /// waits for some milliseconds. If the store is paused, the call waits until the pause is over.
+    /// The call waits until tasks that are about to ask have asked. If slots lie ahead, new
+    /// requests wait anyway, and the call waits for some milliseconds. If the store is paused, the
+    /// call waits until the pause is over.
     pub(super) fn gather(&mut self, now: Instant) -> Duration {
-        let ahead = self.last_booked().map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
-        let paused = self.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+        let ahead = self
+            .last_booked()
+            .map_or(Duration::ZERO, |last| last.saturating_duration_since(now));
+        let paused = self
+            .paused_until
+            .map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
         self.gather_for(delay, now);
-        if delay < SHORTEST_TIMER { Duration::ZERO } else { delay }
+        if delay < SHORTEST_TIMER {
+            Duration::ZERO
+        } else {
+            delay
+        }
     }
 
     /// Lets the next call wait for `delay`.
@@ -279,12 +333,15 @@ impl Queue {
 
     /// Returns whether the end of gathering is overdue, because its task was lost with its runtime.
     pub(super) fn gathers_too_long(&self, now: Instant) -> bool {
-        self.gathers_until.is_some_and(|until| clock::after(until, ANSWER) <= now)
+        self.gathers_until
+            .is_some_and(|until| clock::after(until, ANSWER) <= now)
     }
 
     /// Returns for how long the store decides nothing, if that is longer than a request can wait.
     pub(super) fn paused_beyond(&self, bound: WaitBound, now: Instant) -> Option<Duration> {
-        let until = self.paused_until.filter(|until| *until > bound.latest && *until > now)?;
+        let until = self
+            .paused_until
+            .filter(|until| *until > bound.latest && *until > now)?;
         Some(until.saturating_duration_since(now))
     }
 
@@ -300,7 +357,8 @@ impl Queue {
 
     /// Wakes the waiter of the slot `slot` at `at`, before its slot.
     pub(super) fn wake_before(&mut self, slot: Instant, at: Instant) {
-        let has_slot = |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
+        let has_slot =
+            |class: &&mut CostClass| class.slots.front().is_some_and(|first| first.at == slot);
         if let Some(class) = self.classes.values_mut().find(has_slot) {
             class.wake_first(at);
         }
@@ -325,16 +383,20 @@ impl Queue {
         }
     }
 
-    /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters that cannot wait until
-    /// then.
+    /// Lets no request leave before `until`: returns the slots before it, and refuses the waiters
+    /// that cannot wait until then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
-        let refusal = Refusal { wait: Some(until.saturating_duration_since(now)), limit: None };
+        let refusal = Refusal {
+            wait: Some(until.saturating_duration_since(now)),
+            limit: None,
+        };
         for class in self.classes.values_mut() {
             class.withdraw(until, refusal, &mut self.returns, wakers);
         }
     }
 
-    /// Waits for a store that decides nothing for `wait`. Refuses the waiters without a slot that cannot wait until then.
+    /// Waits for a store that decides nothing for `wait`. Refuses the waiters without a slot that
+    /// cannot wait until then.
     pub(super) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {
         let until = clock::after(now, wait);
         self.call = None;
@@ -342,14 +404,23 @@ impl Queue {
         self.gathering = Gathering::NotYet;
         self.paused_until = Some(until);
         self.asked.clear();
-        let refusal = Refusal { wait: Some(wait), limit: None };
+        let refusal = Refusal {
+            wait: Some(wait),
+            limit: None,
+        };
         for class in self.classes.values_mut() {
             class.pause(until, refusal, wakers);
         }
     }
 
     /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer.
-    pub(super) fn register(&mut self, number: Number, cost: u32, now: Instant, cx: &mut Context<'_>) {
+    pub(super) fn register(
+        &mut self,
+        number: Number,
+        cost: u32,
+        now: Instant,
+        cx: &mut Context<'_>,
+    ) {
         let watched = self.watched_until().filter(|until| *until > now);
         if let Some(class) = self.classes.get_mut(&cost) {
             class.register(number, watched, now, cx);

@@ -12,15 +12,18 @@ use super::{Call, Dice, LONGEST, Notes, Pace, Pause, Reply, Traffic, seconds, sp
 use scale::Scale;
 use trust::{Trust, Word};
 
-/// Estimates how many equal competitors share the limit, and takes one fair share. The recommended pace.
+/// Estimates how many equal competitors share the limit, and takes one fair share. The recommended
+/// pace.
 ///
-/// It needs no coordination: independent clients settle at the same interval, with next to no refusals. Each waits no
-/// longer than in a fair round robin. It works best if the answers state what is left, and tolerates answers that do not,
-/// or that are wrong. Nothing has to be configured; with [`limit`](Fair::limit) it settles faster.
+/// It needs no coordination: independent clients settle at the same interval, with next to no
+/// refusals. Each waits no longer than in a fair round robin. It works best if the answers state
+/// what is left, and tolerates answers that do not, or that are wrong. Nothing has to be
+/// configured; with [`limit`](Fair::limit) it settles faster.
 ///
 /// # How it works
 ///
-/// Its unit is the token time `t0` = window / limit. Its state, for one key in one process or in a fleet that shares it:
+/// Its unit is the token time `t0` = window / limit. Its state, for one key in one process or in a
+/// fleet that shares it:
 ///
 /// | | initially | meaning |
 /// |---|---|---|
@@ -29,48 +32,58 @@ use trust::{Trust, Word};
 /// | `drain` | 1 | the tokens that all competitors take per request of ours, on average |
 /// | `v` | unknown | the tokens left after the last answer |
 ///
-/// The next request leaves `t0 x max(q, m)` after the last one. If `v` is unknown, `q` is 0. Otherwise it is
+/// The next request leaves `t0 x max(q, m)` after the last one. If `v` is unknown, `q` is 0.
+/// Otherwise it is
 ///
 /// ```text
 /// n + 0.75 x (s - (v - in flight))              one fair share, corrected by shortage and surplus
 /// at least min(r, r - v), r = s + drain         one token time for each token that is missing
 /// ```
 ///
-/// The set point `s` is the level that the pace aims at: 5 tokens, or a quarter of the limit if that is less.
+/// The set point `s` is the level that the pace aims at: 5 tokens, or a quarter of the limit if
+/// that is less.
 ///
-/// What is left works as a ticket number: clients that ask at the same instant read consecutive values. A wait of one token
-/// time for each missing token spreads them one token time apart. `r` grows with the speed at which all others drain the
-/// bucket, so clients slow down before it is empty. Far above `r`, requests leave at once.
+/// What is left works as a ticket number: clients that ask at the same instant read consecutive
+/// values. A wait of one token time for each missing token spreads them one token time apart. `r`
+/// grows with the speed at which all others drain the bucket, so clients slow down before it is
+/// empty. Far above `r`, requests leave at once.
 ///
-/// An answer that is not a refusal multiplies `n` by `exp(0.22 u)`, once in a round trip, and by `exp(-0.0044 (1 - u))` for
-/// each token time since the answer before. `u` is 1 at an empty bucket and 0 from twice the set point on. `n` grows per
-/// *request* and falls over *time*: a client that is too fast asks more often, so its `n` grows more. That asymmetry makes
-/// the shares even. Growth and release balance at `n = 50 u / (1 - u)`, the same for all clients. So the level of the very
-/// first answer, if it is not a refusal, shows the `n` of earlier clients, and `n` starts there, at most at 20.
+/// An answer that is not a refusal multiplies `n` by `exp(0.22 u)`, once in a round trip, and by
+/// `exp(-0.0044 (1 - u))` for each token time since the answer before. `u` is 1 at an empty bucket
+/// and 0 from twice the set point on. `n` grows per *request* and falls over *time*: a client that
+/// is too fast asks more often, so its `n` grows more. That asymmetry makes the shares even. Growth
+/// and release balance at `n = 50 u / (1 - u)`, the same for all clients. So the level of the very
+/// first answer, if it is not a refusal, shows the `n` of earlier clients, and `n` starts there, at
+/// most at 20.
 ///
-/// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip. `p` is the number of our requests that passed
-/// since the refusal before: one refusal of few requests means more competitors than one of many. The first refusal sets `n`
-/// to 5, divided by the number of requests that wait. Then no request leaves for half to all of `2.5 n` token times. If the
-/// server states a wait, no request leaves for that wait and up to `2.5 n` token times more. No request leaves earlier than
-/// it would have without the refusal.
+/// A refusal multiplies `n` by `1 + 1 / (1 + p / 2)`, once in a round trip. `p` is the number of
+/// our requests that passed since the refusal before: one refusal of few requests means more
+/// competitors than one of many. The first refusal sets `n` to 5, divided by the number of requests
+/// that wait. Then no request leaves for half to all of `2.5 n` token times. If the server states a
+/// wait, no request leaves for that wait and up to `2.5 n` token times more. No request leaves
+/// earlier than it would have without the refusal.
 ///
-/// A refusal while plenty is left has another cause, such as a second limit or a wrong header. It raises `m`, which falls
-/// again, slowly at first and then ever faster, so that the pace notices when that limit is gone. If answers do not state
-/// what is left, a refusal multiplies `m` by 1.2. `m` then starts at 7.5, divided by the number of requests that wait, or at
-/// the interval that was too short if the token time is unknown.
+/// A refusal while plenty is left has another cause, such as a second limit or a wrong header. It
+/// raises `m`, which falls again, slowly at first and then ever faster, so that the pace notices
+/// when that limit is gone. If answers do not state what is left, a refusal multiplies `m` by 1.2.
+/// `m` then starts at 7.5, divided by the number of requests that wait, or at the interval that was
+/// too short if the token time is unknown.
 ///
-/// - **The token time** is the configured one. Without it, a header that states limit and window counts; then, for a
-///   bucket, Reset / (Limit - Remaining). Otherwise it is a guess that starts at 0.3 s and falls when Remaining rises
-///   faster. `n` grows by the same factor, so that no interval changes.
-/// - **A fixed window** is a limit whose reset stays at the same moment while Remaining does not rise. Half of the quota may
-///   be used at once; the other half is kept for an even pace. `v` is Remaining minus a straight line from half of the limit
-///   to 0 at the reset. Below the line, the rest is spread evenly over the rest of the window, and `n` grows by how much
-///   more than that all clients take, `drain / n`. At a new window the pace starts afresh, and a client that was refused in
-///   the old window sends within one share of the new one.
-/// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is ignored, and `m` takes over
-///   at the interval that was reached. A value above the limit counts if it was reached gradually, because a bucket may be
-///   larger than its limit. A constant value counts while we take as much as is refilled, unless it is 0. If Remaining
-///   appears only after refusals without it, `n` becomes what `m` has learned.
+/// - **The token time** is the configured one. Without it, a header that states limit and window
+///   counts; then, for a bucket, Reset / (Limit - Remaining). Otherwise it is a guess that starts
+///   at 0.3 s and falls when Remaining rises faster. `n` grows by the same factor, so that no
+///   interval changes.
+/// - **A fixed window** is a limit whose reset stays at the same moment while Remaining does not
+///   rise. Half of the quota may be used at once; the other half is kept for an even pace. `v` is
+///   Remaining minus a straight line from half of the limit to 0 at the reset. Below the line, the
+///   rest is spread evenly over the rest of the window, and `n` grows by how much more than that
+///   all clients take, `drain / n`. At a new window the pace starts afresh, and a client that was
+///   refused in the old window sends within one share of the new one.
+/// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is
+///   ignored, and `m` takes over at the interval that was reached. A value above the limit counts
+///   if it was reached gradually, because a bucket may be larger than its limit. A constant value
+///   counts while we take as much as is refilled, unless it is 0. If Remaining appears only after
+///   refusals without it, `n` becomes what `m` has learned.
 ///
 /// # Constants
 ///
@@ -87,15 +100,15 @@ use trust::{Trust, Word};
 /// | pause | 2.5 `n` token times | refused more often / longer waits |
 /// | kept of a window | a half | bursts against an even pace later |
 ///
-/// The shortage term reacts first. Each client samples once in `n` token times, so the loop gain is 0.4 rad, far from where
-/// the level would oscillate. `n` follows in about 200 token times.
+/// The shortage term reacts first. Each client samples once in `n` token times, so the loop gain is
+/// 0.4 rad, far from where the level would oscillate. `n` follows in about 200 token times.
 ///
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
 /// - Windows of a few seconds whose reset is stated in whole seconds.
-/// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one refusal per client and
-///   doubling.
+/// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
+///   refusal per client and doubling.
 #[derive(Clone, Debug)]
 pub struct Fair {
     start: f64,
@@ -149,8 +162,8 @@ const SET_POINT: f64 = 5.0;
 const GROWTH: f64 = 0.22;
 /// Release of ln n for each token time.
 const RELEASE: f64 = 0.0044;
-/// Release of ln n for each second if the token time is a guess, so that clients with different guesses settle at the same
-/// interval.
+/// Release of ln n for each second if the token time is a guess, so that clients with different
+/// guesses settle at the same interval.
 const RELEASE_A_SECOND: f64 = 0.005;
 /// The most that one answer releases.
 const MOST_RELEASE: f64 = 1.5;
@@ -166,14 +179,16 @@ const FIRST_GUESS_BLIND: f64 = 7.5;
 const REFUSED: f64 = 2.0;
 /// After this many passed requests a refusal adds half as much.
 const REFUSED_PASSED: f64 = 2.0;
-/// The factor of m for a refusal if the level is unknown. It is lower, because chance decides which client is refused.
+/// The factor of m for a refusal if the level is unknown. It is lower, because chance decides which
+/// client is refused.
 const REFUSED_BLIND: f64 = 1.2;
 /// The factor of m for a refusal while plenty is left.
 const REFUSED_SEEN: f64 = 1.3;
 /// Release of ln m for each token time, if the level is known and if it is not.
 const SEEN_RELEASE: f64 = 0.0004;
 const BLIND_RELEASE: f64 = 0.0001;
-/// The token times without a refusal after which m falls twice as fast, if the level is known and if it is not.
+/// The token times without a refusal after which m falls twice as fast, if the level is known and
+/// if it is not.
 const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
 /// The pause after a refusal, in n token times.
@@ -188,7 +203,8 @@ const WEIGHT: f64 = 0.2;
 const BELOW_USE: f64 = 0.2;
 /// The weight of a new interval in the average.
 const INTERVAL_WEIGHT: f64 = 0.05;
-/// If Remaining becomes unknown within this many token times of a refusal, the interval that was reached is kept.
+/// If Remaining becomes unknown within this many token times of a refusal, the interval that was
+/// reached is kept.
 const REMEMBERED: f64 = 1000.0;
 
 impl Fair {
@@ -199,14 +215,16 @@ impl Fair {
 
     /// Sets the limit, in requests per window. Default: unknown.
     ///
-    /// A limit that is four times too high or too low still works, but less well. A limit that the server states in its
-    /// headers need not be set.
+    /// A limit that is four times too high or too low still works, but less well. A limit that the
+    /// server states in its headers need not be set.
     pub fn limit(mut self, limit: u32, window: Duration) -> Self {
-        self.scale.configure(f64::from(limit.max(1)), window.as_secs_f64().max(1e-3));
+        self.scale
+            .configure(f64::from(limit.max(1)), window.as_secs_f64().max(1e-3));
         self
     }
 
-    /// Sets the interval of each caller before the first answer. Default: zero, the first request leaves at once.
+    /// Sets the interval of each caller before the first answer. Default: zero, the first request
+    /// leaves at once.
     ///
     /// If five callers wait, the first request leaves after a fifth of it.
     pub fn start_with(mut self, interval: Duration) -> Self {
@@ -214,8 +232,8 @@ impl Fair {
         self
     }
 
-    /// Returns the estimated number of equal competitors, this one included: from 1 to the number that makes the interval
-    /// 900 s.
+    /// Returns the estimated number of equal competitors, this one included: from 1 to the number
+    /// that makes the interval 900 s.
     pub fn competitors(&self) -> f64 {
         self.n
     }
@@ -237,11 +255,14 @@ impl Fair {
         if self.scale.is_below {
             return Some((self.n + shortage.min(0.0)).max(0.0));
         }
-        let ticket = LONGEST_TICKET.min(self.scale.limit() / 2.0).min(set_point + self.drain);
+        let ticket = LONGEST_TICKET
+            .min(self.scale.limit() / 2.0)
+            .min(set_point + self.drain);
         Some((self.n + shortage).max(ticket.min(ticket - level)).max(0.0))
     }
 
-    /// Returns the set point. It is lower for a small bucket, because otherwise even a full one would seem short.
+    /// Returns the set point. It is lower for a small bucket, because otherwise even a full one
+    /// would seem short.
     fn set_point(&self) -> f64 {
         SET_POINT.min(self.scale.limit() / 4.0)
     }
@@ -250,11 +271,19 @@ impl Fair {
     fn look(&mut self, told: &Told, passed: bool, sent: Instant, now: Instant) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(told);
-        let word = Word { remaining: told.remaining, limit, passed, sent, now };
+        let word = Word {
+            remaining: told.remaining,
+            limit,
+            passed,
+            sent,
+            now,
+        };
         let believed = self.trust.believe(word, self.scale.token_time);
         match (was_blind, self.trust.is_silent()) {
             (false, true) => {
-                let since = self.last_refusal.map(|last| seconds(last, now) / self.scale.token_time);
+                let since = self
+                    .last_refusal
+                    .map(|last| seconds(last, now) / self.scale.token_time);
                 if self.level.is_some() && since.is_some_and(|since| since < REMEMBERED) {
                     self.m = self.m.max(self.n);
                 }
@@ -280,8 +309,8 @@ impl Fair {
         }
     }
 
-    /// Takes an answer that another process shares late: what is known is newer, but by how much is uncertain, and many
-    /// requests may have left since.
+    /// Takes an answer that another process shares late: what is known is newer, but by how much is
+    /// uncertain, and many requests may have left since.
     fn passed_late(&mut self, reply: &Reply<'_>) {
         self.trust.passed();
         if let (Some(level), Some(said)) = (self.level, Told::of(reply.signal).remaining)
@@ -292,7 +321,8 @@ impl Fair {
         self.passed_since_refusal = self.passed_since_refusal.saturating_add(1);
     }
 
-    /// Lowers `m`, the faster the longer the last refusal is past. The answer before was `since` seconds ago.
+    /// Lowers `m`, the faster the longer the last refusal is past. The answer before was `since`
+    /// seconds ago.
     fn relax_m(&mut self, since: f64, now: Instant) {
         if self.m <= 0.0 {
             return;
@@ -308,7 +338,9 @@ impl Fair {
 
     /// Averages how many tokens all clients took since the answer before, `since` seconds ago.
     fn track_drain(&mut self, level_before: Option<f64>, since: f64) {
-        let (Some(level), Some(before)) = (self.level, level_before) else { return };
+        let (Some(level), Some(before)) = (self.level, level_before) else {
+            return;
+        };
         if level > 0.0 || self.scale.is_below {
             let drain = before - level + since / self.scale.token_time;
             let drain = drain.clamp(1.0, 2.0 * self.drain + 5.0);
@@ -316,7 +348,8 @@ impl Fair {
         }
     }
 
-    /// Returns `u` of the type's docs: 1 at an empty bucket, 0 from twice the set point on or if the level is unknown.
+    /// Returns `u` of the type's docs: 1 at an empty bucket, 0 from twice the set point on or if
+    /// the level is unknown.
     fn used(&self) -> f64 {
         match self.level {
             Some(_) if self.scale.is_below => (BELOW_USE * self.drain / self.n).min(1.0),
@@ -325,7 +358,8 @@ impl Fair {
         }
     }
 
-    /// Sets `n` from the level of the very first answer: other clients that hold the bucket at a level have this `n`.
+    /// Sets `n` from the level of the very first answer: other clients that hold the bucket at a
+    /// level have this `n`.
     fn seed_n(&mut self, used: f64) {
         if self.last_answer.is_none() && used < 1.0 && !self.scale.is_below {
             let n = GROWTH / RELEASE * used / (1.0 - used);
@@ -341,7 +375,8 @@ impl Fair {
         }
     }
 
-    /// Lowers `n` for the time since the answer before, `since` seconds ago. If the level is unknown, `n` stays as it is.
+    /// Lowers `n` for the time since the answer before, `since` seconds ago. If the level is
+    /// unknown, `n` stays as it is.
     fn release_n(&mut self, used: f64, since: f64) {
         if self.level.is_some() {
             let release = match self.scale.is_guess {
@@ -355,7 +390,8 @@ impl Fair {
         }
     }
 
-    /// Reports whether the answer's request left after the last step up, so that the answer shows the effect of the step.
+    /// Reports whether the answer's request left after the last step up, so that the answer shows
+    /// the effect of the step.
     fn is_news(&self, reply: &Reply<'_>) -> bool {
         self.last_step.is_none_or(|step| reply.sent > step)
     }
@@ -366,8 +402,12 @@ impl Fair {
     }
 
     fn bound(&mut self) {
-        self.n = self.n.clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
-        self.m = self.m.clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
+        self.n = self
+            .n
+            .clamp(1.0, (LONGEST / self.scale.token_time).max(1.0));
+        self.m = self
+            .m
+            .clamp(0.0, (LONGEST / self.scale.token_time).max(1.0));
         self.drain = self.drain.clamp(1.0, MOST_DRAIN);
     }
 }
@@ -387,7 +427,9 @@ impl Pace for Fair {
             return self.slot_before;
         }
         let slot = last + span(self.pace(traffic.in_flight));
-        let Some((reset_at, share)) = self.scale.next_window() else { return Some(slot) };
+        let Some((reset_at, share)) = self.scale.next_window() else {
+            return Some(slot);
+        };
         if self.m > 0.0 {
             return Some(slot);
         }
@@ -424,7 +466,10 @@ impl Pace for Fair {
     fn refused(&mut self, reply: &mut Reply<'_>, traffic: &Traffic, dice: &mut Dice) -> Pause {
         let now = traffic.now;
         let told = Told::of(reply.signal);
-        let slot = self.slot(&Traffic { in_flight: traffic.in_flight + 1, ..*traffic });
+        let slot = self.slot(&Traffic {
+            in_flight: traffic.in_flight + 1,
+            ..*traffic
+        });
         self.level = self.look(&told, false, reply.sent, now);
         if self.is_news(reply) {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
@@ -442,7 +487,8 @@ impl Pace for Fair {
                 }
                 None => {
                     let first = match self.interval {
-                        // Without any other information the interval that was too short is the measure.
+                        // Without any other information the interval that was too short is the
+                        // measure.
                         Some(own) if self.scale.is_guess => own / self.scale.token_time,
                         _ => FIRST_GUESS_BLIND / calls,
                     };
@@ -459,8 +505,12 @@ impl Pace for Fair {
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         Pause::of_all(match said.or_else(|| self.scale.empty_until_reset(&told)) {
             Some(said) => {
-                // Half of a new window may be used at once, so one share of it spreads the requests enough.
-                let spread = self.scale.next_window().map_or(wait, |(_, share)| wait.min(self.n * share));
+                // Half of a new window may be used at once, so one share of it spreads the requests
+                // enough.
+                let spread = self
+                    .scale
+                    .next_window()
+                    .map_or(wait, |(_, share)| wait.min(self.n * share));
                 span(dice.roll() * spread) + Duration::try_from_secs_f64(said).unwrap_or_default()
             }
             None => span(dice.between(0.5, 1.0) * wait),
@@ -488,8 +538,8 @@ impl Pace for Fair {
     }
 
     fn divide(&mut self, processes: u32) {
-        // Each of the other processes is now a competitor for the share that all had together. Above the set point that share
-        // was less than n.
+        // Each of the other processes is now a competitor for the share that all had together.
+        // Above the set point that share was less than n.
         let processes = f64::from(processes);
         let share = self.share_of(0).unwrap_or(self.n).min(self.n).max(1.0);
         self.n = share * processes;

@@ -24,12 +24,23 @@ struct Answer {
 impl Answer {
     fn signal(&self) -> Signal {
         let mut quota = ObservedQuota::new();
-        quota = self.remaining.map_or(quota.clone(), |remaining| quota.with_remaining(remaining));
-        quota = self.limit.map_or(quota.clone(), |limit| quota.with_limit(limit));
-        quota = self.window.map_or(quota.clone(), |window| quota.with_window(window));
-        quota = self.reset.map_or(quota.clone(), |reset| quota.with_reset_after(reset));
+        quota = self
+            .remaining
+            .map_or(quota.clone(), |remaining| quota.with_remaining(remaining));
+        quota = self
+            .limit
+            .map_or(quota.clone(), |limit| quota.with_limit(limit));
+        quota = self
+            .window
+            .map_or(quota.clone(), |window| quota.with_window(window));
+        quota = self
+            .reset
+            .map_or(quota.clone(), |reset| quota.with_reset_after(reset));
         let refused = self.refused.then_some(StatusCode::TOO_MANY_REQUESTS);
-        Signal::default().with_quota(quota).with_refusal(refused).with_retry_after(self.retry_after)
+        Signal::default()
+            .with_quota(quota)
+            .with_refusal(refused)
+            .with_retry_after(self.retry_after)
     }
 }
 
@@ -55,13 +66,29 @@ fn answer() -> impl Strategy<Value = Answer> {
     let trip = (0_u64..5000).prop_map(Duration::from_millis);
     (time, trip, any::<bool>(), said).prop_map(|(after, trip, refused, said)| {
         let (remaining, limit, window, reset, retry_after) = said;
-        Answer { after, trip, refused, remaining, limit, window, reset, retry_after }
+        Answer {
+            after,
+            trip,
+            refused,
+            remaining,
+            limit,
+            window,
+            reset,
+            retry_after,
+        }
     })
 }
 
 /// A number that a faulty process may have written.
 fn wild() -> impl Strategy<Value = f64> {
-    prop_oneof![any::<f64>(), -10.0..10.0_f64, Just(0.0), Just(f64::MAX), Just(f64::NAN), -1e6..1e6_f64]
+    prop_oneof![
+        any::<f64>(),
+        -10.0..10.0_f64,
+        Just(0.0),
+        Just(f64::MAX),
+        Just(f64::NAN),
+        -1e6..1e6_f64
+    ]
 }
 
 fn pace() -> impl Strategy<Value = Fair> {
@@ -72,7 +99,8 @@ fn pace() -> impl Strategy<Value = Fair> {
     })
 }
 
-/// Passes the answers to `pace` one after another. `each` sees the pace before and after, and the pause.
+/// Passes the answers to `pace` one after another. `each` sees the pace before and after, and the
+/// pause.
 fn replay(
     mut pace: Fair,
     answers: &[Answer],
@@ -83,10 +111,17 @@ fn replay(
     for answer in answers {
         now += answer.after;
         let before = pace.clone();
-        pace.sent(&Traffic { last_sent: before.last_sent, ..Traffic::at(now) });
+        pace.sent(&Traffic {
+            last_sent: before.last_sent,
+            ..Traffic::at(now)
+        });
         let sent = now;
         now += answer.trip;
-        let traffic = Traffic { waiting: 1, last_sent: Some(sent), ..Traffic::at(now) };
+        let traffic = Traffic {
+            waiting: 1,
+            last_sent: Some(sent),
+            ..Traffic::at(now)
+        };
         let signal = answer.signal();
         let mut reply = Reply::new(&signal, sent, &mut call);
         let pause = if answer.refused {
@@ -107,7 +142,11 @@ fn late_response_can_only_lower_the_level() {
     let mut tell = |remaining: u64, at: u64| {
         let signal = Signal::default().with_quota(ObservedQuota::new().with_remaining(remaining));
         let traffic = Traffic::at(start + Duration::from_millis(at));
-        pace.passed(&mut Reply::new(&signal, start, &mut call), &traffic, &mut dice);
+        pace.passed(
+            &mut Reply::new(&signal, start, &mut call),
+            &traffic,
+            &mut dice,
+        );
         (pace.level, pace.last_answer)
     };
     let last = Some(start + Duration::from_millis(500));

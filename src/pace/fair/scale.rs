@@ -13,7 +13,8 @@ pub(super) struct Scale {
     configured: Option<(f64, f64)>,
     /// The token time: window / limit, in seconds.
     pub(super) token_time: f64,
-    /// The token time of the pace. It is longer if less is left of the window than an even pace would leave.
+    /// The token time of the pace. It is longer if less is left of the window than an even pace
+    /// would leave.
     pub(super) paced_time: f64,
     /// Whether the token time is a guess.
     pub(super) is_guess: bool,
@@ -26,8 +27,9 @@ pub(super) struct Scale {
     /// The longest time to a reset, in seconds. The window is at least that long.
     longest_reset: f64,
     watch: Option<Watch>,
-    /// The last answer that later ones are compared with: its moment, and what was left. An answer is compared if its
-    /// request left after that moment, because answers to concurrent requests arrive in any order.
+    /// The last answer that later ones are compared with: its moment, and what was left. An answer
+    /// is compared if its request left after that moment, because answers to concurrent requests
+    /// arrive in any order.
     last: Option<(Instant, f64)>,
     /// The most tokens that were ever left.
     most: f64,
@@ -53,13 +55,15 @@ struct Watch {
 const KEPT: f64 = 0.5;
 /// The first guess of the token time, in seconds.
 const GUESS: f64 = 0.3;
-/// A reset that moves by no more than this counts as fixed, in seconds: headers have whole seconds, and transit times vary.
+/// A reset that moves by no more than this counts as fixed, in seconds: headers have whole seconds,
+/// and transit times vary.
 const STAYS: f64 = 1.5;
 /// How long a reset has to stay fixed, in seconds.
 const WATCHED: f64 = 4.0;
 /// The least rise of Remaining from which the token time is computed.
 const LEAST_GAIN: f64 = 3.0;
-/// The least time to a full bucket from which the token time is computed, in seconds: headers have whole seconds.
+/// The least time to a full bucket from which the token time is computed, in seconds: headers have
+/// whole seconds.
 const LEAST_RESET: f64 = 5.0;
 const SHORTEST: f64 = 1e-6;
 
@@ -97,15 +101,20 @@ impl Scale {
 
     /// Returns the limit, or infinity if it is unknown.
     pub(super) fn limit(&self) -> f64 {
-        self.limit.or(self.configured.map(|(limit, _)| limit)).unwrap_or(f64::INFINITY)
+        self.limit
+            .or(self.configured.map(|(limit, _)| limit))
+            .unwrap_or(f64::INFINITY)
     }
 
     /// Returns the limit to which `remaining` belongs.
     pub(super) fn known_limit(&self, told: &Told) -> Option<f64> {
-        told.limit.or(self.limit).or(self.configured.map(|(limit, _)| limit))
+        told.limit
+            .or(self.limit)
+            .or(self.configured.map(|(limit, _)| limit))
     }
 
-    /// Reports whether most of the tokens that were ever left are left now. It helps if the size of the bucket is unknown.
+    /// Reports whether most of the tokens that were ever left are left now. It helps if the size of
+    /// the bucket is unknown.
     pub(super) fn is_mostly_free(&self) -> bool {
         self.is_guess && self.is_mostly_free
     }
@@ -114,15 +123,18 @@ impl Scale {
         self.kind == Kind::Window
     }
 
-    /// Returns when the next window begins, and the time that each request has in it, in seconds; `None` for a bucket.
+    /// Returns when the next window begins, and the time that each request has in it, in seconds;
+    /// `None` for a bucket.
     pub(super) fn next_window(&self) -> Option<(Instant, f64)> {
         let reset_at = self.watch.filter(|_| self.is_window())?.reset_at;
         Some((reset_at, self.window()? / self.limit?))
     }
 
-    /// Returns the time until the reset, in seconds, if an answer says that the window is exhausted.
+    /// Returns the time until the reset, in seconds, if an answer says that the window is
+    /// exhausted.
     pub(super) fn empty_until_reset(&self, told: &Told) -> Option<f64> {
-        told.reset.filter(|_| self.is_window() && told.remaining == Some(0.0))
+        told.reset
+            .filter(|_| self.is_window() && told.remaining == Some(0.0))
     }
 
     fn window(&self) -> Option<f64> {
@@ -131,7 +143,8 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. Returns how many tokens are left above those that are kept for an even pace.
+    /// Learns from an answer. Returns how many tokens are left above those that are kept for an
+    /// even pace.
     pub(super) fn look(
         &mut self,
         told: &Told,
@@ -140,7 +153,10 @@ impl Scale {
         now: Instant,
     ) -> Option<f64> {
         self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
-        self.stated_window = told.window.filter(|window| *window > 0.0).or(self.stated_window);
+        self.stated_window = told
+            .window
+            .filter(|window| *window > 0.0)
+            .or(self.stated_window);
         let remaining = remaining?;
         let last = self.last;
         let is_later = last.is_none_or(|(at, _)| sent >= at);
@@ -151,7 +167,8 @@ impl Scale {
             self.watch(reset, remaining, now);
         }
         if self.is_window()
-            && let (Some(limit), Some(window), Some(reset)) = (self.limit, self.window(), told.reset)
+            && let (Some(limit), Some(window), Some(reset)) =
+                (self.limit, self.window(), told.reset)
         {
             return Some(self.line(remaining, limit, window, reset));
         }
@@ -160,7 +177,8 @@ impl Scale {
         Some(remaining)
     }
 
-    /// Returns what is left of a window above the straight line from the kept fraction to 0 at the reset.
+    /// Returns what is left of a window above the straight line from the kept fraction to 0 at the
+    /// reset.
     fn line(&mut self, remaining: f64, limit: f64, window: f64, reset: f64) -> f64 {
         let line = KEPT * limit * reset / window;
         let level = remaining - line;
@@ -192,24 +210,35 @@ impl Scale {
         notes.number(&mut self.longest_reset);
         notes.number(&mut self.most);
         let (mut reset_at, mut since, mut left) = match self.watch {
-            Some(Watch { reset_at, since, remaining }) => (Some(reset_at), Some(since), Some(remaining)),
+            Some(Watch {
+                reset_at,
+                since,
+                remaining,
+            }) => (Some(reset_at), Some(since), Some(remaining)),
             None => (None, None, None),
         };
         notes.moment(&mut reset_at);
         notes.moment(&mut since);
         notes.maybe(&mut left);
-        self.watch = reset_at.zip(since).zip(left).map(|((reset_at, since), remaining)| Watch {
-            reset_at,
-            since,
-            remaining,
-        });
+        self.watch = reset_at
+            .zip(since)
+            .zip(left)
+            .map(|((reset_at, since), remaining)| Watch {
+                reset_at,
+                since,
+                remaining,
+            });
         let (mut at, mut left) = self.last.unzip();
         notes.moment(&mut at);
         notes.maybe(&mut left);
         self.last = at.zip(left);
         self.limit = self.limit.filter(|limit| *limit >= 1.0);
         self.stated_window = self.stated_window.filter(|window| *window >= SHORTEST);
-        self.longest_reset = if self.longest_reset >= SHORTEST { self.longest_reset } else { 0.0 };
+        self.longest_reset = if self.longest_reset >= SHORTEST {
+            self.longest_reset
+        } else {
+            0.0
+        };
         self.token_time = self.token_time.clamp(SHORTEST, LONGEST);
         self.paced_time = self.paced_time.clamp(SHORTEST, LONGEST);
     }
@@ -234,7 +263,9 @@ impl Scale {
             && remaining - before >= LEAST_GAIN
         {
             let seen = seconds(then, now) / (remaining - before - 1.0);
-            self.token_time = seen.clamp(self.token_time / 2.0, self.token_time).max(SHORTEST);
+            self.token_time = seen
+                .clamp(self.token_time / 2.0, self.token_time)
+                .max(SHORTEST);
             self.paced_time = self.token_time;
         }
     }
@@ -242,9 +273,17 @@ impl Scale {
     /// Finds out whether the reset is fixed, as for a window, or moves, as for a bucket.
     fn watch(&mut self, reset: f64, remaining: f64, now: Instant) {
         self.longest_reset = self.longest_reset.max(whole_window(reset));
-        let Ok(until) = Duration::try_from_secs_f64(reset) else { return };
-        let Some(reset_at) = now.checked_add(until) else { return };
-        let fresh = Watch { reset_at, since: now, remaining };
+        let Ok(until) = Duration::try_from_secs_f64(reset) else {
+            return;
+        };
+        let Some(reset_at) = now.checked_add(until) else {
+            return;
+        };
+        let fresh = Watch {
+            reset_at,
+            since: now,
+            remaining,
+        };
         let Some(watch) = &mut self.watch else {
             self.watch = Some(fresh);
             return;
@@ -252,7 +291,10 @@ impl Scale {
         let moved = seconds(watch.reset_at, reset_at).max(seconds(reset_at, watch.reset_at));
         if moved <= STAYS {
             if remaining > watch.remaining {
-                *watch = Watch { reset_at: watch.reset_at, ..fresh };
+                *watch = Watch {
+                    reset_at: watch.reset_at,
+                    ..fresh
+                };
             } else if seconds(watch.since, now) >= WATCHED {
                 self.kind = Kind::Window;
             }
@@ -270,5 +312,8 @@ impl Scale {
 /// Returns the shortest usual window that can have `reset` seconds left.
 fn whole_window(reset: f64) -> f64 {
     let usual = [1.0, 10.0, 60.0, 900.0, 3600.0, 86_400.0];
-    usual.into_iter().find(|window| reset <= window + STAYS).unwrap_or(reset)
+    usual
+        .into_iter()
+        .find(|window| reset <= window + STAYS)
+        .unwrap_or(reset)
 }

@@ -17,8 +17,8 @@ pub(super) struct Trust {
     same_since: Option<Instant>,
     /// How many of our requests passed since then.
     taken: u32,
-    /// The tokens that may have been refilled during the longest round trip since then: the server may have judged the
-    /// request at any moment of it.
+    /// The tokens that may have been refilled during the longest round trip since then: the server
+    /// may have judged the request at any moment of it.
     blur: f64,
     /// Whether Remaining is ignored.
     silent: bool,
@@ -35,27 +35,39 @@ pub(super) struct Word {
 }
 
 impl Word {
-    /// Reports whether `remaining` tokens can be left, if refilling may have led to `by_now`. More than the limit can be left
-    /// if the limit is the speed at which a larger bucket fills.
+    /// Reports whether `remaining` tokens can be left, if refilling may have led to `by_now`. More
+    /// than the limit can be left if the limit is the speed at which a larger bucket fills.
     fn can_be(&self, remaining: f64, by_now: f64) -> bool {
-        let most = self.limit.map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
+        let most = self
+            .limit
+            .map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
         (0.0..=most).contains(&remaining)
     }
 }
 
 /// How many answers in a row it takes to ignore Remaining.
 const OFTEN: u32 = 8;
-/// By how many tokens the refill must differ from what we took. A client that takes just the refill sees no change.
+/// By how many tokens the refill must differ from what we took. A client that takes just the refill
+/// sees no change.
 const STRANGE: f64 = 2.0;
 /// How long a machine may stall, and how wrong the moments of other processes may be, in seconds.
 const STALL: f64 = 0.25;
 
 impl Trust {
-    /// Returns the answer's Remaining if it is plausible. One token is refilled each `token_time` seconds.
+    /// Returns the answer's Remaining if it is plausible. One token is refilled each `token_time`
+    /// seconds.
     pub(super) fn believe(&mut self, word: Word, token_time: f64) -> Option<f64> {
-        let Word { remaining, passed, sent, now, .. } = word;
+        let Word {
+            remaining,
+            passed,
+            sent,
+            now,
+            ..
+        } = word;
         let before = std::mem::replace(&mut self.said, remaining.map(|remaining| (remaining, now)));
-        let by_now = before.map_or(0.0, |(said, at)| said + seconds(at, now) / token_time + STRANGE);
+        let by_now = before.map_or(0.0, |(said, at)| {
+            said + seconds(at, now) / token_time + STRANGE
+        });
         let Some(remaining) = remaining.filter(|remaining| word.can_be(*remaining, by_now)) else {
             self.missing = self.missing.saturating_add(1);
             self.silent |= self.missing >= OFTEN;
@@ -101,7 +113,8 @@ impl Trust {
         notes.flag(&mut self.silent);
     }
 
-    /// Reports whether Remaining is ignored, because it was missing or constant in too many answers.
+    /// Reports whether Remaining is ignored, because it was missing or constant in too many
+    /// answers.
     pub(super) fn is_silent(&self) -> bool {
         self.silent
     }
@@ -114,7 +127,8 @@ mod tests {
     use super::*;
     use crate::clock;
 
-    /// A sequence of answers, one each `seconds`. One token is refilled each second, and the limit is 10.
+    /// A sequence of answers, one each `seconds`. One token is refilled each second, and the limit
+    /// is 10.
     struct Talk {
         trust: Trust,
         now: Instant,
@@ -123,7 +137,11 @@ mod tests {
 
     impl Talk {
         fn each(seconds: u64) -> Self {
-            Talk { trust: Trust::default(), now: clock::now(), seconds }
+            Talk {
+                trust: Trust::default(),
+                now: clock::now(),
+                seconds,
+            }
         }
 
         fn believes(&mut self, remaining: impl Into<Option<f64>>, passed: bool) -> Option<f64> {
@@ -139,7 +157,13 @@ mod tests {
             passed: bool,
         ) -> Option<f64> {
             let now = self.now;
-            let word = Word { remaining: remaining.into(), limit: Some(10.0), passed, sent: now - trip, now };
+            let word = Word {
+                remaining: remaining.into(),
+                limit: Some(10.0),
+                passed,
+                sent: now - trip,
+                now,
+            };
             self.trust.believe(word, 1.0)
         }
     }
@@ -148,15 +172,32 @@ mod tests {
     fn unusable_remaining_is_ignored_until_it_changes() {
         let mut talk = Talk::each(2);
         assert_eq!(talk.believes(7.0, true), Some(7.0));
-        for wrong in [None, Some(-1.0), Some(99.0), Some(f64::NAN), Some(f64::INFINITY), None, None] {
-            assert_eq!((talk.believes(wrong, true), talk.trust.is_silent()), (None, false));
+        for wrong in [
+            None,
+            Some(-1.0),
+            Some(99.0),
+            Some(f64::NAN),
+            Some(f64::INFINITY),
+            None,
+            None,
+        ] {
+            assert_eq!(
+                (talk.believes(wrong, true), talk.trust.is_silent()),
+                (None, false)
+            );
         }
-        assert_eq!((talk.believes(None, false), talk.trust.is_silent()), (None, true));
+        assert_eq!(
+            (talk.believes(None, false), talk.trust.is_silent()),
+            (None, true)
+        );
         for _ in 0..7 {
             assert_eq!(talk.believes(3.0, true), Some(3.0));
             assert_eq!(talk.believes(3.0, false), Some(3.0));
         }
-        assert_eq!((talk.believes(3.0, true), talk.trust.is_silent()), (None, true));
+        assert_eq!(
+            (talk.believes(3.0, true), talk.trust.is_silent()),
+            (None, true)
+        );
         assert_eq!(talk.believes(3.0, false), None);
         assert_eq!(talk.believes(4.0, false), Some(4.0));
     }
@@ -170,7 +211,10 @@ mod tests {
         // A value that is always 0 is not plausible.
         let mut talk = Talk::each(1);
         let believed: Vec<_> = (0..10).map(|_| talk.believes(0.0, true)).collect();
-        assert_eq!((believed[6], believed[7], believed[9]), (Some(0.0), None, None));
+        assert_eq!(
+            (believed[6], believed[7], believed[9]),
+            (Some(0.0), None, None)
+        );
     }
 
     #[test]

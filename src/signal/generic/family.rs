@@ -96,8 +96,13 @@ impl<'a> Header<'a> {
                 (family, role, pieces)
             }
         };
-        let mut header =
-            Header { family, role, name: pieces, digest: 0, daily: name == "ratelimit-dailylimit" };
+        let mut header = Header {
+            family,
+            role,
+            name: pieces,
+            digest: 0,
+            daily: name == "ratelimit-dailylimit",
+        };
         let add = |sum: u64, byte| (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         header.digest = header.bytes().fold(0, add);
         Some(header)
@@ -113,8 +118,18 @@ impl<'a> Header<'a> {
 
     /// Returns the pieces of the name of the quota.
     pub(in crate::signal) fn pieces(&self) -> [&'a str; 5] {
-        let size = if self.family == Family::BySize { "size" } else { "" };
-        let dash = |before: &str, after: &str| if before.is_empty() || after.is_empty() { "" } else { "-" };
+        let size = if self.family == Family::BySize {
+            "size"
+        } else {
+            ""
+        };
+        let dash = |before: &str, after: &str| {
+            if before.is_empty() || after.is_empty() {
+                ""
+            } else {
+                "-"
+            }
+        };
         let [before, after] = self.name;
         let first = if before.is_empty() { after } else { before };
         [size, dash(size, first), before, dash(before, after), after]
@@ -168,7 +183,9 @@ fn role(rest: &str) -> Option<(Role, [&str; 2])> {
     let mut at = 0;
     while at < rest.len() {
         let words = &rest[at..];
-        let known = ROLES[..WORDS].iter().find_map(|(known, role)| Some((role, word(words, known)?)));
+        let known = ROLES[..WORDS]
+            .iter()
+            .find_map(|(known, role)| Some((role, word(words, known)?)));
         if let Some((role, after)) = known {
             let before = rest[..at].trim_end_matches('-');
             if found.replace((*role, [before, after])).is_some() {
@@ -239,12 +256,37 @@ mod tests {
             ("x-rate-limit", Family::XSplit, Limit, ""),
             ("rate-limit-reset", Family::Split, Reset(1), ""),
             ("x-ratelimit-limit-requests", Family::X, Limit, "requests"),
-            ("anthropic-ratelimit-input-tokens-reset", Family::Vendor("anthropic"), Reset(1), "input-tokens"),
-            ("x-ratelimit-requests-limit-day", Family::X, Limit, "requests-day"),
-            ("x-hubspot-ratelimit-daily", Family::Vendor("x-hubspot"), Limit, "daily"),
-            ("x-hubspot-ratelimit-interval-milliseconds", Family::Vendor("x-hubspot"), WindowMillis, ""),
+            (
+                "anthropic-ratelimit-input-tokens-reset",
+                Family::Vendor("anthropic"),
+                Reset(1),
+                "input-tokens",
+            ),
+            (
+                "x-ratelimit-requests-limit-day",
+                Family::X,
+                Limit,
+                "requests-day",
+            ),
+            (
+                "x-hubspot-ratelimit-daily",
+                Family::Vendor("x-hubspot"),
+                Limit,
+                "daily",
+            ),
+            (
+                "x-hubspot-ratelimit-interval-milliseconds",
+                Family::Vendor("x-hubspot"),
+                WindowMillis,
+                "",
+            ),
             ("x-ratelimit-userremaining", Family::X, Remaining, "user"),
-            ("x-ratelimitbysize-limit-minute", Family::BySize, Limit, "size-minute"),
+            (
+                "x-ratelimitbysize-limit-minute",
+                Family::BySize,
+                Limit,
+                "size-minute",
+            ),
             ("ratelimitbysize-reset", Family::BySize, Reset(1), "size"),
             ("x-ratelimit-retry-after", Family::X, RetryAfter, ""),
         ] {

@@ -39,14 +39,28 @@ impl Group {
 
     /// Reports the policies that describe none of the quotas as separate quotas.
     pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
-        self.policies.iter().for_each(|policy| quotas.push(Draft { unit: self.unit, ..own(policy) }));
+        self.policies.iter().for_each(|policy| {
+            quotas.push(Draft {
+                unit: self.unit,
+                ..own(policy)
+            })
+        });
     }
 }
 
 /// Returns a policy as a separate quota.
 pub(in crate::signal) fn own(policy: &Policy) -> Draft {
-    let Policy { name, limit, window } = *policy;
-    Draft { name, limit: Some(limit), window, ..Draft::default() }
+    let Policy {
+        name,
+        limit,
+        window,
+    } = *policy;
+    Draft {
+        name,
+        limit: Some(limit),
+        window,
+        ..Draft::default()
+    }
 }
 
 /// The values of one role: the first values, their number, and the most restrictive value.
@@ -59,7 +73,11 @@ struct Values<T> {
 
 impl<T: Copy> Values<T> {
     fn new() -> Self {
-        Values { list: Bounded::new(), count: 0, worst: None }
+        Values {
+            list: Bounded::new(),
+            count: 0,
+            worst: None,
+        }
     }
 
     fn push(&mut self, value: T, worse: impl Fn(T, T) -> T) {
@@ -92,11 +110,16 @@ pub(in crate::signal) struct Stated {
 }
 
 impl Stated {
-    pub(in crate::signal) fn read<'a>(entries: impl Iterator<Item = Entry<'a>> + Clone, base: &Base) -> Self {
+    pub(in crate::signal) fn read<'a>(
+        entries: impl Iterator<Item = Entry<'a>> + Clone,
+        base: &Base,
+    ) -> Self {
         let mut values = Stated::none();
         let of = |role: Role| {
             let entries = entries.clone();
-            entries.filter(move |entry| entry.header.role == role).map(|entry| entry.value)
+            entries
+                .filter(move |entry| entry.header.role == role)
+                .map(|entry| entry.value)
         };
         values.limits(of(Role::Limit));
         let mut remaining_window = None;
@@ -109,7 +132,10 @@ impl Stated {
             }
         }
         values.window = values.window.or(remaining_window);
-        for count in of(Role::Used).flat_map(|line| split(line, ',')).filter_map(head).filter_map(Count::read)
+        for count in of(Role::Used)
+            .flat_map(|line| split(line, ','))
+            .filter_map(head)
+            .filter_map(Count::read)
         {
             values.used.push(count, Count::max);
         }
@@ -119,12 +145,22 @@ impl Stated {
             match entry.header.role {
                 Role::Reset(priority) => {
                     let millis = entry.header.family == Family::Vendor("gw");
-                    let read = |text: &str| if millis { base.read_millis(text) } else { base.read(text) };
-                    each_time(entry.value, read, |time| values.resets[priority].push(time, u64::max));
+                    let read = |text: &str| {
+                        if millis {
+                            base.read_millis(text)
+                        } else {
+                            base.read(text)
+                        }
+                    };
+                    each_time(entry.value, read, |time| {
+                        values.resets[priority].push(time, u64::max)
+                    });
                 }
                 Role::Utilization => {
                     if let Some(share) = Number::read(entry.value).filter(|share| !share.negative) {
-                        let percent = u64::try_from(share.times_up(100)).unwrap_or(LARGEST).min(LARGEST);
+                        let percent = u64::try_from(share.times_up(100))
+                            .unwrap_or(LARGEST)
+                            .min(LARGEST);
                         values.utilization = values.utilization.max(Some(percent));
                     }
                 }
@@ -140,9 +176,18 @@ impl Stated {
     /// Reads the single field of draft 07.
     pub(in crate::signal) fn of(dictionary: &Dictionary) -> Self {
         let mut values = Stated::none();
-        dictionary.limit.into_iter().for_each(|limit| values.limit.push(limit, Count::min));
-        dictionary.remaining.into_iter().for_each(|remaining| values.remaining.push(remaining, Count::min));
-        dictionary.reset.into_iter().for_each(|reset| values.resets[0].push(reset, u64::max));
+        dictionary
+            .limit
+            .into_iter()
+            .for_each(|limit| values.limit.push(limit, Count::min));
+        dictionary
+            .remaining
+            .into_iter()
+            .for_each(|remaining| values.remaining.push(remaining, Count::min));
+        dictionary
+            .reset
+            .into_iter()
+            .for_each(|reset| values.resets[0].push(reset, u64::max));
         values
     }
 
@@ -161,7 +206,8 @@ impl Stated {
         }
     }
 
-    /// Reads `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and parallel limits without one.
+    /// Reads `100, 100;w=60, 1000;w=3600`: the limit, then policies with a window, and parallel
+    /// limits without one.
     fn limits<'a>(&mut self, lines: impl Iterator<Item = &'a str>) {
         let mut first = true;
         for item in lines.flat_map(|line| split(line, ',')) {
@@ -176,10 +222,17 @@ impl Stated {
                 (Some(count), None) => self.limit.push(count, Count::min),
                 (Some(Count::Of(limit)), Some(_)) => {
                     let name = parameter(item, "name").and_then(Text::some);
-                    self.policies.push(Policy { name, limit, window: seconds });
+                    self.policies.push(Policy {
+                        name,
+                        limit,
+                        window: seconds,
+                    });
                 }
                 (Some(Count::Negative), Some(_)) => {}
-                (None, _) if first && time::span(crate::signal::parse::number::unquoted(text)).is_some() => {
+                (None, _)
+                    if first
+                        && time::span(crate::signal::parse::number::unquoted(text)).is_some() =>
+                {
                     self.window = time::window(text);
                 }
                 (None, _) => continue,
@@ -189,8 +242,17 @@ impl Stated {
     }
 
     /// Builds the quotas of the group, with policies that other fields state for it.
-    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Policy]) -> Group {
-        let mut group = Group { quotas: Bounded::new(), policies: Policies::new(), unit: Unit::Open };
+    pub(in crate::signal) fn group(
+        mut self,
+        name: &str,
+        by_size: bool,
+        others: &[Policy],
+    ) -> Group {
+        let mut group = Group {
+            quotas: Bounded::new(),
+            policies: Policies::new(),
+            unit: Unit::Open,
+        };
         group.unit = match crate::signal::generic::words::unit_of(name) {
             _ if by_size => Unit::Known("tokens"),
             Some(unit) => Unit::Known(unit),
@@ -202,17 +264,29 @@ impl Stated {
                 group.policies.push(*policy);
             }
         }
-        let resets = self.resets.iter().find(|values| values.count > 0).unwrap_or(&self.resets[0]);
-        let counts = [self.limit.count, self.remaining.count, self.used.count, resets.count];
+        let resets = self
+            .resets
+            .iter()
+            .find(|values| values.count > 0)
+            .unwrap_or(&self.resets[0]);
+        let counts = [
+            self.limit.count,
+            self.remaining.count,
+            self.used.count,
+            resets.count,
+        ];
         let longest = counts.into_iter().max().unwrap_or(0);
-        let parallel =
-            (2..=MANY).contains(&longest) && counts.iter().all(|count| [0, longest].contains(count));
+        let parallel = (2..=MANY).contains(&longest)
+            && counts.iter().all(|count| [0, longest].contains(count));
         let no_reset = self.remaining.count == 0 && resets.count == 0;
         let strava = parallel && longest == 2 && no_reset && self.strava == [true; 2];
 
         for place in 0..if parallel { longest } else { 1 } {
             let at = parallel.then_some(place);
-            let mut draft = Draft { unit: group.unit, ..Draft::named(name) };
+            let mut draft = Draft {
+                unit: group.unit,
+                ..Draft::named(name)
+            };
             let limit = self.limit.at(at);
             draft.limit = limit.and_then(Count::known);
             draft.used = self.used.at(at).and_then(Count::known);
@@ -252,14 +326,23 @@ impl Stated {
 fn describe(draft: &mut Draft, policies: &mut Policies) {
     let found = match policies.len() {
         1 => Some(0),
-        _ => policies.iter().position(|policy| draft.limit == Some(policy.limit)),
+        _ => policies
+            .iter()
+            .position(|policy| draft.limit == Some(policy.limit)),
     };
     let Some(found) = found else { return };
-    let Policy { name, limit, window } = policies[found];
+    let Policy {
+        name,
+        limit,
+        window,
+    } = policies[found];
     draft.name = draft.name.or(name);
     draft.limit = draft.limit.or(Some(limit));
     draft.window = draft.window.or(window);
-    let rest = policies.iter().enumerate().filter(|(place, _)| *place != found);
+    let rest = policies
+        .iter()
+        .enumerate()
+        .filter(|(place, _)| *place != found);
     let mut others = Policies::new();
     rest.for_each(|(_, policy)| others.push(*policy));
     *policies = others;
@@ -271,7 +354,11 @@ fn head(item: &str) -> Option<&str> {
 }
 
 /// Returns the times in a line: the whole line, or the parts between its commas.
-pub(in crate::signal) fn each_time(line: &str, read: impl Fn(&str) -> Option<u64>, each: impl FnMut(u64)) {
+pub(in crate::signal) fn each_time(
+    line: &str,
+    read: impl Fn(&str) -> Option<u64>,
+    each: impl FnMut(u64),
+) {
     match read(line) {
         Some(time) => [time].into_iter().for_each(each),
         None => line.split(',').map(trim).filter_map(read).for_each(each),

@@ -1,4 +1,5 @@
-//! The few lines of a response that may concern limits, found in one pass over the names of its headers.
+//! The few lines of a response that may concern limits, found in one pass over the names of its
+//! headers.
 
 use http::HeaderMap;
 
@@ -32,7 +33,10 @@ impl<'a> Lines<'a> {
             if may_matter(name.as_str()) {
                 let value = value_of(value);
                 if !value.is_empty() {
-                    self.0.push(Line { name: name.as_str(), value });
+                    self.0.push(Line {
+                        name: name.as_str(),
+                        value,
+                    });
                 }
             }
         }
@@ -44,7 +48,9 @@ impl<'a> Lines<'a> {
 
     /// Returns the values of the lines with this name.
     pub(in crate::signal) fn all(&self, name: &str) -> impl Iterator<Item = &'a str> + Clone {
-        self.iter().filter(move |line| line.name == name).map(|line| line.value)
+        self.iter()
+            .filter(move |line| line.name == name)
+            .map(|line| line.value)
     }
 
     /// Returns the value of the first line with this name.
@@ -58,12 +64,21 @@ impl<'a> Lines<'a> {
 }
 
 /// Returns the first value of a header that need not be in the lists above.
-pub(in crate::signal) fn first_of<'a>(headers: &'a HeaderMap, name: &http::HeaderName) -> Option<&'a str> {
-    headers.get_all(name).iter().map(value_of).find(|value| !value.is_empty())
+pub(in crate::signal) fn first_of<'a>(
+    headers: &'a HeaderMap,
+    name: &http::HeaderName,
+) -> Option<&'a str> {
+    headers
+        .get_all(name)
+        .iter()
+        .map(value_of)
+        .find(|value| !value.is_empty())
 }
 
 fn value_of(value: &http::HeaderValue) -> &str {
-    std::str::from_utf8(value.as_bytes()).unwrap_or(UNREADABLE).trim_matches([' ', '\t'])
+    std::str::from_utf8(value.as_bytes())
+        .unwrap_or(UNREADABLE)
+        .trim_matches([' ', '\t'])
 }
 
 /// Returns whether any line may matter.
@@ -71,7 +86,8 @@ pub(in crate::signal) fn any(headers: &HeaderMap) -> bool {
     headers.keys().any(|name| may_matter(name.as_str()))
 }
 
-/// Returns whether a header with this name may matter. This cheap check rejects nearly all other headers.
+/// Returns whether a header with this name may matter. This cheap check rejects nearly all other
+/// headers.
 ///
 /// Almost all relevant names contain `limit`; the others have one of a few prefixes.
 #[inline]
@@ -82,9 +98,14 @@ pub(in crate::signal) fn may_matter(name: &str) -> bool {
     }
     let begins = match name {
         [b'r', b'e', b't', b'r', b'y', b'-', ..] => true,
-        [b'x', b'-', b'a' | b'b' | b'e' | b'f' | b'm' | b'r' | b's' | b't', ..] => {
-            OTHERS.iter().any(|other| name[2..].starts_with(other.as_bytes()))
-        }
+        [
+            b'x',
+            b'-',
+            b'a' | b'b' | b'e' | b'f' | b'm' | b'r' | b's' | b't',
+            ..,
+        ] => OTHERS
+            .iter()
+            .any(|other| name[2..].starts_with(other.as_bytes())),
         _ => false,
     };
     begins || has_limit(name)
@@ -112,8 +133,8 @@ const OTHERS: [&str; 15] = [
     "trial-endpoint-call-",
 ];
 
-/// Returns whether the name contains `limit`. Of any five letters in a row it checks one, and the other four only if
-/// that one occurs in `limit`.
+/// Returns whether the name contains `limit`. Of any five letters in a row it checks one, and the
+/// other four only if that one occurs in `limit`.
 fn has_limit(name: &[u8]) -> bool {
     let mut at = 4;
     while let Some(letter) = name.get(at) {
@@ -151,7 +172,9 @@ pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &
 pub(in crate::signal) fn parameter<'a>(item: &'a str, key: &str) -> Option<&'a str> {
     let of = |part: &'a str| {
         let (name, value) = part.split_once('=')?;
-        trim(name).eq_ignore_ascii_case(key).then_some(crate::signal::parse::number::unquoted(trim(value)))
+        trim(name)
+            .eq_ignore_ascii_case(key)
+            .then_some(crate::signal::parse::number::unquoted(trim(value)))
     };
     split(item, ';').find_map(of)
 }
@@ -170,7 +193,10 @@ mod tests {
             for after in 0..12 {
                 let name = format!("{}limit{}", "i".repeat(before), "l".repeat(after));
                 assert!(has_limit(name.as_bytes()), "{name}");
-                assert!(!has_limit(name.replace("limit", "limi").as_bytes()), "{name}");
+                assert!(
+                    !has_limit(name.replace("limit", "limi").as_bytes()),
+                    "{name}"
+                );
             }
         }
     }
@@ -185,8 +211,12 @@ mod tests {
             .chain(combine::NAMES)
             .chain(refusal::FLAGS)
             .chain(refusal::SCOPES);
-        for name in lists.chain([retry_after::STANDARD, retry_after::OTHER, refusal::ERROR_TYPE, "ratelimit"])
-        {
+        for name in lists.chain([
+            retry_after::STANDARD,
+            retry_after::OTHER,
+            refusal::ERROR_TYPE,
+            "ratelimit",
+        ]) {
             assert!(may_matter(name), "{name}");
         }
     }
@@ -216,7 +246,10 @@ mod tests {
 
     #[test]
     fn quotes_keep_a_mark_from_splitting() {
-        assert_eq!(split(r#"1;a=",;" , 2"#, ',').collect::<Vec<_>>(), [r#"1;a=",;""#, "2"]);
+        assert_eq!(
+            split(r#"1;a=",;" , 2"#, ',').collect::<Vec<_>>(),
+            [r#"1;a=",;""#, "2"]
+        );
         assert_eq!(parameter(r#"1; a=",;"; W = 3"#, "w"), Some("3"));
     }
 }

@@ -7,9 +7,18 @@ const DAY: u64 = 86_400 * SECOND;
 
 /// The words for a period; a single letter counts only after a number.
 const PERIODS: [(&[&str], u64); 6] = [
-    (&["s", "sec", "secs", "second", "seconds", "secondly"], SECOND),
-    (&["m", "min", "mins", "minute", "minutes", "minutely"], 60 * SECOND),
-    (&["h", "hr", "hrs", "hour", "hours", "hourly"], 3600 * SECOND),
+    (
+        &["s", "sec", "secs", "second", "seconds", "secondly"],
+        SECOND,
+    ),
+    (
+        &["m", "min", "mins", "minute", "minutes", "minutely"],
+        60 * SECOND,
+    ),
+    (
+        &["h", "hr", "hrs", "hour", "hours", "hourly"],
+        3600 * SECOND,
+    ),
     (&["d", "day", "days", "daily"], DAY),
     (&["w", "week", "weeks", "weekly"], 7 * DAY),
     (&["month", "months", "monthly"], 30 * DAY),
@@ -25,7 +34,12 @@ pub(in crate::signal) fn period(word: &str) -> Option<u64> {
         ("", _) => 1,
         _ => count.parse::<u64>().unwrap_or(u64::MAX),
     };
-    Some(count.saturating_mul(*length).min(crate::signal::parse::time::LONGEST)).filter(|span| *span > 0)
+    Some(
+        count
+            .saturating_mul(*length)
+            .min(crate::signal::parse::time::LONGEST),
+    )
+    .filter(|span| *span > 0)
 }
 
 /// Returns the period at the end of a name: `requests-minute`, `per_hour`.
@@ -35,8 +49,13 @@ pub(in crate::signal) fn period_of(name: &str) -> Option<u64> {
 
 /// Returns the unit in a name, if it is not requests.
 pub(in crate::signal) fn unit_of(name: &str) -> Option<&'static str> {
-    let has = |unit: &&str| name.split(['-', '_']).any(|word| word.eq_ignore_ascii_case(unit));
-    ["tokens", "complexity", "bytes", "credits"].into_iter().find(has)
+    let has = |unit: &&str| {
+        name.split(['-', '_'])
+            .any(|word| word.eq_ignore_ascii_case(unit))
+    };
+    ["tokens", "complexity", "bytes", "credits"]
+        .into_iter()
+        .find(has)
 }
 
 /// Returns whether a name states only a unit and a period: the quota is then for all calls.
@@ -75,7 +94,10 @@ mod tests {
             ("15min", Some(900 * SECOND)),
             ("24hour", Some(DAY)),
             ("monthly", Some(30 * DAY)),
-            ("99999999999999999999d", Some(crate::signal::parse::time::LONGEST)),
+            (
+                "99999999999999999999d",
+                Some(crate::signal::parse::time::LONGEST),
+            ),
             ("0s", None),
             ("h", None),
             ("minute-requests", None),

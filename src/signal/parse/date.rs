@@ -1,7 +1,8 @@
-//! Parses dates: the three formats of HTTP, ISO 8601, and the format of JavaScript, as whole milliseconds since 1970.
+//! Parses dates: the three formats of HTTP, ISO 8601, and the format of JavaScript, as whole
+//! milliseconds since 1970.
 //!
-//! `httpdate` parses the first three, but neither second 60, nor letters of the other case, nor `UTC`. A test compares
-//! this file with it.
+//! `httpdate` parses the first three, but neither second 60, nor letters of the other case, nor
+//! `UTC`. A test compares this file with it.
 
 use crate::signal::parse::number::{Number, digits};
 
@@ -9,19 +10,27 @@ const DAY: i64 = 86_400_000;
 
 /// Parses any date; `now` decides the century of a year of two digits.
 pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
-    http(text, now).or_else(|| iso(text)).or_else(|| script(text))
+    http(text, now)
+        .or_else(|| iso(text))
+        .or_else(|| script(text))
 }
 
 /// Parses an HTTP date (RFC 9110, section 5.6.7).
 pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
-    imf(text).or_else(|| rfc850(text, now)).or_else(|| asctime(text))
+    imf(text)
+        .or_else(|| rfc850(text, now))
+        .or_else(|| asctime(text))
 }
 
 /// `Thu, 01 Jan 2026 00:02:00 GMT`
 fn imf(text: &str) -> Option<i64> {
     let (name, rest) = text.split_once(", ")?;
     let mut words = rest.splitn(5, ' ');
-    let (day, month, year) = (fixed(words.next()?, 2)?, month(words.next()?)?, fixed(words.next()?, 4)?);
+    let (day, month, year) = (
+        fixed(words.next()?, 2)?,
+        month(words.next()?)?,
+        fixed(words.next()?, 4)?,
+    );
     let time = clock(words.next()?)?;
     (is_day(name, 3) && is_utc(words.next()?)).then_some(())?;
     Some(days(year, month, day)? * DAY + time)
@@ -32,12 +41,21 @@ fn rfc850(text: &str, now: i64) -> Option<i64> {
     let (name, rest) = text.split_once(", ")?;
     let mut words = rest.splitn(3, ' ');
     let mut date = words.next()?.splitn(3, '-');
-    let (day, month, year) = (fixed(date.next()?, 2)?, month(date.next()?)?, fixed(date.next()?, 2)?);
+    let (day, month, year) = (
+        fixed(date.next()?, 2)?,
+        month(date.next()?)?,
+        fixed(date.next()?, 2)?,
+    );
     let time = clock(words.next()?)?;
-    (name.len() > 3 && is_day(name, name.len()) && words.next()?.eq_ignore_ascii_case("GMT")).then_some(())?;
+    (name.len() > 3 && is_day(name, name.len()) && words.next()?.eq_ignore_ascii_case("GMT"))
+        .then_some(())?;
     let this_year = year_of(now);
     let year = this_year - this_year.rem_euclid(100) + year;
-    let year = if year > this_year + 50 { year - 100 } else { year };
+    let year = if year > this_year + 50 {
+        year - 100
+    } else {
+        year
+    };
     Some(days(year, month, day)? * DAY + time)
 }
 
@@ -59,17 +77,24 @@ fn asctime(text: &str) -> Option<i64> {
 fn iso(text: &str) -> Option<i64> {
     let (date, rest) = text.split_at_checked(10)?;
     let mut parts = date.splitn(3, '-');
-    let (year, month, day) = (fixed(parts.next()?, 4)?, fixed(parts.next()?, 2)?, fixed(parts.next()?, 2)?);
+    let (year, month, day) = (
+        fixed(parts.next()?, 4)?,
+        fixed(parts.next()?, 2)?,
+        fixed(parts.next()?, 2)?,
+    );
     let rest = rest.strip_prefix(['T', 't', ' '])?;
-    let end = rest.bytes().take_while(|byte| byte.is_ascii_digit() || *byte == b':').count();
+    let end = rest
+        .bytes()
+        .take_while(|byte| byte.is_ascii_digit() || *byte == b':')
+        .count();
     let (time, mut zone) = rest.split_at(end);
     let mut at = match time.split_at_checked(5)? {
         (hours_and_minutes, "") => minutes(hours_and_minutes)?,
         _ => clock(time)?,
     };
     if zone.starts_with('.') && time.len() > 5 {
-        let (fraction, rest) =
-            Number::start(zone).filter(|_| zone[1..].starts_with(|next: char| next.is_ascii_digit()))?;
+        let (fraction, rest) = Number::start(zone)
+            .filter(|_| zone[1..].starts_with(|next: char| next.is_ascii_digit()))?;
         at += i64::try_from(fraction.times_up(1000)).ok()?;
         zone = rest;
     }
@@ -84,14 +109,20 @@ fn iso(text: &str) -> Option<i64> {
 fn script(text: &str) -> Option<i64> {
     let mut words = text.splitn(7, ' ');
     let name = words.next()?;
-    let (month, day, year) = (month(words.next()?)?, fixed(words.next()?, 2)?, fixed(words.next()?, 4)?);
+    let (month, day, year) = (
+        month(words.next()?)?,
+        fixed(words.next()?, 2)?,
+        fixed(words.next()?, 4)?,
+    );
     let time = clock(words.next()?)?;
     let zone = words.next()?;
     let zone = match zone.get(..3) {
         Some(gmt) if gmt.eq_ignore_ascii_case("GMT") => offset(&zone[3..])?,
         _ => return None,
     };
-    let named = words.next().is_none_or(|rest| rest.starts_with('(') && rest.ends_with(')'));
+    let named = words
+        .next()
+        .is_none_or(|rest| rest.starts_with('(') && rest.ends_with(')'));
     (named && is_day(name, 3)).then_some(())?;
     Some(days(year, month, day)? * DAY + time - zone)
 }
@@ -120,7 +151,8 @@ fn offset(text: &str) -> Option<i64> {
     };
     let (hours, rest) = text[1..].split_at_checked(2)?;
     let hours = fixed(hours, 2).filter(|hours| *hours < 24)?;
-    let minutes = fixed(rest.strip_prefix(':').unwrap_or(rest), 2).filter(|minutes| *minutes < 60)?;
+    let minutes =
+        fixed(rest.strip_prefix(':').unwrap_or(rest), 2).filter(|minutes| *minutes < 60)?;
     Some(sign * (hours * 60 + minutes) * 60_000)
 }
 
@@ -133,20 +165,38 @@ fn fixed(text: &str, length: usize) -> Option<i64> {
 }
 
 fn is_utc(zone: &str) -> bool {
-    ["GMT", "UTC", "+0000"].iter().any(|utc| zone.eq_ignore_ascii_case(utc))
+    ["GMT", "UTC", "+0000"]
+        .iter()
+        .any(|utc| zone.eq_ignore_ascii_case(utc))
 }
 
 /// Returns whether the text is the name of a day, with this number of letters.
 fn is_day(name: &str, length: usize) -> bool {
-    const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
-    let same = |day: &str| day.get(..length).is_some_and(|day| name.eq_ignore_ascii_case(day));
-    DAYS.iter().any(|day| same(day) && (length == 3 || length == day.len()))
+    const DAYS: [&str; 7] = [
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+    ];
+    let same = |day: &str| {
+        day.get(..length)
+            .is_some_and(|day| name.eq_ignore_ascii_case(day))
+    };
+    DAYS.iter()
+        .any(|day| same(day) && (length == 3 || length == day.len()))
 }
 
 fn month(name: &str) -> Option<i64> {
-    const MONTHS: [&str; 12] =
-        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-    (1..).zip(MONTHS).find(|(_, month)| name.eq_ignore_ascii_case(month)).map(|(number, _)| number)
+    const MONTHS: [&str; 12] = [
+        "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
+    ];
+    (1..)
+        .zip(MONTHS)
+        .find(|(_, month)| name.eq_ignore_ascii_case(month))
+        .map(|(number, _)| number)
 }
 
 /// Returns the days from 1970 to a day of the Gregorian calendar, if that day exists.
@@ -160,7 +210,11 @@ fn days(year: i64, month: i64, day: i64) -> Option<i64> {
         _ => return None,
     };
     // The year begins in March here, so that a leap day is its last day.
-    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let (year, month) = if month > 2 {
+        (year, month - 3)
+    } else {
+        (year - 1, month + 9)
+    };
     let (century, year) = (year.div_euclid(400), year.rem_euclid(400));
     let in_year = (153 * month + 2) / 5 + day - 1;
     (1..=length)
@@ -201,7 +255,10 @@ mod tests {
             ("2026-01-01 00:02", 120_000),
             ("2026-01-01t00:00:19.5684431z", 19_569),
             ("2025-12-31T16:00:30-0800", 30_000),
-            ("Thu Jan 01 2026 01:00:02 GMT+0100 (Central European Standard Time)", 2000),
+            (
+                "Thu Jan 01 2026 01:00:02 GMT+0100 (Central European Standard Time)",
+                2000,
+            ),
             ("Thu Jan 01 2026 01:00:02 GMT+0100", 2000),
         ] {
             assert_eq!(read(text, NOW), Some(NOW + after), "{text}");
@@ -234,7 +291,13 @@ mod tests {
 
     #[test]
     fn years_of_two_digits_are_near() {
-        for (year, expected) in [("26", 2026), ("76", 2076), ("77", 1977), ("94", 1994), ("00", 2000)] {
+        for (year, expected) in [
+            ("26", 2026),
+            ("76", 2076),
+            ("77", 1977),
+            ("94", 1994),
+            ("00", 2000),
+        ] {
             let text = format!("Thursday, 01-Jul-{year} 00:02:00 GMT");
             assert_eq!(read(&text, NOW).map(year_of), Some(expected), "{text}");
         }

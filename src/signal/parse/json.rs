@@ -1,7 +1,7 @@
 //! Walks JSON from its first byte to its last, without allocating memory for its values.
 //!
-//! `serde_json` allocates memory for each text with an escape, and converts numbers to binary. A test compares this
-//! walk with it.
+//! `serde_json` allocates memory for each text with an escape, and converts numbers to binary. A
+//! test compares this walk with it.
 
 use crate::signal::parse::number::digits;
 
@@ -28,7 +28,11 @@ pub(in crate::signal) enum Value<'a> {
     /// As it was written.
     Number(&'a str),
     Bool(
-        #[cfg_attr(not(feature = "body"), expect(dead_code, reason = "no header has one that counts"))] bool,
+        #[cfg_attr(
+            not(feature = "body"),
+            expect(dead_code, reason = "no header has one that counts")
+        )]
+        bool,
     ),
     Null,
 }
@@ -89,7 +93,11 @@ fn hex(chars: &mut std::str::Chars<'_>) -> Option<u32> {
 ///
 /// Nothing is visited if it is not.
 pub(in crate::signal) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) -> bool {
-    let walk = Walk { rest: text, objects: 0, depth: 0 };
+    let walk = Walk {
+        rest: text,
+        objects: 0,
+        depth: 0,
+    };
     walk.run(|_| ()).is_some() && walk.run(each).is_some()
 }
 
@@ -104,9 +112,17 @@ struct Walk<'a> {
 impl<'a> Walk<'a> {
     fn run(mut self, mut each: impl FnMut(Node<'a>)) -> Option<()> {
         loop {
-            let key = if self.in_object() { Some(self.key()?) } else { None };
+            let key = if self.in_object() {
+                Some(self.key()?)
+            } else {
+                None
+            };
             let value = self.value()?;
-            each(Node { depth: self.depth, key, value });
+            each(Node {
+                depth: self.depth,
+                key,
+                value,
+            });
             if let Value::Object | Value::Array = value {
                 (self.depth < DEEPEST).then_some(())?;
                 let object = matches!(value, Value::Object);
@@ -125,7 +141,8 @@ impl<'a> Walk<'a> {
                 if self.take(',') {
                     break;
                 }
-                self.take(if self.in_object() { '}' } else { ']' }).then_some(())?;
+                self.take(if self.in_object() { '}' } else { ']' })
+                    .then_some(())?;
                 self.leave();
             }
         }
@@ -159,7 +176,11 @@ impl<'a> Walk<'a> {
 
     fn value(&mut self) -> Option<Value<'a>> {
         self.skip();
-        let words = [("true", Value::Bool(true)), ("false", Value::Bool(false)), ("null", Value::Null)];
+        let words = [
+            ("true", Value::Bool(true)),
+            ("false", Value::Bool(false)),
+            ("null", Value::Null),
+        ];
         match self.rest.as_bytes().first()? {
             b'{' => Some(self.after(1, Value::Object)),
             b'[' => Some(self.after(1, Value::Array)),

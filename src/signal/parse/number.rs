@@ -46,9 +46,17 @@ impl Number {
         if whole.is_empty() && fraction.is_empty() {
             return None;
         }
-        let mut number = Number { negative, whole: 0, fraction: 0, more: false };
+        let mut number = Number {
+            negative,
+            whole: 0,
+            fraction: 0,
+            more: false,
+        };
         for digit in whole.bytes() {
-            number.whole = number.whole.saturating_mul(10).saturating_add(u128::from(digit - b'0'));
+            number.whole = number
+                .whole
+                .saturating_mul(10)
+                .saturating_add(u128::from(digit - b'0'));
         }
         let mut worth = FRACTION as u64 / 10;
         for digit in fraction.bytes() {
@@ -60,12 +68,16 @@ impl Number {
         Some((number, rest))
     }
 
-    /// Returns the number of parts, with `parts` parts to one. Only for numbers that are not negative.
+    /// Returns the number of parts, with `parts` parts to one. Only for numbers that are not
+    /// negative.
     pub(in crate::signal) fn times(&self, parts: u128) -> Parts {
         let fraction = u128::from(self.fraction) * (parts % FRACTION);
         let whole = u128::from(self.fraction) * (parts / FRACTION) + fraction / FRACTION;
         let more = !fraction.is_multiple_of(FRACTION) || self.more;
-        Parts { whole: self.whole.saturating_mul(parts).saturating_add(whole), more }
+        Parts {
+            whole: self.whole.saturating_mul(parts).saturating_add(whole),
+            more,
+        }
     }
 
     /// Returns the number of parts, rounded up.
@@ -76,8 +88,14 @@ impl Number {
 
     /// Returns `1 / number` in parts of one, rounded up.
     pub(in crate::signal) fn inverse_up(&self, parts: u128) -> Option<u128> {
-        let divisor = self.whole.checked_mul(FRACTION)?.checked_add(u128::from(self.fraction))?;
-        parts.checked_mul(FRACTION)?.checked_add(divisor.checked_sub(1)?)?.checked_div(divisor)
+        let divisor = self
+            .whole
+            .checked_mul(FRACTION)?
+            .checked_add(u128::from(self.fraction))?;
+        parts
+            .checked_mul(FRACTION)?
+            .checked_add(divisor.checked_sub(1)?)?
+            .checked_div(divisor)
     }
 
     /// Returns a count of what is left or allowed, rounded down.
@@ -125,7 +143,9 @@ pub(in crate::signal) fn digits(text: &str) -> (&str, &str) {
 
 /// Returns the text without one pair of quotes around it.
 pub(in crate::signal) fn unquoted(text: &str) -> &str {
-    text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
+    text.strip_prefix('"')
+        .and_then(|text| text.strip_suffix('"'))
+        .unwrap_or(text)
 }
 
 #[cfg(test)]
@@ -142,7 +162,10 @@ mod tests {
             ("-0.0", Some(Count::Of(0))),
             ("-0.5", Some(Count::Negative)),
             ("9007199254740992", Some(Count::Of(LARGEST))),
-            ("99999999999999999999999999999999999999999999", Some(Count::Of(LARGEST))),
+            (
+                "99999999999999999999999999999999999999999999",
+                Some(Count::Of(LARGEST)),
+            ),
             ("", None),
             (".", None),
             ("-", None),
@@ -164,7 +187,10 @@ mod tests {
         assert_eq!(thousand("7.66"), 7660);
         assert_eq!(thousand("0.0001"), 1);
         assert_eq!(thousand("1.0000000000000000000000001"), 1001);
-        assert_eq!(Number::read("0.0167").unwrap().inverse_up(1000), Some(59_881));
+        assert_eq!(
+            Number::read("0.0167").unwrap().inverse_up(1000),
+            Some(59_881)
+        );
         assert_eq!(Number::read("0").unwrap().inverse_up(1000), None);
     }
 }

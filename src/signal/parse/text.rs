@@ -14,19 +14,26 @@ pub(in crate::signal) struct Text {
 impl Text {
     pub(in crate::signal) const LONGEST: usize = 95;
 
-    pub(in crate::signal) const EMPTY: Text = Text { length: 0, bytes: [0; Text::LONGEST] };
+    pub(in crate::signal) const EMPTY: Text = Text {
+        length: 0,
+        bytes: [0; Text::LONGEST],
+    };
 
     /// Joins the pieces.
     pub(in crate::signal) fn of(pieces: &[&str]) -> Text {
         let mut text = Text::EMPTY;
-        pieces.iter().flat_map(|piece| piece.chars()).for_each(|character| text.push(character));
+        pieces
+            .iter()
+            .flat_map(|piece| piece.chars())
+            .for_each(|character| text.push(character));
         text
     }
 
     /// Returns the text in lower case.
     pub(in crate::signal) fn lower(text: &str) -> Text {
         let mut lower = Text::EMPTY;
-        text.chars().for_each(|character| lower.push(character.to_ascii_lowercase()));
+        text.chars()
+            .for_each(|character| lower.push(character.to_ascii_lowercase()));
         lower
     }
 
@@ -123,7 +130,9 @@ mod tests {
     #[test]
     fn bounded_list_keeps_each_item_once() {
         let mut list = Bounded::<u8, 9>::new();
-        [3, 1, 3, 2, 9, 1].into_iter().for_each(|item| list.push(item));
+        [3, 1, 3, 2, 9, 1]
+            .into_iter()
+            .for_each(|item| list.push(item));
         list.keep(|item| *item < 9);
         assert_eq!(list[..], [3, 1, 2]);
     }

@@ -1,8 +1,8 @@
 //! Parses time values: one reader for waits, resets and windows.
 //!
-//! A value is a number (its size decides whether it is a span or a moment), a span with units, or a date. Moments are
-//! converted to spans by the server's own clock, the header `Date`, if it is credible: that cancels the difference
-//! between the two clocks.
+//! A value is a number (its size decides whether it is a span or a moment), a span with units, or a
+//! date. Moments are converted to spans by the server's own clock, the header `Date`, if it is
+//! credible: that cancels the difference between the two clocks.
 
 use crate::signal::parse::date;
 use crate::signal::parse::number::{Number, Parts, unquoted};
@@ -112,14 +112,23 @@ pub(in crate::signal) fn span(text: &str) -> Option<u64> {
         b'+' => (false, &text[1..]),
         _ => (false, text),
     };
-    let mut sum = Parts { whole: 0, more: false };
+    let mut sum = Parts {
+        whole: 0,
+        more: false,
+    };
     loop {
-        rest.starts_with(|first: char| first.is_ascii_digit() || first == '.').then_some(())?;
+        rest.starts_with(|first: char| first.is_ascii_digit() || first == '.')
+            .then_some(())?;
         let (number, after) = Number::start(rest)?;
         let after = after.trim_start_matches([' ', '\t']);
-        let end = after.find(|unit: char| !unit.is_alphabetic()).unwrap_or(after.len());
+        let end = after
+            .find(|unit: char| !unit.is_alphabetic())
+            .unwrap_or(after.len());
         let Parts { whole, more } = number.times(unit(&after[..end])?);
-        sum = Parts { whole: sum.whole.saturating_add(whole), more: sum.more | more };
+        sum = Parts {
+            whole: sum.whole.saturating_add(whole),
+            more: sum.more | more,
+        };
         rest = after[end..].trim_start_matches([' ', '\t']);
         if rest.is_empty() {
             return Some(if negative { 0 } else { cut(millis_up(sum)) });
@@ -131,15 +140,24 @@ pub(in crate::signal) fn span(text: &str) -> Option<u64> {
 fn unit(name: &str) -> Option<u128> {
     const UNITS: [(&[&str], u128); 7] = [
         (&["ns", "nanosecond", "nanoseconds"], SECOND / 1_000_000_000),
-        (&["us", "µs", "microsecond", "microseconds"], SECOND / 1_000_000),
-        (&["ms", "msec", "msecs", "millisecond", "milliseconds"], MILLI),
+        (
+            &["us", "µs", "microsecond", "microseconds"],
+            SECOND / 1_000_000,
+        ),
+        (
+            &["ms", "msec", "msecs", "millisecond", "milliseconds"],
+            MILLI,
+        ),
         (&["s", "sec", "secs", "second", "seconds"], SECOND),
         (&["m", "min", "mins", "minute", "minutes"], 60 * SECOND),
         (&["h", "hr", "hrs", "hour", "hours"], 3600 * SECOND),
         (&["d", "day", "days"], 86_400 * SECOND),
     ];
     let known = |names: &&[&str]| names.iter().any(|known| name.eq_ignore_ascii_case(known));
-    UNITS.iter().find(|(names, _)| known(names)).map(|(_, length)| *length)
+    UNITS
+        .iter()
+        .find(|(names, _)| known(names))
+        .map(|(_, length)| *length)
 }
 
 fn millis_up(parts: Parts) -> u128 {
@@ -158,7 +176,11 @@ mod tests {
     const NOW: i64 = 1_767_225_600_000;
 
     fn read(text: &str) -> Option<u64> {
-        Base { now: NOW, date: None }.read(text)
+        Base {
+            now: NOW,
+            date: None,
+        }
+        .read(text)
     }
 
     #[test]
@@ -206,7 +228,10 @@ mod tests {
 
     #[test]
     fn moments_are_read_by_the_servers_clock_when_plausible() {
-        let base = |date| Base { now: NOW, date: Some(date) };
+        let base = |date| Base {
+            now: NOW,
+            date: Some(date),
+        };
         assert_eq!(base(NOW + 600_000).read("1767226260"), Some(60_000));
         assert_eq!(base(0).read("1767225660"), Some(60_000));
         assert_eq!(base(NOW).read("2026-01-01T00:00:05Z"), Some(5000));

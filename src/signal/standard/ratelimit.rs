@@ -1,4 +1,5 @@
-//! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header fields for HTTP".
+//! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header
+//! fields for HTTP".
 
 use crate::signal::draft::{Draft, Drafts, Unit};
 use crate::signal::generic::lines::Lines;
@@ -51,15 +52,22 @@ pub(in crate::signal) fn is_ours(name: &str) -> bool {
     name == POLICY || name == SERVICE
 }
 
-/// Reads both fields. The quotas are the limits of the service, and the named policies to which none of them refers.
+/// Reads both fields. The quotas are the limits of the service, and the named policies to which
+/// none of them refers.
 pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) -> Fields {
-    let mut fields = Fields { service: false, unnamed: Policies::new(), dictionary: None };
+    let mut fields = Fields {
+        service: false,
+        unnamed: Policies::new(),
+        dictionary: None,
+    };
     if !lines.iter().any(|line| is_ours(line.name)) {
         return fields;
     }
     let mut named = Bounded::<Named, 16>::new();
     if structured::list(lines.all(POLICY), |_| ()) {
-        structured::list(lines.all(POLICY), |item| policy(item, &mut named, &mut fields.unnamed));
+        structured::list(lines.all(POLICY), |item| {
+            policy(item, &mut named, &mut fields.unnamed)
+        });
     }
     if structured::list(lines.all(SERVICE), |_| ()) {
         structured::list(lines.all(SERVICE), |item| {
@@ -71,7 +79,10 @@ pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Draft
     } else if structured::dictionary(lines.all(SERVICE), |_, _| ()) {
         fields.dictionary = dictionary(lines, base);
     }
-    named.iter().filter(|policy| !policy.referred).for_each(|policy| quotas.push(policy.draft));
+    named
+        .iter()
+        .filter(|policy| !policy.referred)
+        .for_each(|policy| quotas.push(policy.draft));
     fields
 }
 
@@ -81,13 +92,27 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
         Some(Bare::Text(name)) => {
             if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
                 let unit = item.qu.map_or(Unit::Open, Unit::Stated);
-                let draft = Draft { name: Some(name), limit: Some(limit), window, unit, ..Draft::default() };
-                named.push(Named { draft, key: item.pk, referred: false });
+                let draft = Draft {
+                    name: Some(name),
+                    limit: Some(limit),
+                    window,
+                    unit,
+                    ..Draft::default()
+                };
+                named.push(Named {
+                    draft,
+                    key: item.pk,
+                    referred: false,
+                });
             }
         }
         Some(Bare::Number(number)) => {
             if let Count::Of(limit) = number.count() {
-                unnamed.push(Policy { name: item.name, limit, window });
+                unnamed.push(Policy {
+                    name: item.name,
+                    limit,
+                    window,
+                });
             }
         }
         _ => {}
@@ -95,16 +120,22 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
 }
 
 fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<Draft> {
-    let Some(Bare::Text(name)) = item.bare else { return None };
+    let Some(Bare::Text(name)) = item.bare else {
+        return None;
+    };
     item.r.or(item.t)?;
-    let mut draft = Draft { name: Some(name), ..Draft::default() };
+    let mut draft = Draft {
+        name: Some(name),
+        ..Draft::default()
+    };
     draft.limit = item.q.and_then(|number| number.count().known());
     draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
     draft.reset = item.t.and_then(|number| base.number(number));
     draft.window = item.w.and_then(seconds);
     let same_key = |key: Option<u64>| key == item.pk || key.is_none() || item.pk.is_none();
-    if let Some(policy) =
-        named.iter_mut().find(|policy| policy.draft.name == draft.name && same_key(policy.key))
+    if let Some(policy) = named
+        .iter_mut()
+        .find(|policy| policy.draft.name == draft.name && same_key(policy.key))
     {
         policy.referred = true;
         draft.limit = draft.limit.or(policy.draft.limit);
@@ -117,7 +148,11 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
 fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Dictionary> {
     let (mut found, mut any) = (Dictionary::default(), false);
     structured::dictionary(lines.all(SERVICE), |key, bare| {
-        let number = if let Some(Bare::Number(number)) = bare { Some(number) } else { None };
+        let number = if let Some(Bare::Number(number)) = bare {
+            Some(number)
+        } else {
+            None
+        };
         let count = number.map(|number| number.count());
         match key {
             "limit" => found.limit = count,

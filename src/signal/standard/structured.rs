@@ -1,7 +1,8 @@
 //! Structured fields (RFC 9651): Lists and Dictionaries, as far as `RateLimit` needs them.
 //!
-//! The crate `sfv` parses all structured fields, but needs a field of several lines joined, and allocates memory for
-//! each text with a backslash and each byte sequence. This reader does neither; a test compares it with `sfv`.
+//! The crate `sfv` parses all structured fields, but needs a field of several lines joined, and
+//! allocates memory for each text with a backslash and each byte sequence. This reader does
+//! neither; a test compares it with `sfv`.
 
 use std::iter::Peekable;
 
@@ -34,7 +35,10 @@ pub(in crate::signal) struct Item {
 }
 
 /// Parses a List from the lines of a field. Returns whether it is valid.
-pub(in crate::signal) fn list<'a>(lines: impl Iterator<Item = &'a str>, mut each: impl FnMut(&Item)) -> bool {
+pub(in crate::signal) fn list<'a>(
+    lines: impl Iterator<Item = &'a str>,
+    mut each: impl FnMut(&Item),
+) -> bool {
     let mut reader = Reader::new(lines);
     let member = |reader: &mut Reader<_>| {
         each(&reader.member()?);
@@ -53,7 +57,10 @@ pub(in crate::signal) fn dictionary<'a>(
         let key = reader.key()?;
         let item = match reader.take(b'=') {
             true => reader.member()?,
-            false => reader.parameters(Item { bare: Some(Bare::Other), ..Item::default() })?,
+            false => reader.parameters(Item {
+                bare: Some(Bare::Other),
+                ..Item::default()
+            })?,
         };
         each(key.as_str(), item.bare);
         Some(())
@@ -73,7 +80,10 @@ impl<'a> Reader<std::iter::Empty<u8>> {
         let joined = lines
             .enumerate()
             .flat_map(|(line, text)| if line > 0 { ", " } else { "" }.bytes().chain(text.bytes()));
-        Reader { bytes: joined.peekable(), digest: 0 }
+        Reader {
+            bytes: joined.peekable(),
+            digest: 0,
+        }
     }
 }
 
@@ -122,12 +132,18 @@ impl<I: Iterator<Item = u8>> Reader<I> {
     fn member(&mut self) -> Option<Item> {
         if !self.take(b'(') {
             let bare = Some(self.bare()?);
-            return self.parameters(Item { bare, ..Item::default() });
+            return self.parameters(Item {
+                bare,
+                ..Item::default()
+            });
         }
         loop {
             self.skip(|byte| byte == b' ');
             if self.take(b')') {
-                return Some(Item { bare: None, ..self.parameters(Item::default())? });
+                return Some(Item {
+                    bare: None,
+                    ..self.parameters(Item::default())?
+                });
             }
             self.bare()?;
             self.parameters(Item::default())?;
@@ -139,9 +155,21 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         while self.take(b';') {
             self.skip(|byte| byte == b' ');
             let key = self.key()?;
-            let bare = if self.take(b'=') { self.bare()? } else { Bare::Other };
-            let number = if let Bare::Number(number) = bare { Some(number) } else { None };
-            let text = if let Bare::Text(text) = bare { Some(text) } else { None };
+            let bare = if self.take(b'=') {
+                self.bare()?
+            } else {
+                Bare::Other
+            };
+            let number = if let Bare::Number(number) = bare {
+                Some(number)
+            } else {
+                None
+            };
+            let text = if let Bare::Text(text) = bare {
+                Some(text)
+            } else {
+                None
+            };
             match key.as_str() {
                 "q" => item.q = number,
                 "r" => item.r = number,
@@ -158,7 +186,9 @@ impl<I: Iterator<Item = u8>> Reader<I> {
 
     fn key(&mut self) -> Option<Text> {
         let first = self.next_if(|byte| byte.is_ascii_lowercase() || byte == b'*')?;
-        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-.*".contains(&byte);
+        let inner = |byte: u8| {
+            byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-.*".contains(&byte)
+        };
         Some(self.collect(first, inner))
     }
 
@@ -179,22 +209,27 @@ impl<I: Iterator<Item = u8>> Reader<I> {
             b'%' => self.display_string().map(|()| Bare::Other),
             b'?' => {
                 self.next();
-                self.next_if(|byte| byte == b'0' || byte == b'1').map(|_| Bare::Other)
+                self.next_if(|byte| byte == b'0' || byte == b'1')
+                    .map(|_| Bare::Other)
             }
             b'@' => {
                 self.next();
-                self.number().filter(|(_, decimal)| !decimal).map(|_| Bare::Other)
+                self.number()
+                    .filter(|(_, decimal)| !decimal)
+                    .map(|_| Bare::Other)
             }
             first if first.is_ascii_alphabetic() || first == b'*' => {
                 self.next();
-                let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~:/".contains(&byte);
+                let inner =
+                    |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~:/".contains(&byte);
                 Some(Bare::Text(self.collect(first, inner)))
             }
             _ => None,
         }
     }
 
-    /// Parses an Integer of up to 15 digits, or a Decimal of up to 12 and 3. Returns whether it is a Decimal.
+    /// Parses an Integer of up to 15 digits, or a Decimal of up to 12 and 3. Returns whether it is
+    /// a Decimal.
     fn number(&mut self) -> Option<(Number, bool)> {
         let mut text = Text::EMPTY;
         if self.take(b'-') {
@@ -224,7 +259,9 @@ impl<I: Iterator<Item = u8>> Reader<I> {
         loop {
             match self.next()? {
                 b'"' => return Some(text),
-                b'\\' => text.push(char::from(self.next_if(|byte| byte == b'"' || byte == b'\\')?)),
+                b'\\' => text.push(char::from(
+                    self.next_if(|byte| byte == b'"' || byte == b'\\')?,
+                )),
                 byte @ b' '..=b'~' => text.push(char::from(byte)),
                 _ => return None,
             }
@@ -239,7 +276,9 @@ impl<I: Iterator<Item = u8>> Reader<I> {
             match self.next()? {
                 b':' => break,
                 b'=' => padding += 1,
-                b'+' | b'/' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' if padding == 0 => digits += 1,
+                b'+' | b'/' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' if padding == 0 => {
+                    digits += 1
+                }
                 _ => return None,
             }
         }
@@ -325,7 +364,10 @@ mod tests {
             Some(Bare::Text(text)) => text.as_str().to_owned(),
             _ => "-".to_owned(),
         };
-        assert!(list([r#""a"#, r#"b";r=1, (c d)"#, "e;pk=:YQ==:"].into_iter(), |item| names.push(text(item))));
+        assert!(list(
+            [r#""a"#, r#"b";r=1, (c d)"#, "e;pk=:YQ==:"].into_iter(),
+            |item| names.push(text(item))
+        ));
         assert_eq!(names, ["a, b", "-", "e"]);
         assert!(!list(["a,", "b"].into_iter(), |_| ()));
     }

@@ -10,16 +10,31 @@ use crate::signal::parse::time;
 
 /// `x-amzn-ratelimit-limit: 0.0167`
 pub(super) fn amazon(here: &Here<'_, '_>, quotas: &mut Drafts) {
-    let Some(rate) = here.first().and_then(Number::read).filter(|rate| !rate.negative) else { return };
+    let Some(rate) = here
+        .first()
+        .and_then(Number::read)
+        .filter(|rate| !rate.negative)
+    else {
+        return;
+    };
     let (limit, window) = match rate.count().known() {
         Some(0) => {
-            let Some(window) = rate.inverse_up(1000) else { return };
-            (1, u64::try_from(window).unwrap_or(u64::MAX).min(time::LONGEST))
+            let Some(window) = rate.inverse_up(1000) else {
+                return;
+            };
+            (
+                1,
+                u64::try_from(window).unwrap_or(u64::MAX).min(time::LONGEST),
+            )
         }
         Some(limit) => (limit, 1000),
         None => return,
     };
-    quotas.push(Draft { limit: Some(limit), window: Some(window), ..Draft::default() });
+    quotas.push(Draft {
+        limit: Some(limit),
+        window: Some(window),
+        ..Draft::default()
+    });
 }
 
 /// `b=per_hour;q=10;r=9;t=774,b=per_day;q=100;r=99;t=22374`
@@ -36,11 +51,18 @@ fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
         let head = split(item, ';').next().filter(|head| !head.contains('='));
         let bucket = parameter(item, "b").or(head).unwrap_or_default();
         let colon = if bucket.is_empty() { "" } else { ":" };
-        let mut draft = Draft { name: Some(Text::of(&[owner, colon, bucket])), ..Draft::default() };
+        let mut draft = Draft {
+            name: Some(Text::of(&[owner, colon, bucket])),
+            ..Draft::default()
+        };
         draft.window = words::period_of(bucket);
         let mut unlimited = false;
-        parameter(item, "q").into_iter().for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
-        parameter(item, "r").into_iter().for_each(|remaining| set_remaining(&mut draft, remaining));
+        parameter(item, "q")
+            .into_iter()
+            .for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
+        parameter(item, "r")
+            .into_iter()
+            .for_each(|remaining| set_remaining(&mut draft, remaining));
         draft.reset = parameter(item, "t").and_then(|reset| here.base.read(reset));
         if !unlimited {
             quotas.push(draft);
@@ -51,9 +73,14 @@ fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
 /// `Microsoft.Compute/PutVM3Min;239,Microsoft.Compute/PutVM30Min;1198`
 pub(super) fn azure(here: &Here<'_, '_>, quotas: &mut Drafts) {
     for item in here.all().flat_map(|(_, value)| split(value, ',')) {
-        let Some((name, remaining)) = item.rsplit_once(';') else { continue };
+        let Some((name, remaining)) = item.rsplit_once(';') else {
+            continue;
+        };
         let name = trim(name);
-        let mut draft = Draft { window: period_at_end(name), ..Draft::named(name) };
+        let mut draft = Draft {
+            window: period_at_end(name),
+            ..Draft::named(name)
+        };
         set_remaining(&mut draft, trim(remaining));
         quotas.push(draft);
     }
@@ -61,7 +88,9 @@ pub(super) fn azure(here: &Here<'_, '_>, quotas: &mut Drafts) {
 
 /// `…3Min`
 fn period_at_end(name: &str) -> Option<u64> {
-    let start = ["Sec", "Min", "Hour", "Day"].iter().find_map(|unit| name.strip_suffix(unit))?;
+    let start = ["Sec", "Min", "Hour", "Day"]
+        .iter()
+        .find_map(|unit| name.strip_suffix(unit))?;
     let count = start.len() - start.bytes().rev().take_while(u8::is_ascii_digit).count();
     (count < start.len()).then(|| words::period(&name[count..]))?
 }
@@ -89,7 +118,11 @@ fn binance(here: &Here<'_, '_>, name: &str, unit: &'static str, quotas: &mut Dra
     let mut seen = Bounded::<&str, 16>::new();
     for (header, value) in here.all() {
         let used = Count::read(value).and_then(Count::known);
-        let draft = Draft { unit: Unit::Known(unit), used, ..Draft::named(name) };
+        let draft = Draft {
+            unit: Unit::Known(unit),
+            used,
+            ..Draft::named(name)
+        };
         match header[start..].strip_prefix('-') {
             None if header.len() == start => plain = plain.or(Some(draft)),
             None => {}
@@ -103,7 +136,10 @@ fn binance(here: &Here<'_, '_>, name: &str, unit: &'static str, quotas: &mut Dra
             }
         }
     }
-    plain.filter(|_| !with_window).into_iter().for_each(|draft| quotas.push(draft));
+    plain
+        .filter(|_| !with_window)
+        .into_iter()
+        .for_each(|draft| quotas.push(draft));
 }
 
 /// `10s`
@@ -128,8 +164,15 @@ fn riot(here: &Here<'_, '_>, name: &str, quotas: &mut Drafts) {
     let mut windows = Bounded::<(u64, Option<u64>, Option<u64>), 16>::new();
     for (place, header) in here.row.headers.iter().enumerate() {
         let pairs = here.lines.all(header).flat_map(|value| split(value, ','));
-        for (count, seconds) in pairs.filter_map(|text| pair(text, ':')).filter(|(_, seconds)| *seconds > 0) {
-            let (limit, used) = if place == 0 { (Some(count), None) } else { (None, Some(count)) };
+        for (count, seconds) in pairs
+            .filter_map(|text| pair(text, ':'))
+            .filter(|(_, seconds)| *seconds > 0)
+        {
+            let (limit, used) = if place == 0 {
+                (Some(count), None)
+            } else {
+                (None, Some(count))
+            };
             match windows.iter_mut().find(|window| window.0 == seconds) {
                 Some(window) => *window = (seconds, window.1.or(limit), window.2.or(used)),
                 None => windows.push((seconds, limit, used)),
@@ -138,7 +181,12 @@ fn riot(here: &Here<'_, '_>, name: &str, quotas: &mut Drafts) {
     }
     for (seconds, limit, used) in windows.iter().copied() {
         let window = Some(seconds.saturating_mul(1000).min(time::LONGEST));
-        quotas.push(Draft { limit, used, window, ..Draft::named(name) });
+        quotas.push(Draft {
+            limit,
+            used,
+            window,
+            ..Draft::named(name)
+        });
     }
 }
 
@@ -149,9 +197,18 @@ pub(super) fn salesforce(here: &Here<'_, '_>, quotas: &mut Drafts) {
         let (used, limit) = usage.split_once('/')?;
         let (used, limit) = (plain(used)?, plain(digits(limit).0)?);
         let (limit, used, window) = (Some(limit), Some(used), Some(super::DAY));
-        Some(Draft { name: Some(Text::lower(name)), limit, used, window, ..Draft::default() })
+        Some(Draft {
+            name: Some(Text::lower(name)),
+            limit,
+            used,
+            window,
+            ..Draft::default()
+        })
     };
-    for item in here.all().flat_map(|(_, value)| value.split([',', ';', ' '])) {
+    for item in here
+        .all()
+        .flat_map(|(_, value)| value.split([',', ';', ' ']))
+    {
         read(item).into_iter().for_each(|draft| quotas.push(draft));
     }
 }
@@ -161,9 +218,16 @@ pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
     for item in here.all().flat_map(|(_, value)| split(value, ',')) {
         let mut parts = item.split(':');
         let reset = parts.next().and_then(|text| here.base.read(trim(text)));
-        let categories = parts.next().map(trim).filter(|categories| !categories.is_empty());
+        let categories = parts
+            .next()
+            .map(trim)
+            .filter(|categories| !categories.is_empty());
         if reset.is_some() {
-            quotas.push(Draft { remaining: Some(0), reset, ..Draft::named(categories.unwrap_or("all")) });
+            quotas.push(Draft {
+                remaining: Some(0),
+                reset,
+                ..Draft::named(categories.unwrap_or("all"))
+            });
         }
     }
 }
@@ -171,7 +235,11 @@ pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
 /// `32/40`
 pub(super) fn shopify(here: &Here<'_, '_>, quotas: &mut Drafts) {
     if let Some((used, limit)) = here.first().and_then(|value| pair(value, '/')) {
-        quotas.push(Draft { used: Some(used), limit: Some(limit), ..Draft::named("shop") });
+        quotas.push(Draft {
+            used: Some(used),
+            limit: Some(limit),
+            ..Draft::named("shop")
+        });
     }
 }
 
@@ -187,8 +255,12 @@ pub(super) fn zendesk(here: &Here<'_, '_>, quotas: &mut Drafts) {
         seen.push(name);
         let mut draft = Draft::named(name);
         let mut unlimited = false;
-        parameter(value, "total").into_iter().for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
-        parameter(value, "remaining").into_iter().for_each(|remaining| set_remaining(&mut draft, remaining));
+        parameter(value, "total")
+            .into_iter()
+            .for_each(|limit| set_limit(&mut draft, &mut unlimited, limit));
+        parameter(value, "remaining")
+            .into_iter()
+            .for_each(|remaining| set_remaining(&mut draft, remaining));
         draft.reset = parameter(value, "resets").and_then(|reset| here.base.read(reset));
         if !unlimited {
             quotas.push(draft);

@@ -18,7 +18,8 @@ pub(super) fn app(here: &Here<'_, '_>, quotas: &mut Drafts) {
             used = used.max(Some(percent(number)));
         }
     });
-    used.into_iter().for_each(|used| quotas.push(Draft::named("app").percent(used)));
+    used.into_iter()
+        .for_each(|used| quotas.push(Draft::named("app").percent(used)));
 }
 
 /// `{"acc_id_util_pct":9.67,"reset_time_duration":100}`
@@ -31,7 +32,10 @@ pub(super) fn ad_account(here: &Here<'_, '_>, quotas: &mut Drafts) {
             reset = Some(time::seconds(number)).filter(|reset| *reset > 0);
         }
     });
-    let draft = |used| Draft { reset, ..Draft::named("ad-account").percent(used) };
+    let draft = |used| Draft {
+        reset,
+        ..Draft::named("ad-account").percent(used)
+    };
     used.into_iter().for_each(|used| quotas.push(draft(used)));
 }
 
@@ -46,7 +50,8 @@ pub(super) fn ads_insights(here: &Here<'_, '_>, quotas: &mut Drafts) {
         }
     });
     let mut report = |used: Option<u64>, name| {
-        used.into_iter().for_each(|used| quotas.push(Draft::named(name).percent(used)));
+        used.into_iter()
+            .for_each(|used| quotas.push(Draft::named(name).percent(used)));
     };
     report(of_app, "ads-insights-app");
     report(of_account, "ads-insights-account");
@@ -68,8 +73,12 @@ pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
             (2, None, _) => {
                 case.take().into_iter().for_each(|case| case.report(quotas));
                 let object = matches!(value, Value::Object);
-                case =
-                    owner.filter(|_| object).map(|owner| Case { owner, kind: None, used: None, reset: None });
+                case = owner.filter(|_| object).map(|owner| Case {
+                    owner,
+                    kind: None,
+                    used: None,
+                    reset: None,
+                });
             }
             (3, Some(key), value) => case.iter_mut().for_each(|case| case.member(key, value)),
             _ => {}
@@ -88,7 +97,11 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     fn member(&mut self, key: Str<'a>, value: Value<'a>) {
-        let number = if let Value::Number(number) = value { Number::read(number) } else { None };
+        let number = if let Value::Number(number) = value {
+            Number::read(number)
+        } else {
+            None
+        };
         match (value, number) {
             (Value::Text(kind), _) if key.is("type") => self.kind = Some(kind),
             (_, Some(share)) if SHARES.iter().any(|name| key.is(name)) => {
@@ -109,9 +122,17 @@ impl<'a> Case<'a> {
             kind.chars().for_each(|letter| name.push(letter));
         }
         let name = Some(name).filter(|name| *name != Text::EMPTY);
-        let mut draft = Draft { name, ..Draft::default() }.percent(used);
+        let mut draft = Draft {
+            name,
+            ..Draft::default()
+        }
+        .percent(used);
         if self.reset.is_some() {
-            draft = Draft { reset: self.reset, remaining: Some(0), ..draft };
+            draft = Draft {
+                reset: self.reset,
+                remaining: Some(0),
+                ..draft
+            };
         }
         quotas.push(draft);
     }
@@ -121,7 +142,12 @@ impl<'a> Case<'a> {
 fn each_member(here: &Here<'_, '_>, mut each: impl FnMut(Str<'_>, Number)) {
     let Some(text) = here.first() else { return };
     visit(text, |node| {
-        if let Node { depth: 1, key: Some(key), value: Value::Number(number) } = node {
+        if let Node {
+            depth: 1,
+            key: Some(key),
+            value: Value::Number(number),
+        } = node
+        {
             Number::read(number)
                 .filter(|number| !number.negative)
                 .into_iter()
@@ -132,5 +158,11 @@ fn each_member(here: &Here<'_, '_>, mut each: impl FnMut(Str<'_>, Number)) {
 
 /// Rounds up.
 fn percent(number: Number) -> u64 {
-    if number.negative { 0 } else { u64::try_from(number.times_up(1)).unwrap_or(LARGEST).min(LARGEST) }
+    if number.negative {
+        0
+    } else {
+        u64::try_from(number.times_up(1))
+            .unwrap_or(LARGEST)
+            .min(LARGEST)
+    }
 }

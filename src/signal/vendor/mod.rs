@@ -1,6 +1,8 @@
-//! Formats of single vendors: a table with one row for each format that the generic families do not cover.
+//! Formats of single vendors: a table with one row for each format that the generic families do not
+//! cover.
 //!
-//! To add a format, add a row, and a recorded response to its tests. The page of headers is made from the table.
+//! To add a format, add a row, and a recorded response to its tests. The page of headers is made
+//! from the table.
 
 use super::draft::{Draft, Drafts};
 use super::generic::lines::Lines;
@@ -13,7 +15,10 @@ mod json_forms;
 /// A row: the vendor, its headers, and how they are read.
 #[derive(Debug)]
 pub(super) struct Row {
-    #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
+    #[cfg_attr(
+        not(test),
+        expect(dead_code, reason = "the page of headers is made from it")
+    )]
     pub(super) sender: &'static str,
     /// The names in lower case; a name that ends in `*` stands for all names with this prefix.
     pub(super) headers: &'static [&'static str],
@@ -24,10 +29,17 @@ pub(super) struct Row {
 #[derive(Debug)]
 pub(super) enum Form {
     /// One quota: each header is one field of it.
-    Fields { name: &'static str, window: u64, fields: &'static [Field] },
+    Fields {
+        name: &'static str,
+        window: u64,
+        fields: &'static [Field],
+    },
     /// A special format, and an example of it.
     Own(
-        #[cfg_attr(not(test), expect(dead_code, reason = "the page of headers is made from it"))]
+        #[cfg_attr(
+            not(test),
+            expect(dead_code, reason = "the page of headers is made from it")
+        )]
         &'static str,
         fn(&Here<'_, '_>, &mut Drafts),
     ),
@@ -104,44 +116,87 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         sender: "Bybit",
-        headers: &["x-bapi-limit", "x-bapi-limit-status", "x-bapi-limit-reset-timestamp"],
-        form: Fields { name: "", window: 0, fields: &[Limit, Remaining, Reset] },
+        headers: &[
+            "x-bapi-limit",
+            "x-bapi-limit-status",
+            "x-bapi-limit-reset-timestamp",
+        ],
+        form: Fields {
+            name: "",
+            window: 0,
+            fields: &[Limit, Remaining, Reset],
+        },
     },
     Row {
         sender: "Cohere",
-        headers: &["x-trial-endpoint-call-limit", "x-trial-endpoint-call-remaining"],
-        form: Fields { name: "trial-endpoint-call", window: 0, fields: &[Limit, Remaining] },
+        headers: &[
+            "x-trial-endpoint-call-limit",
+            "x-trial-endpoint-call-remaining",
+        ],
+        form: Fields {
+            name: "trial-endpoint-call",
+            window: 0,
+            fields: &[Limit, Remaining],
+        },
     },
     Row {
         sender: "Cohere",
-        headers: &["x-endpoint-monthly-call-limit", "x-endpoint-monthly-call-remaining"],
-        form: Fields { name: "endpoint-monthly-call", window: 30 * DAY, fields: &[Limit, Remaining] },
+        headers: &[
+            "x-endpoint-monthly-call-limit",
+            "x-endpoint-monthly-call-remaining",
+        ],
+        form: Fields {
+            name: "endpoint-monthly-call",
+            window: 30 * DAY,
+            fields: &[Limit, Remaining],
+        },
     },
     Row {
         sender: "Etsy",
         headers: &["x-limit-per-second", "x-remaining-this-second"],
-        form: Fields { name: "second", window: 1000, fields: &[Limit, Remaining] },
+        form: Fields {
+            name: "second",
+            window: 1000,
+            fields: &[Limit, Remaining],
+        },
     },
     Row {
         sender: "Etsy",
         headers: &["x-limit-per-day", "x-remaining-today"],
-        form: Fields { name: "day", window: DAY, fields: &[Limit, Remaining] },
+        form: Fields {
+            name: "day",
+            window: DAY,
+            fields: &[Limit, Remaining],
+        },
     },
-    Row { sender: "Meta", headers: &["x-app-usage"], form: Own("JSON: percent used", json_forms::app) },
+    Row {
+        sender: "Meta",
+        headers: &["x-app-usage"],
+        form: Own("JSON: percent used", json_forms::app),
+    },
     Row {
         sender: "Meta",
         headers: &["x-ad-account-usage"],
-        form: Own("JSON: percent used, seconds to the reset", json_forms::ad_account),
+        form: Own(
+            "JSON: percent used, seconds to the reset",
+            json_forms::ad_account,
+        ),
     },
     Row {
         sender: "Meta",
         headers: &["x-fb-ads-insights-throttle"],
-        form: Own("JSON: percent used, of the app and of the account", json_forms::ads_insights),
+        form: Own(
+            "JSON: percent used, of the app and of the account",
+            json_forms::ads_insights,
+        ),
     },
     Row {
         sender: "Meta",
         headers: &["x-business-use-case-usage"],
-        form: Own("JSON: percent used, minutes until access is regained", json_forms::business),
+        form: Own(
+            "JSON: percent used, minutes until access is regained",
+            json_forms::business,
+        ),
     },
     Row {
         sender: "Riot Games",
@@ -151,12 +206,18 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Riot Games",
         headers: &["x-method-rate-limit", "x-method-rate-limit-count"],
-        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_method),
+        form: Own(
+            "`limit:seconds, …` and `used:seconds, …`",
+            forms::riot_method,
+        ),
     },
     Row {
         sender: "Riot Games",
         headers: &["x-service-rate-limit", "x-service-rate-limit-count"],
-        form: Own("`limit:seconds, …` and `used:seconds, …`", forms::riot_service),
+        form: Own(
+            "`limit:seconds, …` and `used:seconds, …`",
+            forms::riot_service,
+        ),
     },
     Row {
         sender: "Salesforce",
@@ -176,32 +237,64 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Toggl",
         headers: &["x-toggl-quota-remaining", "x-toggl-quota-resets-in"],
-        form: Fields { name: "", window: 0, fields: &[Remaining, Reset] },
+        form: Fields {
+            name: "",
+            window: 0,
+            fields: &[Remaining, Reset],
+        },
     },
     Row {
         sender: "X (Twitter)",
-        headers: &["x-app-limit-24hour-limit", "x-app-limit-24hour-remaining", "x-app-limit-24hour-reset"],
-        form: Fields { name: "app-24hour", window: DAY, fields: &[Limit, Remaining, Reset] },
+        headers: &[
+            "x-app-limit-24hour-limit",
+            "x-app-limit-24hour-remaining",
+            "x-app-limit-24hour-reset",
+        ],
+        form: Fields {
+            name: "app-24hour",
+            window: DAY,
+            fields: &[Limit, Remaining, Reset],
+        },
     },
     Row {
         sender: "X (Twitter)",
-        headers: &["x-user-limit-24hour-limit", "x-user-limit-24hour-remaining", "x-user-limit-24hour-reset"],
-        form: Fields { name: "user-24hour", window: DAY, fields: &[Limit, Remaining, Reset] },
+        headers: &[
+            "x-user-limit-24hour-limit",
+            "x-user-limit-24hour-remaining",
+            "x-user-limit-24hour-reset",
+        ],
+        form: Fields {
+            name: "user-24hour",
+            window: DAY,
+            fields: &[Limit, Remaining, Reset],
+        },
     },
     Row {
         sender: "Xero",
         headers: &["x-daylimit-remaining"],
-        form: Fields { name: "day", window: DAY, fields: &[Remaining] },
+        form: Fields {
+            name: "day",
+            window: DAY,
+            fields: &[Remaining],
+        },
     },
     Row {
         sender: "Xero",
         headers: &["x-minlimit-remaining"],
-        form: Fields { name: "minute", window: MINUTE, fields: &[Remaining] },
+        form: Fields {
+            name: "minute",
+            window: MINUTE,
+            fields: &[Remaining],
+        },
     },
     Row {
         sender: "Xero",
         headers: &["x-appminlimit-remaining"],
-        form: Fields { name: "app-minute", window: MINUTE, fields: &[Remaining] },
+        form: Fields {
+            name: "app-minute",
+            window: MINUTE,
+            fields: &[Remaining],
+        },
     },
     Row {
         sender: "Zendesk",
@@ -219,7 +312,9 @@ const _: () = assert!(ROWS.len() <= 64, "a bit for each row");
 impl Present {
     /// Marks the row of a header. Returns whether there is one.
     pub(super) fn mark(&mut self, name: &str) -> bool {
-        let row = ROWS.iter().position(|row| row.headers.iter().any(|header| is(header, name)));
+        let row = ROWS
+            .iter()
+            .position(|row| row.headers.iter().any(|header| is(header, name)));
         self.0 |= row.map_or(0, |row| 1 << row);
         row.is_some()
     }
@@ -233,7 +328,11 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
         }
         let here = Here { row, lines, base };
         match &row.form {
-            Fields { name, window, fields } => quotas.push(here.fields(name, *window, fields)),
+            Fields {
+                name,
+                window,
+                fields,
+            } => quotas.push(here.fields(name, *window, fields)),
             Own(_, read) => read(&here, quotas),
         }
     }
@@ -241,7 +340,9 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
 
 /// Returns whether the name matches the header, or starts with its prefix.
 fn is(header: &str, name: &str) -> bool {
-    header.strip_suffix('*').map_or(header == name, |start| name.starts_with(start))
+    header
+        .strip_suffix('*')
+        .map_or(header == name, |start| name.starts_with(start))
 }
 
 impl<'a> Here<'_, 'a> {
@@ -249,7 +350,10 @@ impl<'a> Here<'_, 'a> {
     fn all(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
         let headers = self.row.headers;
         let ours = move |name: &str| headers.iter().any(|header| is(header, name));
-        self.lines.iter().filter(move |line| ours(line.name)).map(|line| (line.name, line.value))
+        self.lines
+            .iter()
+            .filter(move |line| ours(line.name))
+            .map(|line| (line.name, line.value))
     }
 
     /// Returns the value of the first line of this row.
@@ -259,10 +363,15 @@ impl<'a> Here<'_, 'a> {
 
     fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Draft {
         let window = (window > 0).then_some(window);
-        let mut draft = Draft { window, ..Draft::named(name) };
+        let mut draft = Draft {
+            window,
+            ..Draft::named(name)
+        };
         let mut unlimited = false;
         for (header, field) in self.row.headers.iter().zip(fields) {
-            let Some(value) = self.lines.first(header) else { continue };
+            let Some(value) = self.lines.first(header) else {
+                continue;
+            };
             match field {
                 Limit => set_limit(&mut draft, &mut unlimited, value),
                 Remaining => set_remaining(&mut draft, value),

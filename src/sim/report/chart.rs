@@ -53,7 +53,9 @@ impl Axis {
         let mut axis = Axis::with_ticks(0.0, count as f64, step, 1.0, "client");
         // Centres the labels beneath the bars.
         let numbers = (0..count).step_by(step as usize);
-        axis.ticks = numbers.map(|index| (index as f64 + 0.5, (index + 1).to_string())).collect();
+        axis.ticks = numbers
+            .map(|index| (index as f64 + 0.5, (index + 1).to_string()))
+            .collect();
         axis
     }
 
@@ -61,7 +63,12 @@ impl Axis {
         let count = ((to - from) / step + 1e-9).floor() as usize;
         let ticks = (0..=count).map(|index| from + step * index as f64);
         let ticks = ticks.map(|value| (value, label(value / scale))).collect();
-        Axis { from, to, ticks, unit: unit.to_owned() }
+        Axis {
+            from,
+            to,
+            ticks,
+            unit: unit.to_owned(),
+        }
     }
 
     fn share(&self, value: f64) -> f64 {
@@ -71,7 +78,13 @@ impl Axis {
 
 impl Chart {
     pub(super) fn new(title: impl Into<String>, unit: &'static str, x: Axis, y: Axis) -> Self {
-        Chart { title: title.into(), unit, x, y, marks: String::new() }
+        Chart {
+            title: title.into(),
+            unit,
+            x,
+            y,
+            marks: String::new(),
+        }
     }
 
     fn x(&self, value: f64) -> f64 {
@@ -91,7 +104,11 @@ impl Chart {
     pub(super) fn area(mut self, points: &[(f64, f64)], colour: &str) -> Self {
         if let (Some(first), Some(last)) = (points.first(), points.last()) {
             let all = [&[(first.0, 0.0)], points, &[(last.0, 0.0)]].concat();
-            let _ = write!(self.marks, r#"<polygon points="{}" fill="{colour}"/>"#, self.path(&all));
+            let _ = write!(
+                self.marks,
+                r#"<polygon points="{}" fill="{colour}"/>"#,
+                self.path(&all)
+            );
         }
         self
     }
@@ -140,7 +157,9 @@ impl Chart {
 
     /// Returns the chart as part of a larger SVG, with its upper left corner at `x` and `y`.
     pub(super) fn svg_at(&self, x: f64, y: f64) -> String {
-        self.svg_with(&format!(r#" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}""#))
+        self.svg_with(&format!(
+            r#" x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}""#
+        ))
     }
 
     fn svg_with(&self, place: &str) -> String {
@@ -148,7 +167,11 @@ impl Chart {
             r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}"{place} role="img"><title>{0}</title>"#,
             self.title
         );
-        let _ = write!(svg, r#"<text x="{LEFT}" y="14" class="title">{}</text>"#, self.title);
+        let _ = write!(
+            svg,
+            r#"<text x="{LEFT}" y="14" class="title">{}</text>"#,
+            self.title
+        );
         let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
         for (value, text) in &self.y.ticks {
             let y = self.y(*value);
@@ -162,8 +185,11 @@ impl Chart {
         svg += &self.marks;
         for (value, text) in &self.x.ticks {
             let x = self.x(*value);
-            let _ =
-                write!(svg, r#"<text x="{x:.1}" y="{}" text-anchor="middle">{text}</text>"#, bottom + 14.0);
+            let _ = write!(
+                svg,
+                r#"<text x="{x:.1}" y="{}" text-anchor="middle">{text}</text>"#,
+                bottom + 14.0
+            );
         }
         let middle = (LEFT + right) / 2.0;
         let _ = write!(
@@ -183,7 +209,11 @@ impl Chart {
 fn nice(step: f64) -> f64 {
     let power = 10_f64.powf(step.log10().floor());
     let of = |factor: &f64| power * factor;
-    [1.0, 2.0, 5.0].iter().map(of).find(|nice| *nice >= step * (1.0 - 1e-9)).unwrap_or(power * 10.0)
+    [1.0, 2.0, 5.0]
+        .iter()
+        .map(of)
+        .find(|nice| *nice >= step * (1.0 - 1e-9))
+        .unwrap_or(power * 10.0)
 }
 
 fn label(value: f64) -> String {
@@ -200,14 +230,21 @@ mod tests {
 
     #[test]
     fn axis_ends_at_a_label() {
-        for (to, end, count) in
-            [(0.0, 1e-9, 1), (1.0, 1.0, 2), (13.2, 15.0, 3), (4500.0, 6000.0, 3), (8.0, 8.0, 4)]
-        {
+        for (to, end, count) in [
+            (0.0, 1e-9, 1),
+            (1.0, 1.0, 2),
+            (13.2, 15.0, 3),
+            (4500.0, 6000.0, 3),
+            (8.0, 8.0, 4),
+        ] {
             let axis = Axis::up_to(to);
             assert!((axis.to - end).abs() <= 1e-9 + end * 1e-9, "{to}: {axis:?}");
             assert!(axis.ticks.len() > count, "{to}: {axis:?}");
         }
-        assert_eq!(Axis::time(1800.0).ticks.last().unwrap(), &(1800.0, "30".to_owned()));
+        assert_eq!(
+            Axis::time(1800.0).ticks.last().unwrap(),
+            &(1800.0, "30".to_owned())
+        );
         assert_eq!(Axis::clients(3).ticks.len(), 3);
     }
 }

@@ -20,10 +20,11 @@ use super::sweep::Runs;
 
 pub use picture::picture;
 
-/// Returns a report on `runs`, which [`sweep`](super::sweep) returned for `scenarios` and `strategies`.
+/// Returns a report on `runs`, which [`sweep`](super::sweep) returned for `scenarios` and
+/// `strategies`.
 ///
-/// The report has a table of means, and charts of the run of `seed` for each scenario. The charts of all strategies have
-/// the same scales.
+/// The report has a table of means, and charts of the run of `seed` for each scenario. The charts
+/// of all strategies have the same scales.
 ///
 /// # Errors
 ///
@@ -34,15 +35,21 @@ pub fn report(
     runs: &[Runs],
     seed: u64,
 ) -> Result<String, RunError> {
-    let mut page =
-        format!("{HEAD}</style>\n<style id=\"of-charts\">{CHART_STYLE}</style></head><body><main>\n");
+    let mut page = format!(
+        "{HEAD}</style>\n<style id=\"of-charts\">{CHART_STYLE}</style></head><body><main>\n"
+    );
     let seeds = runs.first().map_or(0, |runs| runs.runs.len());
     let _ = write!(
         page,
         "<h1>How clients share a limit</h1>\n<p>{}, {}, {} each. {}The best of a scenario is green. A sleep is the time before \
          one request, a wait that of a whole call. The charts show one run, of seed {seed}.</p>\n",
         counted(scenarios.len(), "scenario"),
-        strategies.iter().map(Strategy::name).map(escaped).collect::<Vec<_>>().join(", "),
+        strategies
+            .iter()
+            .map(Strategy::name)
+            .map(escaped)
+            .collect::<Vec<_>>()
+            .join(", "),
         counted(seeds, "seed"),
         summary(strategies, runs)
     );
@@ -59,18 +66,26 @@ pub fn report(
         page += &charts(name, scenario, strategies, runs, seed)?;
         page += "</div></details>\n";
     }
-    let _ = write!(page, "</main>\n<script>\n{}</script></body></html>\n", include_str!("page.js"));
+    let _ = write!(
+        page,
+        "</main>\n<script>\n{}</script></body></html>\n",
+        include_str!("page.js")
+    );
     Ok(page)
 }
 
 /// Returns in how many scenarios the first strategy does better than each of the others.
 fn summary(strategies: &[Strategy], runs: &[Runs]) -> String {
-    let Some((first, others)) = strategies.split_first() else { return String::new() };
+    let Some((first, others)) = strategies.split_first() else {
+        return String::new();
+    };
     let mut text = String::new();
     for (index, other) in others.iter().enumerate() {
         let wins = |of: fn(&Metrics) -> f64| {
             let pairs = runs.chunks(strategies.len());
-            pairs.filter(|runs| of(&runs[0].mean()) < of(&runs[index + 1].mean())).count()
+            pairs
+                .filter(|runs| of(&runs[0].mean()) < of(&runs[index + 1].mean()))
+                .count()
         };
         let _ = write!(
             text,

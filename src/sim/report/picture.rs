@@ -20,11 +20,20 @@ pub(super) fn charts(
     seed: u64,
 ) -> Result<String, RunError> {
     let mut html = String::new();
-    for StrategyColumn { name, headline, charts } in columns(scenario, strategies, runs, seed)? {
+    for StrategyColumn {
+        name,
+        headline,
+        charts,
+    } in columns(scenario, strategies, runs, seed)?
+    {
         let _ = write!(html, "<section><h2>{name}</h2><p>{headline}</p>");
         for (what, chart) in ["held", "left", "sent", "clients"].into_iter().zip(&charts) {
             let of = escaped(scenario_name);
-            let _ = write!(html, "<figure data-name=\"{of} {name} {what}\">{}</figure>", chart.svg());
+            let _ = write!(
+                html,
+                "<figure data-name=\"{of} {name} {what}\">{}</figure>",
+                chart.svg()
+            );
         }
         html += "</section>\n";
     }
@@ -33,8 +42,9 @@ pub(super) fn charts(
 
 /// Draws one scenario as SVG, with one column for each strategy.
 ///
-/// A column shows how long requests waited, what was left on the server, and the requests of each client, in the run of
-/// `seed`. `runs` are those that [`sweep`](crate::sim::sweep) returned for this scenario.
+/// A column shows how long requests waited, what was left on the server, and the requests of each
+/// client, in the run of `seed`. `runs` are those that [`sweep`](crate::sim::sweep) returned for
+/// this scenario.
 ///
 /// # Errors
 ///
@@ -57,10 +67,17 @@ pub fn picture(
     let mut svg = format!(
         r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"><title>{0}</title><style>{CHART_STYLE} .head {{ font: 600 15px system-ui, sans-serif }} .column {{ font: 600 13px system-ui, sans-serif }} .about {{ font: 11.5px system-ui, sans-serif }}</style><rect width="100%" height="100%" fill="#fff"/><text x="{MARGIN}" y="24" class="head">{0}</text><text x="{MARGIN}" y="41" class="about">{1}</text>"##,
         escaped(&sentence(scenario)),
-        escaped(&format!("{name}: one run, and means of {}", counted(seeds, "seed")))
+        escaped(&format!(
+            "{name}: one run, and means of {}",
+            counted(seeds, "seed")
+        ))
     );
     for (index, column) in columns.iter().enumerate() {
-        let StrategyColumn { name, headline, charts: [held, left, _, each] } = column;
+        let StrategyColumn {
+            name,
+            headline,
+            charts: [held, left, _, each],
+        } = column;
         let x = MARGIN + wide * index as f64;
         let _ = write!(
             svg,
@@ -91,19 +108,44 @@ fn columns(
     runs: &[Runs],
     seed: u64,
 ) -> Result<Vec<StrategyColumn>, RunError> {
-    let callers = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
-    let traces =
-        strategies.iter().map(|strategy| trace(scenario, strategy, seed)).collect::<Result<Vec<_>, _>>()?;
+    let callers = scenario
+        .fleet
+        .iter()
+        .map(|group| group.procs * group.tasks)
+        .sum();
+    let traces = strategies
+        .iter()
+        .map(|strategy| trace(scenario, strategy, seed))
+        .collect::<Result<Vec<_>, _>>()?;
     // If all callers stop in every run, the charts end when the last one has.
-    let cleared = traces.iter().map(|(metrics, _)| metrics.clear).collect::<Option<Vec<f64>>>();
-    let end = cleared.map_or(scenario.duration, |clear| clear.into_iter().fold(1.0, f64::max));
-    let all: Vec<Steps> = traces.iter().map(|(_, trace)| Steps::of(trace, end, callers)).collect();
-    let scales = Scales::of(&all, end);
-    let columns = strategies.iter().zip(&all).zip(runs).map(|((strategy, steps), runs)| {
-        let mean = runs.mean();
-        let headline = format!("{:.2} % refused, longest wait {:.1} s", mean.retry_pct, mean.max_wait);
-        StrategyColumn { name: escaped(strategy.name()), headline, charts: scales.charts(steps) }
+    let cleared = traces
+        .iter()
+        .map(|(metrics, _)| metrics.clear)
+        .collect::<Option<Vec<f64>>>();
+    let end = cleared.map_or(scenario.duration, |clear| {
+        clear.into_iter().fold(1.0, f64::max)
     });
+    let all: Vec<Steps> = traces
+        .iter()
+        .map(|(_, trace)| Steps::of(trace, end, callers))
+        .collect();
+    let scales = Scales::of(&all, end);
+    let columns = strategies
+        .iter()
+        .zip(&all)
+        .zip(runs)
+        .map(|((strategy, steps), runs)| {
+            let mean = runs.mean();
+            let headline = format!(
+                "{:.2} % refused, longest wait {:.1} s",
+                mean.retry_pct, mean.max_wait
+            );
+            StrategyColumn {
+                name: escaped(strategy.name()),
+                headline,
+                charts: scales.charts(steps),
+            }
+        });
     Ok(columns.collect())
 }
 
@@ -128,31 +170,53 @@ impl Scales {
                 let both = steps.accepted.iter().zip(&steps.refused);
                 highest(both.map(|(accepted, refused)| accepted + refused))
             }),
-            each: axis(|steps| highest(steps.callers.iter().map(|(accepted, refused)| accepted + refused))),
+            each: axis(|steps| {
+                highest(
+                    steps
+                        .callers
+                        .iter()
+                        .map(|(accepted, refused)| accepted + refused),
+                )
+            }),
         }
     }
 
-    /// Draws one run: the waits, what was left, the requests over time, and the requests of each caller.
+    /// Draws one run: the waits, what was left, the requests over time, and the requests of each
+    /// caller.
     fn charts(&self, steps: &Steps) -> [Chart; 4] {
         let waits = "Held back before a request, the longest of each moment";
-        let sent = format!("Requests sent in each {:.0} s, refused in red", steps.width.max(1.0));
+        let sent = format!(
+            "Requests sent in each {:.0} s, refused in red",
+            steps.width.max(1.0)
+        );
         let each = "Requests of each client, refused in red; dashed: an equal share";
         let none = vec![0.0; STEPS];
-        let [accepted, refused] =
-            [steps.stacked(&none, &steps.accepted), steps.stacked(&steps.accepted, &steps.refused)];
+        let [accepted, refused] = [
+            steps.stacked(&none, &steps.accepted),
+            steps.stacked(&steps.accepted, &steps.refused),
+        ];
         let clients = Axis::clients(steps.callers.len());
         [
             Chart::new(waits, "seconds", self.time.clone(), self.held.clone())
                 .area(&steps.held, PALE)
                 .line(&steps.held, BLUE),
-            Chart::new("Left on the server", "requests", self.time.clone(), self.left.clone())
-                .line(&steps.left, BLUE),
+            Chart::new(
+                "Left on the server",
+                "requests",
+                self.time.clone(),
+                self.left.clone(),
+            )
+            .line(&steps.left, BLUE),
             Chart::new(sent, "requests", self.time.clone(), self.sent.clone())
                 .bars(&accepted, steps.width, GREY)
                 .bars(&refused, steps.width, RED),
             Chart::new(each, "requests", clients, self.each.clone())
                 .bars(&steps.of_callers(|_| 0.0, |counts| counts.0), 1.0, GREY)
-                .bars(&steps.of_callers(|counts| counts.0, |counts| counts.0 + counts.1), 1.0, RED)
+                .bars(
+                    &steps.of_callers(|counts| counts.0, |counts| counts.0 + counts.1),
+                    1.0,
+                    RED,
+                )
                 .level(steps.equal_share()),
         ]
     }

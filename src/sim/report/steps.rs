@@ -46,15 +46,25 @@ impl Steps {
         }
         let known = |values: Vec<Option<f64>>| {
             let values = values.into_iter().enumerate();
-            values.filter_map(|(index, value)| Some((middle(index), value?))).collect()
+            values
+                .filter_map(|(index, value)| Some((middle(index), value?)))
+                .collect()
         };
-        Steps { width, held: known(longest), left: known(left), accepted, refused, callers: each }
+        Steps {
+            width,
+            held: known(longest),
+            left: known(left),
+            accepted,
+            refused,
+            callers: each,
+        }
     }
 
     /// Returns a bar for each step of time, from `low` up by `high`.
     pub(super) fn stacked(&self, low: &[f64], high: &[f64]) -> Vec<(f64, f64, f64)> {
         let both = low.iter().zip(high).enumerate();
-        both.map(|(index, (low, high))| (index as f64 * self.width, *low, low + high)).collect()
+        both.map(|(index, (low, high))| (index as f64 * self.width, *low, low + high))
+            .collect()
     }
 
     /// Returns a bar for each caller.
@@ -64,11 +74,17 @@ impl Steps {
         to: fn(&(f64, f64)) -> f64,
     ) -> Vec<(f64, f64, f64)> {
         let callers = self.callers.iter().enumerate();
-        callers.map(|(index, counts)| (index as f64, from(counts), to(counts))).collect()
+        callers
+            .map(|(index, counts)| (index as f64, from(counts), to(counts)))
+            .collect()
     }
 
     /// Returns how many accepted requests each caller has if all have the same number.
     pub(super) fn equal_share(&self) -> f64 {
-        self.callers.iter().map(|(accepted, _)| accepted).sum::<f64>() / self.callers.len().max(1) as f64
+        self.callers
+            .iter()
+            .map(|(accepted, _)| accepted)
+            .sum::<f64>()
+            / self.callers.len().max(1) as f64
     }
 }

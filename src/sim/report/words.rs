@@ -6,10 +6,16 @@ use crate::sim::scenario::{Scenario, Server, StoreModel};
 
 /// Returns a one-line description of a scenario.
 pub(super) fn sentence(scenario: &Scenario) -> String {
-    let callers: usize = scenario.fleet.iter().map(|group| group.procs * group.tasks).sum();
+    let callers: usize = scenario
+        .fleet
+        .iter()
+        .map(|group| group.procs * group.tasks)
+        .sum();
     let processes: usize = scenario.fleet.iter().map(|group| group.procs).sum();
     let server = match &scenario.server {
-        Server::Bucket { cap, refill, start, .. } => {
+        Server::Bucket {
+            cap, refill, start, ..
+        } => {
             let refill = (refill * 1e3).round() / 1e3;
             format!("a bucket of {cap}, {start} at the start, refilled by {refill} per second")
         }
@@ -17,13 +23,26 @@ pub(super) fn sentence(scenario: &Scenario) -> String {
         Server::Sliding { limit, window, .. } => format!("{limit} in any {window} s"),
         Server::Dual { .. } => "two limits at once".into(),
     };
-    let lie = scenario.headers.lie.map_or(String::new(), |lie| format!(", and headers that are {lie:?}"));
-    let strangers: f64 = scenario.background.iter().map(|strangers| strangers.rate).sum();
-    let beside =
-        if strangers > 0.0 { format!(", strangers at {strangers} per second") } else { String::new() };
+    let lie = scenario.headers.lie.map_or(String::new(), |lie| {
+        format!(", and headers that are {lie:?}")
+    });
+    let strangers: f64 = scenario
+        .background
+        .iter()
+        .map(|strangers| strangers.rate)
+        .sum();
+    let beside = if strangers > 0.0 {
+        format!(", strangers at {strangers} per second")
+    } else {
+        String::new()
+    };
     let store = store_faults(&scenario.store);
     let callers = counted(callers, "caller");
-    let many = if processes == 1 { "one process".into() } else { format!("{processes} processes") };
+    let many = if processes == 1 {
+        "one process".into()
+    } else {
+        format!("{processes} processes")
+    };
     format!("{callers} in {many}, {server}{beside}{lie}{store}")
 }
 
@@ -37,7 +56,11 @@ fn store_faults(store: &StoreModel) -> String {
         let _ = write!(text, " of each {every} s");
     }
     if store.lose > 0.0 {
-        let _ = write!(text, ", {} % of its answers lost", (store.lose * 1e4).round() / 1e2);
+        let _ = write!(
+            text,
+            ", {} % of its answers lost",
+            (store.lose * 1e4).round() / 1e2
+        );
     }
     text
 }
@@ -49,5 +72,8 @@ pub(super) fn counted(count: usize, what: &str) -> String {
 
 /// Returns `text` with the characters escaped that HTML and SVG reserve.
 pub(super) fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }

@@ -5,21 +5,39 @@ use super::{Latency, Scenario, Server};
 impl Scenario {
     /// Returns what is wrong with the scenario, and what to set instead.
     pub(super) fn check(&self) -> Result<(), String> {
-        if self.fleet.iter().all(|group| group.procs * group.tasks == 0) {
-            return Err("fleet has no callers: give it a group whose procs and tasks are 1 or more".into());
+        if self
+            .fleet
+            .iter()
+            .all(|group| group.procs * group.tasks == 0)
+        {
+            return Err(
+                "fleet has no callers: give it a group whose procs and tasks are 1 or more".into(),
+            );
         }
         above_0("duration", self.duration)?;
-        for latency in self.fleet.iter().filter_map(|group| group.latency).chain([self.latency]) {
+        for latency in self
+            .fleet
+            .iter()
+            .filter_map(|group| group.latency)
+            .chain([self.latency])
+        {
             latency.check("latency")?;
             above_0("the longest latency", latency.1 + latency.2)?;
         }
-        self.background.iter().try_for_each(|strangers| above_0("background.rate", strangers.rate))?;
+        self.background
+            .iter()
+            .try_for_each(|strangers| above_0("background.rate", strangers.rate))?;
         if let Some((limit, window)) = self.hint {
             above_0("the limit of hint", limit.into())?;
             above_0("the window of hint", window)?;
         }
         let groups = self.fleet.len();
-        if let Some(group) = self.fair_groups.iter().flatten().find(|group| **group >= groups) {
+        if let Some(group) = self
+            .fair_groups
+            .iter()
+            .flatten()
+            .find(|group| **group >= groups)
+        {
             return Err(format!(
                 "fair_groups has {group}: the groups of fleet count from 0 to {}",
                 groups - 1
@@ -33,7 +51,9 @@ impl Scenario {
 impl Server {
     fn check(&self) -> Result<(), String> {
         match self {
-            Server::Bucket { cap, refill, start, .. } => {
+            Server::Bucket {
+                cap, refill, start, ..
+            } => {
                 above_0("cap", *cap)?;
                 not_below_0("refill", *refill)?;
                 not_below_0("start", *start)?;
@@ -44,7 +64,10 @@ impl Server {
             }
             Server::Dual { short, long } => return short.check().and_then(|()| long.check()),
         }
-        let mut windows = self.changes().iter().filter_map(|(_, change)| change.window);
+        let mut windows = self
+            .changes()
+            .iter()
+            .filter_map(|(_, change)| change.window);
         windows.try_for_each(|window| above_0("changes.window", window))
     }
 }
@@ -62,11 +85,19 @@ impl Latency {
 }
 
 fn above_0(name: &str, value: f64) -> Result<(), String> {
-    if value > 0.0 { Ok(()) } else { Err(format!("{name} is {value}: give a number above 0")) }
+    if value > 0.0 {
+        Ok(())
+    } else {
+        Err(format!("{name} is {value}: give a number above 0"))
+    }
 }
 
 fn not_below_0(name: &str, value: f64) -> Result<(), String> {
-    if value >= 0.0 { Ok(()) } else { Err(format!("{name} is {value}: give 0 or more")) }
+    if value >= 0.0 {
+        Ok(())
+    } else {
+        Err(format!("{name} is {value}: give 0 or more"))
+    }
 }
 
 #[cfg(test)]
@@ -86,22 +117,56 @@ mod tests {
         }}"#;
         assert!(Scenarios::read(scenario).is_ok());
         for (good, bad, complaint) in [
-            (r#""tasks": 1"#, r#""tasks": 0"#, "mine: fleet has no callers: give"),
-            (r#""duration": 60"#, r#""duration": -1"#, "mine: duration is -1: give a number above 0"),
-            ("[0.1, 0.2, 0]", "[0, 0, 0]", "mine: the longest latency is 0: give"),
-            ("[0.1, 0.2, 0]", "[0.2, 0.1, 0]", "mine: latency is [0.2, 0.1, 0]: give the shortest"),
-            ("[0.1, 0.2, 0]", "[0.1, 0.2]", "the shortest, the longest, and the mean of what is added"),
-            (r#""rate": 1"#, r#""rate": 0"#, "mine: background.rate is 0: give"),
-            ("[100, 60]", "[100, 0]", "mine: the window of hint is 0: give"),
+            (
+                r#""tasks": 1"#,
+                r#""tasks": 0"#,
+                "mine: fleet has no callers: give",
+            ),
+            (
+                r#""duration": 60"#,
+                r#""duration": -1"#,
+                "mine: duration is -1: give a number above 0",
+            ),
+            (
+                "[0.1, 0.2, 0]",
+                "[0, 0, 0]",
+                "mine: the longest latency is 0: give",
+            ),
+            (
+                "[0.1, 0.2, 0]",
+                "[0.2, 0.1, 0]",
+                "mine: latency is [0.2, 0.1, 0]: give the shortest",
+            ),
+            (
+                "[0.1, 0.2, 0]",
+                "[0.1, 0.2]",
+                "the shortest, the longest, and the mean of what is added",
+            ),
+            (
+                r#""rate": 1"#,
+                r#""rate": 0"#,
+                "mine: background.rate is 0: give",
+            ),
+            (
+                "[100, 60]",
+                "[100, 0]",
+                "mine: the window of hint is 0: give",
+            ),
             (
                 r#""fair_groups": [0]"#,
                 r#""fair_groups": [1]"#,
                 "mine: fair_groups has 1: the groups of fleet",
             ),
             (r#""cap": 100"#, r#""cap": 0"#, "mine: cap is 0: give"),
-            (r#""refill": 1"#, r#""refill": -1"#, "mine: refill is -1: give 0 or more"),
+            (
+                r#""refill": 1"#,
+                r#""refill": -1"#,
+                "mine: refill is -1: give 0 or more",
+            ),
         ] {
-            let told = Scenarios::read(&scenario.replace(good, bad)).unwrap_err().to_string();
+            let told = Scenarios::read(&scenario.replace(good, bad))
+                .unwrap_err()
+                .to_string();
             assert!(told.contains(complaint), "{bad}: {told}");
         }
     }

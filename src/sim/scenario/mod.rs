@@ -36,7 +36,8 @@ pub struct Scenario {
     /// The interval between requests with which every caller starts.
     #[serde(default)]
     pub start_interval: f64,
-    /// A caller stops once a response says that no more than this is left. The run ends when all callers have stopped.
+    /// A caller stops once a response says that no more than this is left. The run ends when all
+    /// callers have stopped.
     #[serde(default)]
     pub stop_under: Option<f64>,
     /// Consumers outside of the fleet, whose requests are Poisson-distributed.
@@ -48,22 +49,24 @@ pub struct Scenario {
     /// The groups whose callers `stdev` and `jain` compare. Default: all.
     #[serde(default)]
     pub fair_groups: Option<Vec<usize>>,
-    /// The quota for gates that need one, as text that [`Quota`] parses, such as `"100/60s"`. Default: `hint`, as a sliding
-    /// window.
+    /// The quota for gates that need one, as text that [`Quota`] parses, such as `"100/60s"`.
+    /// Default: `hint`, as a sliding window.
     #[serde(default, deserialize_with = "limited::quota")]
     pub quota: Option<Quota>,
     /// By how much the transit time to the server may vary, for gates with a quota. Default: as
     /// [`RateLimitBuilder::transit_slack`](crate::RateLimitBuilder::transit_slack), 0.01.
     #[serde(default)]
     pub transit_slack: Option<f64>,
-    /// What becomes of a request when the store does not answer: `fail_closed`, `fail_open` or `fallback_share`. Default:
-    /// `fail_closed`, and the caller tries again after one second.
+    /// What becomes of a request when the store does not answer: `fail_closed`, `fail_open` or
+    /// `fallback_share`. Default: `fail_closed`, and the caller tries again after one second.
     #[serde(default, deserialize_with = "limited::on_store_error")]
     pub on_store_error: OnStoreError,
-    /// With `fallback_share`: the fraction of the quota for a process without recent grants. Default: none.
+    /// With `fallback_share`: the fraction of the quota for a process without recent grants.
+    /// Default: none.
     #[serde(default)]
     pub fallback_share: Option<f64>,
-    /// The store in which gates count together. Default: a store that answers within a millisecond and never fails.
+    /// The store in which gates count together. Default: a store that answers within a millisecond
+    /// and never fails.
     #[serde(default)]
     pub store: StoreModel,
 }
@@ -100,8 +103,8 @@ pub struct Group {
     pub strategy: Option<String>,
 }
 
-/// A random time: uniform between the first two numbers, plus an exponential time whose mean is the third. The server
-/// judges a request half-way.
+/// A random time: uniform between the first two numbers, plus an exponential time whose mean is the
+/// third. The server judges a request half-way.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(expecting = "three spans: the shortest, the longest, and the mean of what is added")]
 pub struct Latency(pub f64, pub f64, pub f64);
@@ -111,7 +114,11 @@ impl Latency {
     pub(super) fn drawn(self, dice: &mut Dice) -> f64 {
         let Latency(low, high, tail) = self;
         let least = dice.between(low, high);
-        if tail > 0.0 { least + exponential(dice, tail) } else { least }
+        if tail > 0.0 {
+            least + exponential(dice, tail)
+        } else {
+            least
+        }
     }
 }
 
@@ -132,7 +139,8 @@ pub enum Server {
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
-    /// `limit` requests in each window. At the start the first window is `phase` old, and `used` requests of it are used.
+    /// `limit` requests in each window. At the start the first window is `phase` old, and `used`
+    /// requests of it are used.
     Fixed {
         /// Requests in a window.
         limit: f64,
@@ -158,7 +166,8 @@ pub enum Server {
         #[serde(default)]
         changes: Vec<(f64, Change)>,
     },
-    /// Two limits at once. A request that one of them refuses does not count for the other. The headers describe `long`.
+    /// Two limits at once. A request that one of them refuses does not count for the other. The
+    /// headers describe `long`.
     Dual {
         /// The limit that the headers do not describe.
         short: Box<Server>,
@@ -290,8 +299,8 @@ impl Scenarios {
         Scenarios::read(include_str!("scenarios.json")).expect("the tests read it")
     }
 
-    /// Returns the second set: known limits, counted in a store that is near, is unreachable, or loses answers; and
-    /// hours with all of these faults.
+    /// Returns the second set: known limits, counted in a store that is near, is unreachable, or
+    /// loses answers; and hours with all of these faults.
     pub fn limited() -> Self {
         Scenarios::read(include_str!("limited.json")).expect("the tests read it")
     }
@@ -311,7 +320,8 @@ impl<'de> Deserialize<'de> for Scenarios {
             fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Scenarios, M::Error> {
                 let mut scenarios = Vec::new();
                 while let Some(name) = map.next_key::<String>()? {
-                    let at_fault = |error: &dyn fmt::Display| M::Error::custom(format!("{name}: {error}"));
+                    let at_fault =
+                        |error: &dyn fmt::Display| M::Error::custom(format!("{name}: {error}"));
                     let scenario: Scenario = map.next_value().map_err(|error| at_fault(&error))?;
                     scenario.check().map_err(|error| at_fault(&error))?;
                     scenarios.push((name, scenario));

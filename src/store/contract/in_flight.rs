@@ -47,9 +47,23 @@ impl Holder {
     }
 
     fn send(&self, number: u64, in_use: u32, wanted: u32) {
-        let &Holder { key, id: holder, most, granted, .. } = self;
-        let claim =
-            Claim { key, holder, number, limit: most, in_use, wanted, granted_seen: granted, ttl: LONG };
+        let &Holder {
+            key,
+            id: holder,
+            most,
+            granted,
+            ..
+        } = self;
+        let claim = Claim {
+            key,
+            holder,
+            number,
+            limit: most,
+            in_use,
+            wanted,
+            granted_seen: granted,
+            ttl: LONG,
+        };
         let listener: Arc<dyn StoreListener> = self.recorder.clone();
         self.store.claim(claim, &listener);
     }
@@ -64,18 +78,34 @@ impl Holder {
 
     /// Waits until an event about the last claim meets `enough`. Returns how many slots the holder
     /// was granted.
-    async fn granted_when(&mut self, enough: impl Fn((u64, bool)) -> bool) -> Result<u64, StoreError> {
+    async fn granted_when(
+        &mut self,
+        enough: impl Fn((u64, bool)) -> bool,
+    ) -> Result<u64, StoreError> {
         for _ in 0..2000 {
-            let events: Vec<_> = self.recorder.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            let newest =
-                events.iter().filter(|(holder, _)| *holder == self.id).max_by_key(|(_, event)| match event {
+            let events: Vec<_> = self
+                .recorder
+                .0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
+            let newest = events
+                .iter()
+                .filter(|(holder, _)| *holder == self.id)
+                .max_by_key(|(_, event)| match event {
                     StoreEvent::InFlight { version, .. } => *version,
                     _ => 0,
                 });
             match newest {
-                Some((_, StoreEvent::InFlight { number, granted, others_wait, .. }))
-                    if *number == self.number && enough((*granted, *others_wait)) =>
-                {
+                Some((
+                    _,
+                    StoreEvent::InFlight {
+                        number,
+                        granted,
+                        others_wait,
+                        ..
+                    },
+                )) if *number == self.number && enough((*granted, *others_wait)) => {
                     let more = granted - self.granted;
                     self.granted = *granted;
                     return Ok(more);
@@ -86,7 +116,10 @@ impl Holder {
                 _ => pass(Duration::from_millis(1)).await,
             }
         }
-        panic!("no such event within two seconds; holder {} received {:?}", self.id, self.recorder.0);
+        panic!(
+            "no such event within two seconds; holder {} received {:?}",
+            self.id, self.recorder.0
+        );
     }
 }
 
@@ -94,12 +127,20 @@ impl Holder {
 /// their arrival, even if claims arrive late or twice.
 pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     let desk = Desk::new(store, "in flight", Quota::in_flight(3));
-    let (mut one, mut two, mut three) = (Holder::new(&desk, 3), Holder::new(&desk, 3), Holder::new(&desk, 2));
-    let Some(granted) = one.claim(0, 2).await else { return };
+    let (mut one, mut two, mut three) = (
+        Holder::new(&desk, 3),
+        Holder::new(&desk, 3),
+        Holder::new(&desk, 2),
+    );
+    let Some(granted) = one.claim(0, 2).await else {
+        return;
+    };
     assert_eq!(granted, 2, "free slots are granted at once");
     assert_eq!(two.claim(0, 2).await, Some(1), "no slot beyond the limit");
     assert!(
-        one.granted_when(|(_, others_wait)| others_wait).await.is_ok(),
+        one.granted_when(|(_, others_wait)| others_wait)
+            .await
+            .is_ok(),
         "a holder with slots is notified that others wait"
     );
     // An older claim that arrives late is ignored; a repeated claim changes nothing.
@@ -122,9 +163,16 @@ pub(super) async fn counts_calls_in_flight(store: &Arc<dyn Store>) {
     assert_eq!(two.claim(0, 0).await, Some(0));
     assert_eq!(three.claim(0, 1).await, Some(0), "the smallest limit holds");
     assert_eq!(one.claim(1, 0).await, Some(0));
-    assert_eq!(three.granted_when(|(granted, _)| granted > 0).await.ok(), Some(1));
+    assert_eq!(
+        three.granted_when(|(granted, _)| granted > 0).await.ok(),
+        Some(1)
+    );
     let usage = desk.peek().await;
-    assert_eq!((usage.limits[0].used, usage.free), (2, 0), "two of two slots are taken: {usage:?}");
+    assert_eq!(
+        (usage.limits[0].used, usage.free),
+        (2, 0),
+        "two of two slots are taken: {usage:?}"
+    );
     for holder in [&mut one, &mut three] {
         assert_eq!(holder.claim(0, 0).await, Some(0));
     }

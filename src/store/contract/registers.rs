@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use super::{LONG, key, pass};
 use crate::key::Key;
-use crate::store::{Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener};
+use crate::store::{
+    Recipients, Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener,
+};
 
 /// The notifications that were received.
 #[derive(Default)]
@@ -15,7 +17,10 @@ struct Ear(Mutex<Vec<(Key, Register)>>);
 impl StoreListener for Ear {
     fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
         if let StoreEvent::Register(register) = event {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).push((key, register));
+            self.0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push((key, register));
         }
     }
 }
@@ -24,9 +29,15 @@ impl Ear {
     /// Waits up to two seconds for the notification of `version` of a register of `key`.
     async fn told(&self, key: Key, version: u64) -> Option<Register> {
         for _ in 0..2000 {
-            let told = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let told = self
+                .0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
             let of_key = told.into_iter().filter(|(other, _)| *other == key);
-            if let Some((_, register)) = of_key.into_iter().find(|(_, register)| register.version == version)
+            if let Some((_, register)) = of_key
+                .into_iter()
+                .find(|(_, register)| register.version == version)
             {
                 return Some(register);
             }
@@ -59,9 +70,19 @@ impl Desk<'_> {
 
     async fn read(&self) -> Register {
         let &Desk { store, key, kind } = self;
-        let change =
-            RegisterRequest { key, kind, version: 0, value: None, ttl: LONG, notify: Recipients::None };
-        store.compare_and_set(change).arrives().await.expect("a register can be read")
+        let change = RegisterRequest {
+            key,
+            kind,
+            version: 0,
+            value: None,
+            ttl: LONG,
+            notify: Recipients::None,
+        };
+        store
+            .compare_and_set(change)
+            .arrives()
+            .await
+            .expect("a register can be read")
     }
 }
 
@@ -69,19 +90,41 @@ impl Desk<'_> {
 /// one of many concurrent changes wins. Versions never repeat. The listeners that the change names
 /// are notified. A store without registers returns [`StoreError::Unsupported`].
 pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
-    let desk = Desk { store, key: key(store, "registers"), kind: 1 };
+    let desk = Desk {
+        store,
+        key: key(store, "registers"),
+        kind: 1,
+    };
     let first = match desk.set(0, b"one", Recipients::None).await {
         Err(StoreError::Unsupported(_)) => return,
         first => first.expect("a register can be made"),
     };
-    assert!(first.changed && first.version > 0, "there was none: {first:?}");
+    assert!(
+        first.changed && first.version > 0,
+        "there was none: {first:?}"
+    );
     let read = desk.read().await;
-    assert_eq!((read.version, &*read.value, read.changed), (first.version, &b"one"[..], false));
-    assert!(read.age < Duration::from_secs(5), "it was just changed: {read:?}");
+    assert_eq!(
+        (read.version, &*read.value, read.changed),
+        (first.version, &b"one"[..], false)
+    );
+    assert!(
+        read.age < Duration::from_secs(5),
+        "it was just changed: {read:?}"
+    );
 
-    let second = desk.set(first.version, b"two", Recipients::None).await.expect("it can be changed");
-    assert!(second.changed && second.version > first.version, "versions grow: {second:?} after {first:?}");
-    let late = desk.set(first.version, b"three", Recipients::None).await.expect("it can be tried");
+    let second = desk
+        .set(first.version, b"two", Recipients::None)
+        .await
+        .expect("it can be changed");
+    assert!(
+        second.changed && second.version > first.version,
+        "versions grow: {second:?} after {first:?}"
+    );
+    let late = desk
+        .set(first.version, b"three", Recipients::None)
+        .await
+        .expect("it can be tried");
     assert!(!late.changed, "the register has changed since");
     assert_eq!(
         (late.version, &*late.value),
@@ -124,18 +167,30 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
     let mut heard = false;
     // A store that has just begun to listen may miss the first messages.
     for _ in 0..20 {
-        let register = desk.set(version, b"four", Recipients::All).await.expect("it can be changed");
+        let register = desk
+            .set(version, b"four", Recipients::All)
+            .await
+            .expect("it can be changed");
         assert!(register.changed, "there is no concurrent change");
         version = register.version;
-        if ear.told(desk.key, version).await.is_some_and(|told| told.value == b"four") {
+        if ear
+            .told(desk.key, version)
+            .await
+            .is_some_and(|told| told.value == b"four")
+        {
             heard = true;
             break;
         }
     }
     assert!(heard, "listeners are notified of changes");
-    let alone =
-        desk.set(version, b"five", Recipients::One(store.address())).await.expect("it can be changed");
-    let told = ear.told(desk.key, alone.version).await.expect("a listener at the address is notified");
+    let alone = desk
+        .set(version, b"five", Recipients::One(store.address()))
+        .await
+        .expect("it can be changed");
+    let told = ear
+        .told(desk.key, alone.version)
+        .await
+        .expect("a listener at the address is notified");
     assert_eq!((&*told.value, told.kind), (&b"five"[..], desk.kind));
 
     // A register is forgotten after its life.
@@ -148,7 +203,11 @@ pub(super) async fn changes_registers_in_one_step(store: &Arc<dyn Store>) {
         ttl: Duration::from_millis(50),
         notify: Recipients::None,
     };
-    store.compare_and_set(change).arrives().await.expect("a register can be made");
+    store
+        .compare_and_set(change)
+        .arrives()
+        .await
+        .expect("a register can be made");
     pass(Duration::from_millis(150)).await;
     assert_eq!(short.read().await.version, 0, "its life is over");
 }

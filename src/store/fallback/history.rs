@@ -63,8 +63,14 @@ impl Evict for GrantHistory {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        let standalone = self.standalone.as_ref().map_or(0, |ledger| ledger.idle_from());
-        let last = self.granted.back().map_or(0, |part| self.local_time(part.last) + self.window);
+        let standalone = self
+            .standalone
+            .as_ref()
+            .map_or(0, |ledger| ledger.idle_from());
+        let last = self
+            .granted
+            .back()
+            .map_or(0, |part| self.local_time(part.last) + self.window);
         Some(standalone.max(last))
     }
 }
@@ -94,12 +100,16 @@ impl GrantHistory {
 
     /// Maps a moment of the store's time to the time of this process.
     fn local_time(&self, moment: Micros) -> Micros {
-        self.session.as_ref().map_or(moment, |session| session.local_time(moment))
+        self.session
+            .as_ref()
+            .map_or(moment, |session| session.local_time(moment))
     }
 
     /// Maps a moment of this process to the store's time.
     fn store_time(&self, moment: Micros) -> Micros {
-        self.session.as_ref().map_or(moment, |session| session.store_time(moment))
+        self.session
+            .as_ref()
+            .map_or(moment, |session| session.store_time(moment))
     }
 
     /// Records the lease that the store granted to a call that was sent at `sent`.
@@ -110,12 +120,25 @@ impl GrantHistory {
             self.window = window;
             self.first = lease.now / (self.width() * PARTS) + 1;
         }
-        self.session = Some(StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now));
+        self.session = Some(StoreSession::new(
+            lease.incarnation,
+            lease.writes,
+            lease.now,
+            sent,
+            now,
+        ));
         let oldest = (lease.now / self.width()).saturating_sub(PARTS * (self.windows() + 1));
-        while self.granted.front().is_some_and(|part| part.number < oldest) {
+        while self
+            .granted
+            .front()
+            .is_some_and(|part| part.number < oldest)
+        {
             self.granted.pop_front();
         }
-        for &Grant { cost, count, slot, .. } in lease.grants.iter().chain(&lease.prefetched) {
+        for &Grant {
+            cost, count, slot, ..
+        } in lease.grants.iter().chain(&lease.prefetched)
+        {
             self.add(slot, u64::from(cost) * u64::from(count));
         }
     }
@@ -131,7 +154,14 @@ impl GrantHistory {
                 part.last = part.last.max(slot);
             }
             _ if kept < MOST_PARTS => {
-                self.granted.insert(after, Part { number, last: slot, units });
+                self.granted.insert(
+                    after,
+                    Part {
+                        number,
+                        last: slot,
+                        units,
+                    },
+                );
             }
             _ => {
                 if let Some(part) = self.granted.back_mut() {
@@ -151,7 +181,10 @@ impl GrantHistory {
             return;
         }
         let number = unused.slot / self.width();
-        if let Ok(index) = self.granted.binary_search_by_key(&number, |part| part.number) {
+        if let Ok(index) = self
+            .granted
+            .binary_search_by_key(&number, |part| part.number)
+        {
             let part = &mut self.granted[index];
             part.units = part.units.saturating_sub(unused.units);
         }
@@ -168,7 +201,12 @@ impl GrantHistory {
         now: Instant,
         configured: Option<Share>,
     ) -> Option<&mut StandaloneLedger> {
-        let OwnedLeaseRequest { spec, validity, sent, .. } = request;
+        let OwnedLeaseRequest {
+            spec,
+            validity,
+            sent,
+            ..
+        } = request;
         let (longest, all) = spec.quota().longest();
         let now = clock::micros(now);
         let moment = self.store_time(clock::micros(*sent));
@@ -176,13 +214,17 @@ impl GrantHistory {
             (None, Some(last)) => last,
             (units, _) => match units.unwrap_or_else(|| self.granted_lately(moment)) {
                 0 => configured?,
-                units => Share { part: units.min(all), of: all },
+                units => Share {
+                    part: units.min(all),
+                    of: all,
+                },
             },
         };
         self.last_share = Some(share);
         let scaled = |quota: crate::Quota| {
             let quota = quota.part(share.part, share.of);
-            LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard()).with_life(spec.life())
+            LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard())
+                .with_life(spec.life())
         };
         // Earlier grants fit the longest limit. The other limits begin with what that one has
         // counted.
@@ -190,15 +232,19 @@ impl GrantHistory {
         let own = scaled(*spec.quota());
         let recently = self.store_time(now).saturating_sub(self.window) / self.width();
         let recently = self.granted.iter().filter(|part| part.number >= recently);
-        let counted =
-            recently.map(|part| (self.local_time(part.last), part.units)).take_while(|(at, _)| *at <= now);
+        let counted = recently
+            .map(|part| (self.local_time(part.last), part.units))
+            .take_while(|(at, _)| *at <= now);
         let mut ledger = Ledger::new(&longest, now);
         for (at, units) in counted {
             let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
             ledger.charge(Charge::new(Duration::from_micros(age), units));
         }
         ledger.advance(&own, now);
-        Some(self.standalone.insert(Box::new(StandaloneLedger::new(ledger, own, request, now))))
+        Some(
+            self.standalone
+                .insert(Box::new(StandaloneLedger::new(ledger, own, request, now))),
+        )
     }
 
     /// Returns the least units of a window before a moment of the store's time, if there is one.
@@ -215,6 +261,10 @@ impl GrantHistory {
 
     /// Returns the units of the window with this number.
     fn granted_in(&self, window: u64) -> u64 {
-        self.granted.iter().filter(|part| part.number / PARTS == window).map(|part| part.units).sum()
+        self.granted
+            .iter()
+            .filter(|part| part.number / PARTS == window)
+            .map(|part| part.units)
+            .sum()
     }
 }

@@ -31,8 +31,8 @@ use smallvec::SmallVec;
 
 use super::memory::usage;
 use super::{
-    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Source, Store,
-    StoreError, StoreReply, UnusedPermits, Usage, label, spawn,
+    ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest,
+    Source, Store, StoreError, StoreReply, UnusedPermits, Usage, label, spawn,
 };
 use crate::clock;
 use crate::events;
@@ -57,7 +57,12 @@ impl Share {
     pub(crate) fn new(share: f64) -> Option<Self> {
         let part = (share * Share::WHOLE as f64).round();
         // NaN is in no range.
-        (1.0..=Share::WHOLE as f64).contains(&part).then_some(Share { part: part as u64, of: Share::WHOLE })
+        (1.0..=Share::WHOLE as f64)
+            .contains(&part)
+            .then_some(Share {
+                part: part as u64,
+                of: Share::WHOLE,
+            })
     }
 }
 
@@ -92,7 +97,10 @@ fn granted_demands(lease: &Lease) -> SmallVec<[Demand; 2]> {
     for grant in lease.grants.iter() {
         match demands.last_mut() {
             Some(demand) if demand.cost == grant.cost => demand.count += grant.count,
-            _ => demands.push(Demand { cost: grant.cost, count: grant.count }),
+            _ => demands.push(Demand {
+                cost: grant.cost,
+                count: grant.count,
+            }),
         }
     }
     demands
@@ -110,15 +118,20 @@ fn no_earlier(granted: &[Grant], plan: &[Grant]) -> Grants {
                     first.count -= left;
                     (left, first.wait)
                 }
-                Some(_) => {
-                    planned.pop_front().map_or((left, Duration::ZERO), |first| (first.count, first.wait))
-                }
+                Some(_) => planned
+                    .pop_front()
+                    .map_or((left, Duration::ZERO), |first| (first.count, first.wait)),
                 None => (left, Duration::ZERO),
             };
             left -= count;
             let until = grant.wait.saturating_add(grant.validity);
             let wait = grant.wait.max(from);
-            grants.push(Grant { count, wait, validity: until.saturating_sub(wait), ..grant });
+            grants.push(Grant {
+                count,
+                wait,
+                validity: until.saturating_sub(wait),
+                ..grant
+            });
         }
     }
     grants
@@ -141,8 +154,9 @@ impl Inner {
         let now = clock::now();
         match reply {
             Ok(lease) => {
-                let record =
-                    |history: &mut GrantHistory| history.record(&lease, &request.spec, request.sent, now);
+                let record = |history: &mut GrantHistory| {
+                    history.record(&lease, &request.spec, request.sent, now)
+                };
                 // If there is no room for one more key, its grants are not recorded.
                 let _ = self.histories.enter(
                     request.key,
@@ -156,13 +170,23 @@ impl Inner {
             Err(error) if is_unreachable(&error) => {
                 let go_alone = |history: &mut GrantHistory| {
                     let ledger = history.start_standalone(request, now, self.share)?;
-                    events::alone(&label(&*self.store, request.key, None), ledger.spec.quota(), &error);
+                    events::alone(
+                        &label(&*self.store, request.key, None),
+                        ledger.spec.quota(),
+                        &error,
+                    );
                     let plan = ledger.book(&request.request(&request.demands), now);
                     Some(plan.map(|plan| ledger.grant(plan, now, None)))
                 };
                 let lease = self
                     .histories
-                    .enter(request.key, clock::micros(now), GrantHistory::default, |_, _| (), go_alone)
+                    .enter(
+                        request.key,
+                        clock::micros(now),
+                        GrantHistory::default,
+                        |_, _| (),
+                        go_alone,
+                    )
                     .ok();
                 let lease = lease.flatten();
                 if lease.is_some() {
@@ -192,9 +216,16 @@ impl Inner {
         let now = clock::now();
         let stage = self.histories.find(request.key, |history| {
             let ledger = history.standalone()?;
-            if !is_back && probed.as_ref().is_none_or(|reply| reply.recovering.is_some()) {
+            if !is_back
+                && probed
+                    .as_ref()
+                    .is_none_or(|reply| reply.recovering.is_some())
+            {
                 let plan = ledger.book(&request.request(&request.demands), now);
-                return Some((Stage::Alone, plan.map(|plan| ledger.grant(plan, now, probed.as_ref()))));
+                return Some((
+                    Stage::Alone,
+                    plan.map(|plan| ledger.grant(plan, now, probed.as_ref())),
+                ));
             }
             let stage = ledger.on_reply(now);
             request.charges = ledger.take_charges(now);
@@ -214,10 +245,22 @@ impl Inner {
         if stage == Stage::Alone {
             return Ok(plan);
         }
-        if let Some(Lease { incarnation, writes, now: seen, .. }) = probed {
+        if let Some(Lease {
+            incarnation,
+            writes,
+            now: seen,
+            ..
+        }) = probed
+        {
             let trip = now.saturating_duration_since(request.sent);
-            request.session =
-                ClientSession { incarnation, writes, seen, since: Duration::ZERO, trip, ..request.session };
+            request.session = ClientSession {
+                incarnation,
+                writes,
+                seen,
+                since: Duration::ZERO,
+                trip,
+                ..request.session
+            };
         }
         request.returns.clear();
         request.sent = now;
@@ -225,29 +268,54 @@ impl Inner {
             request.prefetch = 0;
             request.demands = granted_demands(&plan);
             // The store may have room earlier than the share.
-            let last = plan.grants.iter().map(|grant| grant.wait).max().unwrap_or_default();
+            let last = plan
+                .grants
+                .iter()
+                .map(|grant| grant.wait)
+                .max()
+                .unwrap_or_default();
             request.validity = request.validity.saturating_add(last);
         }
-        let reply = self.store.lease(request.request(&request.demands)).arrives().await;
+        let reply = self
+            .store
+            .lease(request.request(&request.demands))
+            .arrives()
+            .await;
         if stage == Stage::Back
             && let Err(error) = &reply
             && is_unreachable(error)
         {
             let now = clock::now();
-            let grant =
-                |history: &mut GrantHistory| Some(history.standalone()?.grant_after_failure(plan, now));
-            return self.histories.find(request.key, grant).flatten().ok_or(StoreError::Lost);
+            let grant = |history: &mut GrantHistory| {
+                Some(history.standalone()?.grant_after_failure(plan, now))
+            };
+            return self
+                .histories
+                .find(request.key, grant)
+                .flatten()
+                .ok_or(StoreError::Lost);
         }
         let mut lease = self.on_reply(&request, reply)?;
         if stage == Stage::Back {
             lease.grants = no_earlier(&lease.grants, &plan.grants);
         }
-        Ok(Lease { refused: lease.refused.or(plan.refused), ..lease })
+        Ok(Lease {
+            refused: lease.refused.or(plan.refused),
+            ..lease
+        })
     }
 
     /// Calls the store without demands, to find out whether it replies and has its state.
-    fn probe(&self, request: &OwnedLeaseRequest) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
-        let probe = LeaseRequest { prefetch: 0, remaining: None, returns: &[], ..request.request(&[]) };
+    fn probe(
+        &self,
+        request: &OwnedLeaseRequest,
+    ) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+        let probe = LeaseRequest {
+            prefetch: 0,
+            remaining: None,
+            returns: &[],
+            ..request.request(&[])
+        };
         self.store.lease(probe).arrives()
     }
 
@@ -261,7 +329,9 @@ impl Inner {
         spawn(&*self.store, async move {
             loop {
                 clock::sleep_until(clock::after(clock::now(), CHARGE_INTERVAL)).await;
-                let Some(inner) = keeper.0.upgrade() else { return };
+                let Some(inner) = keeper.0.upgrade() else {
+                    return;
+                };
                 if inner.charge_idle_keys().await == 0 {
                     return;
                 }
@@ -283,13 +353,18 @@ impl Inner {
         });
         for (mut request, is_back) in idle {
             if !is_back {
-                let Ok(reply) = self.probe(&request).await else { continue };
+                let Ok(reply) = self.probe(&request).await else {
+                    continue;
+                };
                 if reply.recovering.is_some() {
                     continue;
                 }
             }
-            let charges = |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
-            let Some(charges) = self.histories.find(request.key, charges).flatten() else { continue };
+            let charges =
+                |history: &mut GrantHistory| Some(history.standalone()?.take_charges(clock::now()));
+            let Some(charges) = self.histories.find(request.key, charges).flatten() else {
+                continue;
+            };
             request.charges = charges;
             let reply = self.store.lease(request.request(&[])).arrives().await;
             let charged = |history: &mut GrantHistory| {
@@ -311,7 +386,9 @@ impl Inner {
     fn take_back(&self, key: Key, unused: &[UnusedPermits]) {
         let now = clock::micros(clock::now());
         self.histories.find(key, |history| {
-            unused.iter().for_each(|unused| history.take_back(*unused, now));
+            unused
+                .iter()
+                .for_each(|unused| history.take_back(*unused, now));
         });
     }
 }
@@ -322,16 +399,24 @@ impl Store for FallbackStore {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let inner = &self.0;
         let mut owned = OwnedLeaseRequest::new(&request);
-        owned.returns.retain(|unused| !Source::granted_standalone(unused));
+        owned
+            .returns
+            .retain(|unused| !Source::granted_standalone(unused));
         if !request.returns.is_empty() {
             inner.take_back(request.key, request.returns);
         }
         let on_request = |history: &mut GrantHistory| {
-            Some(history.standalone()?.on_request(owned.session, clock::micros(owned.sent)))
+            Some(
+                history
+                    .standalone()?
+                    .on_request(owned.session, clock::micros(owned.sent)),
+            )
         };
         if let Some(is_back) = inner.histories.find(owned.key, on_request).flatten() {
             let inner = inner.clone();
-            return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned, is_back).await }));
+            return StoreReply::Pending(Box::pin(async move {
+                inner.lease_alone(owned, is_back).await
+            }));
         }
         match inner.store.lease(owned.request(&owned.demands)) {
             StoreReply::Ready(reply) => StoreReply::Ready(inner.on_reply(&owned, reply)),
@@ -344,7 +429,9 @@ impl Store for FallbackStore {
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         self.0.take_back(key, unused);
-        let of_store = unused.iter().filter(|unused| !Source::granted_standalone(unused));
+        let of_store = unused
+            .iter()
+            .filter(|unused| !Source::granted_standalone(unused));
         let of_store: SmallVec<[UnusedPermits; 4]> = of_store.copied().collect();
         if !of_store.is_empty() {
             self.0.store.give_back(key, spec, &of_store);
@@ -354,9 +441,15 @@ impl Store for FallbackStore {
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let inner = self.0.clone();
         let own = move |error| {
-            let read =
-                |ledger: &mut StandaloneLedger| Usage { degraded: true, ..ledger.read(clock::now(), usage) };
-            inner.histories.find(key, |history| history.standalone().map(read)).flatten().ok_or(error)
+            let read = |ledger: &mut StandaloneLedger| Usage {
+                degraded: true,
+                ..ledger.read(clock::now(), usage)
+            };
+            inner
+                .histories
+                .find(key, |history| history.standalone().map(read))
+                .flatten()
+                .ok_or(error)
         };
         match self.0.store.peek(key, spec) {
             StoreReply::Ready(usage) => StoreReply::Ready(usage.or_else(own)),

@@ -12,7 +12,9 @@ use crate::key::Key;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::rng::jittered;
 use crate::store::memory::book;
-use crate::store::{ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source};
+use crate::store::{
+    ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
+};
 
 /// The most entries of permits that the store does not know of. Beyond it, entries with close slots
 /// are merged.
@@ -58,7 +60,12 @@ pub(super) enum Stage {
 impl StandaloneLedger {
     /// Makes the ledger of a process whose share of the quota is `own`, after the store failed to
     /// reply to `request`. Recent use counts in `ledger`.
-    pub(super) fn new(ledger: Ledger, own: LimitSpec, request: &OwnedLeaseRequest, now: Micros) -> Self {
+    pub(super) fn new(
+        ledger: Ledger,
+        own: LimitSpec,
+        request: &OwnedLeaseRequest,
+        now: Micros,
+    ) -> Self {
         StandaloneLedger {
             spec: Arc::new(own),
             ledger,
@@ -74,7 +81,11 @@ impl StandaloneLedger {
 
     /// Returns from when the ledger can be dropped.
     pub(super) fn idle_from(&self) -> Micros {
-        self.ledger.fresh_from().max(self.uncharged.back().map_or(0, |owed| owed.slot + self.window))
+        self.ledger.fresh_from().max(
+            self.uncharged
+                .back()
+                .map_or(0, |owed| owed.slot + self.window),
+        )
     }
 
     /// Notes that the limiter requests permits, and knows `session` of the store. Returns whether
@@ -88,11 +99,19 @@ impl StandaloneLedger {
 
     /// Returns a request without demands if the store was not called lately, and whether the store
     /// replied to the last call.
-    pub(super) fn own_request(&mut self, key: Key, now: Micros) -> Option<(OwnedLeaseRequest, bool)> {
+    pub(super) fn own_request(
+        &mut self,
+        key: Key,
+        now: Micros,
+    ) -> Option<(OwnedLeaseRequest, bool)> {
         let since = |moment: Micros| Duration::from_micros(now.saturating_sub(moment));
         // Once the store replies, other processes rely on what this process charges, so it charges
         // at once.
-        let interval = if self.back.is_some() { CHARGE_INTERVAL } else { jittered(PROBE_INTERVAL) };
+        let interval = if self.back.is_some() {
+            CHARGE_INTERVAL
+        } else {
+            jittered(PROBE_INTERVAL)
+        };
         if since(self.called_at) < interval {
             return None;
         }
@@ -101,21 +120,41 @@ impl StandaloneLedger {
             since: self.session.since.saturating_add(since(self.requested_at)),
             ..self.session
         };
-        Some((OwnedLeaseRequest::without_demands(key, &self.whole_spec, session), self.back.is_some()))
+        Some((
+            OwnedLeaseRequest::without_demands(key, &self.whole_spec, session),
+            self.back.is_some(),
+        ))
     }
 
     /// Books the demands of a request. The lease is a plan until [`grant`](StandaloneLedger::grant)
     /// grants it.
-    pub(super) fn book(&mut self, request: &LeaseRequest<'_>, now: Instant) -> Result<Lease, StoreError> {
+    pub(super) fn book(
+        &mut self,
+        request: &LeaseRequest<'_>,
+        now: Instant,
+    ) -> Result<Lease, StoreError> {
         let at = clock::micros(now);
         let moment = self.ledger.advance(&self.spec, at);
         let largest = self.spec.quota().largest_cost();
-        let demands: Vec<Demand> =
-            request.demands.iter().copied().filter(|demand| demand.cost <= largest).collect();
+        let demands: Vec<Demand> = request
+            .demands
+            .iter()
+            .copied()
+            .filter(|demand| demand.cost <= largest)
+            .collect();
         if let (None, Some(demand)) = (demands.first(), request.demands.first()) {
-            return Err(StoreError::AboveShare { cost: demand.cost, share: largest });
+            return Err(StoreError::AboveShare {
+                cost: demand.cost,
+                share: largest,
+            });
         }
-        let own = LeaseRequest { spec: &self.spec, demands: &demands, prefetch: 0, returns: &[], ..*request };
+        let own = LeaseRequest {
+            spec: &self.spec,
+            demands: &demands,
+            prefetch: 0,
+            returns: &[],
+            ..*request
+        };
         let mut lease = book(&mut self.ledger, moment, &own);
         if demands.len() < request.demands.len() {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
@@ -126,24 +165,50 @@ impl StandaloneLedger {
     /// Grants a plan. The permits are charged to the store later. `reply` is the store's reply to
     /// the same call, if there is one.
     pub(super) fn grant(&mut self, plan: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
-        for &Grant { cost, count, slot, stamp, .. } in plan.grants.iter() {
+        for &Grant {
+            cost,
+            count,
+            slot,
+            stamp,
+            ..
+        } in plan.grants.iter()
+        {
             let after = self.uncharged.partition_point(|other| other.slot <= slot);
             let units = u64::from(cost) * u64::from(count);
             self.uncharged.insert(
                 after,
-                UnusedPermits { slot, stamp, units, incarnation: Source::STANDALONE_INCARNATION },
+                UnusedPermits {
+                    slot,
+                    stamp,
+                    units,
+                    incarnation: Source::STANDALONE_INCARNATION,
+                },
             );
         }
         self.merge();
-        let Lease { grants, refused, .. } = plan;
+        let Lease {
+            grants, refused, ..
+        } = plan;
         match reply {
             Some(reply) => {
                 let source = Source::StandaloneWithReply { granted_at: now };
-                Lease { grants, refused, prefetched: None, recovering: None, source, ..reply.clone() }
+                Lease {
+                    grants,
+                    refused,
+                    prefetched: None,
+                    recovering: None,
+                    source,
+                    ..reply.clone()
+                }
             }
             None => {
                 let source = Source::Standalone { granted_at: now };
-                Lease { grants, refused, source, ..Lease::default() }
+                Lease {
+                    grants,
+                    refused,
+                    source,
+                    ..Lease::default()
+                }
             }
         }
     }
@@ -155,7 +220,11 @@ impl StandaloneLedger {
     }
 
     /// Returns what `read` returns of the ledger.
-    pub(super) fn read<T>(&mut self, now: Instant, read: impl FnOnce(&mut Ledger, Micros) -> T) -> T {
+    pub(super) fn read<T>(
+        &mut self,
+        now: Instant,
+        read: impl FnOnce(&mut Ledger, Micros) -> T,
+    ) -> T {
         let now = self.ledger.advance(&self.spec, clock::micros(now));
         read(&mut self.ledger, now)
     }
@@ -165,7 +234,11 @@ impl StandaloneLedger {
         self.ledger.advance(&self.spec, now);
         self.ledger.take_back(unused);
         let mut units = unused.units;
-        for owed in self.uncharged.iter_mut().filter(|owed| owed.slot == unused.slot) {
+        for owed in self
+            .uncharged
+            .iter_mut()
+            .filter(|owed| owed.slot == unused.slot)
+        {
             let back = units.min(owed.units);
             owed.units -= back;
             units -= back;
@@ -177,12 +250,21 @@ impl StandaloneLedger {
     /// lie ahead are given up.
     pub(super) fn on_reply(&mut self, now: Instant) -> Stage {
         let now = clock::micros(now);
-        while let Some(ahead) = self.uncharged.back().copied().filter(|owed| owed.slot > now) {
+        while let Some(ahead) = self
+            .uncharged
+            .back()
+            .copied()
+            .filter(|owed| owed.slot > now)
+        {
             self.uncharged.pop_back();
             self.ledger.take_back(ahead);
         }
         let since = *self.back.get_or_insert(now);
-        if now >= since + SWITCH_TIME { Stage::Together } else { Stage::Back }
+        if now >= since + SWITCH_TIME {
+            Stage::Together
+        } else {
+            Stage::Back
+        }
     }
 
     /// Takes in the end of a charge that no request of the limiter caused. Returns whether the
@@ -218,7 +300,10 @@ impl StandaloneLedger {
                 let age_of_part = age / width;
                 // A permit that was valid for longer than those after it goes with them: counting
                 // it later is safe.
-                match charges.last_mut().filter(|_| part.is_some_and(|part| age_of_part >= part)) {
+                match charges
+                    .last_mut()
+                    .filter(|_| part.is_some_and(|part| age_of_part >= part))
+                {
                     Some(last) => {
                         last.units = last.units.saturating_add(owed.units);
                         last.age = last.age.min(Duration::from_micros(age));
@@ -243,7 +328,10 @@ impl StandaloneLedger {
             for owed in self.uncharged.drain(..) {
                 match merged.back_mut() {
                     Some(last) if owed.slot / near == last.slot / near => {
-                        *last = UnusedPermits { units: last.units + owed.units, ..owed };
+                        *last = UnusedPermits {
+                            units: last.units + owed.units,
+                            ..owed
+                        };
                     }
                     _ => merged.push_back(owed),
                 }

@@ -38,13 +38,23 @@ impl Backend {
     pub(super) fn new(connecting: Connecting, store_timeout: Duration, channels: &str) -> Self {
         let links = Links::new(store_timeout);
         let servers = match connecting {
-            Connecting::Server { factory, find_server } => {
-                Servers::One(Arc::new(Link::new(None, factory, links.clone())), find_server)
-            }
+            Connecting::Server {
+                factory,
+                find_server,
+            } => Servers::One(
+                Arc::new(Link::new(None, factory, links.clone())),
+                find_server,
+            ),
             #[cfg(feature = "redis-cluster")]
-            Connecting::Cluster(seeds) => Servers::Cluster(Arc::new(Cluster::new(seeds, links.clone()))),
+            Connecting::Cluster(seeds) => {
+                Servers::Cluster(Arc::new(Cluster::new(seeds, links.clone())))
+            }
         };
-        Backend { channels: channels.into(), links, servers }
+        Backend {
+            channels: channels.into(),
+            links,
+            servers,
+        }
     }
 
     /// Keeps the connections open while it is polled.
@@ -111,7 +121,11 @@ impl Backend {
     }
 
     /// Sends a command that any server can execute, and waits for its reply.
-    pub(super) async fn send_any(&self, command: Cmd, deadline: Instant) -> Result<Value, RedisFailure> {
+    pub(super) async fn send_any(
+        &self,
+        command: Cmd,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
         match &self.servers {
             Servers::One(link, _) => link.send(command.into(), deadline).await,
             #[cfg(feature = "redis-cluster")]

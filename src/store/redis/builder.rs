@@ -71,17 +71,35 @@ impl RedisStoreBuilder {
     ///
     /// [`ConfigError`] names the first setting that is invalid, and the remedy.
     pub fn build(self) -> Result<RedisStore, ConfigError> {
-        let RedisStoreBuilder { connecting, prefix, secret, store_timeout } = self;
+        let RedisStoreBuilder {
+            connecting,
+            prefix,
+            secret,
+            store_timeout,
+        } = self;
         let connecting = connecting?;
-        let out_of_range =
-            |setting, value: String, allowed| Err(ConfigError::OutOfRange { setting, value, allowed });
+        let out_of_range = |setting, value: String, allowed| {
+            Err(ConfigError::OutOfRange {
+                setting,
+                value,
+                allowed,
+            })
+        };
         let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
-        if prefix.is_empty() || prefix.len() > RedisStoreBuilder::LONGEST_PREFIX || prefix.bytes().any(odd) {
+        if prefix.is_empty()
+            || prefix.len() > RedisStoreBuilder::LONGEST_PREFIX
+            || prefix.bytes().any(odd)
+        {
             let allowed = "1 to 64 printable ASCII characters, without braces and spaces";
             return out_of_range("prefix", format!("{prefix:?}"), allowed);
         }
-        if !(Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT).contains(&store_timeout) {
-            return out_of_range("store_timeout", format!("{store_timeout:?}"), "from 1 ms to 60 s");
+        if !(Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT).contains(&store_timeout)
+        {
+            return out_of_range(
+                "store_timeout",
+                format!("{store_timeout:?}"),
+                "from 1 ms to 60 s",
+            );
         }
         Ok(RedisStore {
             prefix,

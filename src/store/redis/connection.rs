@@ -38,7 +38,10 @@ pub(super) struct Request {
 
 impl From<Cmd> for Request {
     fn from(command: Cmd) -> Self {
-        Request { command: Arc::new(command), asking: false }
+        Request {
+            command: Arc::new(command),
+            asking: false,
+        }
     }
 }
 
@@ -53,13 +56,20 @@ where
         Box::pin(async move {
             let Request { command, asking } = request;
             if !asking {
-                return connection.req_packed_command(&command).await?.extract_error();
+                return connection
+                    .req_packed_command(&command)
+                    .await?
+                    .extract_error();
             }
             // `ASKING` counts for the next command on the connection, so both are sent together.
             let mut both = redis::pipe();
             both.cmd("ASKING").add_command((*command).clone());
             let replies = connection.req_packed_commands(&both, 1, 1).await?;
-            replies.into_iter().next().unwrap_or(Value::Nil).extract_error()
+            replies
+                .into_iter()
+                .next()
+                .unwrap_or(Value::Nil)
+                .extract_error()
         }) as _
     });
     Connection { send, database }
@@ -76,7 +86,11 @@ pub(super) fn factory_of(client: Client) -> Factory {
 /// Makes a connection to the server of `client`.
 pub(super) async fn connect(client: &Client) -> RedisResult<Connection> {
     // The link sets one deadline for the whole of each operation.
-    let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
-    let made: MultiplexedConnection = client.get_multiplexed_async_connection_with_config(&config).await?;
+    let config = AsyncConnectionConfig::new()
+        .set_connection_timeout(None)
+        .set_response_timeout(None);
+    let made: MultiplexedConnection = client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await?;
     Ok(connection(made))
 }

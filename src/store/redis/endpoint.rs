@@ -39,8 +39,11 @@ pub(super) enum Connecting {
 }
 
 /// Finds the server for a subscription, each time anew.
-pub(super) type FindServer =
-    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<PubSubServer, StoreError>> + Send>> + Send + Sync>;
+pub(super) type FindServer = Arc<
+    dyn Fn() -> Pin<Box<dyn Future<Output = Result<PubSubServer, StoreError>> + Send>>
+        + Send
+        + Sync,
+>;
 
 /// A server for a subscription.
 pub(super) struct PubSubServer {
@@ -51,7 +54,10 @@ pub(super) struct PubSubServer {
 
 impl PubSubServer {
     fn to(client: Client) -> Self {
-        PubSubServer { client, away: Box::pin(std::future::pending()) }
+        PubSubServer {
+            client,
+            away: Box::pin(std::future::pending()),
+        }
     }
 }
 
@@ -61,7 +67,10 @@ pub(super) fn server(url: &str) -> Result<Connecting, ConfigError> {
     let pubsub = client.clone();
     let find_server: FindServer =
         Arc::new(move || Box::pin(std::future::ready(Ok(PubSubServer::to(pubsub.clone())))));
-    Ok(Connecting::Server { factory: connection::factory_of(client), find_server: Some(find_server) })
+    Ok(Connecting::Server {
+        factory: connection::factory_of(client),
+        find_server: Some(find_server),
+    })
 }
 
 /// Returns how to connect to a master. The Sentinels at `sentinels` know it by the name that is the
@@ -71,18 +80,28 @@ pub(super) fn sentinel<S: AsRef<str>>(
     sentinels: impl IntoIterator<Item = S>,
     master: &str,
 ) -> Result<Connecting, ConfigError> {
-    let sentinels: Vec<_> = sentinels.into_iter().map(|url| info(url.as_ref())).collect::<Result<_, _>>()?;
+    let sentinels: Vec<_> = sentinels
+        .into_iter()
+        .map(|url| info(url.as_ref()))
+        .collect::<Result<_, _>>()?;
     let master = info(master)?;
     let (name, tls) = match master.addr() {
         ConnectionAddr::Tcp(name, _) => (name.clone(), None),
-        ConnectionAddr::TcpTls { host, insecure, .. } => {
-            (host.clone(), Some(if *insecure { TlsMode::Insecure } else { TlsMode::Secure }))
-        }
+        ConnectionAddr::TcpTls { host, insecure, .. } => (
+            host.clone(),
+            Some(if *insecure {
+                TlsMode::Insecure
+            } else {
+                TlsMode::Secure
+            }),
+        ),
         _ => (String::new(), None),
     };
     if sentinels.is_empty() || name.is_empty() {
         let reason = "the URLs of Sentinels, and redis://name-of-the-master, are needed";
-        return Err(ConfigError::RedisUrl { reason: reason.into() });
+        return Err(ConfigError::RedisUrl {
+            reason: reason.into(),
+        });
     }
     let node = SentinelNodeConnectionInfo::default()
         .set_redis_connection_info(master.redis_settings().clone())
@@ -107,23 +126,40 @@ pub(super) fn sentinel<S: AsRef<str>>(
         let finding = found();
         Box::pin(async move { Ok(PubSubServer::to(finding.await.map_err(StoreError::away)?)) })
     });
-    Ok(Connecting::Server { factory, find_server: Some(find_server) })
+    Ok(Connecting::Server {
+        factory,
+        find_server: Some(find_server),
+    })
 }
 
 /// Returns how to connect to the cluster of the servers at `nodes`.
 #[cfg(feature = "redis-cluster")]
-pub(super) fn cluster<S: AsRef<str>>(nodes: impl IntoIterator<Item = S>) -> Result<Connecting, ConfigError> {
-    let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.into() };
-    let nodes: Vec<_> = nodes.into_iter().map(|url| info(url.as_ref())).collect::<Result<_, _>>()?;
+pub(super) fn cluster<S: AsRef<str>>(
+    nodes: impl IntoIterator<Item = S>,
+) -> Result<Connecting, ConfigError> {
+    let refused = |reason: &str| ConfigError::RedisUrl {
+        reason: reason.into(),
+    };
+    let nodes: Vec<_> = nodes
+        .into_iter()
+        .map(|url| info(url.as_ref()))
+        .collect::<Result<_, _>>()?;
     let Some(settings) = nodes.first().cloned() else {
-        return Err(refused("a cluster needs the URL of at least one of its servers"));
+        return Err(refused(
+            "a cluster needs the URL of at least one of its servers",
+        ));
     };
     if !nodes.iter().all(|node| is_alike(node, &settings)) {
-        return Err(refused("all URLs of a cluster need the same scheme, user, password and database"));
+        return Err(refused(
+            "all URLs of a cluster need the same scheme, user, password and database",
+        ));
     }
     let address = |node: &ConnectionInfo| match node.addr() {
         ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
-            Some(Address { host: host.as_str().into(), port: *port })
+            Some(Address {
+                host: host.as_str().into(),
+                port: *port,
+            })
         }
         _ => None,
     };
@@ -166,17 +202,25 @@ fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
 #[cfg(feature = "redis-tls-rustls")]
 fn tls_is_there() -> Result<(), ConfigError> {
     // rustls would panic later, when the store connects.
-    if tls::has_provider() { Ok(()) } else { Err(ConfigError::NoTlsProvider) }
+    if tls::has_provider() {
+        Ok(())
+    } else {
+        Err(ConfigError::NoTlsProvider)
+    }
 }
 
 #[cfg(not(feature = "redis-tls-rustls"))]
 fn tls_is_there() -> Result<(), ConfigError> {
     let reason = "rediss:// needs the feature redis-tls-rustls of tollgate";
-    Err(ConfigError::RedisUrl { reason: reason.into() })
+    Err(ConfigError::RedisUrl {
+        reason: reason.into(),
+    })
 }
 
 fn no_url(error: &RedisError) -> ConfigError {
-    ConfigError::RedisUrl { reason: error.to_string() }
+    ConfigError::RedisUrl {
+        reason: error.to_string(),
+    }
 }
 
 #[cfg(all(test, not(feature = "redis-tls-rustls")))]
@@ -187,7 +231,10 @@ mod tests {
     fn missing_tls_is_an_error_naming_the_feature() {
         for url in ["rediss://:geheim@127.0.0.1/", "valkeys://127.0.0.1/"] {
             let error = server(url).map(|_| ()).unwrap_err().to_string();
-            assert!(error.contains("redis-tls-rustls") && !error.contains("geheim"), "{error}");
+            assert!(
+                error.contains("redis-tls-rustls") && !error.contains("geheim"),
+                "{error}"
+            );
         }
     }
 }

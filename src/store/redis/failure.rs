@@ -29,12 +29,18 @@ impl RedisFailure {
     /// Makes the failure of a command for which there is no server.
     #[cfg(feature = "redis-cluster")]
     pub(super) fn down(error: StoreError) -> Self {
-        RedisFailure { why: Why::Down(error), server: None }
+        RedisFailure {
+            why: Why::Down(error),
+            server: None,
+        }
     }
 
     /// Makes the failure of a command without a reply within `after`.
     pub(super) fn silent(after: Duration) -> Self {
-        RedisFailure { why: Why::Silent(after), server: None }
+        RedisFailure {
+            why: Why::Silent(after),
+            server: None,
+        }
     }
 
     /// Returns whether the server does not have the script. Then it did nothing.
@@ -69,7 +75,9 @@ impl RedisFailure {
                 | ServerErrorKind::TryAgain,
             ) => false,
             ErrorKind::Server(_) => true,
-            ErrorKind::Extension => !matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOREPLICAS")),
+            ErrorKind::Extension => {
+                !matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOREPLICAS"))
+            }
             _ => false,
         }
     }
@@ -92,7 +100,9 @@ impl RedisFailure {
                 StoreError::failed(of_server(error.clone().into()))
             }
             Why::Error(error) => StoreError::away(of_server(error.clone().into())),
-            Why::Silent(after) => StoreError::away(of_server(format!("no answer within {after:?}").into())),
+            Why::Silent(after) => {
+                StoreError::away(of_server(format!("no answer within {after:?}").into()))
+            }
         }
     }
 }
@@ -100,7 +110,10 @@ impl RedisFailure {
 /// Names the server that failed, if it is one of several.
 pub(super) fn of_server(server: Option<&Arc<str>>, error: BoxError) -> BoxError {
     match server {
-        Some(server) => Box::new(OfServer { server: server.clone(), error }),
+        Some(server) => Box::new(OfServer {
+            server: server.clone(),
+            error,
+        }),
         None => error,
     }
 }

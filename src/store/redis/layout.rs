@@ -43,7 +43,10 @@ const fn is_at(start: usize, word: &[u8]) -> bool {
 const fn digits(mut at: usize) -> u64 {
     let mut value = 0;
     while LAYOUT[at] != b'\n' {
-        assert!(LAYOUT[at].is_ascii_digit(), "a number of lua/layout.lua has decimal digits only");
+        assert!(
+            LAYOUT[at].is_ascii_digit(),
+            "a number of lua/layout.lua has decimal digits only"
+        );
         value = value * 10 + (LAYOUT[at] - b'0') as u64;
         at += 1;
     }
@@ -53,7 +56,10 @@ const fn digits(mut at: usize) -> u64 {
 /// Returns a number that fits into one byte.
 const fn byte(name: &str) -> u8 {
     let value = number(name);
-    assert!(value <= u8::MAX as u64, "the number of lua/layout.lua does not fit into a byte");
+    assert!(
+        value <= u8::MAX as u64,
+        "the number of lua/layout.lua does not fit into a byte"
+    );
     value as u8
 }
 

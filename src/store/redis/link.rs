@@ -39,7 +39,11 @@ pub(super) struct Links {
 
 impl Links {
     pub(super) fn new(store_timeout: Duration) -> Self {
-        Links { store_timeout, made: watch::Sender::new(0), broke: Arc::default() }
+        Links {
+            store_timeout,
+            made: watch::Sender::new(0),
+            broke: Arc::default(),
+        }
     }
 
     /// Returns a subscription to new connections.
@@ -109,12 +113,16 @@ impl Link {
                 Ok(connection) => {
                     backoff = Backoff::new();
                     *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
-                    self.state.send_replace(State::Up(connection.clone(), self.links.count()));
+                    self.state
+                        .send_replace(State::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
                     // In a task of its own, because a connection of the user's may panic. The
                     // information about the server is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
-                        let info = timeout(LONGEST_CONNECTING, connection.send(redis::cmd("INFO").into()));
+                        let info = timeout(
+                            LONGEST_CONNECTING,
+                            connection.send(redis::cmd("INFO").into()),
+                        );
                         if let Ok(Ok(info)) = info.await {
                             warn_of_eviction(&info);
                         }
@@ -152,7 +160,10 @@ impl Link {
 
     /// Returns when the next PING is due.
     fn quiet_at(&self) -> Instant {
-        clock::after(*self.used_at.lock().unwrap_or_else(PoisonError::into_inner), QUIET)
+        clock::after(
+            *self.used_at.lock().unwrap_or_else(PoisonError::into_inner),
+            QUIET,
+        )
     }
 
     /// Makes a connection.
@@ -176,7 +187,9 @@ impl Link {
             Ok(Some(Ok(Ok(connection)))) => Ok(connection),
             Ok(Some(Ok(Err(error)))) => Err(self.away(error)),
             Ok(Some(Err(panicked))) => Err(self.away(panicked)),
-            Ok(None) | Err(_) => Err(self.away(format!("no connection within {LONGEST_CONNECTING:?}"))),
+            Ok(None) | Err(_) => {
+                Err(self.away(format!("no connection within {LONGEST_CONNECTING:?}")))
+            }
         }
     }
 
@@ -197,23 +210,36 @@ impl Link {
     #[cfg(feature = "redis-cluster")]
     pub(super) async fn is_down(&self) {
         // The sender is ours.
-        let _ = self.state.subscribe().wait_for(|state| matches!(state, State::Down(_))).await;
+        let _ = self
+            .state
+            .subscribe()
+            .wait_for(|state| matches!(state, State::Down(_)))
+            .await;
     }
 
     /// Sends one command and waits for its reply, until `deadline` at most. It is never sent
     /// twice.
-    pub(super) async fn send(&self, request: Request, deadline: Instant) -> Result<Value, RedisFailure> {
+    pub(super) async fn send(
+        &self,
+        request: Request,
+        deadline: Instant,
+    ) -> Result<Value, RedisFailure> {
         let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = clock::now();
-        let reply = timeout_at(deadline.into(), connection.send(request)).await.map_err(silent);
+        let reply = timeout_at(deadline.into(), connection.send(request))
+            .await
+            .map_err(silent);
         let failure = match reply {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(error)) => self.failure(Why::Error(error)),
             Err(silent) => silent,
         };
         if failure.breaks()
-            && self.give_up(|state| matches!(state, State::Up(_, up) if *up == number), &failure)
+            && self.give_up(
+                |state| matches!(state, State::Up(_, up) if *up == number),
+                &failure,
+            )
         {
             self.broken.notify_one();
         }
@@ -260,7 +286,10 @@ impl Link {
     }
 
     fn failure(&self, why: Why) -> RedisFailure {
-        RedisFailure { why, server: self.server.clone() }
+        RedisFailure {
+            why,
+            server: self.server.clone(),
+        }
     }
 
     fn silent(&self, after: Duration) -> RedisFailure {
@@ -279,8 +308,13 @@ fn warn_of_eviction(info: &Value) {
         Value::VerbatimString { text, .. } => text.clone(),
         _ => return,
     };
-    let policy = text.lines().find_map(|line| line.strip_prefix("maxmemory_policy:"));
-    if let Some(policy) = policy.map(str::trim).filter(|policy| *policy != "noeviction") {
+    let policy = text
+        .lines()
+        .find_map(|line| line.strip_prefix("maxmemory_policy:"));
+    if let Some(policy) = policy
+        .map(str::trim)
+        .filter(|policy| *policy != "noeviction")
+    {
         events::store_may_evict(policy);
     }
 }
@@ -322,7 +356,8 @@ mod tests {
 
         fn link(self: &Arc<Self>) -> Arc<Link> {
             let network = self.clone();
-            let factory = Arc::new(move || Box::pin(std::future::ready(Ok(network.connect()))) as _);
+            let factory =
+                Arc::new(move || Box::pin(std::future::ready(Ok(network.connect()))) as _);
             let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT)));
             tokio::spawn(link.clone().keep());
             link
@@ -330,7 +365,12 @@ mod tests {
     }
 
     async fn replies(link: &Link) -> bool {
-        link.send(redis::cmd("GET").into(), clock::after(clock::now(), TIMEOUT)).await.is_ok()
+        link.send(
+            redis::cmd("GET").into(),
+            clock::after(clock::now(), TIMEOUT),
+        )
+        .await
+        .is_ok()
     }
 
     #[tokio::test(start_paused = true)]

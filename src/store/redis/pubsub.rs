@@ -62,7 +62,9 @@ pub(super) async fn listen(
             }
             Ok::<_, StoreError>((pubsub, channels, away))
         };
-        if let Ok(Ok((pubsub, [ours, all], mut away))) = timeout(LONGEST_CONNECTING, subscribing).await {
+        if let Ok(Ok((pubsub, [ours, all], mut away))) =
+            timeout(LONGEST_CONNECTING, subscribing).await
+        {
             let mut messages = pin!(pubsub.into_on_message());
             let (mut open, mut echoes) = (false, 0);
             loop {

@@ -29,7 +29,12 @@ pub(super) fn call(change: &RegisterRequest, secret: Option<Key>) -> Vec<Argumen
     let mut named = CallWriter(sealed_key::of(change.key, secret, dice()));
     named.long(change.kind);
     let value = change.value.clone().unwrap_or_default();
-    vec![Argument::Is(call.0), Argument::Is(value), channel, Argument::Is(named.0)]
+    vec![
+        Argument::Is(call.0),
+        Argument::Is(value),
+        channel,
+        Argument::Is(named.0),
+    ]
 }
 
 /// Reads the reply to [`call`] about a register of `kind`.
@@ -39,7 +44,13 @@ pub(super) fn read(reply: &[u8], kind: u64) -> Result<Register, Garbled> {
     let changed = reply.byte()? != 0;
     let version = reply.long()?;
     let age = reply.span()?;
-    Ok(Register { kind, changed, version, value: reply.0.to_vec(), age })
+    Ok(Register {
+        kind,
+        changed,
+        version,
+        value: reply.0.to_vec(),
+        age,
+    })
 }
 
 /// Reads a message about a register. Returns its key and the register, or `None` if the message is
@@ -50,6 +61,14 @@ pub(super) fn read_event(message: &[u8], secret: Option<Key>) -> Option<(Key, St
     let (token, rest) = message.0.split_at_checked(TOKEN)?;
     message.0 = rest;
     let kind = message.long().ok()?;
-    let register = Register { kind, version, value: message.0.to_vec(), ..Register::default() };
-    Some((sealed_key::read(token, secret)?, StoreEvent::Register(register)))
+    let register = Register {
+        kind,
+        version,
+        value: message.0.to_vec(),
+        ..Register::default()
+    };
+    Some((
+        sealed_key::read(token, secret)?,
+        StoreEvent::Register(register),
+    ))
 }

@@ -78,9 +78,14 @@ pub(super) fn with_inlined_constants(text: &str) -> String {
 
 /// Returns the name and the value of a constant.
 pub(super) fn constant(line: &str) -> Option<(&str, &str)> {
-    let (name, value) = line.trim_start().strip_prefix("local ")?.split_once(" = ")?;
+    let (name, value) = line
+        .trim_start()
+        .strip_prefix("local ")?
+        .split_once(" = ")?;
     let is_literal = value.parse::<u64>().is_ok() || value.starts_with("'<");
-    let is_in_capitals = name.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_');
+    let is_in_capitals = name
+        .chars()
+        .all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_');
     (is_literal && is_in_capitals).then_some((name, value))
 }
 
@@ -135,7 +140,9 @@ impl Script {
         packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
         let reply = self.run(backend, key, &call).await?;
-        let Some(server_seen) = codec::read_unsure(&reply) else { return Ok(reply) };
+        let Some(server_seen) = codec::read_unsure(&reply) else {
+            return Ok(reply);
+        };
         let later = clock::now().saturating_duration_since(packed);
         if let Some(Argument::Is(call)) = call.first_mut() {
             codec::set_server_time(call, later, server_seen);
@@ -156,9 +163,14 @@ impl Script {
         call: &[Argument],
     ) -> Result<Vec<u8>, StoreError> {
         let deadline = backend.deadline();
-        let names_channel = call.iter().any(|argument| matches!(argument, Argument::Channel(_)));
+        let names_channel = call
+            .iter()
+            .any(|argument| matches!(argument, Argument::Channel(_)));
         let database = match names_channel {
-            true => backend.database(deadline).await.map_err(|failure| failure.to_error())?,
+            true => backend
+                .database(deadline)
+                .await
+                .map_err(|failure| failure.to_error())?,
             false => 0,
         };
         let command = |name: &str, script: &str| {
@@ -174,20 +186,31 @@ impl Script {
         };
         let late = || StoreError::away("the script was not loaded in time");
         let loads = self.loads.load(Ordering::Relaxed);
-        let mut reply = backend.send(key, command("EVALSHA", &self.hash), deadline).await;
+        let mut reply = backend
+            .send(key, command("EVALSHA", &self.hash), deadline)
+            .await;
         if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
-            let loading = timeout_at(deadline.into(), self.loading.lock()).await.map_err(|_| late())?;
+            let loading = timeout_at(deadline.into(), self.loading.lock())
+                .await
+                .map_err(|_| late())?;
             reply = if self.loads.load(Ordering::Relaxed) == loads {
-                let reply = backend.send(key, command("EVAL", &self.text), deadline).await;
-                self.loads.fetch_add(u64::from(reply.is_ok()), Ordering::Relaxed);
+                let reply = backend
+                    .send(key, command("EVAL", &self.text), deadline)
+                    .await;
+                self.loads
+                    .fetch_add(u64::from(reply.is_ok()), Ordering::Relaxed);
                 reply
             } else {
                 drop(loading);
-                backend.send(key, command("EVALSHA", &self.hash), deadline).await
+                backend
+                    .send(key, command("EVALSHA", &self.hash), deadline)
+                    .await
             };
             // In a cluster, the other call may have sent it to another server.
             if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
-                reply = backend.send(key, command("EVAL", &self.text), deadline).await;
+                reply = backend
+                    .send(key, command("EVAL", &self.text), deadline)
+                    .await;
             }
         }
         match reply {

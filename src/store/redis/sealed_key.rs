@@ -16,7 +16,11 @@ pub(super) fn of(key: Key, secret: Option<Key>, nonce: u64) -> Vec<u8> {
 /// another one.
 pub(super) fn read(token: &[u8], secret: Option<Key>) -> Option<Key> {
     let (nonce, bytes) = token.split_first_chunk::<NONCE>()?;
-    Some(Key::of_bytes(masked(bytes.try_into().ok()?, secret, *nonce)))
+    Some(Key::of_bytes(masked(
+        bytes.try_into().ok()?,
+        secret,
+        *nonce,
+    )))
 }
 
 /// Applies the mask that follows from the secret and the nonce. A second time, it removes the mask.

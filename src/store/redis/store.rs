@@ -24,7 +24,8 @@ use crate::rng::dice;
 use crate::store::in_flight::StoreListeners;
 use crate::store::{
     Background, Claim, HoldState, Lease, LeaseRequest, LimitSpec, Register, RegisterRequest, Store,
-    StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining, Usage,
+    StoreError, StoreEvent, StoreListener, StoreReply, Task, UnusedPermits, UpstreamRemaining,
+    Usage,
 };
 
 /// Counts permits in Redis, for many processes.
@@ -153,7 +154,10 @@ impl RedisStore {
     {
         let connection = connection::connection(connection);
         let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
-        RedisStoreBuilder::of(Ok(Connecting::Server { factory, find_server: None }))
+        RedisStoreBuilder::of(Ok(Connecting::Server {
+            factory,
+            find_server: None,
+        }))
     }
 
     /// A builder of a store over connections that `factory` makes: one when it is first needed, and
@@ -185,7 +189,10 @@ impl RedisStore {
             let making = factory();
             Box::pin(async move { Ok(connection::connection(making.await?)) }) as _
         });
-        RedisStoreBuilder::of(Ok(Connecting::Server { factory, find_server: None }))
+        RedisStoreBuilder::of(Ok(Connecting::Server {
+            factory,
+            find_server: None,
+        }))
     }
 
     /// Waits until Redis replies, for programs that should not start without it.
@@ -230,7 +237,11 @@ impl RedisStore {
             Some(running) if !running.jobs.is_closed() => running,
             _ => worker::start(self.setup())?,
         };
-        thread.insert(running).jobs.send(job).map_err(|_| StoreError::Lost)
+        thread
+            .insert(running)
+            .jobs
+            .send(job)
+            .map_err(|_| StoreError::Lost)
     }
 
     /// Returns the settings of a thread.
@@ -277,7 +288,13 @@ impl RedisStore {
         }
         let packed = clock::now();
         let store_timeout = self.store_timeout;
-        let reply = self.submit(|reply| Job::Call { about, key, call, packed, reply });
+        let reply = self.submit(|reply| Job::Call {
+            about,
+            key,
+            call,
+            packed,
+            reply,
+        });
         Box::pin(async move {
             let reply = reply.await?;
             // The process or the call was stopped meanwhile. The script took the call's time for
@@ -294,9 +311,15 @@ impl RedisStore {
     /// Changes the hold of `key`, and notifies all processes.
     fn set_hold(&self, key: Key, call: Vec<u8>) -> StoreReply<HoldState> {
         let (name, token) = (self.name(key), sealed_key::of(key, self.secret, dice()));
-        let reply = self.submit(|reply| Job::Hold { name, call, token, reply });
+        let reply = self.submit(|reply| Job::Hold {
+            name,
+            call,
+            token,
+            reply,
+        });
         StoreReply::Pending(Box::pin(async move {
-            let lease = codec::read_lease(&reply.await?, Duration::ZERO).map_err(StoreError::failed)?;
+            let lease =
+                codec::read_lease(&reply.await?, Duration::ZERO).map_err(StoreError::failed)?;
             Ok(lease.hold)
         }))
     }
@@ -305,18 +328,25 @@ impl RedisStore {
 impl Store for RedisStore {
     fn lease(&self, mut request: LeaseRequest<'_>) -> StoreReply<Lease> {
         // One call takes back a limited number of permits; the others follow in calls of their own.
-        let (others, returns) = request.returns.split_at(request.returns.len().saturating_sub(MOST_RETURNS));
+        let (others, returns) = request
+            .returns
+            .split_at(request.returns.len().saturating_sub(MOST_RETURNS));
         request.returns = returns;
         if !others.is_empty() {
             self.give_back(request.key, request.spec, others);
         }
         let slack = request.spec.transit_slack();
-        let (key, mut call) = (self.name(request.key), vec![Argument::Is(codec::lease(&request, dice()))]);
+        let (key, mut call) = (
+            self.name(request.key),
+            vec![Argument::Is(codec::lease(&request, dice()))],
+        );
         if request.remaining.is_some_and(|left| left.urgent) {
             let token = sealed_key::of(request.key, self.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(self.call(About::Rates, key, call, move |reply| codec::read_lease(reply, slack)))
+        StoreReply::Pending(self.call(About::Rates, key, call, move |reply| {
+            codec::read_lease(reply, slack)
+        }))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -328,9 +358,16 @@ impl Store for RedisStore {
     fn peek(&self, key: Key, spec: &Arc<LimitSpec>) -> StoreReply<Usage> {
         let call = vec![Argument::Is(codec::peek(spec, dice()))];
         let rates = self.call(About::Rates, self.name(key), call, codec::read_peek);
-        let Some(most) = spec.quota().most_in_flight() else { return StoreReply::Pending(rates) };
+        let Some(most) = spec.quota().most_in_flight() else {
+            return StoreReply::Pending(rates);
+        };
         let call = vec![Argument::Is(codec::peek_in_flight(most, dice()))];
-        let slots = self.call(About::InFlight, self.in_flight_name(key), call, codec::read_peek_in_flight);
+        let slots = self.call(
+            About::InFlight,
+            self.in_flight_name(key),
+            call,
+            codec::read_peek_in_flight,
+        );
         StoreReply::Pending(Box::pin(async move {
             let rates = rates.await?;
             let (used, free) = slots.await?;
@@ -357,11 +394,14 @@ impl Store for RedisStore {
     }
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
-        let (kind, name) = (change.kind, format!("{}:register:{}", self.name(change.key), change.kind));
+        let (kind, name) = (
+            change.kind,
+            format!("{}:register:{}", self.name(change.key), change.kind),
+        );
         let call = registers::call(&change, self.secret);
-        StoreReply::Pending(
-            self.call(About::Registers, name, call, move |reply| registers::read(reply, kind)),
-        )
+        StoreReply::Pending(self.call(About::Registers, name, call, move |reply| {
+            registers::read(reply, kind)
+        }))
     }
 
     fn address(&self) -> u64 {
@@ -370,14 +410,21 @@ impl Store for RedisStore {
 
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
         let name = self.in_flight_name(claim.key);
-        if let Err(error) = self.send(Job::Claim { name, claim, listener: listener.clone() }) {
-            listener.clone().on_event(claim.key, claim.holder, StoreEvent::Failed(error));
+        if let Err(error) = self.send(Job::Claim {
+            name,
+            claim,
+            listener: listener.clone(),
+        }) {
+            listener
+                .clone()
+                .on_event(claim.key, claim.holder, StoreEvent::Failed(error));
         }
     }
 
     /// Returns the first eight digits of the key's name in Redis if there is a secret.
     fn label(&self, key: Key) -> Box<str> {
-        self.secret.map_or_else(|| key.to_string().into(), |secret| key.digits(secret))
+        self.secret
+            .map_or_else(|| key.to_string().into(), |secret| key.digits(secret))
     }
 
     fn background(&self) -> Option<&dyn Background> {

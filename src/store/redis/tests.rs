@@ -24,7 +24,9 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     let patient = || RedisStore::builder(&server.url()).store_timeout(Duration::from_secs(5));
     let store = || Arc::new(patient().build().unwrap());
     let limiter = |store: Arc<RedisStore>| {
-        let layer = RateLimitLayer::builder(Quota::in_flight(1)).store(store).max_wait(Duration::ZERO);
+        let layer = RateLimitLayer::builder(Quota::in_flight(1))
+            .store(store)
+            .max_wait(Duration::ZERO);
         layer.in_flight_ttl(LIFE).build().unwrap().limiter()
     };
     let (panics, other) = (store(), store());
@@ -34,27 +36,48 @@ async fn a_panic_in_the_thread_forgets_no_claims() {
     panics.connect().await.unwrap();
     clock::sleep(LIFE * 2).await;
     let other = limiter(other);
-    assert!(other.acquire(Key::ALL).await.is_err(), "the first call is still in flight");
+    assert!(
+        other.acquire(Key::ALL).await.is_err(),
+        "the first call is still in flight"
+    );
     drop(call);
     panics.connect().await.unwrap();
     clock::sleep(Duration::from_millis(100)).await;
-    assert!(other.acquire(Key::ALL).await.is_ok(), "the first call has ended");
+    assert!(
+        other.acquire(Key::ALL).await.is_ok(),
+        "the first call has ended"
+    );
 }
 
 #[tokio::test]
 async fn labels_need_the_secret_and_stay_the_same() {
-    let store = || RedisStore::builder("redis://127.0.0.1:1/").secret("only we know").build().unwrap();
-    let (key, name) = (Key::new("ada@example.com"), store().name(Key::new("ada@example.com")));
+    let store = || {
+        RedisStore::builder("redis://127.0.0.1:1/")
+            .secret("only we know")
+            .build()
+            .unwrap()
+    };
+    let (key, name) = (
+        Key::new("ada@example.com"),
+        store().name(Key::new("ada@example.com")),
+    );
     let label = store().label(key);
     assert_eq!(label.len(), 8);
-    assert!(name.contains(&format!("{{{label}")), "{name} begins with {label}");
+    assert!(
+        name.contains(&format!("{{{label}")),
+        "{name} begins with {label}"
+    );
     assert!(!key.hex().contains(&*label), "a digest without the secret");
     let open = RedisStore::new("redis://127.0.0.1:1/").unwrap();
-    assert!(!key.hex().contains(&*open.label(key)), "without a secret of the store, that of the process");
+    assert!(
+        !key.hex().contains(&*open.label(key)),
+        "without a secret of the store, that of the process"
+    );
 
     let refused = async |on_error| {
-        let layer =
-            RateLimitLayer::builder(Quota::per_hour(1)).store(Arc::new(store())).max_wait(Duration::ZERO);
+        let layer = RateLimitLayer::builder(Quota::per_hour(1))
+            .store(Arc::new(store()))
+            .max_wait(Duration::ZERO);
         let limiter = layer.on_store_error(on_error).build().unwrap().limiter();
         let first: Result<_, Limited> = limiter.acquire(key).await;
         match first {

@@ -26,7 +26,10 @@ mod left_out {
     }
 }
 
-#[allow(unused_imports, reason = "they are used where rustls does not have them")]
+#[allow(
+    unused_imports,
+    reason = "they are used where rustls does not have them"
+)]
 use left_out::{aws_lc_rs, ring};
 
 /// Returns how many providers the features of rustls name. A crate cannot ask for the features of
@@ -35,10 +38,13 @@ fn named_by_features() -> usize {
     #[allow(unused_imports, reason = "rustls may have neither")]
     use rustls::crypto::*;
 
-    [is_provider(ring::default_provider), is_provider(aws_lc_rs::default_provider)]
-        .into_iter()
-        .filter(|named| *named)
-        .count()
+    [
+        is_provider(ring::default_provider),
+        is_provider(aws_lc_rs::default_provider),
+    ]
+    .into_iter()
+    .filter(|named| *named)
+    .count()
 }
 
 fn is_provider<T: 'static>(_: fn() -> T) -> bool {

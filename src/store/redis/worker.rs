@@ -48,7 +48,11 @@ pub(super) enum Job {
         reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
     /// Gives back permits, together with others of the same key.
-    GiveBack { key: String, spec: Arc<LimitSpec>, unused: Vec<UnusedPermits> },
+    GiveBack {
+        key: String,
+        spec: Arc<LimitSpec>,
+        unused: Vec<UnusedPermits>,
+    },
     /// Puts a key on hold or releases it, and notifies all processes, even if the caller does not
     /// wait.
     Hold {
@@ -59,7 +63,11 @@ pub(super) enum Job {
         reply: oneshot::Sender<Result<Vec<u8>, StoreError>>,
     },
     /// Takes in the claim of a holder, which is repeated from then on.
-    Claim { name: String, claim: Claim, listener: Arc<dyn StoreListener> },
+    Claim {
+        name: String,
+        claim: Claim,
+        listener: Arc<dyn StoreListener>,
+    },
     /// Runs a task for as long as the thread lives.
     Run(Task),
     /// Completes when all permits that were given back before have arrived.
@@ -112,7 +120,9 @@ impl Job {
             Job::Flush(reply) | Job::Ping(reply) => {
                 let _ = reply.send(Err(error));
             }
-            Job::Claim { claim, listener, .. } => {
+            Job::Claim {
+                claim, listener, ..
+            } => {
                 notify(listener, claim.key, claim.holder, StoreEvent::Failed(error));
             }
             // A permit that is not given back expires; a task that is dropped ends as lost.
@@ -126,8 +136,15 @@ impl Job {
 /// Starts the thread. It ends when the last sender of jobs is dropped and all jobs are done.
 pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
     let (jobs, incoming) = mpsc::unbounded_channel();
-    let backend = Backend::new(setup.connecting.clone(), setup.store_timeout, &setup.channels);
-    let thread = Thread { jobs, backend: backend.clone() };
+    let backend = Backend::new(
+        setup.connecting.clone(),
+        setup.store_timeout,
+        &setup.channels,
+    );
+    let thread = Thread {
+        jobs,
+        backend: backend.clone(),
+    };
     std::thread::Builder::new()
         .name("tollgate-redis".into())
         .spawn(move || run(setup, backend, incoming))
@@ -139,24 +156,40 @@ pub(super) fn start(setup: Setup) -> Result<Thread, StoreError> {
 fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job>) {
     // Here and not in `start`: a runtime must not be dropped in an asynchronous caller, as it would
     // be if the thread could not be started.
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             // The next job starts another thread.
             incoming.close();
             while let Ok(job) = incoming.try_recv() {
-                job.refuse(StoreError::away(format!("its thread has no runtime: {error}")));
+                job.refuse(StoreError::away(format!(
+                    "its thread has no runtime: {error}"
+                )));
             }
             return;
         }
     };
-    let Setup { store_timeout, instance, secret, listeners, .. } = setup;
+    let Setup {
+        store_timeout,
+        instance,
+        secret,
+        listeners,
+        ..
+    } = setup;
     let (to_worker, subscription) = mpsc::unbounded_channel();
     let connections = backend.connections();
     if let Some(find_server) = backend.find_server() {
         let backend = backend.clone();
         runtime.spawn(again_after_panics(move || {
-            pubsub::listen(find_server.clone(), instance, backend.clone(), to_worker.clone())
+            pubsub::listen(
+                find_server.clone(),
+                instance,
+                backend.clone(),
+                to_worker.clone(),
+            )
         }));
     }
     let kept = backend.clone();
@@ -178,7 +211,11 @@ fn run(setup: Setup, backend: Backend, mut incoming: mpsc::UnboundedReceiver<Job
     let mut backoff = Backoff::new();
     // After a panic the worker keeps its state, because only the worker repeats the claims of calls
     // in flight.
-    while catch_unwind(AssertUnwindSafe(|| runtime.block_on(worker.run(&mut incoming)))).is_err() {
+    while catch_unwind(AssertUnwindSafe(|| {
+        runtime.block_on(worker.run(&mut incoming))
+    }))
+    .is_err()
+    {
         runtime.block_on(clock::sleep(backoff.pause()));
         worker.claims.repeat_all();
     }
@@ -267,7 +304,13 @@ impl Worker {
         match job {
             // The caller was dropped, so the call is not needed.
             Job::Call { reply, .. } if reply.is_closed() => {}
-            Job::Call { about, key, call, packed, reply } => {
+            Job::Call {
+                about,
+                key,
+                call,
+                packed,
+                reply,
+            } => {
                 let script = match about {
                     About::Rates => self.script.clone(),
                     About::InFlight => self.claims.script(),
@@ -288,11 +331,20 @@ impl Worker {
             Job::GiveBack { key, spec, unused } => {
                 for unused in unused {
                     let of_key = self.returns.entry((key.clone(), unused.incarnation));
-                    of_key.or_insert_with(|| (spec.clone(), Vec::new())).1.push(unused);
+                    of_key
+                        .or_insert_with(|| (spec.clone(), Vec::new()))
+                        .1
+                        .push(unused);
                 }
-                self.release_at.get_or_insert_with(|| clock::after(clock::now(), GATHERING));
+                self.release_at
+                    .get_or_insert_with(|| clock::after(clock::now(), GATHERING));
             }
-            Job::Hold { name, call, token, reply } => {
+            Job::Hold {
+                name,
+                call,
+                token,
+                reply,
+            } => {
                 let (script, backend) = (self.script.clone(), self.backend.clone());
                 calls.spawn(async move {
                     let to_all = Argument::Channel(TO_ALL.into());
@@ -301,7 +353,11 @@ impl Worker {
                     let _ = reply.send(held);
                 });
             }
-            Job::Claim { name, claim, listener } => {
+            Job::Claim {
+                name,
+                claim,
+                listener,
+            } => {
                 self.claims.claim(name, claim, listener);
             }
             Job::Run(task) => drop(self.tasks.spawn(task)),
@@ -311,7 +367,8 @@ impl Worker {
                 let (all_left, left) = oneshot::channel();
                 self.claims.flush(all_left);
                 calls.spawn(async move {
-                    let flushed: Result<(), StoreError> = releases.join_all().await.into_iter().collect();
+                    let flushed: Result<(), StoreError> =
+                        releases.join_all().await.into_iter().collect();
                     let left = left.await.unwrap_or(Err(StoreError::Lost));
                     let _ = reply.send(lost.map_or(flushed.and(left), Err));
                 });
@@ -321,7 +378,9 @@ impl Worker {
             Job::Ping(reply) => {
                 let backend = self.backend.clone();
                 calls.spawn(async move {
-                    let pong = backend.send_any(redis::cmd("PING"), backend.deadline()).await;
+                    let pong = backend
+                        .send_any(redis::cmd("PING"), backend.deadline())
+                        .await;
                     let _ = reply.send(pong.map(|_| ()).map_err(|failure| failure.to_error()));
                 });
             }
@@ -332,11 +391,13 @@ impl Worker {
         match incoming {
             Incoming::Subscribed => {
                 self.claims.set_subscribed(true);
-                self.listeners.notify_all(Key::ALL, &StoreEvent::EventsMissed);
+                self.listeners
+                    .notify_all(Key::ALL, &StoreEvent::EventsMissed);
             }
             Incoming::Disconnected => {
                 self.claims.set_subscribed(false);
-                self.listeners.notify_all(Key::ALL, &StoreEvent::Disconnected);
+                self.listeners
+                    .notify_all(Key::ALL, &StoreEvent::Disconnected);
             }
             Incoming::Message(message) if !self.on_register_message(&message) => {
                 self.claims.on_message(&message)
@@ -355,7 +416,9 @@ impl Worker {
     /// Notifies the listeners if `message` is about a register. Returns whether it is.
     fn on_register_message(&self, message: &[u8]) -> bool {
         let event = registers::read_event(message, self.secret);
-        event.map(|(key, event)| self.listeners.notify_all(key, &event)).is_some()
+        event
+            .map(|(key, event)| self.listeners.notify_all(key, &event))
+            .is_some()
     }
 
     /// Keeps the first error of permits that were given back, for the next flush.
@@ -369,10 +432,14 @@ impl Worker {
         for ((key, _), (spec, unused)) in self.returns.drain() {
             for unused in unused.chunks(MOST_RETURNS) {
                 let call = codec::give_back(&spec, unused, dice());
-                let (script, backend, key) = (self.script.clone(), self.backend.clone(), key.clone());
-                releases.spawn(
-                    async move { script.run(&backend, &key, &[Argument::Is(call)]).await.map(|_| ()) },
-                );
+                let (script, backend, key) =
+                    (self.script.clone(), self.backend.clone(), key.clone());
+                releases.spawn(async move {
+                    script
+                        .run(&backend, &key, &[Argument::Is(call)])
+                        .await
+                        .map(|_| ())
+                });
             }
         }
     }

@@ -12,5 +12,8 @@ use tower::buffer::BufferLayer;
 /// If the configuration is not valid.
 pub fn limited(limit: &RateLimitLayer, config: Config) -> Result<Client, Error> {
     let builder = ClientBuilder::try_from(config)?;
-    Ok(builder.with_layer(&BufferLayer::new(1024)).with_layer(limit).build())
+    Ok(builder
+        .with_layer(&BufferLayer::new(1024))
+        .with_layer(limit)
+        .build())
 }

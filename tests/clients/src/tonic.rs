@@ -9,7 +9,8 @@ use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 use tower::ServiceBuilder;
 
-/// Puts the layer around a channel. A generated client takes the result in its `new`, as [`Grpc`] does.
+/// Puts the layer around a channel. A generated client takes the result in its `new`, as [`Grpc`]
+/// does.
 pub fn limited(limit: RateLimitLayer, channel: Channel) -> RateLimit<Channel> {
     ServiceBuilder::new().layer(limit).service(channel)
 }
@@ -30,8 +31,15 @@ where
     M2: Send + Sync + 'static,
 {
     let mut grpc = Grpc::new(channel);
-    grpc.ready().await.map_err(|error| Status::from_error(error.into()))?;
-    grpc.unary(Request::new(message), PathAndQuery::from_static("/echo.Echo/Call"), codec).await
+    grpc.ready()
+        .await
+        .map_err(|error| Status::from_error(error.into()))?;
+    grpc.unary(
+        Request::new(message),
+        PathAndQuery::from_static("/echo.Echo/Call"),
+        codec,
+    )
+    .await
 }
 
 /// Returns the refusal in the status of a call.

@@ -18,7 +18,8 @@ pub struct Event {
     pub ended: u64,
     /// How the call left the gate.
     pub outcome: Outcome,
-    /// The text of the error, if there was one. If the upstream refused the call: when the refusal arrived.
+    /// The text of the error, if there was one. If the upstream refused the call: when the refusal
+    /// arrived.
     pub text: String,
 }
 
@@ -65,8 +66,17 @@ impl Event {
 /// The format in which a worker prints an event.
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = NAMES.iter().find(|(outcome, _)| *outcome == self.outcome).map_or("", |(_, name)| name);
-        write!(f, "{name} {} {} {}", self.asked, self.ended, self.text.replace('\n', " "))
+        let name = NAMES
+            .iter()
+            .find(|(outcome, _)| *outcome == self.outcome)
+            .map_or("", |(_, name)| name);
+        write!(
+            f,
+            "{name} {} {} {}",
+            self.asked,
+            self.ended,
+            self.text.replace('\n', " ")
+        )
     }
 }
 
@@ -76,10 +86,20 @@ impl FromStr for Event {
     fn from_str(line: &str) -> anyhow::Result<Self> {
         let mut words = line.splitn(4, ' ');
         let name = words.next().unwrap_or_default();
-        let outcome = NAMES.iter().find(|(_, other)| *other == name).context("no outcome")?.0;
-        let mut moment = || -> anyhow::Result<u64> { Ok(words.next().context("no moment")?.parse()?) };
+        let outcome = NAMES
+            .iter()
+            .find(|(_, other)| *other == name)
+            .context("no outcome")?
+            .0;
+        let mut moment =
+            || -> anyhow::Result<u64> { Ok(words.next().context("no moment")?.parse()?) };
         let (asked, ended) = (moment()?, moment()?);
-        Ok(Event { asked, ended, outcome, text: words.next().unwrap_or_default().into() })
+        Ok(Event {
+            asked,
+            ended,
+            outcome,
+            text: words.next().unwrap_or_default().into(),
+        })
     }
 }
 
@@ -97,13 +117,18 @@ pub struct Report {
 impl Report {
     /// Returns the calls with this outcome.
     pub fn of(&self, outcome: Outcome) -> impl Iterator<Item = &Event> {
-        self.events.iter().filter(move |event| event.outcome == outcome)
+        self.events
+            .iter()
+            .filter(move |event| event.outcome == outcome)
     }
 }
 
 /// Returns the grants of all workers, sorted by the moment of the grant.
 pub fn by_grant(reports: &[Report]) -> Vec<&Event> {
-    let mut grants: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Granted)).collect();
+    let mut grants: Vec<_> = reports
+        .iter()
+        .flat_map(|report| report.of(Outcome::Granted))
+        .collect();
     grants.sort_by_key(|event| event.ended);
     grants
 }
@@ -115,27 +140,46 @@ pub fn log(reports: &[Report]) -> Log {
     let start = Instant::now();
     let arrival = |event: &&Event| {
         let at = start + Duration::from_nanos(event.ended - first);
-        Arrival { at, sent: Some(at), who: None, accepted: true, ended: None }
+        Arrival {
+            at,
+            sent: Some(at),
+            who: None,
+            accepted: true,
+            ended: None,
+        }
     };
     Log::from(grants.iter().map(arrival).collect::<Vec<_>>())
 }
 
 /// Returns the longest time that a call was at the gate, whatever its outcome.
 pub fn longest_wait(reports: &[Report]) -> Duration {
-    reports.iter().flat_map(|report| &report.events).map(Event::waited).max().unwrap_or_default()
+    reports
+        .iter()
+        .flat_map(|report| &report.events)
+        .map(Event::waited)
+        .max()
+        .unwrap_or_default()
 }
 
-/// Counts the calls that another process overtook: its call arrived more than `grace` later and was granted more than
-/// `grace` earlier. Also returns the largest lead.
+/// Counts the calls that another process overtook: its call arrived more than `grace` later and was
+/// granted more than `grace` earlier. Also returns the largest lead.
 pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
     let grace = u64::try_from(grace.as_nanos()).unwrap_or(u64::MAX);
     let (mut calls, mut most) = (0, 0);
     for (i, report) in reports.iter().enumerate() {
-        let others = || reports.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, other)| other);
+        let others = || {
+            reports
+                .iter()
+                .enumerate()
+                .filter(|(j, _)| *j != i)
+                .map(|(_, other)| other)
+        };
         for first in report.of(Outcome::Granted) {
             let later = others()
                 .flat_map(|other| other.of(Outcome::Granted))
-                .filter(|later| first.asked + grace < later.asked && first.ended > later.ended + grace);
+                .filter(|later| {
+                    first.asked + grace < later.asked && first.ended > later.ended + grace
+                });
             if let Some(by) = later.map(|later| first.ended - later.ended).max() {
                 calls += 1;
                 most = most.max(by);
@@ -145,8 +189,8 @@ pub fn overtaken(reports: &[Report], grace: Duration) -> (usize, Duration) {
     (calls, Duration::from_nanos(most))
 }
 
-/// Returns when calls can leave that all arrive at once: each as soon as all limits allow it, with windows longer by
-/// `margin`.
+/// Returns when calls can leave that all arrive at once: each as soon as all limits allow it, with
+/// windows longer by `margin`.
 pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> {
     let mut moments: Vec<Duration> = Vec::new();
     std::iter::from_fn(move || {
@@ -157,17 +201,25 @@ pub fn ideal(quota: &Quota, margin: Duration) -> impl Iterator<Item = Duration> 
             }
             _ => None,
         });
-        moments.push(free.max().unwrap_or_default().max(moments.last().copied().unwrap_or_default()));
+        moments.push(
+            free.max()
+                .unwrap_or_default()
+                .max(moments.last().copied().unwrap_or_default()),
+        );
         moments.last().copied()
     })
 }
 
-/// Returns how much later than ideal each call left, sorted. The clock starts when the first call enters the gate.
+/// Returns how much later than ideal each call left, sorted. The clock starts when the first call
+/// enters the gate.
 pub fn lateness(reports: &[Report], quota: &Quota, margin: Duration) -> Vec<Duration> {
     let grants = by_grant(reports);
-    let Some(start) = grants.iter().map(|event| event.asked).min() else { return Vec::new() };
-    let late =
-        |(event, ideal): (&&Event, Duration)| Duration::from_nanos(event.ended - start).saturating_sub(ideal);
+    let Some(start) = grants.iter().map(|event| event.asked).min() else {
+        return Vec::new();
+    };
+    let late = |(event, ideal): (&&Event, Duration)| {
+        Duration::from_nanos(event.ended - start).saturating_sub(ideal)
+    };
     let mut late: Vec<_> = grants.iter().zip(ideal(quota, margin)).map(late).collect();
     late.sort_unstable();
     late
@@ -176,7 +228,10 @@ pub fn lateness(reports: &[Report], quota: &Quota, margin: Duration) -> Vec<Dura
 /// Returns the value that the fraction `share` of the sorted values does not exceed.
 pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
     let index = (sorted.len() as f64 * share).ceil() as usize;
-    sorted.get(index.saturating_sub(1)).copied().unwrap_or_default()
+    sorted
+        .get(index.saturating_sub(1))
+        .copied()
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -184,20 +239,42 @@ mod tests {
     use super::*;
 
     fn granted(asked: u64, ended: u64) -> Event {
-        Event { asked, ended, outcome: Outcome::Granted, text: String::new() }
+        Event {
+            asked,
+            ended,
+            outcome: Outcome::Granted,
+            text: String::new(),
+        }
     }
 
     fn report(events: Vec<Event>) -> Report {
-        Report { events, ended: true, ..Report::default() }
+        Report {
+            events,
+            ended: true,
+            ..Report::default()
+        }
     }
 
     #[test]
     fn events_parse_back_from_their_lines() {
-        let event = Event { outcome: Outcome::StoreFailed, text: "it is away".into(), ..granted(1, 2) };
+        let event = Event {
+            outcome: Outcome::StoreFailed,
+            text: "it is away".into(),
+            ..granted(1, 2)
+        };
         assert_eq!(event.to_string().parse::<Event>().unwrap(), event);
-        assert_eq!(granted(1, 2).to_string().parse::<Event>().unwrap(), granted(1, 2));
-        let refused = Event { text: refusal(3), ..granted(1, 2) };
-        assert_eq!(refused.to_string().parse::<Event>().unwrap().refused_at(), Some(3));
+        assert_eq!(
+            granted(1, 2).to_string().parse::<Event>().unwrap(),
+            granted(1, 2)
+        );
+        let refused = Event {
+            text: refusal(3),
+            ..granted(1, 2)
+        };
+        assert_eq!(
+            refused.to_string().parse::<Event>().unwrap().refused_at(),
+            Some(3)
+        );
         assert_eq!(event.refused_at(), None);
         assert!("done".parse::<Event>().is_err());
     }
@@ -205,14 +282,22 @@ mod tests {
     #[test]
     fn overtaken_counts_other_processes_beyond_the_grace() {
         let grace = Duration::from_nanos(10);
-        let calls = |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
+        let calls =
+            |first, second| overtaken(&[report(vec![first]), report(vec![second])], grace).0;
         assert_eq!(calls(granted(0, 111), granted(11, 100)), 1);
         assert_eq!(calls(granted(11, 100), granted(0, 111)), 1);
         assert_eq!(calls(granted(0, 110), granted(11, 100)), 0);
         assert_eq!(calls(granted(0, 111), granted(10, 100)), 0);
-        let by_two = [vec![granted(0, 150)], vec![granted(11, 100), granted(12, 120)]].map(report);
+        let by_two = [
+            vec![granted(0, 150)],
+            vec![granted(11, 100), granted(12, 120)],
+        ]
+        .map(report);
         assert_eq!(overtaken(&by_two, grace), (1, Duration::from_nanos(50)));
-        assert_eq!(overtaken(&[report(vec![granted(0, 111), granted(11, 100)])], grace).0, 0);
+        assert_eq!(
+            overtaken(&[report(vec![granted(0, 111), granted(11, 100)])], grace).0,
+            0
+        );
     }
 
     #[test]
@@ -221,7 +306,11 @@ mod tests {
         let quota = "2/1s, 3/5s".parse().unwrap();
         let moments: Vec<_> = ideal(&quota, ms(20)).take(5).collect();
         assert_eq!(moments, [0, 0, 1020, 5020, 5020].map(ms));
-        let late = lateness(&[report(vec![granted(5, 5), granted(5, 1_000_005)])], &quota, ms(20));
+        let late = lateness(
+            &[report(vec![granted(5, 5), granted(5, 1_000_005)])],
+            &quota,
+            ms(20),
+        );
         assert_eq!(late, [0, 1].map(ms));
     }
 

@@ -32,22 +32,36 @@ impl Fleet {
     /// If a worker does not get ready.
     pub fn start(program: impl AsRef<Path>, processes: usize, options: &Options) -> Fleet {
         let start = |number: usize| {
-            let options = Options { who: format!("{}{number}", options.who), ..options.clone() };
+            let options = Options {
+                who: format!("{}{number}", options.who),
+                ..options.clone()
+            };
             Worker::start(program.as_ref(), &options)
         };
         let mut workers: Vec<_> = (0..processes).map(start).collect();
         for worker in &mut workers {
             let ready = worker.lines.recv_timeout(PATIENCE);
-            assert_eq!(ready.as_deref(), Ok("ready"), "a worker gets ready; its errors are above");
+            assert_eq!(
+                ready.as_deref(),
+                Ok("ready"),
+                "a worker gets ready; its errors are above"
+            );
         }
-        Fleet { workers, span: options.span }
+        Fleet {
+            workers,
+            span: options.span,
+        }
     }
 
     /// Sends "go" to all workers.
     pub fn go(&mut self) {
         for worker in &mut self.workers {
             // The input of a killed worker is closed.
-            let _ = worker.child.stdin.as_mut().map(|stdin| stdin.write_all(b"go\n"));
+            let _ = worker
+                .child
+                .stdin
+                .as_mut()
+                .map(|stdin| stdin.write_all(b"go\n"));
         }
     }
 
@@ -68,7 +82,9 @@ impl Fleet {
 
     /// Ends all workers before their span is over, in order: they return their unused permits.
     pub fn stop(mut self) -> Vec<Report> {
-        self.workers.iter_mut().for_each(|worker| drop(worker.child.stdin.take()));
+        self.workers
+            .iter_mut()
+            .for_each(|worker| drop(worker.child.stdin.take()));
         self.finish()
     }
 
@@ -79,7 +95,10 @@ impl Fleet {
     /// If a worker does not end.
     pub fn finish(mut self) -> Vec<Report> {
         let latest = Instant::now() + self.span + PATIENCE;
-        self.workers.iter_mut().map(|worker| worker.report(latest)).collect()
+        self.workers
+            .iter_mut()
+            .map(|worker| worker.report(latest))
+            .collect()
     }
 }
 
@@ -107,8 +126,13 @@ impl Worker {
     }
 
     fn signal(&self, signal: &str) {
-        let sent = Command::new("kill").args([format!("-{signal}"), self.child.id().to_string()]).status();
-        assert!(sent.is_ok_and(|status| status.success()), "a worker can be sent SIG{signal}");
+        let sent = Command::new("kill")
+            .args([format!("-{signal}"), self.child.id().to_string()])
+            .status();
+        assert!(
+            sent.is_ok_and(|status| status.success()),
+            "a worker can be sent SIG{signal}"
+        );
     }
 
     fn kill(&mut self) {
@@ -119,7 +143,10 @@ impl Worker {
     fn report(&mut self, latest: Instant) -> Report {
         let mut report = Report::default();
         loop {
-            let line = match self.lines.recv_timeout(latest.saturating_duration_since(Instant::now())) {
+            let line = match self
+                .lines
+                .recv_timeout(latest.saturating_duration_since(Instant::now()))
+            {
                 Ok(line) => line,
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => panic!("a worker does not end"),
@@ -129,7 +156,10 @@ impl Worker {
             } else if let Some(warning) = line.strip_prefix("warned ") {
                 report.warnings.push(warning.into());
             } else {
-                report.events.push(line.parse().unwrap_or_else(|error| panic!("{line}: {error}")));
+                report.events.push(
+                    line.parse()
+                        .unwrap_or_else(|error| panic!("{line}: {error}")),
+                );
             }
         }
         let _ = self.child.wait();

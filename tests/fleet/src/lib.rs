@@ -1,6 +1,7 @@
 //! Many processes behind one limit: starts them, sends "go", and reads their reports.
 //!
-//! A worker is a process that calls through tollgate. Its program is `src/worker`; by hand it runs like this:
+//! A worker is a process that calls through tollgate. Its program is `src/worker`; by hand it runs
+//! like this:
 //!
 //! ```sh
 //! redis-server --port 7000 --save "" &
@@ -14,15 +15,20 @@ mod redis;
 mod stalls;
 
 pub use events::{
-    Event, Outcome, Report, by_grant, ideal, lateness, log, longest_wait, overtaken, percentile, refusal,
+    Event, Outcome, Report, by_grant, ideal, lateness, log, longest_wait, overtaken, percentile,
+    refusal,
 };
 pub use fleet::Fleet;
 pub use options::{Arrivals, INCR, MEMORY, Options};
 pub use redis::{keys_for_ever, store_calls};
 pub use stalls::Stalls;
 
-/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the system clock.
+/// Returns the time in nanoseconds since the Unix epoch, by a clock that ignores steps of the
+/// system clock.
 pub fn now() -> u64 {
     let now = upstream::sent_now();
-    now.to_str().ok().and_then(|now| now.parse().ok()).expect("a number is text")
+    now.to_str()
+        .ok()
+        .and_then(|now| now.parse().ok())
+        .expect("a number is text")
 }

@@ -7,7 +7,8 @@ use anyhow::{Context, bail};
 /// The store of a process that counts for itself.
 pub const MEMORY: &str = "memory";
 
-/// A prefix of the URL of a Redis server: the worker uses one counter for each second, without tollgate's store.
+/// A prefix of the URL of a Redis server: the worker uses one counter for each second, without
+/// tollgate's store.
 pub const INCR: &str = "incr";
 
 /// What a worker does.
@@ -15,11 +16,12 @@ pub const INCR: &str = "incr";
 pub struct Options {
     /// The quota, in the format that tollgate parses.
     pub quota: String,
-    /// Instead of the quota's limiter, an adaptive throttle with this pace, by its name in the simulator; empty for
-    /// none. Its only known limit is `quota`. `fair-shared` shares its pace through the store.
+    /// Instead of the quota's limiter, an adaptive throttle with this pace, by its name in the
+    /// simulator; empty for none. Its only known limit is `quota`. `fair-shared` shares its pace
+    /// through the store.
     pub pace: String,
-    /// The URL of a Redis server, or [`MEMORY`]; or `cluster` and the URLs of its servers; or `sentinel`, the URL of
-    /// the master and the URLs of the Sentinels.
+    /// The URL of a Redis server, or [`MEMORY`]; or `cluster` and the URLs of its servers; or
+    /// `sentinel`, the URL of the master and the URLs of the Sentinels.
     pub store: String,
     /// The file with the trusted certificate; empty for the certificates of the system.
     pub certificate: String,
@@ -43,11 +45,13 @@ pub struct Options {
     pub pause: Duration,
     /// Whether a call passes when the store does not answer.
     pub fail_open: bool,
-    /// The fallback share of a process that was granted nothing before the store failed; 0 turns fallback shares off.
+    /// The fallback share of a process that was granted nothing before the store failed; 0 turns
+    /// fallback shares off.
     pub share: f64,
     /// Whether the script is not yet loaded at the first call.
     pub cold: bool,
-    /// Whether each call is printed when it ends, so that the report of a killed worker is complete.
+    /// Whether each call is printed when it ends, so that the report of a killed worker is
+    /// complete.
     pub live: bool,
     /// The name of the worker in the upstream's log.
     pub who: String,
@@ -62,8 +66,9 @@ pub enum Arrivals {
     Once,
     /// A new call begins after each such span, whether or not the others have ended.
     Every(Duration),
-    /// Each task calls again when its call has ended, in turns: the first turn begins after `first` and lasts for `on`;
-    /// the next begins `off` after its end. A call that is not served by the end of its turn gives up.
+    /// Each task calls again when its call has ended, in turns: the first turn begins after `first`
+    /// and lasts for `on`; the next begins `off` after its end. A call that is not served by the
+    /// end of its turn gives up.
     Turns {
         /// The time until the first turn.
         first: Duration,
@@ -100,8 +105,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Returns the options as words of a command line. Spans are in milliseconds, spans between arrivals in
-    /// microseconds.
+    /// Returns the options as words of a command line. Spans are in milliseconds, spans between
+    /// arrivals in microseconds.
     pub fn to_words(&self) -> Vec<String> {
         let ms = |span: Duration| span.as_millis().to_string();
         let us = |span: Duration| span.as_micros().to_string();
@@ -131,7 +136,10 @@ impl Options {
             ("live", self.live.to_string()),
             ("who", self.who.clone()),
         ];
-        pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
+        pairs
+            .into_iter()
+            .flat_map(|(name, value)| [format!("--{name}"), value])
+            .collect()
     }
 
     /// Parses the words of a command line. Options that are missing have their defaults.
@@ -144,7 +152,9 @@ impl Options {
         let mut options = Options::default();
         let mut words = words.into_iter();
         while let Some(name) = words.next() {
-            let value = words.next().with_context(|| format!("{name} needs a value"))?;
+            let value = words
+                .next()
+                .with_context(|| format!("{name} needs a value"))?;
             let mut read = || -> anyhow::Result<()> {
                 match name.as_str() {
                     "--quota" => options.quota = value.clone(),
@@ -156,7 +166,9 @@ impl Options {
                     "--arrivals" if value == "loop" => options.arrivals = Arrivals::Loop,
                     "--arrivals" if value == "once" => options.arrivals = Arrivals::Once,
                     "--arrivals" => {
-                        let spans = value.split(',').map(|text| text.parse().map(Duration::from_micros));
+                        let spans = value
+                            .split(',')
+                            .map(|text| text.parse().map(Duration::from_micros));
                         options.arrivals = match spans.collect::<Result<Vec<_>, _>>()?[..] {
                             [gap] => Arrivals::Every(gap),
                             [first, on, off] => Arrivals::Turns { first, on, off },
@@ -198,7 +210,11 @@ mod tests {
             ..Options::default()
         };
         let [first, on, off] = [0, 1000, 500].map(Duration::from_millis);
-        let turns = Options { arrivals: Arrivals::Turns { first, on, off }, live: true, ..options.clone() };
+        let turns = Options {
+            arrivals: Arrivals::Turns { first, on, off },
+            live: true,
+            ..options.clone()
+        };
         for options in [options, turns] {
             let read = Options::from_words(options.to_words()).unwrap();
             assert_eq!(format!("{read:?}"), format!("{options:?}"));

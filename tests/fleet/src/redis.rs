@@ -2,17 +2,29 @@
 
 use redis_server::RedisServer;
 
-/// Returns how many script calls the server has answered since it started. Failed calls do not count: the first call by
-/// hash fails until the script is loaded, and is repeated.
+/// Returns how many script calls the server has answered since it started. Failed calls do not
+/// count: the first call by hash fails until the script is loaded, and is repeated.
 pub fn store_calls(server: &RedisServer) -> u64 {
     let stats: String = server.command(&["INFO", "commandstats"]);
     let calls = |line: &str| -> Option<u64> {
         let (command, figures) = line.strip_prefix("cmdstat_")?.split_once(':')?;
-        let scripts = ["eval", "evalsha", "eval_ro", "evalsha_ro", "fcall", "fcall_ro"];
+        let scripts = [
+            "eval",
+            "evalsha",
+            "eval_ro",
+            "evalsha_ro",
+            "fcall",
+            "fcall_ro",
+        ];
         let figure = |name: &str| -> Option<u64> {
-            figures.split(',').find_map(|figure| figure.strip_prefix(name))?.parse().ok()
+            figures
+                .split(',')
+                .find_map(|figure| figure.strip_prefix(name))?
+                .parse()
+                .ok()
         };
-        let answered = figure("calls=")?.saturating_sub(figure("failed_calls=").unwrap_or_default());
+        let answered =
+            figure("calls=")?.saturating_sub(figure("failed_calls=").unwrap_or_default());
         scripts.contains(&command).then_some(answered)
     };
     stats.lines().filter_map(calls).sum()
@@ -27,10 +39,16 @@ pub fn keys_for_ever(server: &RedisServer) -> (usize, usize) {
     let keys: Vec<Vec<u8>> = server.command(&["KEYS", "*"]);
     let mut redis = server.connect().expect("the server answers");
     let mut life = |key: &Vec<u8>| -> i64 {
-        redis::cmd("PTTL").arg(key.as_slice()).query(&mut redis).expect("the server answers")
+        redis::cmd("PTTL")
+            .arg(key.as_slice())
+            .query(&mut redis)
+            .expect("the server answers")
     };
     // For a key that expired meanwhile, the server returns -2.
-    (keys.len(), keys.iter().filter(|key| life(key) == -1).count())
+    (
+        keys.len(),
+        keys.iter().filter(|key| life(key) == -1).count(),
+    )
 }
 
 #[cfg(test)]
@@ -55,7 +73,10 @@ mod tests {
         }
         let () = server.command(&["SET", "a", "1"]);
         let mut redis = server.connect().unwrap();
-        let unknown = redis::cmd("EVALSHA").arg("0".repeat(40)).arg(0).exec(&mut redis);
+        let unknown = redis::cmd("EVALSHA")
+            .arg("0".repeat(40))
+            .arg(0)
+            .exec(&mut redis);
         assert!(unknown.is_err());
         assert_eq!(store_calls(&server), 3);
     }

@@ -29,13 +29,19 @@ impl Stalls {
                 worst
             }
         };
-        let watchers = (0..cores).map(|_| thread::spawn(watch(done.clone()))).collect();
+        let watchers = (0..cores)
+            .map(|_| thread::spawn(watch(done.clone())))
+            .collect();
         Stalls { done, watchers }
     }
 
     /// Returns the longest delay of a wake-up since [`watch`](Stalls::watch).
     pub fn worst(self) -> Duration {
         self.done.store(true, Ordering::Relaxed);
-        self.watchers.into_iter().filter_map(|watcher| watcher.join().ok()).max().unwrap_or_default()
+        self.watchers
+            .into_iter()
+            .filter_map(|watcher| watcher.join().ok())
+            .max()
+            .unwrap_or_default()
     }
 }

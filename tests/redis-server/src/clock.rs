@@ -24,20 +24,30 @@ impl SteppingClock {
     ///
     /// If libfaketime is missing, or its file cannot be written.
     pub fn new() -> Result<Self, Error> {
-        let clock = SteppingClock { library: libfaketime()?, directory: TempDir::new()? };
+        let clock = SteppingClock {
+            library: libfaketime()?,
+            directory: TempDir::new()?,
+        };
         clock.set_ahead(0.0)?;
         Ok(clock)
     }
 
-    /// Gives this clock to the process that `command` starts, and to every process that this one starts.
+    /// Gives this clock to the process that `command` starts, and to every process that this one
+    /// starts.
     ///
     /// `preloaded` are libraries to load after libfaketime.
     pub fn give_to(&self, command: &mut Command, preloaded: &[&str]) {
         let library = self.library.display().to_string();
         let libraries = [&[library.as_str()], preloaded].concat().join(":");
-        command.env_remove("FAKETIME").env("LD_PRELOAD", libraries).env(FILE, self.file());
-        // By default libfaketime reads the file every ten seconds, and steps the clock of timers too.
-        command.env("FAKETIME_NO_CACHE", "1").env("DONT_FAKE_MONOTONIC", "1");
+        command
+            .env_remove("FAKETIME")
+            .env("LD_PRELOAD", libraries)
+            .env(FILE, self.file());
+        // By default libfaketime reads the file every ten seconds, and steps the clock of timers
+        // too.
+        command
+            .env("FAKETIME_NO_CACHE", "1")
+            .env("DONT_FAKE_MONOTONIC", "1");
     }
 
     /// Sets the clock to `seconds` ahead of the machine's.
@@ -49,15 +59,15 @@ impl SteppingClock {
         write_ahead(&self.file(), seconds)
     }
 
-    /// Sets the clock of the calling process, which must have been started with one, to `seconds` ahead of the
-    /// machine's.
+    /// Sets the clock of the calling process, which must have been started with one, to `seconds`
+    /// ahead of the machine's.
     ///
     /// # Errors
     ///
     /// If the process was not started with a clock, or the file cannot be written.
     pub fn set_own_ahead(seconds: f64) -> Result<(), Error> {
-        let file =
-            std::env::var_os(FILE).ok_or_else(|| Error::other("this process has the machine's clock"))?;
+        let file = std::env::var_os(FILE)
+            .ok_or_else(|| Error::other("this process has the machine's clock"))?;
         write_ahead(Path::new(&file), seconds)
     }
 
@@ -75,9 +85,17 @@ fn write_ahead(file: &Path, seconds: f64) -> Result<(), Error> {
 
 /// The path in Debian and other distributions.
 fn libfaketime() -> Result<PathBuf, Error> {
-    let by_architecture = fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
+    let by_architecture = fs::read_dir("/usr/lib")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path());
     by_architecture
-        .chain(["/usr/lib".into(), "/usr/lib64".into(), "/usr/local/lib".into()])
+        .chain([
+            "/usr/lib".into(),
+            "/usr/lib64".into(),
+            "/usr/local/lib".into(),
+        ])
         .map(|directory| directory.join("faketime/libfaketime.so.1"))
         .find(|library| library.exists())
         .ok_or_else(|| {

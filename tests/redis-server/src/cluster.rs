@@ -33,11 +33,24 @@ impl RedisCluster {
     ///
     /// If `redis-server` or `redis-cli` is missing, or the cluster does not come up.
     pub fn start() -> Result<Self, Error> {
-        let options = ["--save", "", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000"];
-        let nodes = (0..6).map(|_| RedisServer::with_options(&options)).collect::<Result<Vec<_>, _>>()?;
+        let options = [
+            "--save",
+            "",
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "1000",
+        ];
+        let nodes = (0..6)
+            .map(|_| RedisServer::with_options(&options))
+            .collect::<Result<Vec<_>, _>>()?;
         let mut create = Command::new("redis-cli");
         create.args(["--cluster", "create"]);
-        create.args(nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())));
+        create.args(
+            nodes
+                .iter()
+                .map(|node| format!("127.0.0.1:{}", node.port())),
+        );
         create.args(["--cluster-replicas", "1", "--cluster-yes"]);
         let created = create.stdin(Stdio::null()).stdout(Stdio::null()).status()?;
         if !created.success() {
@@ -77,7 +90,13 @@ impl RedisCluster {
         let primary = |line: &str| {
             let mut words = line.split_ascii_whitespace();
             let (id, address, flags) = (words.next()?, words.next()?, words.next()?);
-            let port = address.split(['@', ',']).next()?.rsplit_once(':')?.1.parse::<u16>().ok()?;
+            let port = address
+                .split(['@', ','])
+                .next()?
+                .rsplit_once(':')?
+                .1
+                .parse::<u16>()
+                .ok()?;
             let number = self.nodes.iter().position(|node| node.port() == port)?;
             let alive = flags.contains("master") && !flags.contains("fail");
             let range = |range: &str| match range.split_once('-') {
@@ -85,31 +104,50 @@ impl RedisCluster {
                 None => range.parse().ok().map(|slot| (slot, slot)),
             };
             let slots = words.skip(5).filter_map(range).collect::<Vec<_>>();
-            alive.then(|| Primary { number, id: id.to_owned(), slots })
+            alive.then(|| Primary {
+                number,
+                id: id.to_owned(),
+                slots,
+            })
         };
         text.lines().filter_map(primary).collect()
     }
 
     /// Returns the number of the server that owns `slot`, if a running server does.
     pub fn primary_of(&self, slot: u16) -> Option<usize> {
-        let has = |slots: &[(u16, u16)]| slots.iter().any(|(first, last)| (*first..=*last).contains(&slot));
-        self.primaries().into_iter().find(|primary| has(&primary.slots)).map(|primary| primary.number)
+        let has = |slots: &[(u16, u16)]| {
+            slots
+                .iter()
+                .any(|(first, last)| (*first..=*last).contains(&slot))
+        };
+        self.primaries()
+            .into_iter()
+            .find(|primary| has(&primary.slots))
+            .map(|primary| primary.number)
     }
 
-    /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. For `pause`, both
-    /// servers know of the migration and keys stay in place. Returns the number of the new server.
+    /// Moves `slot` to another primary while the cluster works, key by key as `redis-cli` does. For
+    /// `pause`, both servers know of the migration and keys stay in place. Returns the number of
+    /// the new server.
     ///
     /// # Panics
     ///
     /// If no server owns the slot, or a server rejects a command.
     pub fn move_slot(&self, slot: u16, pause: Duration) -> usize {
-        let from = self.primary_of(slot).expect("a running server owns the slot");
+        let from = self
+            .primary_of(slot)
+            .expect("a running server owns the slot");
         let primaries = self.primaries();
         let id = |number: usize| {
             let found = primaries.iter().find(|primary| primary.number == number);
-            found.map(|primary| primary.id.clone()).expect("a primary has an id")
+            found
+                .map(|primary| primary.id.clone())
+                .expect("a primary has an id")
         };
-        let to = primaries.iter().map(|primary| primary.number).find(|number| *number != from);
+        let to = primaries
+            .iter()
+            .map(|primary| primary.number)
+            .find(|number| *number != from);
         let to = to.expect("another primary");
         let (from_id, to_id, slot) = (id(from), id(to), slot.to_string());
         let (source, target) = (&self.nodes[from], &self.nodes[to]);
@@ -153,7 +191,10 @@ impl RedisCluster {
             command.arg(word);
         });
         let answer = |node: &RedisServer| command.query(&mut node.connect().ok()?).ok();
-        self.nodes.iter().find_map(answer).expect("a server lives and answers")
+        self.nodes
+            .iter()
+            .find_map(answer)
+            .expect("a server lives and answers")
     }
 }
 
@@ -168,8 +209,12 @@ mod tests {
         let from = cluster.primary_of(slot).unwrap();
         let to = cluster.move_slot(slot, Duration::ZERO);
         assert_ne!(from, to);
-        cluster.wait_for("all know who has it", |cluster| cluster.primary_of(slot) == Some(to));
+        cluster.wait_for("all know who has it", |cluster| {
+            cluster.primary_of(slot) == Some(to)
+        });
         cluster.node(to).kill();
-        cluster.wait_for("another has it", |cluster| cluster.primary_of(slot).is_some_and(|now| now != to));
+        cluster.wait_for("another has it", |cluster| {
+            cluster.primary_of(slot).is_some_and(|now| now != to)
+        });
     }
 }

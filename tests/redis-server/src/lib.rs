@@ -1,10 +1,13 @@
-//! A local Redis server on loopback, for tollgate's tests and examples, which can be started, stopped, paused, killed
-//! and restarted.
+//! A local Redis server on loopback, for tollgate's tests and examples, which can be started,
+//! stopped, paused, killed and restarted.
 //!
-//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for a server whose
-//! clock is stepped (Debian: `apt-get install faketime`).
+//! Needs `redis-server` in the `PATH` (Debian: `apt-get install redis-server`), and libfaketime for
+//! a server whose clock is stepped (Debian: `apt-get install faketime`).
 
-#![allow(clippy::disallowed_methods, reason = "it is no part of tollgate: its clock is the machine's")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "it is no part of tollgate: its clock is the machine's"
+)]
 
 mod clock;
 mod cluster;
@@ -63,13 +66,21 @@ impl RedisServer {
         RedisServer::with(options, None)
     }
 
-    /// Starts a server that keeps nothing on disk and whose wall clock can be [stepped](RedisServer::step_clock).
+    /// Starts a server that keeps nothing on disk and whose wall clock can be
+    /// [stepped](RedisServer::step_clock).
     ///
     /// # Errors
     ///
-    /// If `redis-server` or libfaketime is missing, or the server does not answer within ten seconds.
+    /// If `redis-server` or libfaketime is missing, or the server does not answer within ten
+    /// seconds.
     pub fn with_stepping_clock() -> Result<Self, Error> {
-        RedisServer::with(&["--save", ""], Some(Clock { clock: SteppingClock::new()?, ahead: 0 }))
+        RedisServer::with(
+            &["--save", ""],
+            Some(Clock {
+                clock: SteppingClock::new()?,
+                ahead: 0,
+            }),
+        )
     }
 
     /// Starts a cluster of one server, which owns all slots.
@@ -81,7 +92,10 @@ impl RedisServer {
         let server = RedisServer::with_options(&["--save", "", "--cluster-enabled", "yes"])?;
         let () = server.command(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
         let start = Instant::now();
-        while !server.command::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok") {
+        while !server
+            .command::<String>(&["CLUSTER", "INFO"])
+            .contains("cluster_state:ok")
+        {
             if start.elapsed() > Duration::from_secs(10) {
                 return Err(Error::other("the cluster of one is not content"));
             }
@@ -92,7 +106,13 @@ impl RedisServer {
 
     fn with(options: &[&str], clock: Option<Clock>) -> Result<Self, Error> {
         let options = options.iter().map(|option| (*option).to_owned()).collect();
-        let mut server = RedisServer { port: 0, options, directory: TempDir::new()?, child: None, clock };
+        let mut server = RedisServer {
+            port: 0,
+            options,
+            directory: TempDir::new()?,
+            child: None,
+            clock,
+        };
         for _ in 0..9 {
             server.port = free_port();
             match server.restart() {
@@ -132,7 +152,8 @@ impl RedisServer {
         }
     }
 
-    /// Starts it again on the same port, killing it first. Its data in memory is lost unless its options keep it.
+    /// Starts it again on the same port, killing it first. Its data in memory is lost unless its
+    /// options keep it.
     ///
     /// # Errors
     ///
@@ -142,10 +163,14 @@ impl RedisServer {
         let mut command = Command::new("redis-server");
         command.args(["--port", &self.port.to_string(), "--bind", "127.0.0.1"]);
         command.arg("--dir").arg(self.directory.path());
-        command.args(&self.options).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .args(&self.options)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         if let Some(clock) = &self.clock {
-            // libfaketime and Redis's jemalloc depend on each other during start-up: the allocator of libc is loaded
-            // before jemalloc.
+            // libfaketime and Redis's jemalloc depend on each other during start-up: the allocator
+            // of libc is loaded before jemalloc.
             clock.clock.give_to(&mut command, &["libc.so.6"]);
         }
         let child = command.spawn().map_err(|error| match error.kind() {
@@ -159,9 +184,16 @@ impl RedisServer {
         let id = format!("process_id:{}\r\n", child.id());
         let start = Instant::now();
         loop {
-            if let Some(status) = self.child.as_mut().map(Child::try_wait).transpose()?.flatten() {
-                let message =
-                    format!("redis-server ended ({status}): its port is taken, or its options are wrong");
+            if let Some(status) = self
+                .child
+                .as_mut()
+                .map(Child::try_wait)
+                .transpose()?
+                .flatten()
+            {
+                let message = format!(
+                    "redis-server ended ({status}): its port is taken, or its options are wrong"
+                );
                 return Err(Error::new(ErrorKind::AddrInUse, message));
             }
             match self.identity() {
@@ -204,14 +236,22 @@ impl RedisServer {
     ///
     /// If it was not started [with such a clock](RedisServer::with_stepping_clock).
     pub fn step_clock(&mut self, seconds: i64) -> Result<(), Error> {
-        let clock = self.clock.as_mut().expect("a server with a clock that steps");
+        let clock = self
+            .clock
+            .as_mut()
+            .expect("a server with a clock that steps");
         clock.ahead += seconds;
         clock.clock.set_ahead(clock.ahead as f64)
     }
 
     fn signal(&self, signal: &str) {
-        let sent = Command::new("kill").args([format!("-{signal}"), self.id().to_string()]).status();
-        assert!(sent.is_ok_and(|status| status.success()), "the server can be sent SIG{signal}");
+        let sent = Command::new("kill")
+            .args([format!("-{signal}"), self.id().to_string()])
+            .status();
+        assert!(
+            sent.is_ok_and(|status| status.success()),
+            "the server can be sent SIG{signal}"
+        );
     }
 
     /// Opens a blocking connection.
@@ -234,7 +274,9 @@ impl RedisServer {
             command.arg(word);
         });
         let mut redis = self.connect().expect("the server is there");
-        command.query(&mut redis).unwrap_or_else(|error| panic!("{words:?}: {error}"))
+        command
+            .query(&mut redis)
+            .unwrap_or_else(|error| panic!("{words:?}: {error}"))
     }
 }
 
@@ -244,13 +286,16 @@ impl Drop for RedisServer {
     }
 }
 
-/// Returns a port without a listener, which has no listener 10000 above it either, where a cluster's server listens
-/// too. The system assigns none of these to outgoing connections, so the port stays free while its server is
-/// restarted.
+/// Returns a port without a listener, which has no listener 10000 above it either, where a
+/// cluster's server listens too. The system assigns none of these to outgoing connections, so the
+/// port stays free while its server is restarted.
 pub fn free_port() -> u16 {
     loop {
         let port = 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16;
-        if [port, port + 10_000].iter().all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()) {
+        if [port, port + 10_000]
+            .iter()
+            .all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok())
+        {
             return port;
         }
     }
@@ -272,19 +317,28 @@ mod tests {
         for (step, ahead) in [(30, 30), (-60, -30), (30, 0)] {
             server.step_clock(step).unwrap();
             let since = clock(&server) - start;
-            assert!((ahead..ahead + 10).contains(&since), "{since} s instead of {ahead} s");
+            assert!(
+                (ahead..ahead + 10).contains(&since),
+                "{since} s instead of {ahead} s"
+            );
         }
         server.step_clock(3600).unwrap();
         server.restart().unwrap();
         let since = clock(&server) - start;
-        assert!((3600..3620).contains(&since), "{since} s instead of an hour");
+        assert!(
+            (3600..3620).contains(&since),
+            "{since} s instead of an hour"
+        );
     }
 
     #[test]
     fn server_starts_answers_and_forgets_on_restart() {
         let mut server = RedisServer::start().unwrap();
         let () = server.command(&["SET", "a", "1"]);
-        assert_eq!(server.command::<Option<String>>(&["GET", "a"]).as_deref(), Some("1"));
+        assert_eq!(
+            server.command::<Option<String>>(&["GET", "a"]).as_deref(),
+            Some("1")
+        );
         server.restart().unwrap();
         assert_eq!(server.command::<Option<String>>(&["GET", "a"]), None);
     }

@@ -1,5 +1,5 @@
-//! A proxy in front of a server that injects faults: it drops data, breaks connections, or breaks them right after a
-//! script ran.
+//! A proxy in front of a server that injects faults: it drops data, breaks connections, or breaks
+//! them right after a script ran.
 
 use std::io::{Error, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -36,7 +36,10 @@ impl Proxy {
     /// If it cannot listen.
     pub fn start(port: u16) -> Result<Self, Error> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let proxy = Proxy { port: listener.local_addr()?.port(), way: Arc::default() };
+        let proxy = Proxy {
+            port: listener.local_addr()?.port(),
+            way: Arc::default(),
+        };
         let way = Arc::downgrade(&proxy.way);
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
@@ -61,7 +64,8 @@ impl Proxy {
         format!("redis://127.0.0.1:{}/", self.port)
     }
 
-    /// From now on drops all data it receives; or stops doing so, and breaks the affected connections.
+    /// From now on drops all data it receives; or stops doing so, and breaks the affected
+    /// connections.
     pub fn swallow(&self, swallows: bool) {
         self.way.swallows.store(swallows, Ordering::Relaxed);
         if !swallows {
@@ -92,7 +96,11 @@ impl Proxy {
 
     /// Returns when clients tried to connect, since `start`.
     pub fn tries_since(&self, start: Instant) -> Vec<Instant> {
-        lock(&self.way.tries).iter().copied().filter(|at| *at >= start).collect()
+        lock(&self.way.tries)
+            .iter()
+            .copied()
+            .filter(|at| *at >= start)
+            .collect()
     }
 }
 
@@ -114,7 +122,9 @@ impl Way {
 
     fn connect(self: Arc<Self>, client: TcpStream, port: u16) -> Result<(), Error> {
         let server = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
-        [&client, &server].into_iter().try_for_each(|stream| stream.set_nodelay(true))?;
+        [&client, &server]
+            .into_iter()
+            .try_for_each(|stream| stream.set_nodelay(true))?;
         lock(&self.open).extend([client.try_clone()?, server.try_clone()?]);
         // Whether the server's next answer must be lost.
         let lost = Arc::new(AtomicBool::new(false));

@@ -32,10 +32,17 @@ impl Watched {
         let master = servers[0].port().to_string();
         let () = servers[1].command(&["REPLICAOF", "127.0.0.1", &master]);
         let directory = TempDir::new()?;
-        let mut watched = Watched { servers, sentinels: Vec::new(), _directory: directory };
+        let mut watched = Watched {
+            servers,
+            sentinels: Vec::new(),
+            _directory: directory,
+        };
         for number in 0..3 {
             let port = free_port();
-            let config = watched._directory.path().join(format!("sentinel-{number}.conf"));
+            let config = watched
+                ._directory
+                .path()
+                .join(format!("sentinel-{number}.conf"));
             let name = Watched::NAME;
             let settings = format!(
                 "port {port}\nbind 127.0.0.1\nsentinel monitor {name} 127.0.0.1 {master} 2\nsentinel \
@@ -63,7 +70,10 @@ impl Watched {
 
     /// Returns the URLs of the Sentinels.
     pub fn urls(&self) -> Vec<String> {
-        self.sentinels.iter().map(|(port, _)| format!("redis://127.0.0.1:{port}/")).collect()
+        self.sentinels
+            .iter()
+            .map(|(port, _)| format!("redis://127.0.0.1:{port}/"))
+            .collect()
     }
 
     /// Returns the servers: the first is the initial master.
@@ -85,8 +95,13 @@ impl Drop for Watched {
 fn knows_all(port: u16) -> bool {
     let asked = || {
         let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).ok()?;
-        let mut sentinel = client.get_connection_with_timeout(Duration::from_secs(1)).ok()?;
-        redis::cmd("INFO").arg("sentinel").query::<String>(&mut sentinel).ok()
+        let mut sentinel = client
+            .get_connection_with_timeout(Duration::from_secs(1))
+            .ok()?;
+        redis::cmd("INFO")
+            .arg("sentinel")
+            .query::<String>(&mut sentinel)
+            .ok()
     };
     asked().is_some_and(|info| info.contains("status=ok") && info.contains("slaves=1,sentinels=3"))
 }
@@ -102,7 +117,10 @@ mod tests {
         let start = Instant::now();
         let role = |server: &RedisServer| server.command::<String>(&["INFO", "replication"]);
         while !role(&watched.servers()[1]).contains("role:master") {
-            assert!(start.elapsed() < Duration::from_secs(20), "it is still a replica");
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "it is still a replica"
+            );
             sleep(Duration::from_millis(50));
         }
     }

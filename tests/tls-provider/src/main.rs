@@ -1,5 +1,5 @@
-//! A program that uses rustls, and a store behind TLS: whatever provider the program has chosen stays as it is, and where it
-//! has chosen none, the store says so.
+//! A program that uses rustls, and a store behind TLS: whatever provider the program has chosen
+//! stays as it is, and where it has chosen none, the store says so.
 
 use rustls::ClientConfig;
 use rustls::crypto::CryptoProvider;
@@ -16,7 +16,11 @@ fn key_exchanges() -> Option<String> {
 fn build() -> Option<String> {
     let before = key_exchanges();
     let error = RedisStore::new(URL).err().map(|error| error.to_string());
-    assert_eq!(key_exchanges(), before, "the store changes the provider of the process");
+    assert_eq!(
+        key_exchanges(),
+        before,
+        "the store changes the provider of the process"
+    );
     error
 }
 
@@ -26,20 +30,26 @@ fn main() {
     match build() {
         None => {
             assert!(aws_lc_rs != ring, "a store without a provider");
-            // rustls takes the one that its features name, unless another crate has named a second one.
+            // rustls takes the one that its features name, unless another crate has named a second
+            // one.
             let _ = ClientConfig::builder();
         }
         Some(error) => {
             println!("{error}");
             assert!(aws_lc_rs == ring, "{error}");
-            assert!(error.contains("rustls::crypto::ring::default_provider().install_default()"), "{error}");
+            assert!(
+                error.contains("rustls::crypto::ring::default_provider().install_default()"),
+                "{error}"
+            );
             assert!(!error.contains("geheim"), "{error}");
         }
     }
     #[cfg(all(feature = "aws-lc-rs", feature = "ring"))]
     {
         // What the error says.
-        rustls::crypto::ring::default_provider().install_default().expect("nobody has installed one");
+        rustls::crypto::ring::default_provider()
+            .install_default()
+            .expect("nobody has installed one");
         assert_eq!(build(), None);
         let _ = ClientConfig::builder();
     }

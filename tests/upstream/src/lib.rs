@@ -1,7 +1,9 @@
-//! An HTTP server on loopback that enforces a limit and logs every arrival: the oracle of tollgate's tests and examples.
+//! An HTTP server on loopback that enforces a limit and logs every arrival: the oracle of
+//! tollgate's tests and examples.
 //!
-//! The upstream's log, and not a limiter's own report, proves that a limit holds. The server runs on a thread of its
-//! own with a runtime of its own, so a busy or paused caller disturbs neither its clock nor its responses.
+//! The upstream's log, and not a limiter's own report, proves that a limit holds. The server runs
+//! on a thread of its own with a runtime of its own, so a busy or paused caller disturbs neither
+//! its clock nor its responses.
 //!
 //! ```
 //! use std::time::Duration;
@@ -14,7 +16,10 @@
 //!
 //! Not supported: HTTP/2, TLS, routes.
 
-#![allow(clippy::disallowed_methods, reason = "tollgate asks its clock; its oracle must not")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "tollgate asks its clock; its oracle must not"
+)]
 
 mod load;
 mod log;
@@ -57,7 +62,8 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// Starts a server that enforces `rules`, all or nothing: a call that one of them refuses counts in none.
+    /// Starts a server that enforces `rules`, all or nothing: a call that one of them refuses
+    /// counts in none.
     ///
     /// It answers 200, or 429 with `Retry-After` in whole seconds, rounded up.
     ///
@@ -66,10 +72,14 @@ impl Upstream {
     /// If a rule has a count of 0, or the machine has no port or thread left.
     pub fn start(rules: impl Into<Vec<Rule>>) -> Upstream {
         let desk = Arc::new(Mutex::new(Desk::new(rules.into())));
-        let listener =
-            std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
-        let address = listener.local_addr().expect("a bound socket has an address");
-        listener.set_nonblocking(true).expect("a listener can be made nonblocking");
+        let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+            .expect("loopback has a free port");
+        let address = listener
+            .local_addr()
+            .expect("a bound socket has an address");
+        listener
+            .set_nonblocking(true)
+            .expect("a listener can be made nonblocking");
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new()
             .name("upstream".into())
@@ -78,7 +88,12 @@ impl Upstream {
                 move || serve(listener, &desk, stopped)
             })
             .expect("the machine has a thread left");
-        Upstream { address, desk, stop: Some(stop), thread: Some(thread) }
+        Upstream {
+            address,
+            desk,
+            stop: Some(stop),
+            thread: Some(thread),
+        }
     }
 
     /// Starts a server that never refuses.
@@ -86,21 +101,22 @@ impl Upstream {
         Upstream::start([])
     }
 
-    /// Sets how long it takes to respond. Default: no time. A call is logged, and decided, when it arrives.
+    /// Sets how long it takes to respond. Default: no time. A call is logged, and decided, when it
+    /// arrives.
     pub fn latency(self, latency: Duration) -> Self {
         lock(&self.desk).latency = latency;
         self
     }
 
-    /// States the remaining units of the first rule in each response: `X-RateLimit-Limit`, `-Remaining`, and `-Reset`
-    /// in seconds.
+    /// States the remaining units of the first rule in each response: `X-RateLimit-Limit`,
+    /// `-Remaining`, and `-Reset` in seconds.
     pub fn stating(self) -> Self {
         lock(&self.desk).stating = true;
         self
     }
 
-    /// Takes a token of `bucket` for each call, in place of the rules. Each response states how many remain:
-    /// `RateLimit-Remaining`, and nothing else.
+    /// Takes a token of `bucket` for each call, in place of the rules. Each response states how
+    /// many remain: `RateLimit-Remaining`, and nothing else.
     ///
     /// ```
     /// use upstream::{Bucket, Upstream};
@@ -112,15 +128,18 @@ impl Upstream {
         self
     }
 
-    /// Responds by `script`, which is called with the number of the call, from 0. If it returns `None`, the rules
-    /// decide; a call that the script answered counts in no rule.
+    /// Responds by `script`, which is called with the number of the call, from 0. If it returns
+    /// `None`, the rules decide; a call that the script answered counts in no rule.
     ///
     /// ```
     /// use upstream::{Upstream, refusal};
     ///
     /// let twice = Upstream::open().script(|call| (call < 2).then(|| refusal(1))); // 429, 429, 200, 200, ...
     /// ```
-    pub fn script(self, script: impl Fn(usize) -> Option<Response<String>> + Send + 'static) -> Self {
+    pub fn script(
+        self,
+        script: impl Fn(usize) -> Option<Response<String>> + Send + 'static,
+    ) -> Self {
         lock(&self.desk).script = Box::new(script);
         self
     }
@@ -160,7 +179,9 @@ impl Drop for Upstream {
 pub fn refusal(retry_after: u64) -> Response<String> {
     let mut response = Response::new("too many\n".to_owned());
     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
-    response.headers_mut().insert(RETRY_AFTER, retry_after.into());
+    response
+        .headers_mut()
+        .insert(RETRY_AFTER, retry_after.into());
     response
 }
 
@@ -195,7 +216,11 @@ impl Desk {
         let header = |name| request.headers().get(name)?.to_str().ok();
         let scripted = (self.script)(self.arrivals.len());
         let mut response = scripted.unwrap_or_else(|| self.decide(at - self.started));
-        if let Some((left, count, reset)) = self.windows.left(at - self.started).filter(|_| self.stating) {
+        if let Some((left, count, reset)) = self
+            .windows
+            .left(at - self.started)
+            .filter(|_| self.stating)
+        {
             let headers = response.headers_mut();
             headers.insert("x-ratelimit-limit", count.into());
             headers.insert("x-ratelimit-remaining", left.into());
@@ -216,11 +241,14 @@ impl Desk {
     fn decide(&mut self, now: Duration) -> Response<String> {
         if let Some(tokens) = &mut self.tokens {
             let (ok, left) = tokens.take(now);
-            let mut response = Response::new(if ok { "welcome\n" } else { "too many\n" }.to_owned());
+            let mut response =
+                Response::new(if ok { "welcome\n" } else { "too many\n" }.to_owned());
             if !ok {
                 *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
             }
-            response.headers_mut().insert("ratelimit-remaining", left.into());
+            response
+                .headers_mut()
+                .insert("ratelimit-remaining", left.into());
             return response;
         }
         match self.windows.admit(now) {
@@ -245,13 +273,18 @@ fn lock(desk: &Mutex<Desk>) -> MutexGuard<'_, Desk> {
 }
 
 /// Serves until `stopped`; dropping the runtime ends the connections.
-fn serve(listener: std::net::TcpListener, desk: &Arc<Mutex<Desk>>, stopped: oneshot::Receiver<Infallible>) {
+fn serve(
+    listener: std::net::TcpListener,
+    desk: &Arc<Mutex<Desk>>,
+    stopped: oneshot::Receiver<Infallible>,
+) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .expect("the machine has a poller left");
     runtime.block_on(async {
-        let listener = TcpListener::from_std(listener).expect("a nonblocking listener on a runtime");
+        let listener =
+            TcpListener::from_std(listener).expect("a nonblocking listener on a runtime");
         tokio::select! {
             _ = stopped => {}
             () = accept(listener, desk) => {}
@@ -266,7 +299,8 @@ async fn accept(listener: TcpListener, desk: &Arc<Mutex<Desk>>) {
             tokio::time::sleep(Duration::from_millis(5)).await;
             continue;
         };
-        // Responses are sent at once (`TCP_NODELAY`); if that cannot be set they are late, not wrong.
+        // Responses are sent at once (`TCP_NODELAY`); if that cannot be set they are late, not
+        // wrong.
         let _ = stream.set_nodelay(true);
         let desk = Arc::clone(desk);
         let service = service_fn(move |request| answer(Arc::clone(&desk), request));
@@ -281,7 +315,10 @@ async fn answer(
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
     let (response, latency, _call) = {
         let mut at_desk = lock(&desk);
-        let call = Call { desk: Arc::clone(&desk), number: at_desk.arrivals.len() };
+        let call = Call {
+            desk: Arc::clone(&desk),
+            number: at_desk.arrivals.len(),
+        };
         (at_desk.arrive(&request), at_desk.latency, call)
     };
     request.into_body().collect().await?; // an unread body would end the connection
@@ -310,18 +347,28 @@ mod tests {
 
     use super::*;
 
-    /// Sends one call on a connection of its own, with `headers`, and returns the whole response in lower case.
+    /// Sends one call on a connection of its own, with `headers`, and returns the whole response in
+    /// lower case.
     fn call(upstream: &Upstream, headers: &[(&str, &str)]) -> String {
         let mut stream = TcpStream::connect(upstream.address()).unwrap();
-        let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
-        write!(stream, "GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n").unwrap();
+        let headers: String = headers
+            .iter()
+            .map(|(name, value)| format!("{name}: {value}\r\n"))
+            .collect();
+        write!(
+            stream,
+            "GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n"
+        )
+        .unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer.to_lowercase()
     }
 
     fn statuses(upstream: &Upstream, calls: usize) -> Vec<String> {
-        (0..calls).map(|_| call(upstream, &[])["http/1.1 ".len()..][..3].to_owned()).collect()
+        (0..calls)
+            .map(|_| call(upstream, &[])["http/1.1 ".len()..][..3].to_owned())
+            .collect()
     }
 
     #[test]
@@ -331,8 +378,18 @@ mod tests {
         let refused = call(&upstream, &[]);
         assert!(refused.starts_with("http/1.1 429"), "{refused}");
         assert!(refused.contains("\r\nretry-after: 3600\r\n"), "{refused}");
-        assert_eq!(upstream.tally(), Tally { accepted: 2, refused: 1 });
-        let accepted: Vec<_> = upstream.log().iter().map(|arrival| arrival.accepted).collect();
+        assert_eq!(
+            upstream.tally(),
+            Tally {
+                accepted: 2,
+                refused: 1
+            }
+        );
+        let accepted: Vec<_> = upstream
+            .log()
+            .iter()
+            .map(|arrival| arrival.accepted)
+            .collect();
         assert_eq!(accepted, [true, true, false]);
     }
 
@@ -351,7 +408,13 @@ mod tests {
         let before = Instant::now();
         let sent = sent_now();
         let after = Instant::now();
-        call(&upstream, &[(SENT_HEADER, sent.to_str().unwrap()), (WHO_HEADER, "task 7")]);
+        call(
+            &upstream,
+            &[
+                (SENT_HEADER, sent.to_str().unwrap()),
+                (WHO_HEADER, "task 7"),
+            ],
+        );
         call(&upstream, &[(SENT_HEADER, "yesterday")]);
         let log = upstream.log();
         let logged = log[0].sent.unwrap();
@@ -362,18 +425,27 @@ mod tests {
 
     #[test]
     fn a_script_answers_first_and_counts_in_no_rule() {
-        let teapot =
-            || Response::builder().status(418).header("x-pot", "short").body("stout".to_owned()).unwrap();
-        let upstream =
-            Upstream::start(Rule::new(1, Duration::from_secs(3600))).script(move |call| match call {
+        let teapot = || {
+            Response::builder()
+                .status(418)
+                .header("x-pot", "short")
+                .body("stout".to_owned())
+                .unwrap()
+        };
+        let upstream = Upstream::start(Rule::new(1, Duration::from_secs(3600))).script(
+            move |call| match call {
                 0 | 1 => Some(refusal(7)),
                 3 => Some(teapot()),
                 _ => None,
-            });
+            },
+        );
         assert!(call(&upstream, &[]).contains("\r\nretry-after: 7\r\n"));
         assert_eq!(statuses(&upstream, 2), ["429", "200"]);
         let scripted = call(&upstream, &[]);
-        assert!(scripted.contains("\r\nx-pot: short\r\n") && scripted.ends_with("stout"), "{scripted}");
+        assert!(
+            scripted.contains("\r\nx-pot: short\r\n") && scripted.ends_with("stout"),
+            "{scripted}"
+        );
         assert_eq!(statuses(&upstream, 1), ["429"]);
     }
 
@@ -395,7 +467,9 @@ mod tests {
         assert!(answered.ended.unwrap() >= answered.at + Duration::from_millis(50));
         let upstream = Upstream::open().latency(Duration::from_secs(3600));
         let mut stream = TcpStream::connect(upstream.address()).unwrap();
-        stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        stream
+            .write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            .unwrap();
         while upstream.log().is_empty() {
             std::thread::yield_now();
         }

@@ -5,13 +5,17 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-/// Runs `callers` tasks for `span`. Each makes one `call` after the other, and is cut off at the end.
+/// Runs `callers` tasks for `span`. Each makes one `call` after the other, and is cut off at the
+/// end.
 ///
 /// # Panics
 ///
 /// Panics if a call panics.
-pub async fn closed_loops<F>(callers: usize, span: Duration, call: impl FnMut() -> F + Clone + Send + 'static)
-where
+pub async fn closed_loops<F>(
+    callers: usize,
+    span: Duration,
+    call: impl FnMut() -> F + Clone + Send + 'static,
+) where
     F: Future<Output = ()> + Send + 'static,
 {
     let end = Instant::now() + span;

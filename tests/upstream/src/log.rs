@@ -37,63 +37,83 @@ impl Tally {
     }
 
     pub(crate) fn add(&mut self, accepted: bool) {
-        *if accepted { &mut self.accepted } else { &mut self.refused } += 1;
+        *if accepted {
+            &mut self.accepted
+        } else {
+            &mut self.refused
+        } += 1;
     }
 }
 
 /// All calls, in order of arrival: the oracle.
 ///
-/// It is a slice of [`Arrival`]s. Its methods count every call, including refused calls: they cost the upstream as
-/// much, and many upstreams count them.
+/// It is a slice of [`Arrival`]s. Its methods count every call, including refused calls: they cost
+/// the upstream as much, and many upstreams count them.
 #[derive(Clone, Debug, Default)]
 pub struct Log(Vec<Arrival>);
 
 impl Log {
-    /// Returns the most calls that *arrived* in any interval of the length `window`, half open as that of a [`Rule`].
+    /// Returns the most calls that *arrived* in any interval of the length `window`, half open as
+    /// that of a [`Rule`].
     pub fn largest_count(&self, window: Duration) -> usize {
         fullest(&self.arrived(), window).count
     }
 
-    /// Returns the most calls that were *sent* in any interval of the length `window`; calls without the header do not
-    /// count.
+    /// Returns the most calls that were *sent* in any interval of the length `window`; calls
+    /// without the header do not count.
     pub fn largest_count_sent(&self, window: Duration) -> usize {
         let mut sent: Vec<_> = self.iter().filter_map(|arrival| arrival.sent).collect();
         sent.sort_unstable();
         fullest(&sent, window).count
     }
 
-    /// Returns the most calls that were in flight at the same time, as the server saw it. A call is in flight from the
-    /// moment its head was read until its response was ready or its caller was gone. If one call ends when another
-    /// arrives, the two do not overlap.
+    /// Returns the most calls that were in flight at the same time, as the server saw it. A call is
+    /// in flight from the moment its head was read until its response was ready or its caller was
+    /// gone. If one call ends when another arrives, the two do not overlap.
     pub fn most_at_once(&self) -> usize {
         let mut ends: Vec<_> = self.iter().filter_map(|arrival| arrival.ended).collect();
         ends.sort_unstable();
         let ended_by = |at| ends.partition_point(|end| *end <= at);
-        self.iter().enumerate().map(|(before, call)| before + 1 - ended_by(call.at)).max().unwrap_or(0)
+        self.iter()
+            .enumerate()
+            .map(|(before, call)| before + 1 - ended_by(call.at))
+            .max()
+            .unwrap_or(0)
     }
 
     /// Returns the mean duration of the calls that have ended.
     pub fn mean_time(&self) -> Duration {
-        let took = self.iter().filter_map(|call| Some(call.ended?.saturating_duration_since(call.at)));
-        let (sum, count) = took.fold((Duration::ZERO, 0), |(sum, count), took| (sum + took, count + 1));
+        let took = self
+            .iter()
+            .filter_map(|call| Some(call.ended?.saturating_duration_since(call.at)));
+        let (sum, count) = took.fold((Duration::ZERO, 0), |(sum, count), took| {
+            (sum + took, count + 1)
+        });
         sum.checked_div(count).unwrap_or_default()
     }
 
     /// Returns how much the time from sending to arrival varied; zero if no call has a sent time.
     pub fn jitter(&self) -> Duration {
-        self.fastest_and_slowest().map_or(Duration::ZERO, |(fastest, slowest)| nanos(slowest - fastest))
+        self.fastest_and_slowest()
+            .map_or(Duration::ZERO, |(fastest, slowest)| {
+                nanos(slowest - fastest)
+            })
     }
 
     /// The oracle of promise I1: describes what exceeded `rule`, if anything did.
     ///
-    /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's window, less the
-    /// jitter in transit beyond `slack` (tollgate's `transit_slack`). So a machine that pauses between sending and
-    /// arrival fails no test, and a limiter that lets one call too many through still does.
+    /// At most `rule.count` calls may have arrived in any interval that is as long as the rule's
+    /// window, less the jitter in transit beyond `slack` (tollgate's `transit_slack`). So a machine
+    /// that pauses between sending and arrival fails no test, and a limiter that lets one call too
+    /// many through still does.
     ///
-    /// Without sent times the jitter counts as zero. If it exceeds the window by more than `slack`, no violation can
-    /// be proved, and none is reported: a test with a short window should check [`jitter`](Log::jitter) too.
+    /// Without sent times the jitter counts as zero. If it exceeds the window by more than `slack`,
+    /// no violation can be proved, and none is reported: a test with a short window should check
+    /// [`jitter`](Log::jitter) too.
     pub fn over(&self, rule: Rule, slack: Duration) -> Option<String> {
-        let window = rule.window.saturating_sub(self.jitter().saturating_sub(slack));
+        let window = rule
+            .window
+            .saturating_sub(self.jitter().saturating_sub(slack));
         let arrived = self.arrived();
         let Fullest { count, from } = fullest(&arrived, window);
         if count <= rule.count as usize {
@@ -101,7 +121,9 @@ impl Log {
         }
         let since_first = arrived[from] - arrived[0];
         let took = match self.fastest_and_slowest() {
-            Some((fastest, slowest)) => format!("took {:.3} to {:.3} ms", millis(fastest), millis(slowest)),
+            Some((fastest, slowest)) => {
+                format!("took {:.3} to {:.3} ms", millis(fastest), millis(slowest))
+            }
             None => "is not known".into(),
         };
         Some(format!(
@@ -111,26 +133,38 @@ impl Log {
         ))
     }
 
-    /// Returns the share of `rule` that the accepted calls used: its window over the mean time in which `rule.count`
-    /// of them came.
+    /// Returns the share of `rule` that the accepted calls used: its window over the mean time in
+    /// which `rule.count` of them came.
     ///
-    /// For a caller that keeps a margin between windows, a rule with a longer window measures without that margin.
-    /// `None` until more than `rule.count` calls were accepted; pauses before that and after the last call are not
-    /// seen.
+    /// For a caller that keeps a margin between windows, a rule with a longer window measures
+    /// without that margin. `None` until more than `rule.count` calls were accepted; pauses before
+    /// that and after the last call are not seen.
     pub fn used(&self, rule: Rule) -> Option<f64> {
-        let accepted: Vec<_> =
-            self.iter().filter(|arrival| arrival.accepted).map(|arrival| arrival.at).collect();
+        let accepted: Vec<_> = self
+            .iter()
+            .filter(|arrival| arrival.accepted)
+            .map(|arrival| arrival.at)
+            .collect();
         let later = accepted.get(rule.count as usize..)?;
-        let took: Duration = later.iter().zip(&accepted).map(|(later, at)| *later - *at).sum();
-        (!took.is_zero()).then(|| rule.window.as_secs_f64() * later.len() as f64 / took.as_secs_f64())
+        let took: Duration = later
+            .iter()
+            .zip(&accepted)
+            .map(|(later, at)| *later - *at)
+            .sum();
+        (!took.is_zero())
+            .then(|| rule.window.as_secs_f64() * later.len() as f64 / took.as_secs_f64())
     }
 
-    /// Returns how uneven the arrivals were: the standard deviation of the gaps between calls over their mean.
+    /// Returns how uneven the arrivals were: the standard deviation of the gaps between calls over
+    /// their mean.
     ///
-    /// The value is 0 for equal gaps, 1 for pure chance (a Poisson stream), and about the root of `n` for calls that
-    /// come `n` at a time. With fewer than three calls it is 0.
+    /// The value is 0 for equal gaps, 1 for pure chance (a Poisson stream), and about the root of
+    /// `n` for calls that come `n` at a time. With fewer than three calls it is 0.
     pub fn unevenness(&self) -> f64 {
-        let gaps: Vec<f64> = self.windows(2).map(|pair| (pair[1].at - pair[0].at).as_secs_f64()).collect();
+        let gaps: Vec<f64> = self
+            .windows(2)
+            .map(|pair| (pair[1].at - pair[0].at).as_secs_f64())
+            .collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
         if gaps.len() < 2 || mean == 0.0 {
             return 0.0;
@@ -172,9 +206,13 @@ impl Log {
         self.iter().map(|arrival| arrival.at).collect()
     }
 
-    /// Returns the shortest and the longest transit, in nanoseconds; negative if the clocks of two processes differ.
+    /// Returns the shortest and the longest transit, in nanoseconds; negative if the clocks of two
+    /// processes differ.
     fn fastest_and_slowest(&self) -> Option<(i64, i64)> {
-        let ways = || self.iter().filter_map(|arrival| Some(signed_nanos(arrival.sent?, arrival.at)));
+        let ways = || {
+            self.iter()
+                .filter_map(|arrival| Some(signed_nanos(arrival.sent?, arrival.at)))
+        };
         Some((ways().min()?, ways().max()?))
     }
 }
@@ -272,7 +310,11 @@ mod tests {
             (&[0, 90, 95, 101, 104, 250], 100, 4), // aligned windows [0, 100), [100, 200) would see only 3
             (&[0, 1, 2, 100, 101, 102, 103], 50, 4),
         ] {
-            assert_eq!(arrivals(at).largest_count(ms(window)), count, "{at:?} in {window} ms");
+            assert_eq!(
+                arrivals(at).largest_count(ms(window)),
+                count,
+                "{at:?} in {window} ms"
+            );
         }
     }
 
@@ -291,7 +333,10 @@ mod tests {
         let mut calls = log(&[(0, 1), (1, 2)]).to_vec();
         calls[0].sent = None;
         let log = Log::from(calls);
-        assert_eq!((log.largest_count(ms(5)), log.largest_count_sent(ms(5))), (2, 1));
+        assert_eq!(
+            (log.largest_count(ms(5)), log.largest_count_sent(ms(5))),
+            (2, 1)
+        );
         assert_eq!(log.jitter(), Duration::ZERO);
     }
 
@@ -315,7 +360,10 @@ mod tests {
             (&[(0, Some(10)), (10, Some(20)), (20, None)], 1),
             (&[(0, Some(11)), (10, Some(20)), (30, Some(40))], 2),
             (&[(0, None), (10, Some(20)), (15, Some(16)), (30, None)], 3),
-            (&[(5, Some(6)), (0, Some(30)), (7, Some(9)), (8, Some(9))], 3),
+            (
+                &[(5, Some(6)), (0, Some(30)), (7, Some(9)), (8, Some(9))],
+                3,
+            ),
         ] {
             assert_eq!(at_once(calls), most, "{calls:?}");
         }
@@ -337,14 +385,18 @@ mod tests {
         ] {
             // The limit is 2, so three in a window are one too many.
             let said = log(calls).over(rule, ms(slack));
-            assert_eq!(said.is_some(), over, "{calls:?}, slack {slack} ms: {said:?}");
+            assert_eq!(
+                said.is_some(),
+                over,
+                "{calls:?}, slack {slack} ms: {said:?}"
+            );
         }
     }
 
     #[test]
     fn excess_is_described_with_its_numbers() {
-        let said =
-            log(&[(0, 1), (50, 51), (200, 202), (210, 211), (220, 221)]).over(Rule::new(2, ms(100)), ms(10));
+        let said = log(&[(0, 1), (50, 51), (200, 202), (210, 211), (220, 221)])
+            .over(Rule::new(2, ms(100)), ms(10));
         assert_eq!(
             said.as_deref(),
             Some(
@@ -372,15 +424,25 @@ mod tests {
         let metronome: Vec<u64> = (0..40).map(|call| call * 25).collect();
         let bursts: Vec<u64> = (0..40).map(|call| call / 4 * 100).collect();
         let slow: Vec<u64> = (0..40).map(|call| call / 4 * 125).collect();
-        for (calls, used) in [(&metronome, Some(1.0)), (&bursts, Some(1.0)), (&slow, Some(0.8))] {
+        for (calls, used) in [
+            (&metronome, Some(1.0)),
+            (&bursts, Some(1.0)),
+            (&slow, Some(0.8)),
+        ] {
             assert_eq!(arrivals(calls).used(rule), used, "{calls:?}");
         }
         for few in [&[][..], &[0, 1, 2, 3], &[5, 5, 5, 5, 5]] {
             assert_eq!(arrivals(few).used(rule), None, "{few:?}");
         }
         let mut refused = arrivals(&bursts).to_vec();
-        refused.iter_mut().skip(20).for_each(|call| call.accepted = false);
-        refused.push(Arrival { at: refused[0].at + ms(1000), ..refused[0].clone() });
+        refused
+            .iter_mut()
+            .skip(20)
+            .for_each(|call| call.accepted = false);
+        refused.push(Arrival {
+            at: refused[0].at + ms(1000),
+            ..refused[0].clone()
+        });
         // 16 calls come 100 ms after the fourth before them; the last comes 600 ms after.
         let used = Log::from(refused).used(rule).unwrap();
         assert!((used - 17.0 * 100.0 / 2200.0).abs() < 1e-9, "{used}");
@@ -389,16 +451,25 @@ mod tests {
     #[test]
     fn calls_are_listed_per_interval_and_per_caller() {
         let mut calls = arrivals(&[0, 99, 100, 350]).to_vec();
-        for (call, (who, accepted)) in
-            calls.iter_mut().zip([(Some("a"), true), (Some("b"), false), (Some("a"), false), (None, true)])
-        {
+        for (call, (who, accepted)) in calls.iter_mut().zip([
+            (Some("a"), true),
+            (Some("b"), false),
+            (Some("a"), false),
+            (None, true),
+        ]) {
             call.who = who.map(String::from);
             call.accepted = accepted;
         }
         let log = Log::from(calls);
         let tally = |accepted, refused| Tally { accepted, refused };
-        assert_eq!(log.per(ms(100)), [tally(1, 1), tally(0, 1), tally(0, 0), tally(1, 0)]);
-        assert_eq!(log.by_who(), BTreeMap::from([("a", tally(1, 1)), ("b", tally(0, 1))]));
+        assert_eq!(
+            log.per(ms(100)),
+            [tally(1, 1), tally(0, 1), tally(0, 0), tally(1, 0)]
+        );
+        assert_eq!(
+            log.by_who(),
+            BTreeMap::from([("a", tally(1, 1)), ("b", tally(0, 1))])
+        );
         assert_eq!(Log::default().per(ms(100)), []);
     }
 }

@@ -42,17 +42,34 @@ pub(crate) struct Windows {
 
 impl Windows {
     pub(crate) fn new(rules: Vec<Rule>) -> Self {
-        assert!(rules.iter().all(|rule| rule.count > 0), "a rule with a count of 0 would refuse everything");
-        Windows { rules, accepted: VecDeque::new() }
+        assert!(
+            rules.iter().all(|rule| rule.count > 0),
+            "a rule with a count of 0 would refuse everything"
+        );
+        Windows {
+            rules,
+            accepted: VecDeque::new(),
+        }
     }
 
-    /// Accepts a call at `now`, or returns how long it should have waited; a refused call leaves no trace.
+    /// Accepts a call at `now`, or returns how long it should have waited; a refused call leaves no
+    /// trace.
     pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
-        let wait = self.rules.iter().map(|rule| self.wait(*rule, now)).max().unwrap_or_default();
+        let wait = self
+            .rules
+            .iter()
+            .map(|rule| self.wait(*rule, now))
+            .max()
+            .unwrap_or_default();
         if !wait.is_zero() {
             return Err(wait);
         }
-        let most = self.rules.iter().map(|rule| rule.count as usize).max().unwrap_or(0);
+        let most = self
+            .rules
+            .iter()
+            .map(|rule| rule.count as usize)
+            .max()
+            .unwrap_or(0);
         self.accepted.push_back(now);
         if self.accepted.len() > most {
             self.accepted.pop_front();
@@ -60,11 +77,18 @@ impl Windows {
         Ok(())
     }
 
-    /// Returns the remaining units of the first rule, its limit, and the time until its oldest call leaves.
+    /// Returns the remaining units of the first rule, its limit, and the time until its oldest call
+    /// leaves.
     pub(crate) fn left(&self, now: Duration) -> Option<(u32, u32, Duration)> {
         let &Rule { count, window } = self.rules.first()?;
-        let mut inside = self.accepted.iter().filter(|at| at.saturating_add(window) > now).peekable();
-        let reset = inside.peek().map_or(Duration::ZERO, |oldest| oldest.saturating_add(window) - now);
+        let mut inside = self
+            .accepted
+            .iter()
+            .filter(|at| at.saturating_add(window) > now)
+            .peekable();
+        let reset = inside
+            .peek()
+            .map_or(Duration::ZERO, |oldest| oldest.saturating_add(window) - now);
         Some((count.saturating_sub(inside.count() as u32), count, reset))
     }
 
@@ -100,13 +124,20 @@ pub(crate) struct Tokens {
 
 impl Tokens {
     pub(crate) fn new(bucket: Bucket) -> Self {
-        Tokens { bucket, left: bucket.start, last: None }
+        Tokens {
+            bucket,
+            left: bucket.start,
+            last: None,
+        }
     }
 
     /// Takes a token at `now`, if there is one, and returns how many whole tokens remain.
     pub(crate) fn take(&mut self, now: Duration) -> (bool, u64) {
         let since = now - self.last.replace(now).unwrap_or(now);
-        self.left = self.bucket.size.min(self.left + since.as_secs_f64() * self.bucket.refill);
+        self.left = self
+            .bucket
+            .size
+            .min(self.left + since.as_secs_f64() * self.bucket.refill);
         let ok = self.left >= 1.0;
         if ok {
             self.left -= 1.0;
@@ -117,7 +148,9 @@ impl Tokens {
 
 /// Returns the value of `Retry-After`: whole seconds, rounded up, at least 1.
 pub(crate) fn whole_seconds(wait: Duration) -> u64 {
-    wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
+    wait.as_secs()
+        .saturating_add(u64::from(wait.subsec_nanos() > 0))
+        .max(1)
 }
 
 #[cfg(test)]
@@ -175,7 +208,10 @@ mod tests {
                 (1010, 0),
             ],
         );
-        replay(&[rules[1], rules[0]], &[(0, 0), (1, 9), (10, 0), (20, 0), (25, 975)]);
+        replay(
+            &[rules[1], rules[0]],
+            &[(0, 0), (1, 9), (10, 0), (20, 0), (25, 975)],
+        );
     }
 
     #[test]
@@ -191,7 +227,11 @@ mod tests {
 
     #[test]
     fn bucket_fills_from_first_call_up_to_its_size() {
-        let mut tokens = Tokens::new(Bucket { size: 2.0, refill: 10.0, start: 0.0 });
+        let mut tokens = Tokens::new(Bucket {
+            size: 2.0,
+            refill: 10.0,
+            start: 0.0,
+        });
         let calls = [
             (5000, (false, 0)),
             (5099, (false, 0)),
@@ -213,7 +253,15 @@ mod tests {
 
     #[test]
     fn retry_after_is_rounded_up_and_never_0() {
-        for (wait, seconds) in [(0, 1), (1, 1), (999, 1), (1000, 1), (1001, 2), (59_000, 59), (59_001, 60)] {
+        for (wait, seconds) in [
+            (0, 1),
+            (1, 1),
+            (999, 1),
+            (1000, 1),
+            (1001, 2),
+            (59_000, 59),
+            (59_001, 60),
+        ] {
             assert_eq!(whole_seconds(ms(wait)), seconds, "{wait} ms");
         }
     }

@@ -1,8 +1,9 @@
 //! When a call was sent, passed from one process to another.
 //!
-//! The value is the monotonic time in nanoseconds since the Unix epoch: each process reads the wall clock once, and
-//! then uses its monotonic clock. So the times of one process never step. Those of several processes of one machine
-//! differ by the corrections of the system's clock between their first calls, usually some microseconds.
+//! The value is the monotonic time in nanoseconds since the Unix epoch: each process reads the wall
+//! clock once, and then uses its monotonic clock. So the times of one process never step. Those of
+//! several processes of one machine differ by the corrections of the system's clock between their
+//! first calls, usually some microseconds.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
@@ -29,7 +30,9 @@ pub(crate) fn read(value: &str) -> Option<Instant> {
     let nanos: u64 = value.parse().ok()?;
     match nanos.checked_sub(anchor.nanos) {
         Some(since) => anchor.instant.checked_add(Duration::from_nanos(since)),
-        None => anchor.instant.checked_sub(Duration::from_nanos(anchor.nanos - nanos)),
+        None => anchor
+            .instant
+            .checked_sub(Duration::from_nanos(anchor.nanos - nanos)),
     }
 }
 
@@ -59,8 +62,16 @@ impl Anchor {
         let instant = Instant::now();
         let wall = SystemTime::now();
         let took = instant.elapsed();
-        let since_epoch = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        (took, Anchor { instant, nanos: whole_nanos(since_epoch) })
+        let since_epoch = wall
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        (
+            took,
+            Anchor {
+                instant,
+                nanos: whole_nanos(since_epoch),
+            },
+        )
     }
 }
 
@@ -78,8 +89,14 @@ mod tests {
         let anchor = Anchor::of_this_process();
         for (nanos, expected) in [
             (anchor.nanos, Some(anchor.instant)),
-            (anchor.nanos + 1, Some(anchor.instant + Duration::from_nanos(1))),
-            (anchor.nanos - 1, Some(anchor.instant - Duration::from_nanos(1))),
+            (
+                anchor.nanos + 1,
+                Some(anchor.instant + Duration::from_nanos(1)),
+            ),
+            (
+                anchor.nanos - 1,
+                Some(anchor.instant - Duration::from_nanos(1)),
+            ),
         ] {
             assert_eq!(read(&nanos.to_string()), expected);
         }

@@ -24,7 +24,9 @@ where
             running.spawn(next);
         }
         let ended = match tries.peek() {
-            Some(_) => timeout(STAGGER, running.join_next()).await.unwrap_or_default(),
+            Some(_) => timeout(STAGGER, running.join_next())
+                .await
+                .unwrap_or_default(),
             None => running.join_next().await,
         };
         match ended {

@@ -92,7 +92,10 @@ impl Cluster {
             seeds,
             links,
             state: watch::Sender::new(State::Unknown),
-            table: RwLock::new(Table { map: SlotMap::empty(), nodes: HashMap::new() }),
+            table: RwLock::new(Table {
+                map: SlotMap::empty(),
+                nodes: HashMap::new(),
+            }),
             silent: AtomicBool::new(false),
         }
     }
@@ -105,7 +108,11 @@ impl Cluster {
             return Some(error.clone());
         }
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        table.nodes.get(table.map.primary(slot_of(key))?)?.link.down()
+        table
+            .nodes
+            .get(table.map.primary(slot_of(key))?)?
+            .link
+            .down()
     }
 
     /// Returns the database of all connections.
@@ -142,7 +149,8 @@ impl Cluster {
                 if !asking {
                     self.moved(slot, &to);
                 }
-                self.send_to(&to, Request { asking, ..request }, deadline).await
+                self.send_to(&to, Request { asking, ..request }, deadline)
+                    .await
             }
             None => Err(failure),
         }
@@ -202,25 +210,40 @@ impl Cluster {
                 let client = seeds.client(&address);
                 Box::pin(async move { connection::connect(&client?).await }) as _
             });
-            let link = Arc::new(Link::new(Some(server.to_string()), factory, self.links.clone()));
+            let link = Arc::new(Link::new(
+                Some(server.to_string()),
+                factory,
+                self.links.clone(),
+            ));
             let (mut keeper, kept) = (JoinSet::new(), link.clone());
             keeper.spawn(again_after_panics(move || kept.clone().keep()));
-            Node { link, _keeper: keeper }
+            Node {
+                link,
+                _keeper: keeper,
+            }
         });
         node.link.clone()
     }
 
     /// Finds a server that replies, without waiting long for one that does not.
-    async fn responsive(self: &Arc<Self>, deadline: Instant) -> Result<(Address, Arc<Link>), RedisFailure> {
+    async fn responsive(
+        self: &Arc<Self>,
+        deadline: Instant,
+    ) -> Result<(Address, Arc<Link>), RedisFailure> {
         self.known(deadline).await?;
-        let (mut servers, mut failure) = (Vec::new(), RedisFailure::silent(self.links.store_timeout));
+        let (mut servers, mut failure) =
+            (Vec::new(), RedisFailure::silent(self.links.store_timeout));
         {
             let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
             for server in table.map.primaries() {
                 let link = table.nodes.get(server).map(|node| &node.link);
                 match link.and_then(|link| link.down()) {
                     Some(error) => failure = RedisFailure::down(error),
-                    None => servers.push((link.is_none_or(|link| !link.is_up()), dice(), server.clone())),
+                    None => servers.push((
+                        link.is_none_or(|link| !link.is_up()),
+                        dice(),
+                        server.clone(),
+                    )),
                 }
             }
         }
@@ -229,7 +252,9 @@ impl Cluster {
         let asks = servers.into_iter().take(MOST_TRIED).map(|(_, _, server)| {
             let cluster = self.clone();
             async move {
-                cluster.send_to(&server, redis::cmd("PING").into(), deadline).await?;
+                cluster
+                    .send_to(&server, redis::cmd("PING").into(), deadline)
+                    .await?;
                 let link = cluster.link(&server);
                 Ok((server, link))
             }
@@ -247,7 +272,10 @@ impl Cluster {
                 let found = cluster.responsive(deadline).await;
                 let (server, link) = found.map_err(|failure| failure.to_error())?;
                 let client = cluster.seeds.client(&server).map_err(StoreError::away)?;
-                Ok(PubSubServer { client, away: Box::pin(async move { link.is_down().await }) })
+                Ok(PubSubServer {
+                    client,
+                    away: Box::pin(async move { link.is_down().await }),
+                })
             })
         })
     }
@@ -279,9 +307,16 @@ impl Cluster {
     /// first caller of each such server would wait for `store_timeout`.
     fn check_others(&self) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        for link in table.nodes.values().map(|node| node.link.clone()).filter(|link| link.is_up()) {
+        for link in table
+            .nodes
+            .values()
+            .map(|node| node.link.clone())
+            .filter(|link| link.is_up())
+        {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
-            tokio::spawn(async move { link.send(redis::cmd("PING").into(), deadline).await.is_ok() });
+            tokio::spawn(
+                async move { link.send(redis::cmd("PING").into(), deadline).await.is_ok() },
+            );
         }
     }
 
@@ -300,18 +335,23 @@ impl Cluster {
             }
         }
         servers.sort_by_key(|(without, dice, ..)| (*without, *dice));
-        let asks = servers.into_iter().take(MOST_TRIED).map(|(_, _, address, link)| {
-            let cluster = self.clone();
-            async move { cluster.request_map(&address, link).await }
-        });
+        let asks = servers
+            .into_iter()
+            .take(MOST_TRIED)
+            .map(|(_, _, address, link)| {
+                let cluster = self.clone();
+                async move { cluster.request_map(&address, link).await }
+            });
         let learning = first(asks, StoreError::away("no server of the cluster is known"));
         let mut learning = std::pin::pin!(learning);
         match timeout(self.links.store_timeout, &mut learning).await {
             Ok(learned) => learned,
             Err(_) => {
                 // From now on callers need not wait for the end of the first try.
-                let silent =
-                    format!("no server of the cluster has answered within {:?}", self.links.store_timeout);
+                let silent = format!(
+                    "no server of the cluster has answered within {:?}",
+                    self.links.store_timeout
+                );
                 self.fail(StoreError::away(silent));
                 learning.await
             }
@@ -319,13 +359,19 @@ impl Cluster {
     }
 
     /// Requests the map from one server.
-    async fn request_map(&self, server: &Address, link: Option<Arc<Link>>) -> Result<SlotMap, StoreError> {
+    async fn request_map(
+        &self,
+        server: &Address,
+        link: Option<Arc<Link>>,
+    ) -> Result<SlotMap, StoreError> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
         let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
         let reply = if let Some(link) = link {
             let deadline = clock::after(clock::now(), self.links.store_timeout);
-            link.send(command.into(), deadline).await.map_err(|failure| failure.to_error())?
+            link.send(command.into(), deadline)
+                .await
+                .map_err(|failure| failure.to_error())?
         } else {
             let asking = async {
                 let connection = connection::connect(&self.seeds.client(server)?).await?;
@@ -341,7 +387,9 @@ impl Cluster {
         };
         let map = SlotMap::read(&reply, server);
         if map.is_empty() {
-            return Err(StoreError::away(at(&"it knows of no server that has slots")));
+            return Err(StoreError::away(at(
+                &"it knows of no server that has slots",
+            )));
         }
         Ok(map)
     }
@@ -349,7 +397,9 @@ impl Cluster {
     /// Replaces the map, and drops the links to servers that are no longer primaries.
     fn adopt(&self, map: SlotMap) {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-        table.nodes.retain(|server, _| map.primaries().contains(server));
+        table
+            .nodes
+            .retain(|server, _| map.primaries().contains(server));
         table.map = map;
         drop(table);
         self.state.send_replace(State::Known);

@@ -18,5 +18,8 @@ pub(super) fn redirection(failure: &RedisFailure, by: &Address) -> Option<Redire
     let error = failure.error()?;
     let (address, _) = error.redirect_node()?;
     let asking = error.kind() == ErrorKind::Server(ServerErrorKind::Ask);
-    Some(Redirection { to: Address::read(address, by)?, asking })
+    Some(Redirection {
+        to: Address::read(address, by)?,
+        asking,
+    })
 }

@@ -16,9 +16,16 @@ impl Seeds {
     pub(super) fn client(&self, server: &Address) -> redis::RedisResult<Client> {
         let (host, port) = (server.host.to_string(), server.port);
         let address = match *self.settings.addr() {
-            ConnectionAddr::TcpTls { insecure, ref tls_params, .. } => {
-                ConnectionAddr::TcpTls { host, port, insecure, tls_params: tls_params.clone() }
-            }
+            ConnectionAddr::TcpTls {
+                insecure,
+                ref tls_params,
+                ..
+            } => ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure,
+                tls_params: tls_params.clone(),
+            },
             _ => ConnectionAddr::Tcp(host, port),
         };
         Client::open(self.settings.clone().set_addr(address))

@@ -9,15 +9,26 @@ const SLOTS: u16 = 16384;
 
 /// Returns the slot of `key`: it is that of the text between its first braces, if there is any.
 pub(super) fn slot_of(key: &str) -> u16 {
-    let between_braces = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
+    let between_braces = key
+        .split_once('{')
+        .and_then(|(_, rest)| rest.split_once('}'))
+        .map(|(tag, _)| tag);
     let hashed = between_braces.filter(|tag| !tag.is_empty()).unwrap_or(key);
     crc16(hashed.as_bytes()) % SLOTS
 }
 
 /// CRC-16/XMODEM.
 fn crc16(bytes: &[u8]) -> u16 {
-    let shift = |crc: u16, _| if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 };
-    bytes.iter().fold(0, |crc, byte| (0..8).fold(crc ^ (u16::from(*byte) << 8), shift))
+    let shift = |crc: u16, _| {
+        if crc & 0x8000 == 0 {
+            crc << 1
+        } else {
+            (crc << 1) ^ 0x1021
+        }
+    };
+    bytes.iter().fold(0, |crc, byte| {
+        (0..8).fold(crc ^ (u16::from(*byte) << 8), shift)
+    })
 }
 
 /// The host and the port of a server.
@@ -68,7 +79,11 @@ pub(super) struct SlotMap {
 
 impl SlotMap {
     pub(super) fn empty() -> Self {
-        SlotMap { primaries: Vec::new(), of_slot: vec![None; usize::from(SLOTS)], servers: Vec::new() }
+        SlotMap {
+            primaries: Vec::new(),
+            of_slot: vec![None; usize::from(SLOTS)],
+            servers: Vec::new(),
+        }
     }
 
     /// Reads the reply to `CLUSTER SLOTS`. What cannot be understood of it is left out.
@@ -77,10 +92,14 @@ impl SlotMap {
     /// begins with its host and its port.
     pub(super) fn read(reply: &Value, sent_by: &Address) -> Self {
         let mut map = SlotMap::empty();
-        let Value::Array(ranges) = reply else { return map };
+        let Value::Array(ranges) = reply else {
+            return map;
+        };
         for range in ranges {
             let Value::Array(range) = range else { continue };
-            let [Value::Int(first), Value::Int(last), servers @ ..] = &range[..] else { continue };
+            let [Value::Int(first), Value::Int(last), servers @ ..] = &range[..] else {
+                continue;
+            };
             let server = |server: &Value| match server {
                 Value::Array(server) => read_server(server, sent_by),
                 _ => None,
@@ -130,7 +149,9 @@ impl SlotMap {
 }
 
 fn read_server(server: &[Value], sent_by: &Address) -> Option<Address> {
-    let [host, Value::Int(port), ..] = server else { return None };
+    let [host, Value::Int(port), ..] = server else {
+        return None;
+    };
     let host = match host {
         Value::Nil => "",
         Value::BulkString(host) => std::str::from_utf8(host).ok()?,
@@ -145,7 +166,10 @@ mod tests {
     use super::*;
 
     fn address(host: &str, port: u16) -> Address {
-        Address { host: host.into(), port }
+        Address {
+            host: host.into(),
+            port,
+        }
     }
 
     #[test]
@@ -153,7 +177,11 @@ mod tests {
         assert_eq!(crc16(b"123456789"), 0x31c3);
         assert_eq!(slot_of("foo"), 12182);
         assert_eq!(slot_of("{user1000}.following"), slot_of("user1000"));
-        assert_eq!(slot_of("foo{}{bar}"), crc16(b"foo{}{bar}") % SLOTS, "empty braces do not count");
+        assert_eq!(
+            slot_of("foo{}{bar}"),
+            crc16(b"foo{}{bar}") % SLOTS,
+            "empty braces do not count"
+        );
         assert_eq!(slot_of("foo{{bar}}zap"), slot_of("{bar"));
         assert_eq!(slot_of("foo{bar}{zap}"), slot_of("bar"));
     }
@@ -161,10 +189,20 @@ mod tests {
     #[test]
     fn redirections_name_a_server_with_or_without_its_host() {
         let by = address("10.0.0.1", 6379);
-        assert_eq!(Address::read("10.0.0.2:6380", &by), Some(address("10.0.0.2", 6380)));
+        assert_eq!(
+            Address::read("10.0.0.2:6380", &by),
+            Some(address("10.0.0.2", 6380))
+        );
         assert_eq!(Address::read("::1:6380", &by), Some(address("::1", 6380)));
         assert_eq!(Address::read(":6380", &by), Some(address("10.0.0.1", 6380)));
-        for nothing in ["", "?:6380", "10.0.0.2", "10.0.0.2:", "10.0.0.2:port", "10.0.0.2:65536"] {
+        for nothing in [
+            "",
+            "?:6380",
+            "10.0.0.2",
+            "10.0.0.2:",
+            "10.0.0.2:port",
+            "10.0.0.2:65536",
+        ] {
             assert_eq!(Address::read(nothing, &by), None, "{nothing}");
         }
         assert_eq!(address("::1", 1).to_string(), "[::1]:1");

@@ -25,7 +25,9 @@ impl CallWriter {
         call.long(session.writes);
         call.long(session.seen);
         call.long(micros_down(session.since));
-        call.long(micros_up(session.trip.saturating_mul(4).min(LONGEST_ON_WAY)));
+        call.long(micros_up(
+            session.trip.saturating_mul(4).min(LONGEST_ON_WAY),
+        ));
         // The server's time and its age, which `set_server_time` sets.
         call.long(0);
         call.long(0);
@@ -39,7 +41,8 @@ impl CallWriter {
 
     /// Writes a number of two bytes, at most 65,535.
     pub(super) fn short(&mut self, value: usize) {
-        self.0.extend(u16::try_from(value).unwrap_or(u16::MAX).to_le_bytes());
+        self.0
+            .extend(u16::try_from(value).unwrap_or(u16::MAX).to_le_bytes());
     }
 
     /// Writes a number of four bytes.

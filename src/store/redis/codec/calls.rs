@@ -37,11 +37,18 @@ struct RateCall<'a> {
 impl RateCall<'_> {
     /// Packs the call. `random` is the incarnation of a state that the call makes.
     fn pack(&self, operation: u8, spec: &LimitSpec, random: u64) -> Vec<u8> {
-        let &RateCall { demands, returns, charges, .. } = self;
+        let &RateCall {
+            demands,
+            returns,
+            charges,
+            ..
+        } = self;
         let limits = spec.quota().limits().len();
         let charges = &charges[..charges.len().min(Charge::MOST)];
         let mut call = CallWriter::new(operation, self.session, random);
-        call.0.reserve(100 + 16 * limits + 8 * demands.len() + 21 * returns.len() + 14 * charges.len());
+        call.0.reserve(
+            100 + 16 * limits + 8 * demands.len() + 21 * returns.len() + 14 * charges.len(),
+        );
         call.long(self.session.granted);
         call.long(micros_up(spec.transit_slack()));
         call.long(micros_up(spec.boundary_guard()));
@@ -57,7 +64,10 @@ impl RateCall<'_> {
         call.short(returns.len());
         call.byte(charges.len() as u8); // at most 64
         call.byte(u8::from(self.remaining.is_some()));
-        spec.quota().limits().iter().for_each(|limit| call.limit(*limit));
+        spec.quota()
+            .limits()
+            .iter()
+            .for_each(|limit| call.limit(*limit));
         for demand in demands {
             call.int(demand.cost);
             call.int(demand.count);
@@ -90,9 +100,15 @@ impl RateCall<'_> {
 pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) -> Vec<u8> {
     let mut session = request.session;
     if let (0, Some(last)) = (session.incarnation, request.returns.last()) {
-        session = ClientSession { incarnation: last.incarnation, ..ClientSession::default() };
+        session = ClientSession {
+            incarnation: last.incarnation,
+            ..ClientSession::default()
+        };
     }
-    let known = request.returns.iter().filter(|unused| unused.incarnation == session.incarnation);
+    let known = request
+        .returns
+        .iter()
+        .filter(|unused| unused.incarnation == session.incarnation);
     let returns: SmallVec<[UnusedPermits; 4]> = known.copied().collect();
     let call = RateCall {
         session,
@@ -110,11 +126,23 @@ pub(in crate::store::redis) fn lease(request: &LeaseRequest<'_>, random: u64) ->
 }
 
 /// Packs a call that gives back `unused`, which are all of one incarnation.
-pub(in crate::store::redis) fn give_back(spec: &LimitSpec, unused: &[UnusedPermits], random: u64) -> Vec<u8> {
+pub(in crate::store::redis) fn give_back(
+    spec: &LimitSpec,
+    unused: &[UnusedPermits],
+    random: u64,
+) -> Vec<u8> {
     // The reply is not read, so the call states neither the time nor what was granted.
     let incarnation = unused.first().map_or(0, |unused| unused.incarnation);
-    let session = ClientSession { incarnation, ..ClientSession::default() };
-    RateCall { session, returns: unused, ..RateCall::default() }.pack(RETURN, spec, random)
+    let session = ClientSession {
+        incarnation,
+        ..ClientSession::default()
+    };
+    RateCall {
+        session,
+        returns: unused,
+        ..RateCall::default()
+    }
+    .pack(RETURN, spec, random)
 }
 
 /// Packs a call that puts the key on hold. The same response of the upstream stated `remaining`.
@@ -124,7 +152,12 @@ pub(in crate::store::redis) fn hold(
     remaining: Option<UpstreamRemaining>,
     random: u64,
 ) -> Vec<u8> {
-    RateCall { hold, remaining, ..RateCall::default() }.pack(HOLD, spec, random)
+    RateCall {
+        hold,
+        remaining,
+        ..RateCall::default()
+    }
+    .pack(HOLD, spec, random)
 }
 
 /// Packs a call that ends the hold of the key.
@@ -150,7 +183,10 @@ pub(in crate::store::redis) fn claim(
 
 /// Packs a call that reads how many slots are in use, under a limit of `limit`.
 pub(in crate::store::redis) fn peek_in_flight(limit: u32, random: u64) -> Vec<u8> {
-    let claim = Claim { limit, ..Claim::NONE };
+    let claim = Claim {
+        limit,
+        ..Claim::NONE
+    };
     in_flight_call(PEEK, &claim, 0, 0, ClientSession::default(), random)
 }
 

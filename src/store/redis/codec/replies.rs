@@ -29,7 +29,11 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     let session_ttl = reply.span()?;
     let wait = reply.long()?;
     let free = reply.long()?;
-    let hold = HoldState { remaining: reply.span()?, releases: reply.int()?, cut: flags & CUT != 0 };
+    let hold = HoldState {
+        remaining: reply.span()?,
+        releases: reply.int()?,
+        cut: flags & CUT != 0,
+    };
     let limit = reply.limit()?;
     let foreign = reply.limit()?;
     let grant = |cost, count, wait: u64, span: u64| Grant {
@@ -45,12 +49,20 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     let prefetched = (prefetched_count > 0).then(|| grant(1, prefetched_count, 0, prefetched_span));
     let mut grants = Grants::default();
     for _ in 0..reply.number(2)? {
-        grants.push(grant(reply.int()?, reply.int()?, reply.long()?, reply.long()?));
+        grants.push(grant(
+            reply.int()?,
+            reply.int()?,
+            reply.long()?,
+            reply.long()?,
+        ));
     }
     let until_wait_ends = Duration::from_micros(wait);
     let refused = match status {
         GRANTED | LEARNING => None,
-        REFUSED => Some(Refusal { wait: (wait < NEVER).then_some(until_wait_ends), limit }),
+        REFUSED => Some(Refusal {
+            wait: (wait < NEVER).then_some(until_wait_ends),
+            limit,
+        }),
         _ => return Err(Garbled),
     };
     Ok(Lease {
@@ -77,13 +89,28 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
     reply.begins_with(GRANTED)?;
     let free = reply.long()?;
     let next_slot = reply.span()?;
-    let hold = HoldState { remaining: reply.span()?, releases: reply.int()?, cut: reply.byte()? != 0 };
+    let hold = HoldState {
+        remaining: reply.span()?,
+        releases: reply.int()?,
+        cut: reply.byte()? != 0,
+    };
     let mut limits = Vec::new();
     for _ in 0..reply.byte()? {
         let limit = reply.limit()?.ok_or(Garbled)?;
-        limits.push(LimitUsage { limit, used: reply.long()?, free: reply.long()?, reserved: reply.long()? });
+        limits.push(LimitUsage {
+            limit,
+            used: reply.long()?,
+            free: reply.long()?,
+            reserved: reply.long()?,
+        });
     }
-    Ok(Usage { limits, free, next_slot, hold, degraded: false })
+    Ok(Usage {
+        limits,
+        free,
+        next_slot,
+        hold,
+        degraded: false,
+    })
 }
 
 /// The state of a holder in Redis: in the reply to its claim, or in a message after the claim of
@@ -104,7 +131,11 @@ pub(in crate::store::redis) struct HolderState {
 
 impl HolderState {
     /// Reads the fields that replies and messages share at their end.
-    pub(super) fn read(reply: &mut ReplyReader<'_>, incarnation: u64, changes: u64) -> Result<Self, Garbled> {
+    pub(super) fn read(
+        reply: &mut ReplyReader<'_>,
+        incarnation: u64,
+        changes: u64,
+    ) -> Result<Self, Garbled> {
         Ok(HolderState {
             incarnation,
             changes,
@@ -141,7 +172,13 @@ pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimRep
     let now = reply.long()?;
     let state = HolderState::read(&mut reply, incarnation, changes)?;
     let first_expiry = Some(reply.span()?).filter(|span| !span.is_zero());
-    Ok(ClaimReply { state, is_mute, now, first_expiry, recovering: reply.span()? })
+    Ok(ClaimReply {
+        state,
+        is_mute,
+        now,
+        first_expiry,
+        recovering: reply.span()?,
+    })
 }
 
 /// Reads the reply to [`peek_in_flight`](super::peek_in_flight). Returns the slots in use and the

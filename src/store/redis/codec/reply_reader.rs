@@ -12,7 +12,10 @@ pub(in crate::store::redis) struct Garbled;
 
 impl std::fmt::Display for Garbled {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "its reply cannot be read; does a proxy change the replies of scripts?")
+        write!(
+            f,
+            "its reply cannot be read; does a proxy change the replies of scripts?"
+        )
     }
 }
 
@@ -61,7 +64,11 @@ impl ReplyReader<'_> {
         match kind {
             0 => Ok(None),
             WINDOW => Ok(Some(Limit::Sliding { count, window })),
-            BUCKET => Ok(Some(Limit::Bucket { capacity, count, window })),
+            BUCKET => Ok(Some(Limit::Bucket {
+                capacity,
+                count,
+                window,
+            })),
             FIXED => Ok(Some(Limit::Fixed { count, window })),
             _ => Err(Garbled),
         }
@@ -74,6 +81,10 @@ impl ReplyReader<'_> {
 
     /// Reads one byte, which has to be `byte`.
     pub(in crate::store::redis) fn begins_with(&mut self, byte: u8) -> Result<(), Garbled> {
-        if self.byte()? == byte { Ok(()) } else { Err(Garbled) }
+        if self.byte()? == byte {
+            Ok(())
+        } else {
+            Err(Garbled)
+        }
     }
 }

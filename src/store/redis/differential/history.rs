@@ -55,7 +55,16 @@ pub(super) struct Said {
 impl Said {
     pub(super) fn of(self, spec: &LimitSpec) -> UpstreamRemaining {
         let limits = spec.quota().limits();
-        let Said { which, units, reset_in, steady, ago, refused, forget, urgent } = self;
+        let Said {
+            which,
+            units,
+            reset_in,
+            steady,
+            ago,
+            refused,
+            forget,
+            urgent,
+        } = self;
         let valid_for = millis([0, 300, 60_000][which % 3]);
         UpstreamRemaining {
             reset_in,
@@ -89,15 +98,23 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
     };
     let demand = (prop_oneof![60 => 1u32..4, 1 => 30u32..60], count);
     let (demands, waits, latest) = match mix {
-        Mix::Plain => (1..2, vec![0u64, 300, 4_000, 40_000, 150_000], vec![0u64, 0, 0, 0, 500]),
+        Mix::Plain => (
+            1..2,
+            vec![0u64, 300, 4_000, 40_000, 150_000],
+            vec![0u64, 0, 0, 0, 500],
+        ),
         _ => (
             0..3,
-            vec![0u64, 0, 1, 700, 12_000, 60_000, 210_000, 1_000_000, 6_000_000],
+            vec![
+                0u64, 0, 1, 700, 12_000, 60_000, 210_000, 1_000_000, 6_000_000,
+            ],
             vec![0u64, 100, 2000, 20_000, 100_000],
         ),
     };
-    let charge =
-        (select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]), prop_oneof![0u64..50, any::<u64>()]);
+    let charge = (
+        select(vec![0u64, 1, 20_000, 700_000, 2_000_000, 50_000_000]),
+        prop_oneof![0u64..50, any::<u64>()],
+    );
     (
         select(waits),
         prop::collection::vec(demand, demands),
@@ -149,20 +166,40 @@ pub(super) fn step(mix: Mix) -> impl Strategy<Value = Step> {
 
 pub(super) fn said() -> impl Strategy<Value = Said> {
     let units = prop_oneof![3 => 0u64..40, 1 => 0u64..3000, 1 => any::<u64>()];
-    let spans = (prop::option::of(select(vec![1u64, 500, 2000, 40_000])), select(vec![0u64, 3, 700, 90_000]));
+    let spans = (
+        prop::option::of(select(vec![1u64, 500, 2000, 40_000])),
+        select(vec![0u64, 3, 700, 90_000]),
+    );
     let refused = prop_oneof![3 => Just(0u32), 2 => 1u32..20, 1 => any::<u32>()];
     let flags = (any::<bool>(), any::<bool>(), prop::bool::weighted(0.05));
     (0usize..6, units, spans, refused, flags).prop_map(
         |(which, units, (reset_in, ago), refused, (steady, urgent, forget))| {
             let (reset_in, ago) = (reset_in.map(millis), millis(ago));
-            Said { which, units, reset_in, steady, ago, refused, forget, urgent }
+            Said {
+                which,
+                units,
+                reset_in,
+                steady,
+                ago,
+                refused,
+                forget,
+                urgent,
+            }
         },
     )
 }
 
 pub(super) fn held() -> impl Strategy<Value = HoldState> {
-    (select(vec![0u64, 1, 30, 900, 20_000]), 0u32..3, any::<bool>())
-        .prop_map(|(left, releases, cut)| HoldState { remaining: millis(left), releases, cut })
+    (
+        select(vec![0u64, 1, 30, 900, 20_000]),
+        0u32..3,
+        any::<bool>(),
+    )
+        .prop_map(|(left, releases, cut)| HoldState {
+            remaining: millis(left),
+            releases,
+            cut,
+        })
 }
 
 pub(super) fn quota(mix: Mix) -> BoxedStrategy<Quota> {
@@ -194,7 +231,8 @@ pub(super) fn quota(mix: Mix) -> BoxedStrategy<Quota> {
 #[test]
 fn histories_have_every_kind_of_limit() {
     const KINDS: usize = 4;
-    // A new kind of limit does not compile here before it has a number, and fails until the strategy generates it.
+    // A new kind of limit does not compile here before it has a number, and fails until the
+    // strategy generates it.
     let kind = |limit: &Limit| match limit {
         Limit::Sliding { .. } => 0,
         Limit::Bucket { .. } => 1,
@@ -206,8 +244,17 @@ fn histories_have_every_kind_of_limit() {
     seen[kind(&Limit::InFlight { count: 1 })] = true;
     let mut runner = TestRunner::deterministic();
     for _ in 0..200 {
-        let quota = quota(Mix::Any).new_tree(&mut runner).expect("no quota is rejected").current();
-        quota.limits().iter().for_each(|limit| seen[kind(limit)] = true);
+        let quota = quota(Mix::Any)
+            .new_tree(&mut runner)
+            .expect("no quota is rejected")
+            .current();
+        quota
+            .limits()
+            .iter()
+            .for_each(|limit| seen[kind(limit)] = true);
     }
-    assert_eq!(seen, [true; KINDS], "add the kind to `quota`, and to the scripts in `store/redis/lua`");
+    assert_eq!(
+        seen, [true; KINDS],
+        "add the kind to `quota`, and to the scripts in `store/redis/lua`"
+    );
 }

@@ -29,8 +29,16 @@ struct Step {
 fn step() -> impl Strategy<Value = Step> {
     let waits = prop::sample::select(vec![0u64, 1, 5_000, 400_000, 900_000]);
     let most = prop_oneof![8 => Just(6u32), 1 => 2u32..9];
-    (waits, 1u64..5, 0u32..4, 0u32..6, 0u64..3, most, prop::bool::weighted(0.1)).prop_map(
-        |(wait, holder, sits, wants, unheard, most, old)| Step {
+    (
+        waits,
+        1u64..5,
+        0u32..4,
+        0u32..6,
+        0u64..3,
+        most,
+        prop::bool::weighted(0.1),
+    )
+        .prop_map(|(wait, holder, sits, wants, unheard, most, old)| Step {
             wait,
             holder,
             sits,
@@ -38,8 +46,7 @@ fn step() -> impl Strategy<Value = Step> {
             unheard,
             most,
             old,
-        },
-    )
+        })
 }
 
 /// Returns the script under the time of the test. It pushes its messages to a list.
@@ -66,7 +73,13 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         number += 1;
         let number = if step.old { number / 2 } else { number };
         let heard = given[step.holder as usize].saturating_sub(step.unheard);
-        let Step { holder, sits, wants, most, .. } = *step;
+        let Step {
+            holder,
+            sits,
+            wants,
+            most,
+            ..
+        } = *step;
         let life = millis(1000);
         let claim = Claim {
             holder,
@@ -94,15 +107,23 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
         });
 
         let call = codec::claim(&claim, number, INSTANCE, ClientSession::default(), 1);
-        let answer: Vec<u8> =
-            script.key("key").arg(call).arg("told:").arg(now).invoke(redis).expect("an answer");
+        let answer: Vec<u8> = script
+            .key("key")
+            .arg(call)
+            .arg("told:")
+            .arg(now)
+            .invoke(redis)
+            .expect("an answer");
         let answer = codec::read_claim_reply(&answer).expect("an answer that can be read");
-        let messages: Vec<Vec<u8>> =
-            redis::cmd("LRANGE").arg(&["told", "0", "-1"]).query(redis).expect("a list");
+        let messages: Vec<Vec<u8>> = redis::cmd("LRANGE")
+            .arg(&["told", "0", "-1"])
+            .query(redis)
+            .expect("a list");
         let () = redis::cmd("DEL").arg("told").query(redis).expect("a list");
         let mut there = vec![of(answer.state, holder)];
         for message in messages {
-            let (id, state) = codec::read_holder_message(&message).expect("a message that can be read");
+            let (id, state) =
+                codec::read_holder_message(&message).expect("a message that can be read");
             there.push(of(state, id));
         }
         here.sort_unstable();
@@ -112,8 +133,17 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
             given[id as usize] = total;
         }
         let peek = codec::peek_in_flight(6, 1);
-        let peeked: Vec<u8> = script.key("key").arg(peek).arg("").arg(now).invoke(redis).expect("an answer");
-        prop_assert_eq!(codec::read_peek_in_flight(&peeked).expect("two numbers"), slots.usage(6));
+        let peeked: Vec<u8> = script
+            .key("key")
+            .arg(peek)
+            .arg("")
+            .arg(now)
+            .invoke(redis)
+            .expect("an answer");
+        prop_assert_eq!(
+            codec::read_peek_in_flight(&peeked).expect("two numbers"),
+            slots.usage(6)
+        );
     }
     Ok(())
 }
@@ -122,7 +152,11 @@ fn history(redis: &mut redis::Connection, steps: &[Step]) -> Result<(), TestCase
 fn slots_are_granted_in_redis_as_in_memory() {
     let server = RedisServer::start().expect("redis-server");
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
-    let config = ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() };
+    let config = ProptestConfig {
+        cases: 300,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
     let mut runner = TestRunner::new(config);
     let steps = prop::collection::vec(step(), 1..60);
     let run = runner.run(&steps, |steps| history(&mut redis.borrow_mut(), &steps));

@@ -4,7 +4,11 @@
 use super::*;
 
 fn terms() -> Arc<LimitSpec> {
-    Arc::new(LimitSpec::new(Quota::new(50, Duration::from_secs(2)), millis(10), millis(2)))
+    Arc::new(LimitSpec::new(
+        Quota::new(50, Duration::from_secs(2)),
+        millis(10),
+        millis(2),
+    ))
 }
 
 fn count(lease: &Lease) -> u32 {
@@ -14,13 +18,31 @@ fn count(lease: &Lease) -> u32 {
 /// Asks for `count` permits as a process with this memory.
 fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSession) -> Lease {
     let demands = [Demand { cost: 1, count }];
-    let call = codec::lease(&LeaseRequest { session: memory, ..asks(spec, &demands) }, 7);
+    let call = codec::lease(
+        &LeaseRequest {
+            session: memory,
+            ..asks(spec, &demands)
+        },
+        7,
+    );
     codec::read_lease(&world.run_by_memory(call), spec.transit_slack()).unwrap()
 }
 
 fn known(first: &Lease, since: Duration) -> ClientSession {
-    let &Lease { incarnation, writes, now: seen, .. } = first;
-    ClientSession { incarnation, writes, seen, since, trip: millis(1), ..ClientSession::default() }
+    let &Lease {
+        incarnation,
+        writes,
+        now: seen,
+        ..
+    } = first;
+    ClientSession {
+        incarnation,
+        writes,
+        seen,
+        since,
+        trip: millis(1),
+        ..ClientSession::default()
+    }
 }
 
 #[test]
@@ -34,9 +56,17 @@ fn late_calls_age_no_permit_of_others() {
     // given up.
     world.now = START + 3_000_000;
     let demands = [Demand { cost: 1, count: 1 }];
-    let late =
-        codec::lease(&LeaseRequest { session: known(&first, millis(100)), ..asks(&spec, &demands) }, 7);
-    assert_eq!(codec::read_unsure(&world.run(&late)), Some(START + 3_000_000));
+    let late = codec::lease(
+        &LeaseRequest {
+            session: known(&first, millis(100)),
+            ..asks(&spec, &demands)
+        },
+        7,
+    );
+    assert_eq!(
+        codec::read_unsure(&world.run(&late)),
+        Some(START + 3_000_000)
+    );
     // Then a process without memory asks, and 40 ms later a process that knows the time.
     world.now = START + 3_010_000;
     let newcomer = count(&ask(&mut world, &spec, 50, ClientSession::default()));
@@ -54,13 +84,21 @@ fn late_calls_that_ask_again_age_no_permit() {
     let spec = terms();
     let first = ask(&mut world, &spec, 50, ClientSession::default());
     let demands = [Demand { cost: 1, count: 1 }];
-    let mut call =
-        codec::lease(&LeaseRequest { session: known(&first, millis(100)), ..asks(&spec, &demands) }, 7);
+    let mut call = codec::lease(
+        &LeaseRequest {
+            session: known(&first, millis(100)),
+            ..asks(&spec, &demands)
+        },
+        7,
+    );
     world.now = START + 1_500_000;
     let server_seen = codec::read_unsure(&world.run(&call)).expect("it is late");
     codec::set_server_time(&mut call, Duration::ZERO, server_seen);
     world.now = START + 1_900_000;
-    assert!(codec::read_unsure(&world.run(&call)).is_some(), "0.4 s later than the call states");
+    assert!(
+        codec::read_unsure(&world.run(&call)).is_some(),
+        "0.4 s later than the call states"
+    );
 }
 
 #[test]
@@ -92,7 +130,10 @@ fn processes_that_slept_turn_no_time_back() {
     let spec = terms();
     let first = ask(&mut world, &spec, 1, ClientSession::default());
     world.now = START + 10_000_000;
-    assert_eq!(count(&ask(&mut world, &spec, 50, known(&first, millis(10_000)))), 50);
+    assert_eq!(
+        count(&ask(&mut world, &spec, 50, known(&first, millis(10_000)))),
+        50
+    );
     world.now = START + 11_000_000;
     let slept = ask(&mut world, &spec, 50, known(&first, millis(200)));
     assert_eq!((count(&slept), slept.now), (0, START + 11_000_000));

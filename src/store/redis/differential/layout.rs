@@ -67,7 +67,9 @@ fn sizes_are_those_of_their_formats() {
     with_lua(|lua| {
         let constants = script::REGISTER.lines().filter_map(script::constant);
         let mut count = 0;
-        for (name, size) in constants.filter_map(|(name, size)| Some((name.strip_suffix("_SIZE")?, size))) {
+        for (name, size) in
+            constants.filter_map(|(name, size)| Some((name.strip_suffix("_SIZE")?, size)))
+        {
             let size: u64 = size.parse().expect("a size");
             if name == "RECORD" {
                 for record in ["WINDOW_RECORD", "BUCKET_RECORD", "FIXED_RECORD"] {
@@ -80,7 +82,11 @@ fn sizes_are_those_of_their_formats() {
             count += 1;
         }
         assert_eq!(count, 13);
-        let reply_with_segment = [format_of("REPLY"), format_of("SEGMENT").trim_start_matches('<')].concat();
+        let reply_with_segment = [
+            format_of("REPLY"),
+            format_of("SEGMENT").trim_start_matches('<'),
+        ]
+        .concat();
         assert_eq!(reply_with_segment, format_of("REPLY_WITH_SEGMENT"));
     });
 }
@@ -88,10 +94,30 @@ fn sizes_are_those_of_their_formats() {
 #[test]
 fn calls_about_rates_are_read_field_by_field() {
     let bucket = Quota::bucket(40).refill(3, millis(7));
-    let quota = Quota::new(30, millis(5)).and(bucket).and(Quota::fixed(20, millis(6)));
-    let spec = Arc::new(LimitSpec::new(quota, Duration::from_micros(11), Duration::from_micros(12)));
-    let demands = [Demand { cost: 31, count: 32 }, Demand { cost: 33, count: 34 }];
-    let returns = [UnusedPermits { slot: 41, stamp: 42, units: 43, incarnation: 2 }];
+    let quota = Quota::new(30, millis(5))
+        .and(bucket)
+        .and(Quota::fixed(20, millis(6)));
+    let spec = Arc::new(LimitSpec::new(
+        quota,
+        Duration::from_micros(11),
+        Duration::from_micros(12),
+    ));
+    let demands = [
+        Demand {
+            cost: 31,
+            count: 32,
+        },
+        Demand {
+            cost: 33,
+            count: 34,
+        },
+    ];
+    let returns = [UnusedPermits {
+        slot: 41,
+        stamp: 42,
+        units: 43,
+        incarnation: 2,
+    }];
     let charges = [Charge::new(Duration::from_micros(51), 52)];
     let memory = ClientSession {
         incarnation: 2,
@@ -119,7 +145,11 @@ fn calls_about_rates_are_read_field_by_field() {
         returns: &returns,
         charges: &charges,
         session: memory,
-        hold: HoldState { remaining: Duration::from_micros(17), releases: 18, cut: true },
+        hold: HoldState {
+            remaining: Duration::from_micros(17),
+            releases: 18,
+            cut: true,
+        },
         remaining: Some(left),
         ..asks(&spec, &demands)
     };
@@ -143,23 +173,50 @@ fn calls_about_rates_are_read_field_by_field() {
         let demands = [31, 32, 33, 34];
         let returns_and_charges = [41, 42, 43, 51, 52];
         let remaining = [1, 30, 5000, 0, 61, 62, 3, 63, 64, 65, 1];
-        assert_eq!(lists, [&limits[..], &demands, &returns_and_charges, &remaining].concat());
+        assert_eq!(
+            lists,
+            [&limits[..], &demands, &returns_and_charges, &remaining].concat()
+        );
     });
 }
 
 #[test]
 fn claims_and_register_calls_are_read_field_by_field() {
-    let memory = ClientSession { incarnation: 2, writes: 3, seen: 4, ..ClientSession::default() };
+    let memory = ClientSession {
+        incarnation: 2,
+        writes: 3,
+        seen: 4,
+        ..ClientSession::default()
+    };
     let life = Duration::from_micros(17);
-    let claim =
-        Claim { holder: 11, limit: 13, in_use: 14, wanted: 15, granted_seen: 16, ttl: life, ..Claim::NONE };
+    let claim = Claim {
+        holder: 11,
+        limit: 13,
+        in_use: 14,
+        wanted: 15,
+        granted_seen: 16,
+        ttl: life,
+        ..Claim::NONE
+    };
     let (value, tell) = (Some(Vec::new()), Recipients::None);
-    let change = RegisterRequest { key: Key::ALL, kind: 1, version: 2, value, ttl: life, notify: tell };
+    let change = RegisterRequest {
+        key: Key::ALL,
+        kind: 1,
+        version: 2,
+        value,
+        ttl: life,
+        notify: tell,
+    };
     with_lua(|lua| {
         let numbers = lua.unpack(&codec::claim(&claim, 12, 10, memory, 0), &["CLAIM_CALL"]);
-        assert_eq!(numbers, [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]);
+        assert_eq!(
+            numbers,
+            [2, 1, 1, 2, 3, 4, 0, 0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17]
+        );
         let call = registers::call(&change, None);
-        let Some(script::Argument::Is(call)) = call.first() else { panic!("the call is first") };
+        let Some(script::Argument::Is(call)) = call.first() else {
+            panic!("the call is first")
+        };
         assert_eq!(lua.unpack(call, &["REGISTER_CALL"]), [1, 1, 2, 17]);
     });
 }
@@ -169,21 +226,88 @@ fn replies_about_rates_are_read_field_by_field() {
     with_lua(|lua| {
         // Version; refused, shared and cut; incarnation to hold; releases; the limit that refused;
         // another; prefetched; segments.
-        let reply =
-            [2, 1 + 4 + 8, 3, 4, 5, 6, 7, 8, 9, 10, 1, 11, 12, 0, 2, 13, 14, 15, 16, 17, 1, 21, 22, 23, 24];
-        let lease =
-            codec::read_lease(&lua.pack("REPLY_WITH_SEGMENT", &reply), Duration::from_micros(2)).unwrap();
+        let reply = [
+            2,
+            1 + 4 + 8,
+            3,
+            4,
+            5,
+            6,
+            7,
+            8,
+            9,
+            10,
+            1,
+            11,
+            12,
+            0,
+            2,
+            13,
+            14,
+            15,
+            16,
+            17,
+            1,
+            21,
+            22,
+            23,
+            24,
+        ];
+        let lease = codec::read_lease(
+            &lua.pack("REPLY_WITH_SEGMENT", &reply),
+            Duration::from_micros(2),
+        )
+        .unwrap();
         let micros = Duration::from_micros;
         assert_eq!((lease.incarnation, lease.writes, lease.now), (3, 4, 5));
-        assert_eq!((lease.session_ttl, lease.free, lease.external_usage), (micros(6), 8, true));
-        assert_eq!(lease.hold, HoldState { remaining: micros(9), releases: 10, cut: true });
-        let limit = Limit::Sliding { count: 11, window: micros(12) };
-        assert_eq!(lease.refused, Some(Refusal { wait: Some(micros(7)), limit: Some(limit) }));
-        assert_eq!(lease.foreign, Some(Limit::Bucket { count: 13, window: micros(14), capacity: 15 }));
-        let grant =
-            Grant { cost: 21, count: 22, wait: micros(23), validity: micros(22), slot: 28, stamp: 52 };
+        assert_eq!(
+            (lease.session_ttl, lease.free, lease.external_usage),
+            (micros(6), 8, true)
+        );
+        assert_eq!(
+            lease.hold,
+            HoldState {
+                remaining: micros(9),
+                releases: 10,
+                cut: true
+            }
+        );
+        let limit = Limit::Sliding {
+            count: 11,
+            window: micros(12),
+        };
+        assert_eq!(
+            lease.refused,
+            Some(Refusal {
+                wait: Some(micros(7)),
+                limit: Some(limit)
+            })
+        );
+        assert_eq!(
+            lease.foreign,
+            Some(Limit::Bucket {
+                count: 13,
+                window: micros(14),
+                capacity: 15
+            })
+        );
+        let grant = Grant {
+            cost: 21,
+            count: 22,
+            wait: micros(23),
+            validity: micros(22),
+            slot: 28,
+            stamp: 52,
+        };
         assert_eq!(lease.grants.to_vec(), [grant]);
-        let ahead = Grant { cost: 1, count: 16, wait: micros(0), validity: micros(15), slot: 5, stamp: 22 };
+        let ahead = Grant {
+            cost: 1,
+            count: 16,
+            wait: micros(0),
+            validity: micros(15),
+            slot: 5,
+            stamp: 22,
+        };
         assert_eq!(lease.prefetched, Some(ahead));
         let unsure = lua.pack("REPLY", &[&[2, 3], &reply[2..20], &[0]].concat());
         assert_eq!(codec::read_unsure(&unsure), Some(5));
@@ -192,9 +316,27 @@ fn replies_about_rates_are_read_field_by_field() {
         let limit = lua.pack("PEEK_LIMIT", &[3, 7, 8, 0, 9, 10, 11]);
         let usage = codec::read_peek(&[head, limit].concat()).unwrap();
         assert_eq!((usage.free, usage.next_slot), (3, micros(4)));
-        assert_eq!(usage.hold, HoldState { remaining: micros(5), releases: 6, cut: true });
-        let limit = Limit::Fixed { count: 7, window: micros(8) };
-        assert_eq!(usage.limits, [LimitUsage { limit, used: 9, free: 10, reserved: 11 }]);
+        assert_eq!(
+            usage.hold,
+            HoldState {
+                remaining: micros(5),
+                releases: 6,
+                cut: true
+            }
+        );
+        let limit = Limit::Fixed {
+            count: 7,
+            window: micros(8),
+        };
+        assert_eq!(
+            usage.limits,
+            [LimitUsage {
+                limit,
+                used: 9,
+                free: 10,
+                reserved: 11
+            }]
+        );
     });
 }
 
@@ -203,39 +345,70 @@ fn claim_replies_and_messages_are_read_field_by_field() {
     with_lua(|lua| {
         let micros = Duration::from_micros;
         let reply =
-            codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9])).unwrap();
-        let state =
-            codec::HolderState { incarnation: 3, changes: 4, number: 6, granted: 7, others_wait: true };
+            codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[2, 2, 3, 4, 5, 6, 7, 1, 8, 9]))
+                .unwrap();
+        let state = codec::HolderState {
+            incarnation: 3,
+            changes: 4,
+            number: 6,
+            granted: 7,
+            others_wait: true,
+        };
         assert_eq!((reply.state, reply.is_mute, reply.now), (state, true, 5));
-        assert_eq!((reply.first_expiry, reply.recovering), (Some(micros(8)), micros(9)));
-        assert_eq!(codec::read_peek_in_flight(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(), (3, 4));
+        assert_eq!(
+            (reply.first_expiry, reply.recovering),
+            (Some(micros(8)), micros(9))
+        );
+        assert_eq!(
+            codec::read_peek_in_flight(&lua.pack("CLAIM_PEEK_REPLY", &[2, 0, 3, 4])).unwrap(),
+            (3, 4)
+        );
 
-        let message = lua.pack("IN_FLIGHT_MESSAGE_FIELDS", &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1]);
+        let message = lua.pack(
+            "IN_FLIGHT_MESSAGE_FIELDS",
+            &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1],
+        );
         assert_eq!(codec::read_holder_message(&message).unwrap(), (5, state));
         for (kind, cut) in [(HOLD_MESSAGE, false), (CUT_HOLD_MESSAGE, true)] {
             let message = lua.pack("HOLD_MESSAGE_FIELDS", &[u64::from(kind), 3, 4]);
             let (event, rest) = codec::read_event(&message).unwrap();
-            let held = HoldState { remaining: micros(3), releases: 4, cut };
+            let held = HoldState {
+                remaining: micros(3),
+                releases: 4,
+                cut,
+            };
             assert!(matches!(event, StoreEvent::Hold(other) if other == held) && rest.is_empty());
         }
-        let message = lua.pack("REMAINING_MESSAGE_FIELDS", &[u64::from(REMAINING_MESSAGE), 3]);
+        let message = lua.pack(
+            "REMAINING_MESSAGE_FIELDS",
+            &[u64::from(REMAINING_MESSAGE), 3],
+        );
         assert!(matches!(
             codec::read_event(&message).unwrap(),
             (StoreEvent::RemainingFell { writes: 3 }, [])
         ));
 
         let register = registers::read(&lua.pack("REGISTER_REPLY", &[1, 1, 3, 4]), 9).unwrap();
-        assert_eq!((register.kind, register.changed, register.version), (9, true, 3));
+        assert_eq!(
+            (register.kind, register.changed, register.version),
+            (9, true, 3)
+        );
         assert_eq!((register.age, register.value), (micros(4), Vec::new()));
     });
 }
 
 /// Returns the number at the end of the line of a file that begins with a given text.
 fn number_after(text: &str, start: &str) -> u64 {
-    let line =
-        text.lines().find_map(|line| line.trim_start().trim_start_matches("pub(super) ").strip_prefix(start));
+    let line = text.lines().find_map(|line| {
+        line.trim_start()
+            .trim_start_matches("pub(super) ")
+            .strip_prefix(start)
+    });
     let line = line.expect("a line");
-    line.trim_end_matches(';').replace('_', "").parse().expect("a number")
+    line.trim_end_matches(';')
+        .replace('_', "")
+        .parse()
+        .expect("a number")
 }
 
 /// Asserts that the constants `lua` of a script and `rust` of its twin are the same number.

@@ -27,8 +27,14 @@ fn near(at: Micros) -> impl Strategy<Value = Micros> {
 
 fn expected() -> impl Strategy<Value = Expected> {
     let server_time = prop::option::of(near(START));
-    (near(START), 0u64..100_000_000, 0u64..250_000, server_time)
-        .prop_map(|(time, age, on_way, server_time)| Expected { time, age, on_way, server_time })
+    (near(START), 0u64..100_000_000, 0u64..250_000, server_time).prop_map(
+        |(time, age, on_way, server_time)| Expected {
+            time,
+            age,
+            on_way,
+            server_time,
+        },
+    )
 }
 
 #[test]
@@ -36,20 +42,35 @@ fn logical_time_is_the_same_in_rust_and_lua() {
     let server = RedisServer::start().expect("a server of our own");
     let redis = std::cell::RefCell::new(server.connect().expect("a connection"));
     let function = function();
-    let config = ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() };
-    let cases = (near(START), near(START), prop::option::weighted(0.9, expected()));
+    let config = ProptestConfig {
+        cases: 3000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let cases = (
+        near(START),
+        near(START),
+        prop::option::weighted(0.9, expected()),
+    );
     TestRunner::new(config)
         .run(&cases, |(clock, last_write, expected)| {
             let mut invocation = function.prepare_invoke();
             invocation.arg(START).arg(clock).arg(last_write);
             match expected {
-                Some(Expected { time, age, on_way, server_time }) => {
+                Some(Expected {
+                    time,
+                    age,
+                    on_way,
+                    server_time,
+                }) => {
                     let server_time = server_time.map_or(String::new(), |time| time.to_string());
                     invocation.arg(time).arg(age).arg(on_way).arg(server_time)
                 }
                 None => invocation.arg("").arg("").arg("").arg(""),
             };
-            let lua: Option<Micros> = invocation.invoke(&mut redis.borrow_mut()).expect("an answer");
+            let lua: Option<Micros> = invocation
+                .invoke(&mut redis.borrow_mut())
+                .expect("an answer");
             prop_assert_eq!(lua, logical_time(START, clock, last_write, expected));
             Ok(())
         })

@@ -37,20 +37,29 @@ fn millis(span: u64) -> Duration {
 }
 
 /// Lines of a script of today that read the server's clock.
-const READS_CLOCK: &str =
-    "local server_time = redis.call('TIME')\nserver_time = server_time[1] * 1000000 + server_time[2]\n";
+const READS_CLOCK: &str = "local server_time = redis.call('TIME')\nserver_time = server_time[1] * 1000000 + server_time[2]\n";
 
 /// Returns a script that takes the server's clock from argument `argument`. Nothing else of it
 /// changes.
 fn at_time_of_argument(text: &str, argument: u32) -> String {
-    assert_eq!(text.matches(READS_CLOCK).count(), 1, "a script reads the clock once");
-    text.replace(READS_CLOCK, &format!("local server_time = tonumber(ARGV[{argument}])\n"))
+    assert_eq!(
+        text.matches(READS_CLOCK).count(),
+        1,
+        "a script reads the clock once"
+    );
+    text.replace(
+        READS_CLOCK,
+        &format!("local server_time = tonumber(ARGV[{argument}])\n"),
+    )
 }
 
 /// Returns the value of a constant of `lua/layout.lua`, as it stands there.
 fn literal(name: &str) -> &'static str {
     let mut constants = script::REGISTER.lines().filter_map(script::constant);
-    constants.find(|(other, _)| *other == name).map(|(_, value)| value).expect("a constant of the layout")
+    constants
+        .find(|(other, _)| *other == name)
+        .map(|(_, value)| value)
+        .expect("a constant of the layout")
 }
 
 /// A call that asks for `demands` now, without any memory.
@@ -72,10 +81,24 @@ fn asks<'a>(spec: &'a Arc<LimitSpec>, demands: &'a [Demand]) -> LeaseRequest<'a>
 }
 
 /// What a lease decides.
-type Decided = (Vec<Grant>, Option<Grant>, Option<Refusal>, bool, u64, HoldState);
+type Decided = (
+    Vec<Grant>,
+    Option<Grant>,
+    Option<Refusal>,
+    bool,
+    u64,
+    HoldState,
+);
 
 fn decided(lease: &Lease) -> Decided {
-    (lease.grants.to_vec(), lease.prefetched, lease.refused, lease.external_usage, lease.free, lease.hold)
+    (
+        lease.grants.to_vec(),
+        lease.prefetched,
+        lease.refused,
+        lease.external_usage,
+        lease.free,
+        lease.hold,
+    )
 }
 
 fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<(), TestCaseError> {
@@ -90,9 +113,17 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
         // Times to live follow the real clock of the server, which this test does not set.
         let is_set = steps[..=number].iter().any(|step| step.clock != 0);
         if number % 3 == 0 && theirs.incarnation != 0 && !is_set {
-            let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
+            let ttl: i64 = redis::cmd("PTTL")
+                .arg(&world.key)
+                .query(&mut world.redis)
+                .unwrap();
             let remember = i64::try_from(theirs.session_ttl.as_millis()).unwrap();
-            prop_assert!(ttl == -2 || ttl >= remember, "remembered for {} ms, kept for {} ms", remember, ttl);
+            prop_assert!(
+                ttl == -2 || ttl >= remember,
+                "remembered for {} ms, kept for {} ms",
+                remember,
+                ttl
+            );
         }
         world.keep(&ours);
         world.forget_what_redis_does_not_keep();
@@ -101,20 +132,43 @@ fn same_grants(world: &mut World, quotas: [Quota; 2], steps: &[Step]) -> Result<
             prop_assert_eq!(ours, theirs, "peek at step {}", number);
         }
     }
-    let size: usize = redis::cmd("STRLEN").arg(&world.key).query(&mut world.redis).unwrap();
-    prop_assert!(size <= 4096 * quotas[0].and(quotas[1]).limits().len(), "{} bytes", size);
-    let ttl: i64 = redis::cmd("PTTL").arg(&world.key).query(&mut world.redis).unwrap();
-    prop_assert!(ttl > 0 || size == 0, "a state of {} bytes without a time to live", size);
+    let size: usize = redis::cmd("STRLEN")
+        .arg(&world.key)
+        .query(&mut world.redis)
+        .unwrap();
+    prop_assert!(
+        size <= 4096 * quotas[0].and(quotas[1]).limits().len(),
+        "{} bytes",
+        size
+    );
+    let ttl: i64 = redis::cmd("PTTL")
+        .arg(&world.key)
+        .query(&mut world.redis)
+        .unwrap();
+    prop_assert!(
+        ttl > 0 || size == 0,
+        "a state of {} bytes without a time to live",
+        size
+    );
     Ok(())
 }
 
 fn check(cases: u32, mix: Mix, length: usize) {
     let server = RedisServer::start().expect("a server of our own");
     let world = std::cell::RefCell::new(World::new(&server));
-    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
-    let histories = ([quota(mix), quota(mix)], prop::collection::vec(step(mix), 1..length));
+    let config = ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
+    let histories = (
+        [quota(mix), quota(mix)],
+        prop::collection::vec(step(mix), 1..length),
+    );
     TestRunner::new(config)
-        .run(&histories, |(quotas, steps)| same_grants(&mut world.borrow_mut(), quotas, &steps))
+        .run(&histories, |(quotas, steps)| {
+            same_grants(&mut world.borrow_mut(), quotas, &steps)
+        })
         .unwrap_or_else(|error| panic!("{error}"));
 }
 
@@ -164,7 +218,12 @@ fn returns_do_not_stop_the_clock() {
         assert_eq!(decided(&ours), decided(&theirs));
         world.now += 100_000;
         let Grant { slot, stamp, .. } = theirs.grants[0];
-        let unused = UnusedPermits { slot, stamp, units: 1, incarnation: theirs.incarnation };
+        let unused = UnusedPermits {
+            slot,
+            stamp,
+            units: 1,
+            incarnation: theirs.incarnation,
+        };
         world.run(&codec::give_back(&spec, &[unused], 7));
         if let Some(ledger) = &mut world.ledger {
             ledger.advance(&spec, world.now);
@@ -192,16 +251,24 @@ fn memory_and_redis_forget_the_same_excess_limits() {
         let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
         world.now += 17_000;
         let demands = [Demand { cost: 1, count: 1 }];
-        let request = LeaseRequest { session: world.memory(), ..asks(&spec, &demands) };
-        let theirs = codec::read_lease(&world.run_by_memory(codec::lease(&request, 7)), millis(10)).unwrap();
-        (world.incarnation, world.writes, world.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        let request = LeaseRequest {
+            session: world.memory(),
+            ..asks(&spec, &demands)
+        };
+        let theirs =
+            codec::read_lease(&world.run_by_memory(codec::lease(&request, 7)), millis(10)).unwrap();
+        (world.incarnation, world.writes, world.seen) =
+            (theirs.incarnation, theirs.writes, theirs.now);
         let now = world.now;
         let ours = book(world.ledger(&spec), now, &request);
         assert_eq!(decided(&ours), decided(&theirs), "call {call}");
         let (ours, theirs) = world.peek(&spec);
         assert_eq!(ours, theirs, "peek after call {call}");
         assert!(ours.limits.len() <= 32, "{} limits", ours.limits.len());
-        let own = quota.limits().iter().all(|own| ours.limits.iter().any(|usage| usage.limit == *own));
+        let own = quota
+            .limits()
+            .iter()
+            .all(|own| ours.limits.iter().any(|usage| usage.limit == *own));
         assert!(own, "the limits of the caller hold");
     }
 }

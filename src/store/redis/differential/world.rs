@@ -40,7 +40,9 @@ impl World {
         let redis = server.connect().unwrap();
         World {
             redis,
-            script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(RATES, 4))),
+            script: redis::Script::new(&script::with_inlined_constants(&at_time_of_argument(
+                RATES, 4,
+            ))),
             release: Release::Today,
             key: "key".into(),
             ledger: None,
@@ -57,7 +59,13 @@ impl World {
     pub(super) fn begin(&mut self) {
         self.calls += 1;
         self.key = format!("key {}", self.calls);
-        (self.ledger, self.now, self.incarnation, self.writes, self.seen) = (None, START, 0, 0, START);
+        (
+            self.ledger,
+            self.now,
+            self.incarnation,
+            self.writes,
+            self.seen,
+        ) = (None, START, 0, 0, START);
         self.clock = 0;
         self.unused.clear();
     }
@@ -65,20 +73,30 @@ impl World {
     pub(super) fn run(&mut self, call: &[u8]) -> Vec<u8> {
         let raw = self.now.saturating_add_signed(self.clock);
         let mut invocation = self.script.key(&self.key);
-        invocation.arg(call).arg("told").arg("key").arg(raw).invoke(&mut self.redis).unwrap()
+        invocation
+            .arg(call)
+            .arg("told")
+            .arg("key")
+            .arg(raw)
+            .invoke(&mut self.redis)
+            .unwrap()
     }
 
     /// Runs a call that states what it knows of the time; sends it again if the script is unsure.
     pub(super) fn run_by_memory(&mut self, mut call: Vec<u8>) -> Vec<u8> {
         let answer = self.run(&call);
-        let Some(server_seen) = codec::read_unsure(&answer) else { return answer };
+        let Some(server_seen) = codec::read_unsure(&answer) else {
+            return answer;
+        };
         codec::set_server_time(&mut call, Duration::ZERO, server_seen);
         self.run(&call)
     }
 
     /// Returns the ledger of the terms at the time of the state; makes one if there is none.
     pub(super) fn ledger(&mut self, spec: &LimitSpec) -> &mut Ledger {
-        let ledger = self.ledger.get_or_insert_with(|| Ledger::new(spec, self.now));
+        let ledger = self
+            .ledger
+            .get_or_insert_with(|| Ledger::new(spec, self.now));
         ledger.align(self.clock);
         ledger.advance(spec, self.now);
         ledger
@@ -90,8 +108,15 @@ impl World {
         step: &Step,
         returns: &[UnusedPermits],
     ) -> (Lease, Lease) {
-        let demands: Vec<Demand> = step.demands.iter().map(|&(cost, count)| Demand { cost, count }).collect();
-        let charges = step.charges.iter().map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
+        let demands: Vec<Demand> = step
+            .demands
+            .iter()
+            .map(|&(cost, count)| Demand { cost, count })
+            .collect();
+        let charges = step
+            .charges
+            .iter()
+            .map(|&(age, units)| Charge::new(Duration::from_micros(age), units));
         let charges: Vec<Charge> = charges.collect();
         let request = LeaseRequest {
             prefetch: step.prefetch,
@@ -117,14 +142,18 @@ impl World {
         };
         let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
         assert_eq!(theirs.now, self.now);
-        (self.incarnation, self.writes, self.seen) = (theirs.incarnation, theirs.writes, theirs.now);
+        (self.incarnation, self.writes, self.seen) =
+            (theirs.incarnation, theirs.writes, theirs.now);
         let now = self.now;
         (book(self.ledger(spec), now, &request), theirs)
     }
 
     pub(super) fn set_hold(&mut self, spec: &Arc<LimitSpec>, change: Option<Option<HoldState>>) {
         let Some(change) = change else { return };
-        let call = change.map_or_else(|| codec::release(spec, 7), |held| codec::hold(spec, held, None, 7));
+        let call = change.map_or_else(
+            || codec::release(spec, 7),
+            |held| codec::hold(spec, held, None, 7),
+        );
         let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
@@ -138,9 +167,21 @@ impl World {
     }
 
     pub(super) fn memory(&self) -> ClientSession {
-        let &World { incarnation, writes, seen, now, .. } = self;
+        let &World {
+            incarnation,
+            writes,
+            seen,
+            now,
+            ..
+        } = self;
         let since = Duration::from_micros(now - seen);
-        ClientSession { incarnation, writes, seen, since, ..ClientSession::default() }
+        ClientSession {
+            incarnation,
+            writes,
+            seen,
+            since,
+            ..ClientSession::default()
+        }
     }
 
     pub(super) fn peek(&mut self, spec: &Arc<LimitSpec>) -> (Usage, Usage) {
@@ -155,21 +196,35 @@ impl World {
     /// Forgets the state here if Redis has none: a refusal may leave none, and then no limit is
     /// asserted.
     pub(super) fn forget_what_redis_does_not_keep(&mut self) {
-        if !redis::cmd("EXISTS").arg(&self.key).query::<bool>(&mut self.redis).unwrap() {
+        if !redis::cmd("EXISTS")
+            .arg(&self.key)
+            .query::<bool>(&mut self.redis)
+            .unwrap()
+        {
             (self.ledger, self.incarnation) = (None, 0);
             // The next state begins with the server's time.
-            self.now = self.now.saturating_add_signed(std::mem::take(&mut self.clock));
+            self.now = self
+                .now
+                .saturating_add_signed(std::mem::take(&mut self.clock));
         }
     }
 
     pub(super) fn take_returns(&mut self, step: &Step) -> Vec<UnusedPermits> {
         let mut returns = Vec::new();
         for _ in 0..step.returns.min(self.unused.len()) {
-            let index = if step.newest { self.unused.len() - 1 } else { 0 };
+            let index = if step.newest {
+                self.unused.len() - 1
+            } else {
+                0
+            };
             let unused = &mut self.unused[index];
             let units = step.part.min(unused.units);
             unused.units -= units;
-            returns.push(UnusedPermits { units, incarnation: self.incarnation, ..*unused });
+            returns.push(UnusedPermits {
+                units,
+                incarnation: self.incarnation,
+                ..*unused
+            });
             if unused.units == 0 {
                 self.unused.remove(index);
             }
@@ -178,9 +233,21 @@ impl World {
     }
 
     pub(super) fn keep(&mut self, lease: &Lease) {
-        for &Grant { cost, count, slot, stamp, .. } in lease.grants.iter().chain(&lease.prefetched) {
+        for &Grant {
+            cost,
+            count,
+            slot,
+            stamp,
+            ..
+        } in lease.grants.iter().chain(&lease.prefetched)
+        {
             let units = u64::from(cost) * u64::from(count);
-            self.unused.push(UnusedPermits { slot, stamp, units, incarnation: self.incarnation });
+            self.unused.push(UnusedPermits {
+                slot,
+                stamp,
+                units,
+                incarnation: self.incarnation,
+            });
         }
     }
 }

@@ -19,10 +19,19 @@ pub(super) struct Flush {
 
 impl Flush {
     /// Begins a flush of the present claims.
-    pub(super) fn new(holders: &HashMap<u64, Holder>, done: oneshot::Sender<Result<(), StoreError>>) -> Self {
+    pub(super) fn new(
+        holders: &HashMap<u64, Holder>,
+        done: oneshot::Sender<Result<(), StoreError>>,
+    ) -> Self {
         let unconfirmed = holders.iter().filter(|(_, holder)| !holder.is_settled());
-        let unconfirmed = unconfirmed.map(|(id, holder)| (*id, holder.claim.number)).collect();
-        Flush { unconfirmed, result: Ok(()), done }
+        let unconfirmed = unconfirmed
+            .map(|(id, holder)| (*id, holder.claim.number))
+            .collect();
+        Flush {
+            unconfirmed,
+            result: Ok(()),
+            done,
+        }
     }
 
     /// Takes in that the last claim of a holder that leaves has failed.
@@ -35,7 +44,9 @@ impl Flush {
     /// Drops the holders that are settled. Returns whether the flush is complete or has failed.
     pub(super) fn update(&mut self, holders: &HashMap<u64, Holder>) -> bool {
         self.unconfirmed.retain(|id, number| {
-            holders.get(id).is_some_and(|holder| !holder.is_settled() && holder.confirmed <= *number)
+            holders
+                .get(id)
+                .is_some_and(|holder| !holder.is_settled() && holder.confirmed <= *number)
         });
         self.unconfirmed.is_empty() || self.result.is_err()
     }

@@ -84,10 +84,13 @@ impl Holder {
 
     /// Returns what the next claim tells the store of the session, while the session is of use.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
-        let is_of_use =
-            |session: &StoreSession| now.saturating_duration_since(session.received()) < self.claim.ttl;
+        let is_of_use = |session: &StoreSession| {
+            now.saturating_duration_since(session.received()) < self.claim.ttl
+        };
         let session = self.session.filter(is_of_use);
-        session.and_then(|session| session.client_session(now)).unwrap_or_default()
+        session
+            .and_then(|session| session.client_session(now))
+            .unwrap_or_default()
     }
 
     /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is
@@ -103,18 +106,36 @@ impl Holder {
         let valid_until = clock::after(sent, claim.ttl);
         self.valid_until = Some(valid_until);
         self.has_expired = false;
-        notify(self.listener.clone(), claim.key, claim.holder, StoreEvent::ClaimValidUntil(valid_until));
-        let HolderState { incarnation, changes, .. } = reply.state;
+        notify(
+            self.listener.clone(),
+            claim.key,
+            claim.holder,
+            StoreEvent::ClaimValidUntil(valid_until),
+        );
+        let HolderState {
+            incarnation,
+            changes,
+            ..
+        } = reply.state;
         // A message that was published after the reply may have been received before it.
-        let is_newer = |state: &HolderState| state.incarnation == incarnation && state.changes > changes;
+        let is_newer =
+            |state: &HolderState| state.incarnation == incarnation && state.changes > changes;
         let newest = self.early.take().filter(is_newer).unwrap_or(reply.state);
-        let known = self.session.filter(|session| session.incarnation() == incarnation);
+        let known = self
+            .session
+            .filter(|session| session.incarnation() == incarnation);
         let known = known.map(|session| session.writes());
         let is_new = known.is_none_or(|known| known <= newest.changes);
         let changes = known.unwrap_or(0).max(newest.changes);
         self.backoff = None;
         self.confirmed = claim.number;
-        self.session = Some(StoreSession::new(incarnation, changes, reply.now, sent, now));
+        self.session = Some(StoreSession::new(
+            incarnation,
+            changes,
+            reply.now,
+            sent,
+            now,
+        ));
         if is_new {
             self.adopt(newest);
         }
@@ -131,7 +152,10 @@ impl Holder {
         let first_expiry = reply.first_expiry.map(|span| span + EXPIRY_MARGIN);
         let recovered = (!reply.recovering.is_zero()).then(|| reply.recovering + EXPIRY_MARGIN);
         let poll = (!is_subscribed || reply.is_mute).then(|| jittered(POLL_INTERVAL));
-        [first_expiry, recovered, poll].into_iter().flatten().fold(third, Duration::min)
+        [first_expiry, recovered, poll]
+            .into_iter()
+            .flatten()
+            .fold(third, Duration::min)
     }
 
     /// Takes in a message about this holder. A message about a state that no reply described is
@@ -151,7 +175,12 @@ impl Holder {
     /// Adopts the state of the holder in Redis, and notifies the limiter of it.
     fn adopt(&mut self, state: HolderState) {
         self.events += 1;
-        let HolderState { number, granted, others_wait, .. } = state;
+        let HolderState {
+            number,
+            granted,
+            others_wait,
+            ..
+        } = state;
         let number = number / NUMBERS_PER_CLAIM;
         let claim = &mut self.claim;
         if number == claim.number {
@@ -164,7 +193,12 @@ impl Holder {
             claim.wanted = claim.wanted.saturating_sub(slots);
         }
         let event = StoreEvent::in_flight(number, granted, others_wait, self.events);
-        notify(self.listener.clone(), self.claim.key, self.claim.holder, event);
+        notify(
+            self.listener.clone(),
+            self.claim.key,
+            self.claim.holder,
+            event,
+        );
     }
 
     /// Returns whether no claim is pending and the holder stays. A holder that leaves stays until
@@ -175,14 +209,20 @@ impl Holder {
 
     /// Returns when slots in use lose their claim, if the limiter was not notified of that yet.
     pub(super) fn expires_at(&self) -> Option<Instant> {
-        self.valid_until.filter(|_| !self.has_expired && self.claim.in_use > 0)
+        self.valid_until
+            .filter(|_| !self.has_expired && self.claim.in_use > 0)
     }
 
     /// Notifies the limiter, once, if slots in use have lost their claim.
     pub(super) fn notify_if_expired(&mut self, now: Instant) {
         if self.expires_at().is_some_and(|expires| expires <= now) {
             self.has_expired = true;
-            notify(self.listener.clone(), self.claim.key, self.claim.holder, StoreEvent::ClaimExpired);
+            notify(
+                self.listener.clone(),
+                self.claim.key,
+                self.claim.holder,
+                StoreEvent::ClaimExpired,
+            );
         }
     }
 }

@@ -115,7 +115,9 @@ impl Claims {
             && self.pending.len() < MOST_PENDING
         {
             self.timers.pop_first();
-            let Some(holder) = self.holders.get_mut(&id) else { continue };
+            let Some(holder) = self.holders.get_mut(&id) else {
+                continue;
+            };
             holder.timer = None;
             holder.notify_if_expired(now);
             if holder.pending.is_none() {
@@ -145,7 +147,9 @@ impl Claims {
 
     /// Sets the timer of a holder to `at`, or to when its last claim expires if that is earlier.
     fn set_timer(&mut self, id: u64, at: Instant) {
-        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let Some(holder) = self.holders.get_mut(&id) else {
+            return;
+        };
         let at = holder.expires_at().map_or(at, |expires| at.min(expires));
         if let Some(timer) = holder.timer.replace(at) {
             self.timers.remove(&(timer, id));
@@ -156,20 +160,36 @@ impl Claims {
     /// Sends the claim of a holder.
     fn send(&mut self, id: u64) {
         let now = clock::now();
-        let Some(holder) = self.holders.get_mut(&id) else { return };
+        let Some(holder) = self.holders.get_mut(&id) else {
+            return;
+        };
         holder.notify_if_expired(now);
         let claim = holder.claim;
         let number = holder.next_number();
         holder.pending = Some((now, claim));
-        let packed = codec::claim(&claim, number, self.instance, holder.client_session(now), dice());
+        let packed = codec::claim(
+            &claim,
+            number,
+            self.instance,
+            holder.client_session(now),
+            dice(),
+        );
         // The number of a store follows the beginning of its channel's name.
         let call = vec![Argument::Is(packed), Argument::Channel(String::new())];
-        let (script, backend, name) = (self.script.clone(), self.backend.clone(), holder.name.clone());
+        let (script, backend, name) = (
+            self.script.clone(),
+            self.backend.clone(),
+            holder.name.clone(),
+        );
         // A task of its own: a connection of the user's may panic, and then the claim has failed.
-        let running = tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
+        let running =
+            tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
         self.pending.spawn(async move {
             let reply = running.await.unwrap_or(Err(StoreError::Lost));
-            (id, reply.and_then(|reply| codec::read_claim_reply(&reply).map_err(StoreError::failed)))
+            (
+                id,
+                reply.and_then(|reply| codec::read_claim_reply(&reply).map_err(StoreError::failed)),
+            )
         });
         self.set_timer(id, clock::after(now, claim.ttl / 3));
     }
@@ -177,8 +197,12 @@ impl Claims {
     /// Takes in the reply to a claim, and sends the holder's next claim if there is one.
     pub(super) fn on_reply(&mut self, id: u64, reply: Result<ClaimReply, StoreError>) {
         let now = clock::now();
-        let Some(holder) = self.holders.get_mut(&id) else { return };
-        let Some((sent, claim)) = holder.pending.take() else { return };
+        let Some(holder) = self.holders.get_mut(&id) else {
+            return;
+        };
+        let Some((sent, claim)) = holder.pending.take() else {
+            return;
+        };
         let pause = match reply {
             Ok(reply) => {
                 if reply.is_mute && !self.is_warned {
@@ -189,16 +213,26 @@ impl Claims {
             }
             Err(error) => {
                 holder.notify_if_expired(now);
-                notify(holder.listener.clone(), claim.key, id, StoreEvent::Failed(error.clone()));
+                notify(
+                    holder.listener.clone(),
+                    claim.key,
+                    id,
+                    StoreEvent::Failed(error.clone()),
+                );
                 if holder.claim.is_over() {
-                    self.flushes.iter_mut().for_each(|flush| flush.on_error(id, &error));
+                    self.flushes
+                        .iter_mut()
+                        .for_each(|flush| flush.on_error(id, &error));
                     if holder.valid_until.is_none_or(|until| until <= now) {
                         // The store does not count it any more.
                         return self.forget(id);
                     }
                 }
                 let longest = LONGEST_PAUSE.min(claim.ttl / 6);
-                holder.backoff.get_or_insert_with(|| Backoff::up_to(longest)).pause()
+                holder
+                    .backoff
+                    .get_or_insert_with(|| Backoff::up_to(longest))
+                    .pause()
             }
         };
         if holder.claim.number > claim.number {
@@ -212,7 +246,16 @@ impl Claims {
 
     /// Removes a holder. Its session with the key is kept for the next holder.
     fn forget(&mut self, id: u64) {
-        let Some(Holder { name, claim, session, timer, .. }) = self.holders.remove(&id) else { return };
+        let Some(Holder {
+            name,
+            claim,
+            session,
+            timer,
+            ..
+        }) = self.holders.remove(&id)
+        else {
+            return;
+        };
         if let Some(timer) = timer {
             self.timers.remove(&(timer, id));
         }
@@ -241,7 +284,9 @@ impl Claims {
 
     /// Takes in a message to a holder.
     pub(super) fn on_message(&mut self, message: &[u8]) {
-        let Ok((id, state)) = codec::read_holder_message(message) else { return };
+        let Ok((id, state)) = codec::read_holder_message(message) else {
+            return;
+        };
         if let Some(holder) = self.holders.get_mut(&id) {
             holder.on_message(state);
         }
@@ -252,7 +297,10 @@ impl Claims {
     pub(super) fn set_subscribed(&mut self, is_subscribed: bool) {
         self.is_subscribed = is_subscribed;
         let now = clock::now();
-        let waiting = self.holders.iter().filter(|(_, holder)| holder.claim.wanted > 0);
+        let waiting = self
+            .holders
+            .iter()
+            .filter(|(_, holder)| holder.claim.wanted > 0);
         for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.set_timer(id, now);
         }

@@ -20,7 +20,10 @@ pub(super) struct FormerSessions {
 
 impl FormerSessions {
     pub(super) fn new() -> Self {
-        FormerSessions { sessions: HashMap::new(), sweep_at: SMALLEST_SWEEP }
+        FormerSessions {
+            sessions: HashMap::new(),
+            sweep_at: SMALLEST_SWEEP,
+        }
     }
 
     /// Removes the session of a state, for a new holder.
@@ -30,7 +33,8 @@ impl FormerSessions {
 
     /// Keeps a session, which is of use for `ttl` after its last reply.
     pub(super) fn keep(&mut self, name: Arc<str>, session: StoreSession, ttl: Duration) {
-        self.sessions.insert(name, (session, clock::after(session.received(), ttl)));
+        self.sessions
+            .insert(name, (session, clock::after(session.received(), ttl)));
         self.drop_expired();
     }
 

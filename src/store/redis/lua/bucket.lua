@@ -1,10 +1,12 @@
 
--- ── a token bucket ───────────────────────────────────────────────────────────────────────────────────────────────────
+-- ── a token bucket ───────────────────────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/bucket.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/bucket.rs
+-- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, `state` and `entries` (state.lua)
 --
--- A moment m with a remainder r stands for m + r / count. Rust keeps both as one wide integer, microseconds times count.
+-- A moment m with a remainder r stands for m + r / count. Rust keeps both as one wide integer,
+-- microseconds times count.
 
 -- Returns the functions of this kind of limit.
 local function bucket_rule()
@@ -142,8 +144,9 @@ local function bucket_rule()
     end
   end
 
-  -- Counts units that were used without a permit. They leave the bucket empty now at most, because an upstream that let them
-  -- pass had them. If that cuts them, earlier permits can no longer be taken back.
+  -- Counts units that were used without a permit. They leave the bucket empty now at most, because
+  -- an upstream that let them pass had them. If that cuts them, earlier permits can no longer be
+  -- taken back.
   local function charge(limit, _, stamp, units)
     local empty, empty_r = refill(limit, limit.capacity)
     empty = state.now + empty
@@ -190,7 +193,8 @@ local function bucket_rule()
     forget_queue(limit)
   end
 
-  -- Adopts that the upstream stated, `ago`, that `left` units remain. Returns whether less remains than the bucket knew.
+  -- Adopts that the upstream stated, `ago`, that `left` units remain. Returns whether less remains
+  -- than the bucket knew.
   local function see(limit, ago, left)
     local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
     local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))

@@ -1,6 +1,7 @@
 -- Decides about the permits of one key. This file reads the call; short.lua or main.lua decides.
 --
--- Twin: src/limit/ledger.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/ledger.rs
+-- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua)
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
@@ -8,9 +9,10 @@
 -- ARGV[2]  if the key is held or released, or less remains: the channel of all stores
 -- ARGV[3]  with ARGV[2]: the token that names the key to them
 --
--- Redis runs a script as a new function for each call, with every function in it: 50 ns for each, and more for each
--- variable that the function shares. So functions that few calls need are made when they are needed (`cold`, `cold_external`),
--- and what the others share is in one table, `state`.
+-- Redis runs a script as a new function for each call, with every function in it: 50 ns for each,
+-- and more for each variable that the function shares. So functions that few calls need are made
+-- when they are needed (`cold`, `cold_external`), and what the others share is in one table,
+-- `state`.
 
 -- How much longer than necessary a key lives, so that few grants have to extend its life.
 local SPARE_LIFE = 2000000

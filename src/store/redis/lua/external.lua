@@ -1,11 +1,12 @@
 
--- ── external usage: what other clients use of a limit ────────────────────────────────────────────────────────────────
+-- ── external usage: what other clients use of a limit ────────────────────────────────────────────
 --
--- Twin: src/limit/external.rs and limit_state.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/external.rs and limit_state.rs
+-- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, `state` (state.lua)
 
--- Returns the units of a limit that are reserved for other clients at a moment, and when that changes next if no response
--- comes.
+-- Returns the units of a limit that are reserved for other clients at a moment, and when that
+-- changes next if no response comes.
 local function reserved_from(limit, at)
   local external, units, quarter = limit.external, 0, math.floor(limit.count / 4)
   local is_confirmed = at < external.confirmed_until
@@ -60,7 +61,8 @@ end
 local function cold_external()
   -- Permits live for at most this long, or a twentieth of the window.
   local LONGEST_LIFE = 50000
-  -- The oldest response that bounds what may go until the next one: this old, or a twentieth of the window.
+  -- The oldest response that bounds what may go until the next one: this old, or a twentieth of the
+  -- window.
   local OLDEST_RESPONSE = 250000
 
   local function new_external(ends, before, whole)
@@ -92,7 +94,8 @@ local function cold_external()
     end
   end
 
-  -- Adopts what the upstream states remains of one limit. Returns whether that allows less than before.
+  -- Adopts what the upstream states remains of one limit. Returns whether that allows less than
+  -- before.
   local function see_at(limit, units, reset_in, steady, urgent, ago, refused, valid_for)
     if limit.kind == BUCKET then return limit.rule.see(limit, ago, units) end
     local least, most
@@ -171,8 +174,8 @@ local function cold_external()
     end
   end
 
-  -- Adopts what the upstream states remains of a limit. Returns whether that allows less than before, and whether other
-  -- processes must be notified of it at once.
+  -- Adopts what the upstream states remains of a limit. Returns whether that allows less than
+  -- before, and whether other processes must be notified of it at once.
   local function see(kind, count, window, capacity, units, reset_in, flags, ago, refused, valid_for, forget)
     local steady, urgent = flags % 2, flags >= 2
     for i = 1, #state do

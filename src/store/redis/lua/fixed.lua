@@ -1,11 +1,14 @@
 
--- ── fixed windows, aligned to the epoch ──────────────────────────────────────────────────────────────────────────────
+-- ── fixed windows, aligned to the epoch ──────────────────────────────────────────────────────────
 --
--- Twin: src/limit/fixed.rs. After a change: cargo test --all-features --lib differential
--- needs: layout.lua, server_time (server_time.lua), `guard` (call.lua), `state` and `entries` (state.lua)
+-- Twin: src/limit/fixed.rs
+-- After a change: cargo test --all-features --lib differential
+-- needs: layout.lua, server_time (server_time.lua), `guard` (call.lua), `state` and `entries`
+-- (state.lua)
 --
--- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase` is how far they are ahead
--- of the multiples of the window in logical time. A spell is the usage of one window.
+-- Logical time ignores a step of the server's clock, but the boundaries follow that clock. `phase`
+-- is how far they are ahead of the multiples of the window in logical time. A spell is the usage of
+-- one window.
 
 -- Returns the functions of this kind of limit.
 local function fixed_rule()
@@ -22,7 +25,8 @@ local function fixed_rule()
   local function advance(limit)
     if limit.n > 0 then
       local list, current = entries(limit), number_of(limit, state.now)
-      -- The window before the current one stays: the current one may begin earlier when the clock is set.
+      -- The window before the current one stays: the current one may begin earlier when the clock
+      -- is set.
       while list[1] and list[1].window + 1 < current do
         table.remove(list, 1)
         limit.n, limit.dirty = #list, true
@@ -63,8 +67,8 @@ local function fixed_rule()
     if limit.n > limit.room then state.relaid = true end
   end
 
-  -- Moves the boundaries to where the server's clock puts them. After a step, the units of a window count in each new window
-  -- that overlaps it. After a drift, they stay in their window.
+  -- Moves the boundaries to where the server's clock puts them. After a step, the units of a window
+  -- count in each new window that overlaps it. After a drift, they stay in their window.
   local function align(limit)
     local phase = (server_time - state.now) % limit.window
     if phase == limit.phase then return end
@@ -93,8 +97,9 @@ local function fixed_rule()
     state.changed = true
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved` units of other clients. A
-  -- permit may be used for `life`, and not within the guard of a boundary.
+  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved`
+  -- units of other clients. A permit may be used for `life`, and not within the guard of a
+  -- boundary.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
     local list, window, open = entries(limit), number_of(limit, from), limit.window - 2 * guard

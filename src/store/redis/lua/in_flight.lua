@@ -1,11 +1,13 @@
 -- Decides about the calls of one key that are in flight.
 --
--- Twin: src/limit/in_flight.rs, which has the protocol. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/in_flight.rs, which has the protocol
+-- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), logical_time (time.lua)
 --
 -- KEYS[1]  the state of the key: one packed string, which only this script reads and writes
 -- ARGV[1]  the claim, packed; the reply is packed too (layout.lua, src/guide/redis_format.md)
--- ARGV[2]  how channels of stores begin; the number of the store follows. A holder that is granted slots by the claim of
+-- ARGV[2] how channels of stores begin; the number of the store follows. A holder that is granted
+-- slots by the claim of
 --          another holder is notified there.
 
 -- Beyond this many batches, new waiters join the last batch of their holder.
@@ -64,7 +66,8 @@ local function usage(holders, smallest)
   return used, smallest > used and smallest - used or 0
 end
 
--- Makes the waiters of a holder `count`. New waiters are last in the queue; those that leave were its last.
+-- Makes the waiters of a holder `count`. New waiters are last in the queue; those that leave were
+-- its last.
 local function set_waiters(queue, holder, count)
   local before = 0
   for i = 1, #queue do
@@ -134,7 +137,8 @@ if operation == PEEK then
   return struct.pack(CLAIM_PEEK_REPLY, CALL_VERSION, GRANTED, used, learning_until > now and 0 or free)
 end
 
--- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is granted until all holders
+-- 2. Recovery, if the caller knows of a state that is lost, or of a later one than this. Nothing is
+--    granted until all holders
 -- of the lost state have claimed (src/limit/recovery.rs).
 if known ~= 0 and (known ~= incarnation or known_changes > changes) then
   if known == incarnation then
@@ -158,8 +162,9 @@ if not claimant then
 end
 changes = changes + 1
 if claimant.number < number then
-  -- Slots that were granted after the claim was sent go to the waiters that it names, as far as it names so many. The holder
-  -- ignores messages about the others, because they are older than its claim.
+  -- Slots that were granted after the claim was sent go to the waiters that it names, as far as it
+  -- names so many. The holder ignores messages about the others, because they are older than its
+  -- claim.
   local unseen = claimant.granted - acknowledged
   if unseen < 0 then unseen = 0 end
   if unseen > claimant.slots then unseen = claimant.slots end
@@ -172,7 +177,8 @@ if now >= learning_until then
   grant(holders, queue)
 end
 
--- 4. Messages, and the new state. A holder is notified if it has new slots, or if it has slots and others begin to wait.
+-- 4. Messages, and the new state. A holder is notified if it has new slots, or if it has slots and
+--    others begin to wait.
 local first, is_mixed = queue[1] and queue[1].holder, false
 for i = 1, #queue do
   if queue[i].holder ~= first then is_mixed = true end

@@ -1,19 +1,24 @@
--- Layout: the bytes of everything that the scripts read and write, and every number that Rust and Lua share.
+-- Layout: the bytes of everything that the scripts read and write, and every number that Rust and
+-- Lua share.
 --
 -- needs: nothing
 --
--- Formats are those of struct.pack: `<` little-endian without padding, `B` one byte, `I2`, `I4` and `I7` unsigned numbers of
--- two, four and seven bytes, `d` a double of eight bytes. The comment above each format lists its fields in order. Times and
--- spans are whole microseconds. A time is a logical time (time.lua) unless the comment says "server's clock".
+-- Formats are those of struct.pack: `<` little-endian without padding, `B` one byte, `I2`, `I4` and
+-- `I7` unsigned numbers of two, four and seven bytes, `d` a double of eight bytes. The comment
+-- above each format lists its fields in order. Times and spans are whole microseconds. A time is a
+-- logical time (time.lua) unless the comment says "server's clock".
 --
--- Rust reads the numbers of this file when it is compiled (src/store/redis/layout.rs). Such a number stands on a line of its
--- own, `local NAME = 1`. src/guide/redis_format.md has the same tables for clients in other languages; change both.
+-- Rust reads the numbers of this file when it is compiled (src/store/redis/layout.rs). Such a
+-- number stands on a line of its own, `local NAME = 1`. src/guide/redis_format.md has the same
+-- tables for clients in other languages; change both.
 
--- ── versions: each once, here ────────────────────────────────────────────────────────────────────────────────────────
+-- ── versions: each once, here ────────────────────────────────────────────────────────────────────
 
--- Calls and replies about rates and about calls in flight. A script knows one version, because it travels with its client.
+-- Calls and replies about rates and about calls in flight. A script knows one version, because it
+-- travels with its client.
 local CALL_VERSION = 2
--- States of rates. A state has the second format only if a release that knows the first alone would misread it.
+-- States of rates. A state has the second format only if a release that knows the first alone would
+-- misread it.
 local STATE_FORMAT = 1
 local STATE_FORMAT_WITH_PHASE = 2
 -- States of calls in flight.
@@ -21,24 +26,26 @@ local IN_FLIGHT_FORMAT = 1
 -- Calls, replies and states of registers.
 local REGISTER_VERSION = 1
 
--- Messages have no version. Their first byte names their kind, and an unknown kind is ignored.
--- A hold or a release, to all stores; the second kind is a hold that the caller cut. B kind; I7 hold; I4 releases. The
--- token of the key follows.
+-- Messages have no version. Their first byte names their kind, and an unknown kind is ignored. A
+-- hold or a release, to all stores; the second kind is a hold that the caller cut. B kind; I7 hold;
+-- I4 releases. The token of the key follows.
 local HOLD_MESSAGE = 1
 local CUT_HOLD_MESSAGE = 4
 local HOLD_MESSAGE_FIELDS = '<BI7I4'
--- Less of a limit remains than the state knew, to all stores. B kind; I7 writes. The token of the key follows.
+-- Less of a limit remains than the state knew, to all stores. B kind; I7 writes. The token of the
+-- key follows.
 local REMAINING_MESSAGE = 5
 local REMAINING_MESSAGE_FIELDS = '<BI7'
--- A register was changed, to one store or all. B kind; I7 version of the register. Its name and its value follow.
+-- A register was changed, to one store or all. B kind; I7 version of the register. Its name and its
+-- value follow.
 local REGISTER_MESSAGE = 2
 local REGISTER_MESSAGE_FIELDS = '<BI7'
--- A holder of calls in flight has new slots, or others wait, to one store. B kind; I7 incarnation; I7 changes; I7 holder;
--- I7 number; I7 granted; B others wait.
+-- A holder of calls in flight has new slots, or others wait, to one store. B kind; I7 incarnation;
+-- I7 changes; I7 holder; I7 number; I7 granted; B others wait.
 local IN_FLIGHT_MESSAGE = 1
 local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 
--- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────────────────────────
+-- ── numbers in calls and replies ─────────────────────────────────────────────────────────────────
 
 -- Operations of a call about rates; a call about calls in flight is a claim or a peek.
 local LEASE = 1
@@ -48,7 +55,8 @@ local HOLD = 4
 local RELEASE = 5
 local CLAIM = 1
 
--- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the hold was cut.
+-- Statuses. Added to the status of a lease: SHARED if other clients use a limit too, CUT if the
+-- hold was cut.
 local GRANTED = 0
 local REFUSED = 1
 local LEARNING = 2
@@ -71,15 +79,17 @@ local LARGEST_I4 = 4294967295
 
 -- The most permits of one call: more would keep other clients waiting for the server.
 local MOST_PERMITS = 2000
--- How far the server's clock may be from what the caller expects, besides a thousandth of the time between.
+-- How far the server's clock may be from what the caller expects, besides a thousandth of the time
+-- between.
 local CLOCK_TOLERANCE = 250000
 
--- ── a call about rates, and its reply ────────────────────────────────────────────────────────────────────────────────
+-- ── a call about rates, and its reply ────────────────────────────────────────────────────────────
 
--- B version; B operation; I7 random number; I7 incarnation, writes and time of the last reply; I7 its age; I7 on way;
--- I7 server's clock in an UNSURE reply, and its age; I7 units granted before; I7 transit slack; I7 boundary slack; I7 latest
--- wait; I7 life; I4 most units to prefetch; I7 their life; I7 hold; I4 releases; B hold is cut; B limits; I2 needs;
--- I2 returns; B charges; B remaining.
+-- B version; B operation; I7 random number; I7 incarnation, writes and time of the last reply; I7
+-- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 units granted before;
+-- I7 transit slack; I7 boundary slack; I7 latest wait; I7 life; I4 most units to prefetch; I7 their
+-- life; I7 hold; I4 releases; B hold is cut; B limits; I2 needs; I2 returns; B charges; B
+-- remaining.
 local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BB'
 -- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
 local CALL_LIMIT = '<BI4I7I4'
@@ -91,13 +101,13 @@ local CALL_NEED_SIZE = 8
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.
 local CALL_CHARGE = '<I7I7'
--- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4 refused; I7 valid for;
--- B forget.
+-- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4
+-- refused; I7 valid for; B forget.
 local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
 
--- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold; I4 releases;
--- B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have; I4 units prefetched; I7 their span;
--- I2 segments.
+-- B version; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
+-- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
+-- I4 units prefetched; I7 their span; I2 segments.
 local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
@@ -108,22 +118,24 @@ local PEEK_REPLY = '<BBI7I7I7I4BB'
 -- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients.
 local PEEK_LIMIT = '<BI4I7I4I7I7I7'
 
--- ── the state of rates: head, records, a region of entries for each limit, returned slots ────────────────────────────
+-- ── the state of rates: head, records, a region of entries for each limit, returned slots ────────
 
--- B format; B records; B returned slots; B room for returned slots; I7 incarnation; I7 writes; I7 made at, server's clock or
--- logical time; I7 learning until, even, plus 1 if the hold was cut; d offset of the logical time from the server's clock;
--- I7 time of the last write; I7 expiry, server's clock; I7 held until; I4 releases.
+-- B format; B records; B returned slots; B room for returned slots; I7 incarnation; I7 writes; I7
+-- made at, server's clock or logical time; I7 learning until, even, plus 1 if the hold was cut; d
+-- offset of the logical time from the server's clock; I7 time of the last write; I7 expiry,
+-- server's clock; I7 held until; I4 releases.
 local HEAD = '<BBBBI7I7I7I7dI7I7I7I4'
 local HEAD_SIZE = 65
 
 -- A record for each limit and for each external usage. Shorter ones are filled with zeros.
 local RECORD_SIZE = 90
 
--- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary slack; I7 last asserted; I2 entries;
--- I2 room for entries.
+-- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity; I7 boundary slack; I7
+-- last asserted; I2 entries; I2 room for entries.
 --
--- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the first chunk; I7 floor, 0 for
--- none; I2 index of the search cursor; I7 units before it; I7 I4 the oldest chunk; I7 I4 the newest chunk.
+-- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
+-- first chunk; I7 floor, 0 for none; I2 index of the search cursor; I7 units before it; I7 I4 the
+-- oldest chunk; I7 I4 the newest chunk.
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
 -- An entry is a chunk: I7 stamp; I4 units. The ring is read in blocks of eight.
 local CHUNK = '<I7I4'
@@ -131,8 +143,8 @@ local CHUNK_SIZE = 11
 local CHUNK_BLOCK = '<I7I4I7I4I7I4I7I4I7I4I7I4I7I4I7I4'
 local CHUNK_BLOCK_SIZE = 88
 
--- A bucket, then: I7 I4 full (a moment is whole microseconds, and a remainder in microseconds / count); I7 I4 base;
--- I7 I4 slack, NEVER for none; I7 queued from, NEVER for none; I7 I7 I2 zeros.
+-- A bucket, then: I7 I4 full (a moment is whole microseconds, and a remainder in microseconds /
+-- count); I7 I4 base; I7 I4 slack, NEVER for none; I7 queued from, NEVER for none; I7 I7 I2 zeros.
 local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2'
 -- An entry is a mark: I7 slot; I4 units; I7 I4 full before; I7 I4 full after; I7 queued from.
 local MARK = '<I7I4I7I4I7I4I7'
@@ -144,46 +156,50 @@ local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7'
 local SPELL = '<I7I7'
 local SPELL_SIZE = 14
 
--- External usage of a limit: B kind; I4 count; I7 window; I4 capacity; B kind of the limit; I7 ends; I4 seen; I4 before;
--- I4 refused; I4 least remaining; I4 ours at that moment; B the log knows the whole window; I7 newest response; I7 valid
--- until; I7 confirmed until; d shortfall, may be negative; I7 shortfall until; I7 log counted until.
+-- External usage of a limit: B kind; I4 count; I7 window; I4 capacity; B kind of the limit; I7
+-- ends; I4 seen; I4 before; I4 refused; I4 least remaining; I4 ours at that moment; B the log knows
+-- the whole window; I7 newest response; I7 valid until; I7 confirmed until; d shortfall, may be
+-- negative; I7 shortfall until; I7 log counted until.
 local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 
 -- A returned slot: I7 slot; I7 stamp; I7 units.
 local RETURNED = '<I7I7I7'
 local RETURNED_SIZE = 21
 
--- ── calls in flight ──────────────────────────────────────────────────────────────────────────────────────────────────
+-- ── calls in flight ──────────────────────────────────────────────────────────────────────────────
 
--- B version; B operation; I7 random number; I7 incarnation, changes and time of the last reply; I7 its age; I7 on way;
--- I7 server's clock in an UNSURE reply, and its age; I7 store; I7 holder; I7 number; I4 limit; I4 in use; I4 waiting;
--- I7 grants acknowledged; I7 time to live.
+-- B version; B operation; I7 random number; I7 incarnation, changes and time of the last reply; I7
+-- its age; I7 on way; I7 server's clock in an UNSURE reply, and its age; I7 store; I7 holder; I7
+-- number; I4 limit; I4 in use; I4 waiting; I7 grants acknowledged; I7 time to live.
 local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
--- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7 until the first other
--- claim expires, 0 for never; I7 learning for.
+-- B version; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
+-- until the first other claim expires, 0 for never; I7 learning for.
 local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
 -- B version; B status; I4 in use; I4 free.
 local CLAIM_PEEK_REPLY = '<BBI4I4'
 
--- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of the logical time;
--- I7 time of the last write; I7 learning until.
+-- The state. B format; I2 holders; I2 batches; I7 incarnation; I7 changes; I7 made at; d offset of
+-- the logical time; I7 time of the last write; I7 learning until.
 local IN_FLIGHT_HEAD = '<BI2I2I7I7I7dI7I7'
 local IN_FLIGHT_HEAD_SIZE = 48
--- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 in use; I7 granted; B it knows that others
--- wait; I7 claim expires.
+-- I7 store; I7 holder; I7 number of its last claim; I4 limit; I4 in use; I7 granted; B it knows
+-- that others wait; I7 claim expires.
 local HOLDER = '<I7I7I7I4I4I7BI7'
 local HOLDER_SIZE = 44
 -- I2 index of the holder, from 1; I4 waiters.
 local BATCH = '<I2I4'
 local BATCH_SIZE = 6
 
--- ── registers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+-- ── registers ────────────────────────────────────────────────────────────────────────────────────
 
--- B version; B whether to change it; I7 version of the register that the caller saw; I7 time to live.
+-- B version; B whether to change it; I7 version of the register that the caller saw; I7 time to
+-- live.
 local REGISTER_CALL = '<BBI7I7'
--- B version; B whether it was changed; I7 version of the register; I7 its age. The value follows unless it was changed.
+-- B version; B whether it was changed; I7 version of the register; I7 its age. The value follows
+-- unless it was changed.
 local REGISTER_REPLY = '<BBI7I7'
--- The state. B version; I7 version of the register; I7 changed at, server's clock. The value follows.
+-- The state. B version; I7 version of the register; I7 changed at, server's clock. The value
+-- follows.
 local REGISTER_HEAD = '<BI7I7'
 local REGISTER_HEAD_SIZE = 15
 

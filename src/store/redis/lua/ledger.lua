@@ -1,7 +1,8 @@
 
--- ── all limits of the key, taken all or nothing ──────────────────────────────────────────────────────────────────────
+-- ── all limits of the key, taken all or nothing ──────────────────────────────────────────────────
 --
--- Twin: src/limit/ledger.rs; of returned slots src/limit/returned.rs, of `recover` src/limit/recovery.rs.
+-- Twin: src/limit/ledger.rs; of returned slots src/limit/returned.rs, of `recover`
+-- src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, state.lua, window_rule, bucket_rule, fixed_rule, external.lua
 
@@ -34,7 +35,8 @@ local function insert(slot, stamp, units)
   end
 end
 
--- Returns the first moment at which every limit allows `cost`, and the limit that was the last to allow it.
+-- Returns the first moment at which every limit allows `cost`, and the limit that was the last to
+-- allow it.
 local function first_slot(cost, life)
   local slot, last_limit, count = state.from, nil, #state
   for _ = 1, MOST_ROUNDS do
@@ -170,7 +172,8 @@ local function cold()
     end
   end
 
-  -- Books up to `most` units of what is free now, at most a quarter of it. Returns how many, and their span.
+  -- Books up to `most` units of what is free now, at most a quarter of it. Returns how many, and
+  -- their span.
   local function prefetch(most, life)
     local count = math.floor(free_now() / 4)
     if count > most then count = most end
@@ -211,14 +214,15 @@ local function cold()
     return limit
   end
 
-  -- Returns until when a limit is in force: two windows and a second after it was last asserted. Half a window may be
-  -- unrecorded.
+  -- Returns until when a limit is in force: two windows and a second after it was last asserted.
+  -- Half a window may be unrecorded.
   local function in_force_until(limit)
     return limit.asserted + math.floor(limit.window * 5 / 2) + 1000000
   end
 
-  -- Forgets limits that are no longer in force. If too many are left, those that this call does not assert are forgotten,
-  -- the one that would be forgotten next before the others. A caller that asserts it adds it again.
+  -- Forgets limits that are no longer in force. If too many are left, those that this call does not
+  -- assert are forgotten, the one that would be forgotten next before the others. A caller that
+  -- asserts it adds it again.
   local function retain()
     local kept = 0
     for i = 1, #state do
@@ -242,11 +246,13 @@ local function cold()
     end
   end
 
-  -- Recovers after a state was lost: grants nothing until the permits of the lost state are a window old.
+  -- Recovers after a state was lost: grants nothing until the permits of the lost state are a
+  -- window old.
   --
-  -- Twin: src/limit/recovery.rs. A process that holds such permits uses none unless it had a reply from here within
-  -- SHORTEST_TRUST or a quarter of the window. Limits that remember for longer than LONGEST_LEARNING are charged what the
-  -- caller was granted, and wait that long for what the other callers were granted.
+  -- Twin: src/limit/recovery.rs. A process that holds such permits uses none unless it had a reply
+  -- from here within SHORTEST_TRUST or a quarter of the window. Limits that remember for longer
+  -- than LONGEST_LEARNING are charged what the caller was granted, and wait that long for what the
+  -- other callers were granted.
   local function recover(granted)
     local LONGEST_LEARNING = 60000000
     local SHORTEST_TRUST = 1500000
@@ -270,7 +276,8 @@ local function cold()
     state.changed = true
   end
 
-  -- Writes the whole state, in one string of its exact size: what is written into it later needs no more memory.
+  -- Writes the whole state, in one string of its exact size: what is written into it later needs no
+  -- more memory.
   local function rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
     local records, regions = {}, {}
     local function padded(bytes, n, room, size)

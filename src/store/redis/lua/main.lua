@@ -1,13 +1,14 @@
 
--- ── the long way: the steps of a call ────────────────────────────────────────────────────────────────────────────────
+-- ── the long way: the steps of a call ────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/ledger.rs (Ledger) and `book` in src/store/memory.rs. Of step 4: src/limit/recovery.rs.
+-- Twin: src/limit/ledger.rs (Ledger) and `book` in src/store/memory.rs. Of step 4:
+-- src/limit/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua), state.lua, external.lua,
--- ledger.lua
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
+-- state.lua, external.lua, ledger.lua
 
--- Reads the records of the limits into `state`. `head` has so many of them as the call has limits. Returns an error if there
--- is a record of an unknown kind.
+-- Reads the records of the limits into `state`. `head` has so many of them as the call has limits.
+-- Returns an error if there is a record of an unknown kind.
 local function read_records(head, record_count, limit_count)
   if record_count > limit_count then
     head = redis.call('GETRANGE', KEYS[1], 0, HEAD_SIZE + RECORD_SIZE * record_count - 1)
@@ -32,7 +33,8 @@ local function read_records(head, record_count, limit_count)
   state.existed, state.returned_base = true, base
 end
 
--- Brings the limits of the state to now, and asserts those of the call, which begin at `pos`. Returns where they end.
+-- Brings the limits of the state to now, and asserts those of the call, which begin at `pos`.
+-- Returns where they end.
 local function assert_limits(operation, call, pos, limit_count, guard)
   for i = 1, #state do
     local limit = state[i]
@@ -60,9 +62,9 @@ local function assert_limits(operation, call, pos, limit_count, guard)
   return pos
 end
 
--- Books `count` permits of `cost` units each; one segment has as many of them as its slot allows. Returns nothing if all are
--- booked. Otherwise returns the first slot that is later than `last`, and the limit that refused: nothing is booked for that
--- permit and those after it.
+-- Books `count` permits of `cost` units each; one segment has as many of them as its slot allows.
+-- Returns nothing if all are booked. Otherwise returns the first slot that is later than `last`,
+-- and the limit that refused: nothing is booked for that permit and those after it.
 local function book(cost, count, life, last, segments)
   while count > 0 do
     local slot, refusing = first_slot(cost, life)
@@ -147,7 +149,8 @@ else
 
   local remembers = known == incarnation and seen > 0
   if operation == RETURN and not remembers then
-    -- A return without memory cannot tell whether the clock was set, and need not: its time is that of the last write.
+    -- A return without memory cannot tell whether the clock was set, and need not: its time is that
+    -- of the last write.
     state.now = last_write
   else
     local now = logical_time(server_time, server_time + offset, last_write, remembers and seen + since, since, on_way,
@@ -164,7 +167,8 @@ else
 end
 local now = state.now
 
--- 2. The hold. It only ends later, unless it is released. The last bit of `learning until` says whether it was cut.
+-- 2. The hold. It only ends later, unless it is released. The last bit of `learning until` says
+--    whether it was cut.
 state.hold_is_cut = state.learning_until % 2
 state.learning_until = state.learning_until - state.hold_is_cut
 -- A hold that begins now counts, even if the caller does not know of the last releases.
@@ -214,7 +218,8 @@ if operation == PEEK then
   return table.concat(parts)
 end
 
--- 4. Recovery. A caller that knows of a state that is lost, or of a later one than this, had permits that are not in here.
+-- 4. Recovery. A caller that knows of a state that is lost, or of a later one than this, had
+--    permits that are not in here.
 if known ~= 0 and seen > 0 and (known ~= incarnation or known_writes > writes) then
   if known == incarnation then
     incarnation, state.made_at = random, now
@@ -281,7 +286,8 @@ else
 end
 local free = status == GRANTED and free_now() or 0
 
--- 7. The new state. It lives until everything in it is forgotten and a second; two clocks may differ by a thousandth.
+-- 7. The new state. It lives until everything in it is forgotten and a second; two clocks may
+--    differ by a thousandth.
 local remember = remembered_until() - now
 if state.changed then
   writes = writes + 1

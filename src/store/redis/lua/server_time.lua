@@ -1,4 +1,5 @@
--- The server's clock, in microseconds since the Unix epoch. It may be set; time.lua makes the logical time from it.
+-- The server's clock, in microseconds since the Unix epoch. It may be set; time.lua makes the
+-- logical time from it.
 --
 -- needs: nothing
 

@@ -1,21 +1,24 @@
 
--- ── the short way: permits of sliding windows, now or not at all ─────────────────────────────────────────────────────
+-- ── the short way: permits of sliding windows, now or not at all ─────────────────────────────────
 --
--- Twin: src/limit/window.rs, and window.lua with main.lua. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/window.rs, and window.lua with main.lua
+-- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua
 --
--- Most calls need permits of sliding windows now. They are granted or refused here as main.lua would do it. Whatever is
--- unusual falls through to the end of this file before anything is written, and main.lua decides it.
+-- Most calls need permits of sliding windows now. They are granted or refused here as main.lua
+-- would do it. Whatever is unusual falls through to the end of this file before anything is
+-- written, and main.lua decides it.
 --
--- The arithmetic of window.lua and time.lua is written out once more here, because a function costs 50 ns in each call:
--- this file makes none.
+-- The arithmetic of window.lua and time.lua is written out once more here, because a function costs
+-- 50 ns in each call: this file makes none.
 
 if operation == LEASE and need_count == 1 and return_count + charge_count + remaining_count == 0 and prefetch_most == 0
   and hold_left == 0 and #head == HEAD_SIZE + RECORD_SIZE * limit_count then
   local format, record_count, returned_count, returned_room, incarnation, writes, made_at, learning_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
-  -- How far the logical time is from what the caller expects. main.lua allows a thousandth of `since` besides.
+  -- How far the logical time is from what the caller expects. main.lua allows a thousandth of
+  -- `since` besides.
   local deviation = now - seen - since
   local cost, permits = struct.unpack(CALL_NEED, call, pos + CALL_LIMIT_SIZE * limit_count)
   if format == STATE_FORMAT and record_count == limit_count and returned_count == 0 and permits <= MOST_PERMITS and cost > 0
@@ -24,7 +27,8 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
       and deviation <= CLOCK_TOLERANCE + on_way and deviation >= -CLOCK_TOLERANCE)) then
     local units, stamp, region = cost * permits, now + life + slack, #head
     local wait, refusing, remember_until, is_asserted, is_unusual = 0, NO_LIMIT, now, false, false
-    -- If all limits grant: when all is forgotten, the new records, the chunks to write (place, bytes, ...), and free units.
+    -- If all limits grant: when all is forgotten, the new records, the chunks to write (place,
+    -- bytes, ...), and free units.
     local fresh_from, records, chunks, left_over = now, '', nil, NEVER
 
     for i = 1, limit_count do
@@ -54,7 +58,8 @@ if operation == LEASE and need_count == 1 and return_count + charge_count + rema
 
       local free = count - total
       if free < cost then
-        -- Refused until the oldest chunk has left. If that is not enough, or is soon enough, main.lua looks for the slot.
+        -- Refused until the oldest chunk has left. If that is not enough, or is soon enough,
+        -- main.lua looks for the slot.
         local left = oldest + window - now
         if cost - free > oldest_count or left <= latest then
           is_unusual = true

@@ -1,9 +1,10 @@
 
--- ── the long way: the state in parts ─────────────────────────────────────────────────────────────────────────────────
+-- ── the long way: the state in parts ─────────────────────────────────────────────────────────────
 --
 -- needs: layout.lua, `slack` (call.lua)
 
--- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the fields of its record and
+-- state[1] ... state[#state] are the limits, with what was used of them. Each is a table with the
+-- fields of its record and
 --   rule    the functions of its kind (window.lua, bucket.lua, fixed.lua)
 --   base    where its entries begin in the string
 --   ours    whether this call asserts it
@@ -25,8 +26,8 @@ local state = {
 }
 state[1], state[2] = nil, nil
 
--- Marks, spells and returned slots are in short lists, which are read and written whole. An entry of a list has `size` bytes
--- of a format, and becomes a table with fields of these names.
+-- Marks, spells and returned slots are in short lists, which are read and written whole. An entry
+-- of a list has `size` bytes of a format, and becomes a table with fields of these names.
 
 -- Reads a list of n entries, which begins at `base`.
 local function read_list(base, n, format, size, fields)

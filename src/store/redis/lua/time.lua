@@ -1,26 +1,31 @@
 -- Logical time: the server's clock plus an offset that is kept in the state.
 --
--- Twin: src/limit/logical_clock.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/logical_clock.rs
+-- After a change: cargo test --all-features --lib differential
 -- needs: CLOCK_TOLERANCE (layout.lua)
 --
--- Logical time never goes back. A caller that remembers a reply states the time it expects. One call alone never turns the
--- time back, because a call that is executed late, or that comes from a process that was suspended, expects too early a time
--- as well. Such a call gets the server's clock in an UNSURE reply and is sent again with it. If the server's clock has
--- advanced since as the caller's has, this call is not late and the clock is steady: it was set forward before.
+-- Logical time never goes back. A caller that remembers a reply states the time it expects. One
+-- call alone never turns the time back, because a call that is executed late, or that comes from a
+-- process that was suspended, expects too early a time as well. Such a call gets the server's clock
+-- in an UNSURE reply and is sent again with it. If the server's clock has advanced since as the
+-- caller's has, this call is not late and the clock is steady: it was set forward before.
 
--- Returns the logical time of a call, or nil if the call must be sent again with the server's clock.
+-- Returns the logical time of a call, or nil if the call must be sent again with the server's
+-- clock.
 --
--- clock: the server's clock plus the offset of the state. last_write: the time of the last write. expected: what the caller
--- expects, nil if it remembers nothing of this state. age: the age of the reply that it remembers. on_way: how long that
--- reply and this call may have been on their way. server_expected: the server's clock as an UNSURE reply lets the caller
--- expect it, nil without such a reply.
+-- clock: the server's clock plus the offset of the state. last_write: the time of the last write.
+-- expected: what the caller expects, nil if it remembers nothing of this state. age: the age of the
+-- reply that it remembers. on_way: how long that reply and this call may have been on their way.
+-- server_expected: the server's clock as an UNSURE reply lets the caller expect it, nil without
+-- such a reply.
 local function logical_time(server_time, clock, last_write, expected, age, on_way, server_expected)
   local now = clock
   if expected then
     local tolerance = CLOCK_TOLERANCE + math.floor(age / 1000)
     if now < expected - tolerance then
       now = expected
-    -- A state that was written at a later time than the caller expects knows better than the caller.
+    -- A state that was written at a later time than the caller expects knows better than the
+    -- caller.
     elseif now > expected + tolerance + on_way and expected + tolerance >= last_write then
       local jump = server_expected and server_time - server_expected
       if not jump or jump > tolerance + on_way or jump < -tolerance then return nil end

@@ -1,13 +1,14 @@
 
--- ── a sliding window: a log of stamps ────────────────────────────────────────────────────────────────────────────────
+-- ── a sliding window: a log of stamps ────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/window.rs. After a change: cargo test --all-features --lib differential
+-- Twin: src/limit/window.rs
+-- After a change: cargo test --all-features --lib differential
 -- The common case of first_slot, insert and advance is in short.lua once more.
 -- needs: layout.lua, `state` (state.lua)
 --
--- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first needed. The stamp of chunk
--- i (from 0) is at[2 * (first + i)], and its units are the number after it. The oldest and the newest chunk are in the record
--- besides, so most calls read no block.
+-- The chunks lie in a ring of `room` places. They are read in blocks of eight when they are first
+-- needed. The stamp of chunk i (from 0) is at[2 * (first + i)], and its units are the number after
+-- it. The oldest and the newest chunk are in the record besides, so most calls read no block.
 
 -- Returns the functions of this kind of limit.
 local function window_rule()
@@ -194,8 +195,8 @@ local function window_rule()
       return limit.total
     end
 
-    -- Returns the units whose stamps are not later than `stamp`: at least, and at most. The first chunk that is later may hold
-    -- some.
+    -- Returns the units whose stamps are not later than `stamp`: at least, and at most. The first
+    -- chunk that is later may hold some.
     function more.used_until(limit, stamp)
       local least, most = limit.total, limit.total
       for i = limit.n - 1, 0, -1 do
@@ -295,12 +296,14 @@ local function window_rule()
     if limit.floor <= gone then limit.floor = 0 end
   end
 
-  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved` units of other clients.
+  -- Returns the first moment, not before `from`, at which `cost` units may go beside `reserved`
+  -- units of other clients.
   local function first_slot(limit, from, cost, _, reserved)
     cost = cost + reserved
     local leaving, last = limit.total - (limit.count > cost and limit.count - cost or 0), limit.floor
     if leaving >= 1 then
-      -- Finds the stamp of the unit that is number `leaving` from the oldest; the search goes on from the last one.
+      -- Finds the stamp of the unit that is number `leaving` from the oldest; the search goes on
+      -- from the last one.
       local index, before = limit.index, limit.before
       while before >= leaving do
         index = index - 1

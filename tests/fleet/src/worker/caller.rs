@@ -16,7 +16,12 @@ use upstream::{SENT_HEADER, WHO_HEADER};
 #[derive(Clone)]
 pub(crate) enum Caller {
     Bare(Limiter),
-    Http { layer: RateLimitLayer, client: Client, url: Url, who: HeaderValue },
+    Http {
+        layer: RateLimitLayer,
+        client: Client,
+        url: Url,
+        who: HeaderValue,
+    },
 }
 
 impl Caller {
@@ -30,7 +35,12 @@ impl Caller {
             .retry(reqwest::retry::never())
             .build()?;
         let (url, who) = (options.url.parse()?, options.who.parse()?);
-        Ok(Caller::Http { layer: layer.clone(), client, url, who })
+        Ok(Caller::Http {
+            layer: layer.clone(),
+            client,
+            url,
+            who,
+        })
     }
 
     pub(crate) async fn call(&mut self) -> Event {
@@ -40,11 +50,21 @@ impl Caller {
                 Ok(permit) => {
                     let ended = fleet::now();
                     drop(permit);
-                    Event { asked, ended, outcome: Outcome::Granted, text: String::new() }
+                    Event {
+                        asked,
+                        ended,
+                        outcome: Outcome::Granted,
+                        text: String::new(),
+                    }
                 }
                 Err(error) => failed(asked, fleet::now(), &error),
             },
-            Caller::Http { layer, client, url, who } => {
+            Caller::Http {
+                layer,
+                client,
+                url,
+                who,
+            } => {
                 let request = Request::new(Method::GET, url.clone());
                 let granted = Arc::new(AtomicU64::new(0));
                 let mut service = stamped(layer, client.clone(), who.clone(), Arc::clone(&granted));
@@ -60,8 +80,17 @@ impl Caller {
                 let result = answer.await;
                 let granted = granted.load(Ordering::Relaxed);
                 match result {
-                    Ok(text) => Event { asked, ended: granted, outcome: Outcome::Granted, text },
-                    Err(error) => failed(asked, if granted > 0 { granted } else { fleet::now() }, &*error),
+                    Ok(text) => Event {
+                        asked,
+                        ended: granted,
+                        outcome: Outcome::Granted,
+                        text,
+                    },
+                    Err(error) => failed(
+                        asked,
+                        if granted > 0 { granted } else { fleet::now() },
+                        &*error,
+                    ),
                 }
             }
         }
@@ -91,5 +120,10 @@ fn failed(asked: u64, ended: u64, error: &(dyn Error + 'static)) -> Event {
         Some(_) => Outcome::Refused,
         None => Outcome::Broken,
     };
-    Event { asked, ended, outcome, text: error.to_string() }
+    Event {
+        asked,
+        ended,
+        outcome,
+        text: error.to_string(),
+    }
 }

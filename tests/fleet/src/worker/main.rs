@@ -1,7 +1,8 @@
 //! A process that calls through tollgate.
 //!
-//! It prints `ready` and begins when it reads `go`. It ends after its span or when its input ends. It then returns its
-//! unused permits, and prints each call, each warning and `done`. The options are those of `fleet::Options`.
+//! It prints `ready` and begins when it reads `go`. It ends after its span or when its input ends.
+//! It then returns its unused permits, and prints each call, each warning and `done`. The options
+//! are those of `fleet::Options`.
 
 mod caller;
 mod naive;
@@ -27,11 +28,16 @@ fn main() -> anyhow::Result<()> {
     let options = Options::from_words(std::env::args().skip(1))?;
     warnings::collect();
     // tollgate leaves the choice of the TLS provider to the program.
-    if rustls::crypto::ring::default_provider().install_default().is_err() {
+    if rustls::crypto::ring::default_provider()
+        .install_default()
+        .is_err()
+    {
         anyhow::bail!("another TLS provider is installed");
     }
     // One thread a process: there are more processes than cores.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let events = runtime.block_on(work(&options))?;
     for event in events {
         println!("{event}");
@@ -76,16 +82,22 @@ async fn work(options: &Options) -> anyhow::Result<Vec<Event>> {
         Ok(Err(error)) => eprintln!("{}: shutdown: {error}", options.who),
         Err(_) => eprintln!("{}: shutdown takes longer than {FAREWELL:?}", options.who),
     }
-    Ok(std::mem::take(&mut *events.lock().unwrap_or_else(PoisonError::into_inner)))
+    Ok(std::mem::take(
+        &mut *events.lock().unwrap_or_else(PoisonError::into_inner),
+    ))
 }
 
 async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
     let quota: Quota = options.quota.parse()?;
-    let mut builder = RateLimitLayer::builder(quota).max_wait(options.max_wait).transit_slack(options.slack);
+    let mut builder = RateLimitLayer::builder(quota)
+        .max_wait(options.max_wait)
+        .transit_slack(options.slack);
     builder = builder.in_flight_ttl(options.life);
     let urls: Vec<_> = options.store.split_ascii_whitespace().collect();
     if let [INCR, url] = urls[..] {
-        let redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+        let redis = redis::Client::open(url)?
+            .get_multiplexed_async_connection()
+            .await?;
         builder = builder.store(Arc::new(naive::Incr(redis)));
     } else if options.store != MEMORY {
         let store = match urls[..] {
@@ -108,7 +120,9 @@ async fn layer(options: &Options) -> anyhow::Result<RateLimitLayer> {
         builder = builder.on_store_error(OnStoreError::FailOpen);
     }
     if options.share > 0.0 {
-        builder = builder.on_store_error(OnStoreError::FallbackShare).fallback_share(options.share);
+        builder = builder
+            .on_store_error(OnStoreError::FallbackShare)
+            .fallback_share(options.share);
     }
     Ok(builder.build()?)
 }
@@ -137,14 +151,23 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
         tokio::spawn(async move {
             while Instant::now() < end {
                 let asked = fleet::now();
-                let given_up =
-                    |_| Event { asked, ended: fleet::now(), outcome: Outcome::GivenUp, text: String::new() };
-                let event = timeout_at(end, caller.call()).await.unwrap_or_else(given_up);
+                let given_up = |_| Event {
+                    asked,
+                    ended: fleet::now(),
+                    outcome: Outcome::GivenUp,
+                    text: String::new(),
+                };
+                let event = timeout_at(end, caller.call())
+                    .await
+                    .unwrap_or_else(given_up);
                 let outcome = event.outcome;
                 if live {
                     println!("{event}");
                 } else {
-                    events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+                    events
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .push(event);
                 }
                 if !again {
                     break;
@@ -160,7 +183,10 @@ async fn calls(options: &Options, caller: &Caller, events: &Arc<Mutex<Vec<Event>
     match options.arrivals {
         Arrivals::Loop | Arrivals::Once => tasks.extend((0..options.tasks).map(|_| task(end))),
         Arrivals::Every(gap) => {
-            for moment in (0..).map(|number| start + gap * number).take_while(|moment| *moment < end) {
+            for moment in (0..)
+                .map(|number| start + gap * number)
+                .take_while(|moment| *moment < end)
+            {
                 sleep_until(moment).await;
                 tasks.push(task(end));
             }

@@ -1,5 +1,5 @@
-//! Calls through an adaptive throttle: each caller retries its call until it succeeds, and then makes the next one at
-//! once.
+//! Calls through an adaptive throttle: each caller retries its call until it succeeds, and then
+//! makes the next one at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,17 +17,24 @@ use tollgate::{AdaptiveThrottleLayer, Quota};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 
-/// Builds the layer that `options` describe, with the pace they name. `fair-shared` shares its pace through the store.
+/// Builds the layer that `options` describe, with the pace they name. `fair-shared` shares its pace
+/// through the store.
 pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
     let quota: Quota = options.quota.parse()?;
-    let &[Limit::Sliding { count, window, .. }] = quota.limits() else { bail!("a pace is told one limit") };
+    let &[Limit::Sliding { count, window, .. }] = quota.limits() else {
+        bail!("a pace is told one limit")
+    };
     let builder = AdaptiveThrottleLayer::builder().max_wait(options.max_wait);
     let builder = match options.pace.as_str() {
         "fair" => builder.pace(move || Fair::new().limit(count, window)),
         "fair-shared" => {
-            let store = RedisStore::builder(&options.store).store_timeout(options.store_timeout).build()?;
+            let store = RedisStore::builder(&options.store)
+                .store_timeout(options.store_timeout)
+                .build()?;
             store.connect().await.context("the store")?;
-            builder.pace(move || Fair::new().limit(count, window)).store(Arc::new(store))
+            builder
+                .pace(move || Fair::new().limit(count, window))
+                .store(Arc::new(store))
         }
         "blog-remaining" => builder.pace(move || Remaining::new().limit(count, window)),
         other => bail!("no pace is called {other}"),
@@ -35,19 +42,29 @@ pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleL
     Ok(builder.build()?.retrying())
 }
 
-/// Calls until `end`. In its event, a call leaves the gate after the sum of its waits at the gate; the time of its
-/// requests does not count. A call that is still open at `end` is recorded as refused.
+/// Calls until `end`. In its event, a call leaves the gate after the sum of its waits at the gate;
+/// the time of its requests does not count. A call that is still open at `end` is recorded as
+/// refused.
 pub(crate) async fn work(
     options: &Options,
     layer: RetryingThrottleLayer,
     end: Instant,
 ) -> anyhow::Result<Vec<Event>> {
-    let client = Client::builder().no_proxy().retry(reqwest::retry::never()).build()?;
+    let client = Client::builder()
+        .no_proxy()
+        .retry(reqwest::retry::never())
+        .build()?;
     let url: Url = options.url.parse()?;
     let mut callers = Vec::new();
     for number in 0..options.tasks {
         let who = format!("{}.{number}", options.who).parse()?;
-        callers.push(tokio::spawn(calls(layer.clone(), client.clone(), url.clone(), who, end)));
+        callers.push(tokio::spawn(calls(
+            layer.clone(),
+            client.clone(),
+            url.clone(),
+            who,
+            end,
+        )));
     }
     let mut events = Vec::new();
     for caller in callers {
@@ -85,19 +102,36 @@ async fn calls(
         let asked = fleet::now();
         let call = async {
             let request = Request::new(Method::GET, url.clone());
-            let response = service.ready().await?.call(request).await?.error_for_status()?;
+            let response = service
+                .ready()
+                .await?
+                .call(request)
+                .await?
+                .error_for_status()?;
             let after = fleet::now();
             response.bytes().await?;
             Ok::<_, BoxError>(after)
         };
         let answer = timeout_at(end, call).await;
-        let left = |back: u64| back.saturating_sub(trips.load(Ordering::Relaxed)).max(asked);
+        let left = |back: u64| {
+            back.saturating_sub(trips.load(Ordering::Relaxed))
+                .max(asked)
+        };
         let (ended, outcome, text) = match &answer {
             Ok(Ok(back)) => (left(*back), Outcome::Granted, String::new()),
             Ok(Err(error)) => (left(fleet::now()), Outcome::Broken, error.to_string()),
-            Err(_) => (left(fleet::now()), Outcome::Refused, "the span is over".into()),
+            Err(_) => (
+                left(fleet::now()),
+                Outcome::Refused,
+                "the span is over".into(),
+            ),
         };
-        events.push(Event { asked, ended, outcome, text });
+        events.push(Event {
+            asked,
+            ended,
+            outcome,
+            text,
+        });
         if !matches!(answer, Ok(Ok(_))) {
             return events;
         }

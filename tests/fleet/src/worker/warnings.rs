@@ -28,9 +28,12 @@ impl Subscriber for Ear {
     fn event(&self, event: &Event<'_>) {
         let mut line = Line(String::new());
         event.record(&mut line);
-        // This event repeats for each uncounted call. The report counts those calls by their grants.
+        // This event repeats for each uncounted call. The report counts those calls by their
+        // grants.
         if !line.0.contains("sent uncounted") {
-            TOLD.lock().unwrap_or_else(PoisonError::into_inner).push(line.0);
+            TOLD.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(line.0);
         }
     }
 

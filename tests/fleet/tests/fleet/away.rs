@@ -22,25 +22,34 @@ impl Moments {
     /// Returns the calls that arrived while Redis was unreachable.
     fn during<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let grace = 20_000_000;
-        events.iter().filter(|event| (self.away + grace..self.back).contains(&event.asked)).collect()
+        events
+            .iter()
+            .filter(|event| (self.away + grace..self.back).contains(&event.asked))
+            .collect()
     }
 
-    /// Returns the calls of [`during`](Moments::during) that ended before Redis recovered. Calls of the first window
-    /// and its margin are left out: for that time a process may have permits at hand, or know without a store call that
-    /// no slot is free.
+    /// Returns the calls of [`during`](Moments::during) that ended before Redis recovered. Calls of
+    /// the first window and its margin are left out: for that time a process may have permits at
+    /// hand, or know without a store call that no slot is free.
     fn blind<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
         let from = self.away + 1_050_000_000;
-        events.iter().filter(|event| event.asked > from && event.ended < self.back).collect()
+        events
+            .iter()
+            .filter(|event| event.asked > from && event.ended < self.back)
+            .collect()
     }
 
     /// Returns the calls that arrived long enough after the recovery.
     fn after<'a>(&self, events: &'a [Event]) -> Vec<&'a Event> {
-        events.iter().filter(|event| event.asked > self.well + 3_000_000_000).collect()
+        events
+            .iter()
+            .filter(|event| event.asked > self.well + 3_000_000_000)
+            .collect()
     }
 }
 
-/// Runs two processes behind 10 a second, called 50 times a second, that never wait. Redis is unreachable from 1.5 s to
-/// 4 s.
+/// Runs two processes behind 10 a second, called 50 times a second, that never wait. Redis is
+/// unreachable from 1.5 s to 4 s.
 fn run(
     fail_open: bool,
     leave: impl FnOnce(&mut RedisServer),
@@ -68,7 +77,10 @@ fn run(
     let well = now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let events = reports.iter().flat_map(|report| report.events.clone()).collect();
+    let events = reports
+        .iter()
+        .flat_map(|report| report.events.clone())
+        .collect();
     (site.upstream.log(), events, Moments { away, back, well })
 }
 
@@ -87,7 +99,12 @@ fn check(
     let _turn = turn_beside_others();
     let (log, events, moments) = run(fail_open, leave, come_back);
     let (during, blind) = (moments.during(&events), moments.blind(&events));
-    let count = |events: &[&Event], outcome| events.iter().filter(|event| event.outcome == outcome).count();
+    let count = |events: &[&Event], outcome| {
+        events
+            .iter()
+            .filter(|event| event.outcome == outcome)
+            .count()
+    };
     let [half, all] = slowest(&during);
     println!(
         "{what}, fail_open {fail_open}: {:?} calls in each second; of {} calls meanwhile {} passed and {} failed because \
@@ -97,20 +114,31 @@ fn check(
         count(&during, Outcome::Granted),
         count(&during, Outcome::StoreFailed)
     );
-    let expected = if fail_open { Outcome::Granted } else { Outcome::StoreFailed };
+    let expected = if fail_open {
+        Outcome::Granted
+    } else {
+        Outcome::StoreFailed
+    };
     assert!(blind.len() >= 20, "{} asked meanwhile", blind.len());
     let others = blind.len() - count(&blind, expected);
     assert_eq!(others, 0, "of {} some ended otherwise", blind.len());
     assert!(all <= STORE_TIMEOUT + NOISE, "{all:?} at the gate");
     let after = moments.after(&events);
-    assert_eq!(count(&after, Outcome::StoreFailed), 0, "the store is asked again");
+    assert_eq!(
+        count(&after, Outcome::StoreFailed),
+        0,
+        "the store is asked again"
+    );
     assert!(count(&after, Outcome::Granted) >= 5, "calls flow again");
     assert!(count(&after, Outcome::Refused) > 0, "and are counted again");
     let quota = "10/1s".parse().unwrap();
     if !fail_open {
         assert_never_over(&log, &quota);
     }
-    let report = fleet::Report { events: after.into_iter().cloned().collect(), ..Default::default() };
+    let report = fleet::Report {
+        events: after.into_iter().cloned().collect(),
+        ..Default::default()
+    };
     assert_never_over(&fleet::log(&[report]), &quota);
 }
 
@@ -150,8 +178,9 @@ fn calls_are_refused_while_redis_does_not_answer() {
     check("stopped", false, pause, resume);
 }
 
-/// Each process's fallback share is what it was granted before. The shares together are no more than the limit, except
-/// in the window in which Redis is lost: grants of Redis and of the shares may both fall into it.
+/// Each process's fallback share is what it was granted before. The shares together are no more
+/// than the limit, except in the window in which Redis is lost: grants of Redis and of the shares
+/// may both fall into it.
 fn go_on_with_shares(
     what: &str,
     leave: impl FnOnce(&mut RedisServer),
@@ -180,12 +209,24 @@ fn go_on_with_shares(
     let log = site.upstream.log();
     assert_all_ended(&reports);
     let told = |report: &fleet::Report| {
-        report.warnings.iter().any(|warning| warning.contains("uses its fallback share"))
+        report
+            .warnings
+            .iter()
+            .any(|warning| warning.contains("uses its fallback share"))
     };
-    assert!(reports.iter().all(told), "each process warns that it uses its fallback share");
-    let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed)).count();
+    assert!(
+        reports.iter().all(told),
+        "each process warns that it uses its fallback share"
+    );
+    let failed = reports
+        .iter()
+        .flat_map(|report| report.of(Outcome::StoreFailed))
+        .count();
     let meanwhile = between(&log, away + ms(1500), back);
-    let (most, after) = (log.largest_count_sent(ms(1000)), part(&log, away + ms(1500), Instant::now()));
+    let (most, after) = (
+        log.largest_count_sent(ms(1000)),
+        part(&log, away + ms(1500), Instant::now()),
+    );
     println!(
         "{what}, 4 processes with shares: {:?} calls in each second; {meanwhile} of {} from 1.5 s after it was lost until it \
          was back, at most {most} in a second there, {} afterwards; {failed} calls failed because of the store",
@@ -197,7 +238,10 @@ fn go_on_with_shares(
     assert_never_over(&after, &quota);
     assert!(meanwhile >= 150, "{meanwhile}: most of the limit is used");
     let last = between(&log, start + ms(15_000), start + ms(16_500));
-    assert!(last >= 100, "{last} in a second and a half: all of it is back");
+    assert!(
+        last >= 100,
+        "{last} in a second and a half: all of it is back"
+    );
 }
 
 #[test]

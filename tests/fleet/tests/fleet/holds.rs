@@ -1,5 +1,5 @@
-//! The upstream refuses one process: all processes hold for as long as the refusal states, whatever happens to Redis
-//! and to the processes.
+//! The upstream refuses one process: all processes hold for as long as the refusal states, whatever
+//! happens to Redis and to the processes.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +45,9 @@ impl Form {
                 let date = httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_secs(whole));
                 refused(429).header("retry-after", date)
             }
-            Form::Reset => refused(403).header("x-ratelimit-remaining", 0).header("x-ratelimit-reset", whole),
+            Form::Reset => refused(403)
+                .header("x-ratelimit-remaining", 0)
+                .header("x-ratelimit-reset", whole),
             Form::Millis => refused(429).header("retry-after-ms", left.as_millis() as u64 + 1),
         };
         response.body("too many\n".to_owned()).unwrap()
@@ -70,7 +72,10 @@ impl Anger {
                 (now < end).then(|| form.says(SystemTime::now() + (end - now), end - now))
             }
         };
-        let site = Site { upstream: Upstream::open().script(script), ..Site::new() };
+        let site = Site {
+            upstream: Upstream::open().script(script),
+            ..Site::new()
+        };
         Anger { site, span, first }
     }
 
@@ -88,22 +93,40 @@ impl Anger {
     fn sent(&self) -> Vec<Arrival> {
         let from = self.begin();
         let log = self.site.upstream.log();
-        let within =
-            |arrival: &&Arrival| arrival.sent.is_some_and(|sent| (from..from + self.span).contains(&sent));
+        let within = |arrival: &&Arrival| {
+            arrival
+                .sent
+                .is_some_and(|sent| (from..from + self.span).contains(&sent))
+        };
         log.iter().filter(within).cloned().collect()
     }
 }
 
-/// Checks that a process sends nothing from its first refusal until the end of the hold. Both moments are taken by the
-/// process's own clock, so a slow machine cannot fail this check. The gate reads the refusal, and starts the hold, a
-/// moment before the caller notes it.
+/// Checks that a process sends nothing from its first refusal until the end of the hold. Both
+/// moments are taken by the process's own clock, so a slow machine cannot fail this check. The gate
+/// reads the refusal, and starts the hold, a moment before the caller notes it.
 fn assert_each_keeps_its_own(reports: &[Report], hold: Duration) {
     let hold = u64::try_from((hold - ms(100)).as_nanos()).unwrap();
     for (number, report) in reports.iter().enumerate() {
-        let Some(first) = report.events.iter().filter_map(|event| event.refused_at()).min() else { continue };
-        let left = report.events.iter().filter(|event| event.outcome == fleet::Outcome::Granted);
-        let early: Vec<_> = left.filter(|event| (first + 1..first + hold).contains(&event.ended)).collect();
-        assert!(early.is_empty(), "process {number}, refused at {first}, still sent {early:?}");
+        let Some(first) = report
+            .events
+            .iter()
+            .filter_map(|event| event.refused_at())
+            .min()
+        else {
+            continue;
+        };
+        let left = report
+            .events
+            .iter()
+            .filter(|event| event.outcome == fleet::Outcome::Granted);
+        let early: Vec<_> = left
+            .filter(|event| (first + 1..first + hold).contains(&event.ended))
+            .collect();
+        assert!(
+            early.is_empty(),
+            "process {number}, refused at {first}, still sent {early:?}"
+        );
     }
 }
 
@@ -115,16 +138,26 @@ fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
     let _turn = turn_beside_others();
     let hold = Duration::from_secs(2);
     let anger = Anger::in_form(form, hold);
-    let options = Options { quota: quota.into(), tasks, span: ms(8000), ..Options::default() };
+    let options = Options {
+        quota: quota.into(),
+        tasks,
+        span: ms(8000),
+        ..Options::default()
+    };
     let mut fleet = anger.site.start(processes, &options);
     fleet.go();
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let (log, quota) = (anger.site.upstream.log(), quota.parse().unwrap());
     let (first, sent) = (anger.begin(), anger.sent());
-    let who = log.iter().find(|arrival| !arrival.accepted).and_then(|arrival| arrival.who.clone());
+    let who = log
+        .iter()
+        .find(|arrival| !arrival.accepted)
+        .and_then(|arrival| arrival.who.clone());
     let others = sent.iter().filter(|arrival| arrival.who != who);
-    let others: Vec<_> = others.filter_map(|arrival| Some(arrival.sent? - first)).collect();
+    let others: Vec<_> = others
+        .filter_map(|arrival| Some(arrival.sent? - first))
+        .collect();
     let refused: Vec<_> = log.iter().filter(|arrival| !arrival.accepted).collect();
     let mut saw: Vec<_> = refused.iter().map(|arrival| arrival.who.clone()).collect();
     saw.sort();
@@ -133,7 +166,9 @@ fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
     let after = part(&log, end, end + ms(60_000));
     let rule = rules(&quota)[0];
     let resumed = after.first().map(|arrival| arrival.at - end);
-    let herd = after.first().map_or(0, |first| between(&after, first.at, first.at + rule.window));
+    let herd = after
+        .first()
+        .map_or(0, |first| between(&after, first.at, first.at + rule.window));
     println!(
         "{quota}, {processes} processes, {form:?}: {} calls refused, of {} processes; after the first, others sent {}, the last \
          {:.1?} after it; resumed {:.1?} after the end with {herd} in the first window; jitter {:.1?}",
@@ -144,9 +179,13 @@ fn check_form(form: Form, quota: &str, processes: usize, tasks: usize) {
         resumed.unwrap_or_default(),
         log.jitter()
     );
-    // Each task of the other processes may have one call that was released before. Its response is a refusal, which
-    // starts a hold in its process.
-    assert!(others.len() <= (processes - 1) * tasks, "{} by others", others.len());
+    // Each task of the other processes may have one call that was released before. Its response is
+    // a refusal, which starts a hold in its process.
+    assert!(
+        others.len() <= (processes - 1) * tasks,
+        "{} by others",
+        others.len()
+    );
     assert_each_keeps_its_own(&reports, hold);
     assert_never_over(&log, &quota);
     assert!(herd <= rule.count as usize, "{herd}");
@@ -201,8 +240,13 @@ fn holds_survive_a_killed_redis_when_calls_pass() {
 fn redis_is_killed_in_a_hold(fail_open: bool) {
     let _turn = turn_beside_others();
     let mut anger = Anger::of(Duration::from_secs(3));
-    let options =
-        Options { quota: "20/200ms".into(), tasks: 20, span: ms(7000), fail_open, ..Options::default() };
+    let options = Options {
+        quota: "20/200ms".into(),
+        tasks: 20,
+        span: ms(7000),
+        fail_open,
+        ..Options::default()
+    };
     let mut fleet = anger.site.start(4, &options);
     fleet.go();
     let first = anger.begin();
@@ -211,10 +255,16 @@ fn redis_is_killed_in_a_hold(fail_open: bool) {
     let killed = Instant::now();
     let reports = fleet.finish();
     assert_all_ended(&reports);
-    let late = anger.sent().iter().filter(|arrival| arrival.sent > Some(killed)).count();
+    let late = anger
+        .sent()
+        .iter()
+        .filter(|arrival| arrival.sent > Some(killed))
+        .count();
     let log = anger.site.upstream.log();
     let after = between(&log, first + anger.span, first + ms(60_000));
-    println!("fail_open {fail_open}: {late} calls in the hold after Redis was killed, {after} after its end");
+    println!(
+        "fail_open {fail_open}: {late} calls in the hold after Redis was killed, {after} after its end"
+    );
     assert_each_keeps_its_own(&reports, anger.span);
     assert_eq!(late, 0, "all knew of it by then");
     assert_eq!(after > 0, fail_open, "{after} after the end");
@@ -224,7 +274,12 @@ fn redis_is_killed_in_a_hold(fail_open: bool) {
 fn holds_outlast_a_redis_that_forgets_them() {
     let _turn = turn_beside_others();
     let mut anger = Anger::of(Duration::from_secs(6));
-    let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(12_000), ..Options::default() };
+    let options = Options {
+        quota: "20/200ms".into(),
+        tasks: 20,
+        span: ms(12_000),
+        ..Options::default()
+    };
     let mut fleet = anger.site.start(4, &options);
     fleet.go();
     let first = anger.begin();
@@ -233,13 +288,21 @@ fn holds_outlast_a_redis_that_forgets_them() {
     let restarted = Instant::now();
     // By then the processes are connected again, and have published the hold.
     wait_until(restarted, ms(2500));
-    let heirs = Options { who: "heir".into(), span: ms(8000), ..options };
+    let heirs = Options {
+        who: "heir".into(),
+        span: ms(8000),
+        ..options
+    };
     let mut heirs = anger.site.start(2, &heirs);
     heirs.go();
     let reports = fleet.finish();
     assert_all_ended(&reports);
     assert_all_ended(&heirs.finish());
-    let late = anger.sent().iter().filter(|arrival| arrival.sent > Some(restarted)).count();
+    let late = anger
+        .sent()
+        .iter()
+        .filter(|arrival| arrival.sent > Some(restarted))
+        .count();
     let log = anger.site.upstream.log();
     let after = part(&log, first + anger.span, first + ms(60_000));
     let resumed = after.first().map(|arrival| arrival.at - first - anger.span);
@@ -258,8 +321,13 @@ fn holds_are_not_prolonged_by_retries() {
     let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(2));
     // Requests never wait: each task tries twenty times a second.
-    let options =
-        Options { quota: "100/1s".into(), tasks: 10, span: ms(7000), max_wait: ms(0), ..Options::default() };
+    let options = Options {
+        quota: "100/1s".into(),
+        tasks: 10,
+        span: ms(7000),
+        max_wait: ms(0),
+        ..Options::default()
+    };
     let mut fleet = anger.site.start(4, &options);
     fleet.go();
     let reports = fleet.finish();
@@ -267,9 +335,20 @@ fn holds_are_not_prolonged_by_retries() {
     let first = anger.begin();
     let end = first + anger.span;
     let log = anger.site.upstream.log();
-    let last = log.iter().filter(|arrival| !arrival.accepted).map(|arrival| arrival.at - first).max();
-    let resumed = log.iter().filter(|arrival| arrival.at > end).map(|arrival| arrival.at - end).min();
-    let tries = reports.iter().map(|report| report.of(fleet::Outcome::Refused).count()).sum::<usize>();
+    let last = log
+        .iter()
+        .filter(|arrival| !arrival.accepted)
+        .map(|arrival| arrival.at - first)
+        .max();
+    let resumed = log
+        .iter()
+        .filter(|arrival| arrival.at > end)
+        .map(|arrival| arrival.at - end)
+        .min();
+    let tries = reports
+        .iter()
+        .map(|report| report.of(fleet::Outcome::Refused).count())
+        .sum::<usize>();
     println!(
         "{tries} tries refused; the last refusal by the upstream {:.1?} after the first; resumed {:.1?} after the end",
         last.unwrap_or_default(),
@@ -284,27 +363,48 @@ fn holds_are_not_prolonged_by_retries() {
 fn holds_are_kept_by_processes_started_during_them() {
     let _turn = turn_beside_others();
     let anger = Anger::of(Duration::from_secs(4));
-    let options = Options { quota: "20/200ms".into(), tasks: 20, span: ms(9000), ..Options::default() };
+    let options = Options {
+        quota: "20/200ms".into(),
+        tasks: 20,
+        span: ms(9000),
+        ..Options::default()
+    };
     let mut fleet = anger.site.start(4, &options);
     fleet.go();
     let first = anger.begin();
     wait_until(first, ms(500));
     // This includes the process that was refused.
     (0..4).for_each(|number| fleet.kill(number));
-    let heirs = Options { who: "heir".into(), span: ms(6000), ..options };
+    let heirs = Options {
+        who: "heir".into(),
+        span: ms(6000),
+        ..options
+    };
     let mut heirs = anger.site.start(2, &heirs);
     heirs.go();
     assert_all_ended(&heirs.finish());
     drop(fleet);
     let log = anger.site.upstream.log();
-    let theirs = |arrival: &&Arrival| arrival.who.as_ref().is_some_and(|who| who.starts_with("heir"));
-    let earliest = log.iter().filter(theirs).filter_map(|arrival| arrival.sent).min();
+    let theirs = |arrival: &&Arrival| {
+        arrival
+            .who
+            .as_ref()
+            .is_some_and(|who| who.starts_with("heir"))
+    };
+    let earliest = log
+        .iter()
+        .filter(theirs)
+        .filter_map(|arrival| arrival.sent)
+        .min();
     let resumed = earliest.map(|sent| sent.saturating_duration_since(first + anger.span));
     println!(
         "all killed; the first call of their successors {:.1?} after the end",
         resumed.unwrap_or_default()
     );
-    assert!(earliest.is_some_and(|sent| sent >= first + anger.span), "{earliest:?}");
+    assert!(
+        earliest.is_some_and(|sent| sent >= first + anger.span),
+        "{earliest:?}"
+    );
 }
 
 /// What happens to the connections on which processes subscribe.
@@ -324,7 +424,12 @@ const HOLD: Duration = ms(4500);
 fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
     let _turn = turn_beside_others();
     let site = Site::new();
-    let options = Options { quota: quota.into(), tasks, span: ms(6500), ..Options::default() };
+    let options = Options {
+        quota: quota.into(),
+        tasks,
+        span: ms(6500),
+        ..Options::default()
+    };
     let mut fleet = site.start(4, &options);
     let outsider = Outsider::new(&site.redis, quota.parse().unwrap());
     let start = Instant::now();
@@ -333,7 +438,9 @@ fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
     let (held, reports) = std::thread::scope(|scope| {
         if ears == Ears::Forbidden {
             wait_until(start, ms(1000));
-            let () = site.redis.command(&["ACL", "SETUSER", "default", "resetchannels"]);
+            let () = site
+                .redis
+                .command(&["ACL", "SETUSER", "default", "resetchannels"]);
         }
         if ears == Ears::Cut {
             scope.spawn(|| {
@@ -368,8 +475,8 @@ fn hold_by_hand(ears: Ears, quota: &str, tasks: usize) {
          {last:.1?}",
         sent.len()
     );
-    // For 1.5 s the processes may use what they booked, without a store call; the rest allows for a stall of the
-    // machine.
+    // For 1.5 s the processes may use what they booked, without a store call; the rest allows for a
+    // stall of the machine.
     assert!(last <= ms(3000), "{ears:?}: {last:?}");
 }
 

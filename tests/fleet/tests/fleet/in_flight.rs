@@ -1,4 +1,5 @@
-//! Calls in flight: never more at the upstream than the limit, whatever happens, and all slots are used.
+//! Calls in flight: never more at the upstream than the limit, whatever happens, and all slots are
+//! used.
 
 use fleet::{Options, Outcome, percentile, store_calls};
 use upstream::Arrival;
@@ -14,11 +15,14 @@ const CALL: Duration = ms(50);
 const LIFE: Duration = ms(1500);
 
 fn site(redis: RedisServer, latency: Duration) -> Site {
-    Site { redis, upstream: Upstream::open().latency(latency) }
+    Site {
+        redis,
+        upstream: Upstream::open().latency(latency),
+    }
 }
 
-/// Returns what the upstream saw until the first process reached the end of its span. At that moment calls are dropped:
-/// their slots are free at once, and the upstream notices a moment later.
+/// Returns what the upstream saw until the first process reached the end of its span. At that
+/// moment calls are dropped: their slots are free at once, and the upstream notices a moment later.
 fn seen(site: &Site, start: Instant, span: Duration) -> Log {
     let log = site.upstream.log();
     part(&log, start, start + span)
@@ -26,21 +30,37 @@ fn seen(site: &Site, start: Instant, span: Duration) -> Log {
 
 fn options(tasks: usize, span: Duration) -> Options {
     let store_timeout = ms(1000); // no call fails because the machine is busy
-    Options { quota: "8 in flight".into(), tasks, span, life: LIFE, store_timeout, ..Options::default() }
+    Options {
+        quota: "8 in flight".into(),
+        tasks,
+        span,
+        life: LIFE,
+        store_timeout,
+        ..Options::default()
+    }
 }
 
 fn lost(reports: &[Report]) -> usize {
-    let failed = reports.iter().flat_map(|report| report.of(Outcome::StoreFailed));
-    failed.filter(|event| event.text.contains("call cancelled")).count()
+    let failed = reports
+        .iter()
+        .flat_map(|report| report.of(Outcome::StoreFailed));
+    failed
+        .filter(|event| event.text.contains("call cancelled"))
+        .count()
 }
 
 fn failed(reports: &[Report]) -> usize {
-    reports.iter().map(|report| report.of(Outcome::StoreFailed).count()).sum()
+    reports
+        .iter()
+        .map(|report| report.of(Outcome::StoreFailed).count())
+        .sum()
 }
 
 /// Returns the fraction of `MOST` that was used, by the times that the upstream measured.
 fn used(log: &Log) -> f64 {
-    let (Some(first), Some(last)) = (log.first(), log.last()) else { return 0.0 };
+    let (Some(first), Some(last)) = (log.first(), log.last()) else {
+        return 0.0;
+    };
     let span = (last.at - first.at).as_secs_f64();
     log.len() as f64 * log.mean_time().as_secs_f64() / (MOST as f64 * span)
 }
@@ -53,7 +73,10 @@ fn assert_at_once(log: &Log, what: &str) {
 fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
     let _turn = busy_turn();
     let site = site(RedisServer::start().unwrap(), CALL);
-    let options = Options { quota: quota.into(), ..options(tasks, ms(8000)) };
+    let options = Options {
+        quota: quota.into(),
+        ..options(tasks, ms(8000))
+    };
     let mut fleet = site.start(processes, &options);
     let calls_before = store_calls(&site.redis);
     let start = Instant::now();
@@ -63,7 +86,10 @@ fn steady(processes: usize, tasks: usize, quota: &str) -> Log {
     let log = seen(&site, start, options.span);
     let asked = (store_calls(&site.redis) - calls_before) as f64 / log.len() as f64;
     let steady = part(&log, log[0].at + ms(1000), log[0].at + ms(7000));
-    let mut waits: Vec<_> = fleet::by_grant(&reports).iter().map(|event| event.waited()).collect();
+    let mut waits: Vec<_> = fleet::by_grant(&reports)
+        .iter()
+        .map(|event| event.waited())
+        .collect();
     waits.sort_unstable();
     let served = log.by_who();
     println!(
@@ -108,7 +134,11 @@ fn in_flight_limit_and_rate_limit_by_4_processes() {
 fn processes_that_never_wait_find_free_slots() {
     let _turn = busy_turn();
     let site = site(RedisServer::start().unwrap(), CALL);
-    let options = Options { max_wait: ms(0), pause: ms(10), ..options(8, ms(5000)) };
+    let options = Options {
+        max_wait: ms(0),
+        pause: ms(10),
+        ..options(8, ms(5000))
+    };
     let mut fleet = site.start(4, &options);
     let calls_before = store_calls(&site.redis);
     let start = Instant::now();
@@ -116,7 +146,10 @@ fn processes_that_never_wait_find_free_slots() {
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = seen(&site, start, options.span);
-    let refused: Vec<_> = reports.iter().flat_map(|report| report.of(Outcome::Refused)).collect();
+    let refused: Vec<_> = reports
+        .iter()
+        .flat_map(|report| report.of(Outcome::Refused))
+        .collect();
     let mut waits: Vec<_> = refused.iter().map(|event| event.waited()).collect();
     waits.sort_unstable();
     println!(
@@ -150,12 +183,21 @@ fn in_flight_slots_of_a_killed_process_come_back() {
     let log = seen(&site, start, options.span);
     // The number of calls in flight at a moment.
     let at_once = |at: Instant| {
-        log.iter().filter(|call| call.at <= at && call.ended.is_none_or(|end| end > at)).count()
+        log.iter()
+            .filter(|call| call.at <= at && call.ended.is_none_or(|end| end > at))
+            .count()
     };
     // The calls whose connections were closed before the response.
     let cut = |call: &&upstream::Arrival| call.ended.is_some_and(|end| end < call.at + ms(300));
-    let held = log.iter().filter(|call| call.who.as_deref() == Some("0")).filter(cut).count();
-    let back = log.iter().map(|call| call.at).find(|&at| at > killed + ms(10) && at_once(at) == MOST);
+    let held = log
+        .iter()
+        .filter(|call| call.who.as_deref() == Some("0"))
+        .filter(cut)
+        .count();
+    let back = log
+        .iter()
+        .map(|call| call.at)
+        .find(|&at| at > killed + ms(10) && at_once(at) == MOST);
     println!(
         "killed with {held} slots: all are used again {:.2?} later; a claim is valid for {LIFE:?}",
         back.map(|back| back - killed)
@@ -167,7 +209,10 @@ fn in_flight_slots_of_a_killed_process_come_back() {
 /// Runs three processes, and stops the first at 2 s for `span`.
 fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
     let site = site(RedisServer::start().unwrap(), CALL);
-    let options = Options { life, ..options(8, ms(4700) + span) };
+    let options = Options {
+        life,
+        ..options(8, ms(4700) + span)
+    };
     let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
@@ -189,7 +234,11 @@ fn stopped(span: Duration, life: Duration) -> (Log, Vec<Report>, Instant) {
         100.0 * used(&after),
         lost(&reports),
     );
-    assert!(after.len() >= 30, "{} calls in a second and a half", after.len());
+    assert!(
+        after.len() >= 30,
+        "{} calls in a second and a half",
+        after.len()
+    );
     (log, reports, resumed)
 }
 
@@ -207,9 +256,13 @@ fn process_stopped_beyond_in_flight_ttl_gets_new_slots() {
     let rounds = std::env::var("TOLLGATE_STOP_ROUNDS").map_or(1, |rounds| rounds.parse().unwrap());
     let life = ms(600);
     for _ in 0..rounds {
-        for span in [life * 6 / 5, life * 2, life * 10].into_iter().take(if rounds > 1 { 3 } else { 2 }) {
+        for span in [life * 6 / 5, life * 2, life * 10]
+            .into_iter()
+            .take(if rounds > 1 { 3 } else { 2 })
+        {
             let (log, _, resumed) = stopped(span, life);
-            // A call that was about to be written when the process was stopped is a documented exception.
+            // A call that was about to be written when the process was stopped is a documented
+            // exception.
             let late = |call: &Arrival| {
                 let of_stopped = call.who.as_deref() == Some("0") && call.at >= resumed;
                 of_stopped && call.sent.is_some_and(|sent| sent < resumed)
@@ -226,14 +279,24 @@ fn process_stopped_beyond_in_flight_ttl_gets_new_slots() {
 fn process_stopped_beyond_in_flight_ttl_cancels_its_calls() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(5000));
-    let options = |who: &str| Options { who: who.into(), ..options(MOST, ms(9000)) };
-    let (mut stopped, mut other) = (site.start(1, &options("stopped")), site.start(1, &options("other")));
+    let options = |who: &str| Options {
+        who: who.into(),
+        ..options(MOST, ms(9000))
+    };
+    let (mut stopped, mut other) = (
+        site.start(1, &options("stopped")),
+        site.start(1, &options("other")),
+    );
     let start = Instant::now();
     stopped.go();
     wait_until(start, ms(500));
     other.go();
     wait_until(start, ms(1000));
-    assert_eq!(site.upstream.log().by_who().len(), 1, "the first process has all slots");
+    assert_eq!(
+        site.upstream.log().by_who().len(),
+        1,
+        "the first process has all slots"
+    );
     stopped.pause(0);
     wait_until(start, ms(4000));
     let resumed = Instant::now();
@@ -241,20 +304,34 @@ fn process_stopped_beyond_in_flight_ttl_cancels_its_calls() {
     let reports = [stopped.finish(), other.finish()].concat();
     assert_all_ended(&reports);
     let log = seen(&site, start, ms(9000));
-    let ended =
-        log.iter().filter(|call| call.who.as_deref() == Some("stopped0")).filter_map(|call| call.ended);
+    let ended = log
+        .iter()
+        .filter(|call| call.who.as_deref() == Some("stopped0"))
+        .filter_map(|call| call.ended);
     println!(
         "stopped for 3 s with 8 calls of 5 s: at most {} at once; {} of them cancelled; the last ends {:.1?} after the process \
          continues",
         log.most_at_once(),
         lost(&reports),
-        ended.filter(|end| *end < start + ms(5000)).max().map(|end| end.saturating_duration_since(resumed)),
+        ended
+            .filter(|end| *end < start + ms(5000))
+            .max()
+            .map(|end| end.saturating_duration_since(resumed)),
     );
-    assert!(log.by_who().contains_key("other0"), "the other process gets the slots");
+    assert!(
+        log.by_who().contains_key("other0"),
+        "the other process gets the slots"
+    );
     assert_eq!(lost(&reports[..1]), MOST);
-    // The calls of a stopped process stay open at the server until it continues: a documented exception.
-    let after = log.iter().filter(|call| call.ended.is_none_or(|end| end > resumed + ms(500)));
-    assert_at_once(&Log::from(after.cloned().collect::<Vec<_>>()), "half a second after it continues");
+    // The calls of a stopped process stay open at the server until it continues: a documented
+    // exception.
+    let after = log
+        .iter()
+        .filter(|call| call.ended.is_none_or(|end| end > resumed + ms(500)));
+    assert_at_once(
+        &Log::from(after.cloned().collect::<Vec<_>>()),
+        "half a second after it continues",
+    );
 }
 
 /// The result of a disturbed fleet, and when it was disturbed.
@@ -276,12 +353,27 @@ fn disturb(mut site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = seen(&site, start, options.span);
-    Disturbed { log, reports, start, done }
+    Disturbed {
+        log,
+        reports,
+        start,
+        done,
+    }
 }
 
 /// Runs the same, and checks that calls go on as before.
-fn after(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
-    let Disturbed { log, reports, start, done } = disturb(site, options, act);
+fn after(
+    what: &str,
+    site: Site,
+    options: &Options,
+    act: impl FnOnce(&mut RedisServer),
+) -> Vec<Report> {
+    let Disturbed {
+        log,
+        reports,
+        start,
+        done,
+    } = disturb(site, options, act);
     let steady = part(&log, done + ms(4000), done + ms(6000));
     println!(
         "{what}, after {:.1?}: at most {} at once; {:?} calls in each second, longest silence {:.2?}; {:.1} % of the slots \
@@ -295,7 +387,11 @@ fn after(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisS
         lost(&reports),
     );
     assert_at_once(&log, what);
-    assert!(steady.len() >= 100, "{} calls in two seconds, four seconds later", steady.len());
+    assert!(
+        steady.len() >= 100,
+        "{} calls in two seconds, four seconds later",
+        steady.len()
+    );
     reports
 }
 
@@ -307,7 +403,9 @@ fn disturbed() -> Options {
 fn redis_forgets_calls_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), CALL);
-    let reports = after("flushed", site, &disturbed(), |redis| redis.command(&["FLUSHALL"]));
+    let reports = after("flushed", site, &disturbed(), |redis| {
+        redis.command(&["FLUSHALL"])
+    });
     assert_eq!(failed(&reports), 0);
 }
 
@@ -325,8 +423,13 @@ fn redis_forgets_calls_in_flight_and_its_scripts() {
 fn redis_restarts_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(200));
-    let options = Options { life: ms(10_000), ..disturbed() };
-    let reports = after_slow("restarted", site, &options, |redis| redis.restart().unwrap());
+    let options = Options {
+        life: ms(10_000),
+        ..disturbed()
+    };
+    let reports = after_slow("restarted", site, &options, |redis| {
+        redis.restart().unwrap()
+    });
     assert_eq!(lost(&reports), 0, "the in-flight TTL is longer");
 }
 
@@ -339,14 +442,20 @@ fn redis_outage_within_in_flight_ttl_keeps_the_limit() {
         sleep(ms(700));
         redis.restart().unwrap();
     });
-    assert!(failed(&reports) > 0, "calls fail while Redis is unreachable");
+    assert!(
+        failed(&reports) > 0,
+        "calls fail while Redis is unreachable"
+    );
 }
 
 #[test]
 fn redis_outage_beyond_in_flight_ttl_cancels_calls() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
-    let options = Options { life: ms(1000), ..disturbed() };
+    let options = Options {
+        life: ms(1000),
+        ..disturbed()
+    };
     let reports = after_slow("killed for 2 s", site, &options, |redis| {
         redis.kill();
         sleep(ms(2000));
@@ -356,8 +465,15 @@ fn redis_outage_beyond_in_flight_ttl_cancels_calls() {
 }
 
 /// Runs the same with a slow upstream, and checks only that the limit is kept and that calls go on.
-fn after_slow(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut RedisServer)) -> Vec<Report> {
-    let Disturbed { log, reports, done, .. } = disturb(site, options, act);
+fn after_slow(
+    what: &str,
+    site: Site,
+    options: &Options,
+    act: impl FnOnce(&mut RedisServer),
+) -> Vec<Report> {
+    let Disturbed {
+        log, reports, done, ..
+    } = disturb(site, options, act);
     println!(
         "{what}, a call takes {:.1?}: at most {} at once; {:?} calls in each second; {} calls failed for the store, {} of \
          them were cancelled",
@@ -376,7 +492,9 @@ fn after_slow(what: &str, site: Site, options: &Options, act: impl FnOnce(&mut R
 fn redis_clock_steps_forwards_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
-    let reports = after("+30 s", site, &disturbed(), |redis| redis.step_clock(30).unwrap());
+    let reports = after("+30 s", site, &disturbed(), |redis| {
+        redis.step_clock(30).unwrap()
+    });
     assert_eq!(lost(&reports), 0);
 }
 
@@ -384,7 +502,9 @@ fn redis_clock_steps_forwards_while_calls_are_in_flight() {
 fn redis_clock_steps_backwards_while_calls_are_in_flight() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::with_stepping_clock().unwrap(), CALL);
-    let reports = after("-30 s", site, &disturbed(), |redis| redis.step_clock(-30).unwrap());
+    let reports = after("-30 s", site, &disturbed(), |redis| {
+        redis.step_clock(-30).unwrap()
+    });
     assert_eq!(lost(&reports), 0);
 }
 
@@ -392,7 +512,10 @@ fn redis_clock_steps_backwards_while_calls_are_in_flight() {
 fn upstream_slower_than_in_flight_ttl_sees_no_overrun() {
     let _turn = turn_beside_others();
     let site = site(RedisServer::start().unwrap(), ms(2500));
-    let options = Options { life: ms(600), ..options(4, ms(8000)) };
+    let options = Options {
+        life: ms(600),
+        ..options(4, ms(8000))
+    };
     let mut fleet = site.start(4, &options);
     let start = Instant::now();
     fleet.go();

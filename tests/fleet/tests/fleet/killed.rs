@@ -1,4 +1,5 @@
-//! A killed process does not keep its permits for long, and a stalled process does not use expired permits.
+//! A killed process does not keep its permits for long, and a stalled process does not use expired
+//! permits.
 
 use anyhow::ensure;
 use fleet::{Arrivals, Fleet, Options, Outcome, by_grant, now};
@@ -29,8 +30,10 @@ fn one_is_killed() -> anyhow::Result<()> {
     let killed = Instant::now();
     let reports = fleet.finish();
     let log = site.upstream.log();
-    let served =
-        log.iter().filter(|arrival| arrival.at < killed && arrival.who.as_deref() == Some("0")).count();
+    let served = log
+        .iter()
+        .filter(|arrival| arrival.at < killed && arrival.who.as_deref() == Some("0"))
+        .count();
     let second = |number: u32| {
         let from = killed + ms(1000) * number;
         between(&log, from, from + ms(1000))
@@ -46,7 +49,10 @@ fn one_is_killed() -> anyhow::Result<()> {
     assert_never_over(&log, &options.quota.parse().unwrap());
     // Its bookings lie at most `max_wait` ahead, and count for a window.
     let back = between(&log, killed + ms(3500), killed + ms(6500));
-    ensure!(back >= 110, "{back} calls in three seconds after the others have all of it");
+    ensure!(
+        back >= 110,
+        "{back} calls in three seconds after the others have all of it"
+    );
     Ok(())
 }
 
@@ -65,8 +71,15 @@ fn stopped_process_uses_no_slot_that_has_passed() {
     let mut fleet = site.start(3, &options);
     let start = Instant::now();
     fleet.go();
-    // Longer than its slots lie ahead, shorter than that, and hardly longer than the life of a permit.
-    for (at, span) in [(1000, 2500), (4200, 700), (5500, 40), (6000, 15), (6500, 15)] {
+    // Longer than its slots lie ahead, shorter than that, and hardly longer than the life of a
+    // permit.
+    for (at, span) in [
+        (1000, 2500),
+        (4200, 700),
+        (5500, 40),
+        (6000, 15),
+        (6500, 15),
+    ] {
         wait_until(start, ms(at));
         fleet.pause(0);
         sleep(ms(span));
@@ -82,22 +95,44 @@ fn stopped_process_uses_no_slot_that_has_passed() {
     assert_all_ended(&reports);
     // A call that was on its way then arrives late: what counts is when it was sent.
     assert_never_over(&log, &options.quota.parse().unwrap());
-    let back = reports[0].events.iter().filter(|event| event.outcome == Outcome::Granted);
+    let back = reports[0]
+        .events
+        .iter()
+        .filter(|event| event.outcome == Outcome::Granted);
     let last = back.map(|event| event.ended).max();
-    assert!(last.is_some_and(|last| now() < last + 4_000_000_000), "it is served again");
+    assert!(
+        last.is_some_and(|last| now() < last + 4_000_000_000),
+        "it is served again"
+    );
 }
 
-/// The permits at hand in a killed process are lost for a window, and stay counted: no other process gets them too.
+/// The permits at hand in a killed process are lost for a window, and stay counted: no other
+/// process gets them too.
 #[test]
 fn permits_fetched_by_killed_processes_return_after_a_window() {
     let _turn = busy_turn();
     let redis = RedisServer::start().unwrap();
-    let options = Options { quota: "20000/1s".into(), store: redis.url(), live: true, ..Options::default() };
+    let options = Options {
+        quota: "20000/1s".into(),
+        store: redis.url(),
+        live: true,
+        ..Options::default()
+    };
     let quota = options.quota.parse().unwrap();
     // Less than the limit: permits that are not scarce are fetched ahead.
-    let busy = Options { arrivals: Arrivals::Every(Duration::from_micros(400)), ..options.clone() };
-    let heir = Options { tasks: 64, span: ms(3500), ..options };
-    let (mut fleet, mut heirs) = (Fleet::start(WORKER, 4, &busy), Fleet::start(WORKER, 2, &heir));
+    let busy = Options {
+        arrivals: Arrivals::Every(Duration::from_micros(400)),
+        ..options.clone()
+    };
+    let heir = Options {
+        tasks: 64,
+        span: ms(3500),
+        ..options
+    };
+    let (mut fleet, mut heirs) = (
+        Fleet::start(WORKER, 4, &busy),
+        Fleet::start(WORKER, 2, &heir),
+    );
     let outsider = Outsider::new(&redis, quota);
     let start = Instant::now();
     fleet.go();
@@ -107,16 +142,26 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     let counted = outsider.peek().limits[0].used;
     heirs.go();
     let reports = fleet.finish();
-    assert!(reports.iter().all(|report| !report.ended), "they were killed before their end");
+    assert!(
+        reports.iter().all(|report| !report.ended),
+        "they were killed before their end"
+    );
     let heirs = heirs.finish();
     assert_all_ended(&heirs);
     let within = |reports: &[Report], from: u64, to: u64| {
-        by_grant(reports).iter().filter(|event| (from..to).contains(&event.ended)).count()
+        by_grant(reports)
+            .iter()
+            .filter(|event| (from..to).contains(&event.ended))
+            .count()
     };
     let (window, margin) = (1_000_000_000, 20_000_000);
     let used = within(&reports, killed - window - margin, killed);
     let meanwhile = within(&heirs, killed, killed + window);
-    let after = within(&heirs, killed + window + margin, killed + 2 * (window + margin));
+    let after = within(
+        &heirs,
+        killed + window + margin,
+        killed + 2 * (window + margin),
+    );
     println!(
         "{quota}, 4 processes killed: the store counts {counted}, of which they had used {used} at most; two others have \
          {meanwhile} in the second after, and {after} in the window behind it"
@@ -124,6 +169,7 @@ fn permits_fetched_by_killed_processes_return_after_a_window() {
     assert!(counted >= 5_000, "they were at work: {counted}");
     let all: Vec<_> = reports.into_iter().chain(heirs).collect();
     assert_never_over(&fleet::log(&all), &quota);
-    // A stall of the machine loses slots. If the permits of the killed processes did not return, `after` would be lower.
+    // A stall of the machine loses slots. If the permits of the killed processes did not return,
+    // `after` would be lower.
     assert!(after >= 14_000, "{after}: all of it is back");
 }

@@ -1,7 +1,7 @@
 //! Many processes behind one limit, judged by the upstream's own log.
 //!
-//! That calls never exceed the limit is checked strictly. Figures that a stall of the machine can spoil are printed,
-//! and checked against a generous floor.
+//! That calls never exceed the limit is checked strictly. Figures that a stall of the machine can
+//! spoil are printed, and checked against a generous floor.
 
 mod alone;
 mod away;
@@ -48,7 +48,11 @@ static MACHINE: Semaphore = Semaphore::const_new(ROOM as usize);
 
 /// Waits until `units` units are free, in the order of the callers.
 fn turn_of(units: u32) -> SemaphorePermit<'static> {
-    Builder::new_current_thread().build().unwrap().block_on(MACHINE.acquire_many(units)).unwrap()
+    Builder::new_current_thread()
+        .build()
+        .unwrap()
+        .block_on(MACHINE.acquire_many(units))
+        .unwrap()
 }
 
 /// Waits for the turn of tests that run alone because they also measure the machine.
@@ -56,8 +60,8 @@ fn turn() -> SemaphorePermit<'static> {
     turn_of(ROOM)
 }
 
-/// Waits for the turn of tests that run beside one or two others: they use much of the machine, and check limits, not
-/// speed.
+/// Waits for the turn of tests that run beside one or two others: they use much of the machine, and
+/// check limits, not speed.
 fn busy_turn() -> SemaphorePermit<'static> {
     turn_of(3)
 }
@@ -67,8 +71,9 @@ fn turn_beside_others() -> SemaphorePermit<'static> {
     turn_of(1)
 }
 
-/// Calls `look` up to three times until it succeeds. A failure while a core stalls proves nothing: the test fails if a
-/// look on a calm machine failed and none succeeded. `look` panics for errors that no stall excuses.
+/// Calls `look` up to three times until it succeeds. A failure while a core stalls proves nothing:
+/// the test fails if a look on a calm machine failed and none succeeded. `look` panics for errors
+/// that no stall excuses.
 fn once_in_three(look: impl Fn() -> anyhow::Result<()>) {
     let mut calm = 0;
     for _ in 0..3 {
@@ -93,15 +98,25 @@ struct Site {
 
 impl Site {
     fn new() -> Site {
-        Site { redis: RedisServer::start().unwrap(), upstream: Upstream::open() }
+        Site {
+            redis: RedisServer::start().unwrap(),
+            upstream: Upstream::open(),
+        }
     }
 
     fn with_stepping_clock() -> Site {
-        Site { redis: RedisServer::with_stepping_clock().unwrap(), upstream: Upstream::open() }
+        Site {
+            redis: RedisServer::with_stepping_clock().unwrap(),
+            upstream: Upstream::open(),
+        }
     }
 
     fn start(&self, processes: usize, options: &Options) -> Fleet {
-        let options = Options { store: self.redis.url(), url: self.upstream.url(), ..options.clone() };
+        let options = Options {
+            store: self.redis.url(),
+            url: self.upstream.url(),
+            ..options.clone()
+        };
         Fleet::start(WORKER, processes, &options)
     }
 }
@@ -116,10 +131,17 @@ impl Outsider {
     fn new(redis: &RedisServer, quota: Quota) -> Outsider {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         // The machine may stall for longer than the default timeout.
-        let store = RedisStore::builder(&redis.url()).store_timeout(ms(5000)).build().unwrap();
+        let store = RedisStore::builder(&redis.url())
+            .store_timeout(ms(5000))
+            .build()
+            .unwrap();
         let store = Arc::new(store);
         runtime.block_on(store.connect()).unwrap();
-        let limiter = RateLimitLayer::builder(quota).store(store).build().unwrap().limiter();
+        let limiter = RateLimitLayer::builder(quota)
+            .store(store)
+            .build()
+            .unwrap()
+            .limiter();
         Outsider { runtime, limiter }
     }
 
@@ -128,7 +150,9 @@ impl Outsider {
     }
 
     fn hold_for(&self, span: Duration) {
-        self.runtime.block_on(self.limiter.hold_for(Key::ALL, span)).unwrap();
+        self.runtime
+            .block_on(self.limiter.hold_for(Key::ALL, span))
+            .unwrap();
     }
 }
 
@@ -140,39 +164,66 @@ fn rules(quota: &Quota) -> Vec<Rule> {
     quota.limits().iter().map(rule).collect()
 }
 
-/// Returns how calls exceeded the quota, by when they were sent or when they arrived. The send moments need no
-/// allowance for jitter: sending follows the gate at once.
+/// Returns how calls exceeded the quota, by when they were sent or when they arrived. The send
+/// moments need no allowance for jitter: sending follows the gate at once.
 fn over(log: &Log, quota: &Quota) -> Option<String> {
     rules(quota).into_iter().find_map(|rule| {
         let sent = log.largest_count_sent(rule.window);
-        let said = || format!("{sent} sent within {:?}, allowed are {}", rule.window, rule.count);
-        log.over(rule, SLACK).or_else(|| (sent > rule.count as usize).then(said))
+        let said = || {
+            format!(
+                "{sent} sent within {:?}, allowed are {}",
+                rule.window, rule.count
+            )
+        };
+        log.over(rule, SLACK)
+            .or_else(|| (sent > rule.count as usize).then(said))
     })
 }
 
 fn assert_never_over(log: &Log, quota: &Quota) {
-    assert_eq!(over(log, quota), None, "{quota}; jitter {:?}, {} calls", log.jitter(), log.len());
+    assert_eq!(
+        over(log, quota),
+        None,
+        "{quota}; jitter {:?}, {} calls",
+        log.jitter(),
+        log.len()
+    );
 }
 
 /// Returns how many calls the quota allows in `span`.
 fn allowed(quota: &Quota, span: Duration) -> usize {
-    ideal(quota, MARGIN).take_while(|moment| *moment < span).count()
+    ideal(quota, MARGIN)
+        .take_while(|moment| *moment < span)
+        .count()
 }
 
 fn part(log: &Log, from: Instant, to: Instant) -> Log {
-    Log::from(log.iter().filter(|arrival| (from..to).contains(&arrival.at)).cloned().collect::<Vec<_>>())
+    Log::from(
+        log.iter()
+            .filter(|arrival| (from..to).contains(&arrival.at))
+            .cloned()
+            .collect::<Vec<_>>(),
+    )
 }
 
 fn between(log: &Log, from: Instant, to: Instant) -> usize {
-    log.iter().filter(|arrival| (from..to).contains(&arrival.at)).count()
+    log.iter()
+        .filter(|arrival| (from..to).contains(&arrival.at))
+        .count()
 }
 
 fn longest_silence(log: &Log) -> Duration {
-    log.windows(2).map(|pair| pair[1].at - pair[0].at).max().unwrap_or_default()
+    log.windows(2)
+        .map(|pair| pair[1].at - pair[0].at)
+        .max()
+        .unwrap_or_default()
 }
 
 fn per_second(log: &Log) -> Vec<u64> {
-    log.per(ms(1000)).into_iter().map(|tally| tally.all()).collect()
+    log.per(ms(1000))
+        .into_iter()
+        .map(|tally| tally.all())
+        .collect()
 }
 
 /// Sleeps until `span` after `start`, and returns the present moment.
@@ -182,7 +233,13 @@ fn wait_until(start: Instant, span: Duration) -> Instant {
 }
 
 fn assert_all_ended(reports: &[Report]) {
-    assert!(reports.iter().all(|report| report.ended), "every worker came to its end");
-    let broken = reports.iter().flat_map(|report| report.of(fleet::Outcome::Broken)).next();
+    assert!(
+        reports.iter().all(|report| report.ended),
+        "every worker came to its end"
+    );
+    let broken = reports
+        .iter()
+        .flat_map(|report| report.of(fleet::Outcome::Broken))
+        .next();
     assert_eq!(broken, None, "no call failed behind the gate");
 }

@@ -27,8 +27,13 @@ fn check(processes: usize, options: Options) {
     // The loss in the first two windows comes from connections that open and scripts that load.
     if let [rule] = rules(&quota)[..] {
         let steady = part(&log, log[0].at + ms(2500), log[0].at + span);
-        let used = steady.used(Rule::new(rule.count, rule.window + MARGIN)).unwrap_or_default();
-        println!("{:.2} % of the rate later than 2.5 s after the first", 100.0 * used);
+        let used = steady
+            .used(Rule::new(rule.count, rule.window + MARGIN))
+            .unwrap_or_default();
+        println!(
+            "{:.2} % of the rate later than 2.5 s after the first",
+            100.0 * used
+        );
     }
     assert_never_over(&log, &quota);
     // A stall of the machine loses slots: the figure is printed, and only an idle gate is an error.
@@ -36,7 +41,12 @@ fn check(processes: usize, options: Options) {
 }
 
 fn options(quota: &str, tasks: usize, span: Duration) -> Options {
-    Options { quota: quota.into(), tasks, span, ..Options::default() }
+    Options {
+        quota: quota.into(),
+        tasks,
+        span,
+        ..Options::default()
+    }
 }
 
 #[test]
@@ -61,7 +71,13 @@ fn two_limits_bind_in_turn_by_16_processes() {
 
 #[test]
 fn cold_server_serves_one_a_second_to_10_processes() {
-    check(10, Options { cold: true, ..options("1/1s", 1, ms(9900)) });
+    check(
+        10,
+        Options {
+            cold: true,
+            ..options("1/1s", 1, ms(9900))
+        },
+    );
 }
 
 /// Shows that the tests above detect an excess.

@@ -9,8 +9,8 @@ use upstream::Bucket;
 
 use super::*;
 
-/// `seed-run` at 20 times its speed, for the first 500 of its 1800 seconds: two processes of five callers, and a bucket
-/// that is empty at the start, which no process knows.
+/// `seed-run` at 20 times its speed, for the first 500 of its 1800 seconds: two processes of five
+/// callers, and a bucket that is empty at the start, which no process knows.
 const SCENARIO: &str = r#"{ "seed-run / 20": {
     "fleet": [{"procs": 2, "tasks": 5}],
     "server": {"kind": "bucket", "cap": 4500, "refill": 25, "start": 0},
@@ -31,7 +31,11 @@ const MANY: &str = r#"{ "n32 / 20": {
     "duration": 25
 } }"#;
 
-const BUCKET: Bucket = Bucket { size: 4500.0, refill: 25.0, start: 0.0 };
+const BUCKET: Bucket = Bucket {
+    size: 4500.0,
+    refill: 25.0,
+    start: 0.0,
+};
 const SPAN: Duration = ms(25_000);
 const LATENCY: Duration = ms(8);
 
@@ -58,13 +62,23 @@ impl Fellows {
             ..Options::default()
         };
         let fleet = Fleet::start(WORKER, processes, &options);
-        Fellows { pace, callers: processes * tasks, fleet, upstream }
+        Fellows {
+            pace,
+            callers: processes * tasks,
+            fleet,
+            upstream,
+        }
     }
 
-    /// Returns the result: the requests from the log of the upstream, the waits from the reports of the workers.
+    /// Returns the result: the requests from the log of the upstream, the waits from the reports of
+    /// the workers.
     fn finish(self) -> Metrics {
         let reports = self.fleet.finish();
-        assert!(reports.iter().all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0));
+        assert!(
+            reports
+                .iter()
+                .all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0)
+        );
         let mut callers = BTreeMap::<_, [f64; 2]>::new();
         for arrival in self.upstream.log().iter() {
             callers.entry(arrival.who.clone()).or_default()[usize::from(!arrival.accepted)] += 1.0;
@@ -74,11 +88,15 @@ impl Fellows {
         let count = self.callers as f64;
         let mean = of(&|[accepted, refused]| accepted + refused) / count;
         let accepted = of(&|[accepted, _]| *accepted);
-        let mut waits: Vec<_> =
-            reports.iter().flat_map(|report| &report.events).map(fleet::Event::waited).collect();
+        let mut waits: Vec<_> = reports
+            .iter()
+            .flat_map(|report| &report.events)
+            .map(fleet::Event::waited)
+            .collect();
         waits.sort_unstable();
         let mut metrics = Metrics::default();
-        metrics.retry_pct = 100.0 * of(&|[accepted, refused]| refused / (accepted + refused)) / count;
+        metrics.retry_pct =
+            100.0 * of(&|[accepted, refused]| refused / (accepted + refused)) / count;
         metrics.max_wait = fleet::percentile(&waits, 1.0).as_secs_f64();
         metrics.p99_wait = fleet::percentile(&waits, 0.99).as_secs_f64();
         metrics.stdev =
@@ -111,31 +129,53 @@ fn row(pace: &str, place: &str, metrics: &Metrics, deviation: &Metrics) {
 
 fn laboratory(scenario: &(String, Scenario), pace: &str) -> Runs {
     let strategy = Strategy::named(pace).expect("the laboratory has it");
-    let runs = sweep(std::slice::from_ref(scenario), &[strategy], 1..=20, || ()).expect("all are known");
-    runs.into_iter().next().expect("one scenario and one strategy")
+    let runs =
+        sweep(std::slice::from_ref(scenario), &[strategy], 1..=20, || ()).expect("all are known");
+    runs.into_iter()
+        .next()
+        .expect("one scenario and one strategy")
 }
 
-/// Runs the recommended pace and the best published one at the same time, each against its own server.
+/// Runs the recommended pace and the best published one at the same time, each against its own
+/// server.
 #[test]
 fn real_processes_do_as_the_laboratory_says() {
     let _turn = busy_turn();
     let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
-    let mut fellows = ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
+    let mut fellows =
+        ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
     fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
     let [fair, published] = fellows.map(|fellows| {
         let pace = fellows.pace;
         let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
-        row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
+        row(
+            pace,
+            "laboratory",
+            &simulated.mean(),
+            &simulated.deviation(),
+        );
         row(pace, "over HTTP", &real, &Metrics::default());
         let simulated = simulated.mean();
         // A stall of the machine adds to waits, and makes bursts.
-        assert!(real.retry_pct < 2.0 * simulated.retry_pct + 1.5, "{pace} is refused as often");
-        assert!(real.max_wait < 2.0 * simulated.max_wait + 0.5, "{pace} waits as long");
-        assert!(real.util_pct > simulated.util_pct - 5.0, "{pace} uses as much");
+        assert!(
+            real.retry_pct < 2.0 * simulated.retry_pct + 1.5,
+            "{pace} is refused as often"
+        );
+        assert!(
+            real.max_wait < 2.0 * simulated.max_wait + 0.5,
+            "{pace} waits as long"
+        );
+        assert!(
+            real.util_pct > simulated.util_pct - 5.0,
+            "{pace} uses as much"
+        );
         real
     });
     assert!(fair.jain > 0.99, "shares are equal");
-    assert!(fair.retry_pct < published.retry_pct, "it is refused less often than the published winner");
+    assert!(
+        fair.retry_pct < published.retry_pct,
+        "it is refused less often than the published winner"
+    );
 }
 
 /// Compares one fleet that shares its pace and its queue with one whose processes share nothing.
@@ -144,12 +184,18 @@ fn processes_that_share_a_pace_are_hardly_refused() {
     let _turn = turn();
     let scenario = &Scenarios::read(MANY).unwrap().0[0];
     let redis = RedisServer::start().unwrap();
-    let mut fellows = ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
+    let mut fellows =
+        ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
     fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
     let [alone, shared] = fellows.map(|fellows| {
         let pace = fellows.pace;
         let (simulated, real) = (laboratory(scenario, pace), fellows.finish());
-        row(pace, "laboratory", &simulated.mean(), &simulated.deviation());
+        row(
+            pace,
+            "laboratory",
+            &simulated.mean(),
+            &simulated.deviation(),
+        );
         row(pace, "over HTTP", &real, &Metrics::default());
         real
     });
@@ -157,7 +203,11 @@ fn processes_that_share_a_pace_are_hardly_refused() {
         .command::<String>(&["INFO", "commandstats"])
         .lines()
         .filter_map(|line| {
-            line.strip_prefix("cmdstat_evalsha:calls=")?.split(',').next()?.parse::<u64>().ok()
+            line.strip_prefix("cmdstat_evalsha:calls=")?
+                .split(',')
+                .next()?
+                .parse::<u64>()
+                .ok()
         })
         .sum();
     println!(
@@ -169,6 +219,9 @@ fn processes_that_share_a_pace_are_hardly_refused() {
         shared.retry_pct < 1.5 && shared.retry_pct < alone.retry_pct / 2.0,
         "it is refused next to never"
     );
-    assert!(shared.jain > 0.99 && shared.max_wait < alone.max_wait, "all get the same, and soon");
+    assert!(
+        shared.jain > 0.99 && shared.max_wait < alone.max_wait,
+        "all get the same, and soon"
+    );
     assert!(shared.util_pct > 85.0, "it uses what there is");
 }

@@ -1,8 +1,8 @@
-//! Random faults in Redis never let calls exceed the limit. The same check detects limiters that are not exact. No call
-//! waits for longer than allowed, and every key in Redis has a time to live.
+//! Random faults in Redis never let calls exceed the limit. The same check detects limiters that
+//! are not exact. No call waits for longer than allowed, and every key in Redis has a time to live.
 //!
-//! `TOLLGATE_SOAK_SECONDS=3600` runs for an hour instead of ten seconds. `TOLLGATE_SOAK_SEED` repeats the faults of a
-//! run, but not the scheduling of its processes.
+//! `TOLLGATE_SOAK_SECONDS=3600` runs for an hour instead of ten seconds. `TOLLGATE_SOAK_SEED`
+//! repeats the faults of a run, but not the scheduling of its processes.
 
 use std::process;
 use std::time::SystemTime;
@@ -16,7 +16,10 @@ const NOISE: Duration = Duration::from_secs(5);
 
 /// Reads a number from the environment.
 fn setting(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+    std::env::var(name).ok().map(|text| {
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name}={text} is no number"))
+    })
 }
 
 /// A random number generator; its numbers follow from the seed.
@@ -66,7 +69,9 @@ fn disturb(redis: &mut RedisServer, dice: &mut Dice) -> String {
 
 /// Runs four processes through random faults, and returns how they exceeded the limit, if they did.
 fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<String> {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     let seed = setting("TOLLGATE_SOAK_SEED")
         .unwrap_or(u64::from(now.subsec_nanos()) ^ (u64::from(process::id()) << 32));
     println!("{what}: TOLLGATE_SOAK_SEED={seed}");
@@ -99,8 +104,14 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
     let reports = fleet.finish();
     assert_all_ended(&reports);
     let log = site.upstream.log();
-    let granted: usize = reports.iter().map(|report| report.of(Outcome::Granted).count()).sum();
-    println!("{what}: {happened:?}; {granted} calls, {:?} in each second", per_second(&log));
+    let granted: usize = reports
+        .iter()
+        .map(|report| report.of(Outcome::Granted).count())
+        .sum();
+    println!(
+        "{what}: {happened:?}; {granted} calls, {:?} in each second",
+        per_second(&log)
+    );
     let oldest = longest_wait(&reports);
     look(&site.redis);
     println!(
@@ -109,7 +120,10 @@ fn soak(what: &str, store: Option<&str>, span: Duration, calm: bool) -> Option<S
         happened.len()
     );
     assert!(granted > 30, "{granted} calls");
-    assert!(oldest <= options.max_wait + NOISE, "one waited for {oldest:?}");
+    assert!(
+        oldest <= options.max_wait + NOISE,
+        "one waited for {oldest:?}"
+    );
     assert_eq!(for_ever, 0, "keys without a time to live");
     over(&log, &options.quota.parse().unwrap())
 }
@@ -133,6 +147,11 @@ fn counter_in_each_process_exceeds_the_limit() {
 #[test]
 fn counter_for_each_second_exceeds_the_limit() {
     let _turn = turn_beside_others();
-    let over = soak("a counter for each second", Some(&format!("{INCR} URL")), ms(4000), true);
+    let over = soak(
+        "a counter for each second",
+        Some(&format!("{INCR} URL")),
+        ms(4000),
+        true,
+    );
     println!("{}", over.expect("it is over"));
 }

@@ -28,7 +28,9 @@ impl Busy {
                 }
             }
         };
-        let loops = (0..3 * cores).map(|_| thread::spawn(spin(stops.clone()))).collect();
+        let loops = (0..3 * cores)
+            .map(|_| thread::spawn(spin(stops.clone())))
+            .collect();
         Busy { stops, loops }
     }
 }
@@ -43,8 +45,8 @@ impl Drop for Busy {
 /// By then all processes wait for a slot.
 const ALL_WAIT: Duration = ms(3000);
 
-/// A permit lives for a fiftieth of the time between two slots, which is enough to wake up in. Each process has fetched
-/// what it needs from the store before its slot.
+/// A permit lives for a fiftieth of the time between two slots, which is enough to wake up in. Each
+/// process has fetched what it needs from the store before its slot.
 #[test]
 fn one_a_second_is_used_on_a_busy_machine() {
     let _turn = turn();
@@ -70,7 +72,10 @@ fn one_a_second_is_used_on_a_busy_machine() {
         let busy = part(&log, busy_from, start + options.span);
         let used = |window| 100.0 * busy.used(Rule::new(1, window)).unwrap_or_default();
         let (of_slots, of_limit) = (used(ms(1000) + SLACK + LIFE), used(ms(1000)));
-        println!("{} calls: {of_slots:.1} % of the slots, {of_limit:.1} % of the limit", busy.len());
+        println!(
+            "{} calls: {of_slots:.1} % of the slots, {of_limit:.1} % of the limit",
+            busy.len()
+        );
         of_slots >= 89.0
     };
     // A thread that wakes 20 ms late loses its slot, one of about twenty.

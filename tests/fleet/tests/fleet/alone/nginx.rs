@@ -10,7 +10,8 @@ use upstream::closed_loops;
 
 use super::*;
 
-/// nginx with `limit_req rate=50r/s` and no `burst`: it refuses requests that arrive within 20 ms of the one before.
+/// nginx with `limit_req rate=50r/s` and no `burst`: it refuses requests that arrive within 20 ms
+/// of the one before.
 struct Nginx {
     child: Child,
     port: u16,
@@ -71,9 +72,13 @@ impl Nginx {
     fn counted(&self) -> (Vec<f64>, usize) {
         let log = fs::read_to_string(Path::join(self.place.path(), "log")).unwrap_or_default();
         let of = |status: &'static str| {
-            log.lines().filter_map(move |line| line.strip_prefix(status)?.strip_prefix(' '))
+            log.lines()
+                .filter_map(move |line| line.strip_prefix(status)?.strip_prefix(' '))
         };
-        (of("200").map(|at| at.parse().unwrap()).collect(), of("429").count())
+        (
+            of("200").map(|at| at.parse().unwrap()).collect(),
+            of("429").count(),
+        )
     }
 }
 
@@ -91,9 +96,18 @@ impl Drop for Nginx {
 async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: Duration) {
     let service = limit.layer(reqwest::Client::builder().no_proxy().build().unwrap());
     let get = move || {
-        let (service, request) = (service.clone(), reqwest::Request::new(reqwest::Method::GET, url.clone()));
+        let (service, request) = (
+            service.clone(),
+            reqwest::Request::new(reqwest::Method::GET, url.clone()),
+        );
         async move {
-            service.oneshot(request).await.unwrap().bytes().await.unwrap();
+            service
+                .oneshot(request)
+                .await
+                .unwrap()
+                .bytes()
+                .await
+                .unwrap();
         }
     };
     closed_loops(callers, span, get).await;
@@ -102,7 +116,11 @@ async fn call(limit: &RateLimitLayer, url: reqwest::Url, callers: usize, span: D
 #[test]
 fn server_with_20_ms_spacing_refuses_nothing() {
     const SPAN: Duration = Duration::from_secs(8);
-    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
     let look = || {
         let nginx = Nginx::start();
         let url = format!("http://127.0.0.1:{}/", nginx.port).parse().unwrap();
@@ -116,10 +134,14 @@ fn server_with_20_ms_spacing_refuses_nothing() {
         let (accepted, refused) = nginx.counted();
         let took = accepted.last().unwrap_or(&0.0) - accepted.first().unwrap_or(&0.0);
         let used = 100.0 * (accepted.len() as f64 - 1.0) / (50.0 * took);
-        println!("{} accepted in {took:.1} s, {refused} refused: {used:.1} % of 50 a second", accepted.len());
+        println!(
+            "{} accepted in {took:.1} s, {refused} refused: {used:.1} % of 50 a second",
+            accepted.len()
+        );
         assert!(used >= 60.0 && took > 0.9 * SPAN.as_secs_f64());
         refused == 0
     };
-    // On a calm machine 85 % is used. A stall delays requests on the way and lets permits of 2 ms expire.
+    // On a calm machine 85 % is used. A stall delays requests on the way and lets permits of 2 ms
+    // expire.
     assert!((0..3).any(|_| look()), "three times in a row");
 }

@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use fleet::{
-    Arrivals, Event, Fleet, MEMORY, Options, Report, by_grant, lateness, now, overtaken, percentile,
-    store_calls,
+    Arrivals, Event, Fleet, MEMORY, Options, Report, by_grant, lateness, now, overtaken,
+    percentile, store_calls,
 };
 use redis_server::RedisServer;
 
 use super::*;
 
-/// How much earlier a caller of another process may arrive and still be overtaken: the batching delay of a store call,
-/// and the time that the call takes.
+/// How much earlier a caller of another process may arrive and still be overtaken: the batching
+/// delay of a store call, and the time that the call takes.
 const GRACE: Duration = Duration::from_millis(20);
 
 /// What a stall of the machine may add to `GRACE`.
@@ -21,12 +21,16 @@ const LATE: Duration = Duration::from_millis(30);
 fn in_order(reports: &[Report]) -> anyhow::Result<()> {
     let (calls, most) = overtaken(reports, GRACE);
     println!("{calls} calls overtaken by more than {GRACE:?}, by at most {most:.1?}");
-    ensure!(!out_of_order(reports), "{:?}", overtaken(reports, GRACE + LATE));
+    ensure!(
+        !out_of_order(reports),
+        "{:?}",
+        overtaken(reports, GRACE + LATE)
+    );
     Ok(())
 }
 
-/// Reports whether more calls were overtaken than stalls explain: a call whose slot passed during a stall gets a slot
-/// behind all later calls.
+/// Reports whether more calls were overtaken than stalls explain: a call whose slot passed during a
+/// stall gets a slot behind all later calls.
 fn out_of_order(reports: &[Report]) -> bool {
     overtaken(reports, GRACE + LATE).0 > 3 + by_grant(reports).len() / 20
 }
@@ -43,7 +47,10 @@ impl Cost {
         let (calls, then) = (store_calls(redis) - before, now());
         move |reports| {
             let granted = |event: &&&Event| (from..then).contains(&event.ended);
-            Cost { calls, grants: by_grant(reports).iter().filter(granted).count() as u64 }
+            Cost {
+                calls,
+                grants: by_grant(reports).iter().filter(granted).count() as u64,
+            }
         }
     }
 
@@ -55,7 +62,11 @@ impl Cost {
 impl std::fmt::Display for Cost {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Cost { calls, grants } = self;
-        write!(f, "{calls} calls of the store for {grants} grants, {:.3} each", self.per_grant())
+        write!(
+            f,
+            "{calls} calls of the store for {grants} grants, {:.3} each",
+            self.per_grant()
+        )
     }
 }
 
@@ -64,7 +75,11 @@ fn one_a_second_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
         let site = Site::new();
-        let options = Options { quota: "1/1s".into(), span: ms(10_000), ..Options::default() };
+        let options = Options {
+            quota: "1/1s".into(),
+            span: ms(10_000),
+            ..Options::default()
+        };
         let mut fleet = site.start(10, &options);
         let start = Instant::now();
         fleet.go();
@@ -78,7 +93,10 @@ fn one_a_second_by_10_processes() {
         let log = site.upstream.log();
         assert_never_over(&log, &"1/1s".parse().unwrap());
         let cost = cost(&reports);
-        println!("1/1s, 10 processes: {} calls in 10 s; when all stand in line {cost}", log.len());
+        println!(
+            "1/1s, 10 processes: {} calls in 10 s; when all stand in line {cost}",
+            log.len()
+        );
         ensure!(log.len() >= 9, "{} calls in 10 s", log.len());
         // A process whose permit expired on a busy machine asks again.
         ensure!(cost.calls <= 2 * cost.grants + 2, "{cost}");
@@ -86,11 +104,16 @@ fn one_a_second_by_10_processes() {
     });
 }
 
-/// Runs `processes` processes with ten tasks each behind 20 a second, without an upstream. Returns their reports and
-/// the store calls for each grant.
+/// Runs `processes` processes with ten tasks each behind 20 a second, without an upstream. Returns
+/// their reports and the store calls for each grant.
 fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
     let redis = RedisServer::start().unwrap();
-    let options = Options { quota: "20/1s".into(), tasks: 10, store: redis.url(), ..options };
+    let options = Options {
+        quota: "20/1s".into(),
+        tasks: 10,
+        store: redis.url(),
+        ..options
+    };
     let mut fleet = Fleet::start(WORKER, processes, &options);
     let before = store_calls(&redis);
     let (start, from) = (Instant::now(), now());
@@ -107,7 +130,10 @@ fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
     let quota = options.quota.parse().unwrap();
     assert_never_over(&fleet::log(&reports), &quota);
     let cost = cost(&reports);
-    println!("20/1s, {processes} processes, {:?}: {cost}", options.arrivals);
+    println!(
+        "20/1s, {processes} processes, {:?}: {cost}",
+        options.arrivals
+    );
     (reports, cost.per_grant())
 }
 
@@ -115,9 +141,19 @@ fn share(processes: usize, options: Options) -> (Vec<Report>, f64) {
 fn hundred_callers_in_a_closed_loop_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
-        let (reports, per_grant) = share(10, Options { span: ms(7000), ..Options::default() });
-        // In each window every process makes one call for two grants, and one or two more when the window begins.
-        ensure!(per_grant <= 0.6, "{per_grant} calls of the store for each grant");
+        let (reports, per_grant) = share(
+            10,
+            Options {
+                span: ms(7000),
+                ..Options::default()
+            },
+        );
+        // In each window every process makes one call for two grants, and one or two more when the
+        // window begins.
+        ensure!(
+            per_grant <= 0.6,
+            "{per_grant} calls of the store for each grant"
+        );
         in_order(&reports)
     });
 }
@@ -126,12 +162,20 @@ fn hundred_callers_in_a_closed_loop_by_10_processes() {
 fn a_hundred_callers_at_once_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
-        let options = Options { arrivals: Arrivals::Once, span: ms(9000), ..Options::default() };
+        let options = Options {
+            arrivals: Arrivals::Once,
+            span: ms(9000),
+            ..Options::default()
+        };
         let (reports, per_grant) = share(10, options);
         print_lateness(&reports);
         assert_eq!(by_grant(&reports).len(), 100);
-        // One call of each process, one for the callers that arrived meanwhile, and one or two reports while they wait.
-        ensure!(per_grant <= 0.4, "{per_grant} calls of the store for each grant");
+        // One call of each process, one for the callers that arrived meanwhile, and one or two
+        // reports while they wait.
+        ensure!(
+            per_grant <= 0.4,
+            "{per_grant} calls of the store for each grant"
+        );
         in_order(&reports)
     });
 }
@@ -141,9 +185,16 @@ fn callers_that_come_one_by_one_by_10_processes() {
     let _turn = turn();
     once_in_three(|| {
         // 25 a second behind 20: the wait grows to two seconds.
-        let options = Options { arrivals: Arrivals::Every(ms(400)), span: ms(8000), ..Options::default() };
+        let options = Options {
+            arrivals: Arrivals::Every(ms(400)),
+            span: ms(8000),
+            ..Options::default()
+        };
         let (reports, _) = share(10, options);
-        ensure!(by_grant(&reports).len() >= 80, "not half of what the limit allows");
+        ensure!(
+            by_grant(&reports).len() >= 80,
+            "not half of what the limit allows"
+        );
         in_order(&reports)
     });
 }
@@ -158,16 +209,26 @@ fn print_lateness(reports: &[Report]) {
     );
 }
 
-/// Shows that the check of the order detects overtaking: two processes have separate queues, one long and one short.
+/// Shows that the check of the order detects overtaking: two processes have separate queues, one
+/// long and one short.
 #[test]
 fn processes_with_lines_of_their_own_overtake_each_other() {
     let _turn = turn();
     once_in_three(|| {
-        let line = |tasks| Options { store: MEMORY.into(), tasks, span: ms(2500), ..Options::default() };
+        let line = |tasks| Options {
+            store: MEMORY.into(),
+            tasks,
+            span: ms(2500),
+            ..Options::default()
+        };
         let mut fleets = [30, 1].map(|tasks| Fleet::start(WORKER, 1, &line(tasks)));
         fleets.iter_mut().for_each(Fleet::go);
         let reports: Vec<_> = fleets.into_iter().flat_map(Fleet::finish).collect();
-        ensure!(out_of_order(&reports), "{:?}", overtaken(&reports, GRACE + LATE));
+        ensure!(
+            out_of_order(&reports),
+            "{:?}",
+            overtaken(&reports, GRACE + LATE)
+        );
         Ok(())
     });
 }

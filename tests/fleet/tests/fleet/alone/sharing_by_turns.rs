@@ -9,16 +9,23 @@ use super::*;
 
 const PROCESSES: u32 = 16;
 
-/// Starts processes that call for a second with `tasks` tasks each, and rest for a second. Each begins a sixteenth of
-/// that later than the process before. So half of the processes call at any time, and could use all of the limit.
+/// Starts processes that call for a second with `tasks` tasks each, and rest for a second. Each
+/// begins a sixteenth of that later than the process before. So half of the processes call at any
+/// time, and could use all of the limit.
 fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
     let redis = RedisServer::start().unwrap();
     let (on, off, span) = (ms(1000), ms(1000), ms(9000));
     let start = |number| {
         let first = (on + off) * number / PROCESSES;
         let arrivals = Arrivals::Turns { first, on, off };
-        let options =
-            Options { quota: quota.into(), store: redis.url(), tasks, arrivals, span, ..Options::default() };
+        let options = Options {
+            quota: quota.into(),
+            store: redis.url(),
+            tasks,
+            arrivals,
+            span,
+            ..Options::default()
+        };
         Fleet::start(WORKER, 1, &options)
     };
     let mut fleets: Vec<_> = (0..PROCESSES).map(start).collect();
@@ -30,7 +37,9 @@ fn look(quota: &str, tasks: usize) -> anyhow::Result<()> {
     let (log, quota) = (fleet::log(&reports), quota.parse().unwrap());
     let rule = rules(&quota)[0];
     let steady = part(&log, log[0].at + ms(2500), log[0].at + ms(8500));
-    let used = steady.used(Rule::new(rule.count, rule.window + MARGIN)).unwrap_or_default();
+    let used = steady
+        .used(Rule::new(rule.count, rule.window + MARGIN))
+        .unwrap_or_default();
     println!(
         "{quota}, {PROCESSES} processes of which half call at a time, {tasks} tasks each: {:.2} % of what limit and margin \
          allow; {:?} in each second; {:.3} calls of the store for each grant",

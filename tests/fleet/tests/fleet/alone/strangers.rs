@@ -14,7 +14,8 @@ const WINDOWS: usize = 10;
 
 #[test]
 fn strangers_are_left_what_they_use() {
-    // A busy machine delays requests on the way, and an upstream without slack then refuses some of them.
+    // A busy machine delays requests on the way, and an upstream without slack then refuses some of
+    // them.
     let _turn = turn();
     once_in_three(look);
 }
@@ -23,7 +24,10 @@ fn look() -> anyhow::Result<()> {
     let (quota, half) = ("40/2s", "20/2s");
     let rule = rules(&quota.parse::<Quota>().unwrap())[0];
     // The margin makes the stranger's windows longer, so they drift: the limit has room for that.
-    let site = Site { upstream: Upstream::start(rule).stating(), ..Site::new() };
+    let site = Site {
+        upstream: Upstream::start(rule).stating(),
+        ..Site::new()
+    };
     let span = WINDOWS as u32 * rule.window;
     let options = Options {
         quota: quota.into(),
@@ -51,10 +55,16 @@ fn look() -> anyhow::Result<()> {
     let log = site.upstream.log();
     let from = log[0].at + rule.window * WARM_UP as u32;
     let log = part(&log, from, log[0].at + span);
-    let is_ours =
-        |arrival: &&upstream::Arrival| arrival.who.as_ref().is_some_and(|who| who.starts_with("ours"));
+    let is_ours = |arrival: &&upstream::Arrival| {
+        arrival
+            .who
+            .as_ref()
+            .is_some_and(|who| who.starts_with("ours"))
+    };
     let count = |ours: bool, accepted: bool| {
-        log.iter().filter(|arrival| is_ours(arrival) == ours && arrival.accepted == accepted).count()
+        log.iter()
+            .filter(|arrival| is_ours(arrival) == ours && arrival.accepted == accepted)
+            .count()
     };
     let (ours, refused, theirs) = (count(true, true), count(true, false), count(false, true));
     let allowed = rule.count as usize * (WINDOWS - WARM_UP);
@@ -63,7 +73,10 @@ fn look() -> anyhow::Result<()> {
          refused {}",
         count(false, false)
     );
-    ensure!(ours + theirs >= allowed * 85 / 100, "{ours} and {theirs} of {allowed} are used");
+    ensure!(
+        ours + theirs >= allowed * 85 / 100,
+        "{ours} and {theirs} of {allowed} are used"
+    );
     ensure!(refused * 10 <= ours, "{refused} refused beside {ours}");
     Ok(())
 }
