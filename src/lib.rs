@@ -38,9 +38,9 @@
 //!                       a request whose slot is near waits here, in a queue
 //! ```
 //!
-//! Each request has a [**key**](Key): whose limit it is. From the [**quota**](Quota), which is what
-//! the server allows for each key, follows the request's **slot**: the moment from which it may
-//! leave.
+//! Each request has a [**key**](Key), which says whose limit applies to it. The [**quota**](Quota)
+//! is what the server allows for each key. From it the limiter computes the request's **slot**: the
+//! moment from which the request may leave.
 //!
 //! - If the slot is now, the request gets its [**permit**](Permit) and is sent.
 //! - If the slot is near, the request waits in the queue of its key.
@@ -49,12 +49,11 @@
 //!   to try again.
 //!
 //! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key:
-//! no request is sent until the time that the server named.
+//! no request of this key is sent until the time that the server named.
 //!
-//! The limit is kept where it is counted: at the server. No window of the server sees more than the
-//! quota, if the time to the server varies by at most
-//! [`transit_slack`](RateLimitBuilder::transit_slack). The [pitfalls](#pitfalls) are what tollgate
-//! cannot see.
+//! The limit is kept where it is counted: at the server. If the time to the server varies by at
+//! most [`transit_slack`](RateLimitBuilder::transit_slack), no window of the server sees more than
+//! the quota. The section [pitfalls](#pitfalls) has the cases that tollgate cannot see.
 //!
 //! # Choosing a layer
 //!
@@ -110,8 +109,8 @@
 //! client, or for each request, counts from zero each time.
 //!
 //! **Two limits with different keys.** Do not put one [`RateLimitLayer`] around another. The permit
-//! of the outer layer is valid for some milliseconds, and is spent while the request waits in the
-//! inner layer. So the outer limit is exceeded. Limits of the same key go into one quota, with
+//! of the outer layer is valid for 10 to 50 ms. It expires while the request waits in the inner
+//! layer, so the outer limit is exceeded. Limits of the same key go into one quota, with
 //! [`and`](Quota::and). For limits of different keys, acquire both permits [by
 //! hand](Limiter#two-limits-with-different-keys).
 //!
@@ -121,24 +120,26 @@
 //! timeout](guide::retry_and_timeout) has the order of the layers.
 //!
 //! **Hidden attempts.** The server counts each attempt, and tollgate counts requests that pass it.
-//! A client that follows redirects or repeats requests by itself makes more. With reqwest, use
-//! `redirect(redirect::Policy::none())` and `retry(reqwest::retry::never())`, and a retry outside
-//! of tollgate instead.
+//! A client that follows redirects or repeats requests by itself sends more than tollgate counts.
+//! With reqwest, use `redirect(redirect::Policy::none())` and `retry(reqwest::retry::never())`, and
+//! a retry outside of tollgate instead.
 //!
 //! **Redirects to another host.** If reqwest follows a redirect from `api.example.com` to
-//! `files.example.net`, the response belongs to the second host. A 429 or 503 in it holds nothing,
-//! teaches nothing and passes as a response. Call the host that answers, or follow redirects
-//! outside of tollgate. A middleware inside of tollgate that rewrites the host of a request looks
-//! like a redirect: put it outside.
+//! `files.example.net`, the response belongs to the second host. If it is a 429 or 503, tollgate
+//! holds no key, learns nothing from it, and passes it on. Call the host that answers, or follow
+//! redirects outside of tollgate. A middleware inside of tollgate that rewrites the host of a
+//! request looks like a redirect: put it outside.
 //!
-//! **A varying time to the server.** Between the permit and the server lie the layers inside, the
-//! wait for a connection and its handshakes. A request that opens a connection may take 100 ms
-//! longer than the next one. Put tollgate next to the client, and set
-//! [`transit_slack`](RateLimitBuilder::transit_slack), 10 ms by default, to the difference.
+//! **A varying time to the server.** After a request has its permit, it passes the inner layers,
+//! and waits for a connection and its handshakes. A request that opens a connection may take 100 ms
+//! longer than the next one. Put tollgate next to the client. Set
+//! [`transit_slack`](RateLimitBuilder::transit_slack), 10 ms by default, to the largest such
+//! difference.
 //!
 //! **Long windows are used up in their first seconds.** Under load,
 //! [`Quota::per_hour(5000)`](Quota::per_hour) lets 5000 requests leave at once, and for the rest of
-//! the hour every request is refused. Add [`burst`](Quota::burst) to spread them.
+//! the hour every request is refused. Add [`burst`](Quota::burst), which limits how many leave back
+//! to back and spreads the others.
 //!
 //! **Short windows lose more to the margin.** A window is 20 to 60 ms longer than the quota says.
 //! That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former. See [the
@@ -150,8 +151,8 @@
 //! [`Permit::give_back`].
 //!
 //! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed
-//! windows follow the wall clock; with Redis, its clock. After a step, less than the limit may be
-//! sent for one window. A sliding window needs no wall clock.
+//! windows follow the wall clock. With Redis they follow the clock of Redis. After this clock is
+//! set, less than the limit may be sent for one window. A sliding window needs no wall clock.
 //!
 //! **A limit that seems too small.** [`Limiter::peek`] shows whether the key is on hold, and what
 //! is reserved for other clients that use the same limit. [`Limiter::release`] ends the hold and
