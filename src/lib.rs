@@ -145,10 +145,9 @@
 //! That costs 2 % of 50 per second, but a sixth of 5 per 100 ms. Prefer the former. See [the
 //! margin](guide::choosing_a_quota#the-margin).
 //!
-//! **A permit that is dropped is spent.** Its request may have left, so a [`Permit`] that is
-//! dropped, or a call that is cancelled after its permit, counts as sent. A request that is
-//! cancelled while it waits costs nothing. If you are sure that nothing was sent, call
-//! [`Permit::give_back`].
+//! **A permit that is dropped is spent.** If a [`Permit`] is dropped, or a call is cancelled after
+//! it got its permit, the request may have left. So it counts as sent. A request that is cancelled
+//! while it waits costs nothing. If you are sure that nothing was sent, call [`Permit::give_back`].
 //!
 //! **Steps of the system's clock and [fixed](Quota::fixed) windows.** The boundaries of fixed
 //! windows follow the wall clock. With Redis they follow the clock of Redis. After this clock is
