@@ -1,4 +1,4 @@
-//! What was used of one limit, whichever kind it is.
+//! The algorithm of one limit, of any kind. It keeps what was used of the limit.
 //!
 //! Twin: `rule_of` in `store/redis/lua/ledger.lua`, and the table of functions at the end of
 //! `window.lua`, `bucket.lua` and `fixed.lua`. After a change: `cargo test --all-features --lib
@@ -10,8 +10,8 @@ use super::window::Window;
 use super::{Micros, UnusedPermits, micros_up};
 use crate::quota::Limit;
 
-/// When a permit may be used: for `life` after its slot, and not within `guard` of the boundary of
-/// a fixed window.
+/// How long after its slot a permit is valid (`life`), and how far its life has to stay from the
+/// boundaries of a fixed window (`guard`).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Open {
     pub(super) life: Micros,
@@ -28,7 +28,8 @@ pub(super) enum Algorithm {
 }
 
 impl Algorithm {
-    /// Nothing is used of it yet. The wall clock is ahead of the ledger's time by `ahead`.
+    /// Makes the algorithm of `limit`, of which nothing is used yet. The wall clock is `ahead`
+    /// microseconds ahead of the ledger's time.
     pub(super) fn new(limit: Limit, ahead: i64) -> Self {
         let window = micros_up(limit.window());
         match limit {
@@ -50,8 +51,8 @@ impl Algorithm {
         }
     }
 
-    /// The first moment, not before `from`, at which `cost` units may go.
-    /// Of windows, `reserved` units are for others.
+    /// Returns the first moment, not before `from`, at which `cost` units may leave. A window keeps
+    /// `reserved` units for other clients. A bucket ignores `reserved`.
     pub(super) fn first_slot(
         &mut self,
         from: Micros,
@@ -68,15 +69,16 @@ impl Algorithm {
         }
     }
 
-    /// The wall clock is ahead of the ledger's time by `ahead`.
+    /// Moves the boundaries of a fixed window to a wall clock that is `ahead` microseconds ahead of
+    /// the ledger's time.
     pub(super) fn align(&mut self, ahead: i64) {
         if let Algorithm::Fixed(fixed) = self {
             fixed.align(ahead);
         }
     }
 
-    /// Counts units that were used without a permit, at `end` at the latest, whether or not there
-    /// is room.
+    /// Counts units that were used without a permit, at `end` at the latest, even if there is no
+    /// room for them.
     pub(super) fn charge(&mut self, now: Micros, end: Micros, transit_slack: Micros, units: u64) {
         let stamp = end + transit_slack;
         match self {
@@ -86,7 +88,7 @@ impl Algorithm {
         }
     }
 
-    /// How many units may go at `slot`, which is a first slot.
+    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         match self {
             Algorithm::Window(window) => window.room(slot),
@@ -95,6 +97,7 @@ impl Algorithm {
         }
     }
 
+    /// Counts units of a permit with this slot and stamp.
     pub(super) fn insert(&mut self, now: Micros, slot: Micros, stamp: Micros, units: u64) {
         match self {
             Algorithm::Window(window) => window.insert(stamp, units),
@@ -103,6 +106,7 @@ impl Algorithm {
         }
     }
 
+    /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         match self {
             Algorithm::Window(window) => window.subtract(now, unused.stamp, unused.units),
@@ -111,6 +115,7 @@ impl Algorithm {
         }
     }
 
+    /// Returns how many units may leave at `now`.
     pub(super) fn free(&mut self, now: Micros) -> u64 {
         match self {
             Algorithm::Window(window) => window.free(now),
@@ -119,6 +124,7 @@ impl Algorithm {
         }
     }
 
+    /// Returns how many units count as used at `now`.
     pub(super) fn used(&self, now: Micros) -> u64 {
         match self {
             Algorithm::Window(window) => window.used(),
@@ -127,6 +133,7 @@ impl Algorithm {
         }
     }
 
+    /// Returns the first moment from which a new algorithm would grant the same.
     pub(super) fn fresh_from(&self) -> Micros {
         match self {
             Algorithm::Window(window) => window.fresh_from(),

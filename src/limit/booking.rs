@@ -1,4 +1,4 @@
-//! What a ledger books, and why it books nothing.
+//! A booking of permits, and the refusal of a booking.
 
 use super::Micros;
 use crate::quota::Limit;
@@ -16,11 +16,11 @@ pub(crate) struct Booking {
     pub(crate) count: u32,
 }
 
-/// There is no slot up to the latest one that the caller can use.
+/// The refusal of a booking: its first slot is later than the latest slot that the caller can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TooLate {
-    /// The first slot there would have been. [`Micros::MAX`] if there is none.
+    /// The first slot that there would have been, or [`Micros::MAX`] if there is none.
     pub(crate) slot: Micros,
-    /// The limit that allows this slot last.
+    /// The limit that delayed the slot last, if there is one.
     pub(crate) limit: Option<Limit>,
 }

@@ -1,4 +1,4 @@
-//! A token bucket: the generic cell rate algorithm, advanced from deadlines.
+//! A token bucket: the generic cell rate algorithm. It counts each permit from its stamp.
 //!
 //! Twin: `store/redis/lua/bucket.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -7,14 +7,14 @@ use std::collections::VecDeque;
 
 use super::{Micros, UnusedPermits};
 
-/// Allows at most `capacity` units back to back; `count` units are refilled every `window`.
+/// Allows at most `capacity` units at once, and refills `count` units in each `window`.
 ///
-/// Keeps the *theoretical arrival time*: when the bucket will be full again. It is advanced from
-/// the stamp of each permit, not from its slot, so the bucket of an upstream is never empty, even
-/// if a permit arrives at the end of its life.
+/// The bucket keeps the moment at which it will be full again, which is known as the *theoretical
+/// arrival time*. Each permit advances this moment from its stamp, not from its slot. So the bucket
+/// of the upstream is never empty, even if a permit arrives there at the end of its life.
 ///
-/// Moments are kept in microseconds times `count`: one unit is then exactly `window`, and no period
-/// is ever rounded.
+/// Moments are in microseconds times `count`. One unit then takes exactly `window`, and no moment
+/// is rounded.
 #[derive(Debug)]
 pub(super) struct Bucket {
     capacity: u128,
@@ -22,20 +22,22 @@ pub(super) struct Bucket {
     window: u128,
     /// When the bucket is full again.
     full_at: u128,
-    /// The stamp at which `full_at` last started anew. Permits with earlier stamps no longer affect
-    /// it.
+    /// The last stamp by which the bucket was full, so that `full_at` started anew from it. Permits
+    /// with earlier stamps no longer affect `full_at`.
     base: u128,
-    /// How far `full_at` may move back without a permit since `base` losing what it stands on.
+    /// The farthest that `full_at` may move back, so that each permit since `base` still counts in
+    /// full from its stamp. `u128::MAX` if there is no bound.
     slack: u128,
-    /// All permits booked ahead with this slot or a later one queued: each got the first slot for
-    /// which the bucket had units.
+    /// Each permit that is booked ahead with this slot or a later one got the first slot for which
+    /// the bucket had units. [`Micros::MAX`] if there is no such permit.
     queued_from: Micros,
-    /// The last permits booked ahead that did not queue, because another limit made them wait
-    /// longer.
+    /// The last permits that were booked ahead with a later slot than the bucket required, because
+    /// another limit delayed them.
     marks: VecDeque<Mark>,
 }
 
-/// `full_at` before and after a permit that did not queue, so that it can be taken back whole.
+/// A permit of `Bucket::marks`, with `full_at` before and after it. With these values it can be
+/// taken back in full.
 #[derive(Debug)]
 struct Mark {
     slot: Micros,
@@ -45,11 +47,12 @@ struct Mark {
     queued_from: Micros,
 }
 
-/// The greatest age of a statement by the upstream; an older one is treated as this old.
+/// The greatest age that is assumed of a statement of the upstream. An older statement counts as
+/// this old.
 const LONGEST_AGO: Micros = 5_000_000;
 
-/// The most marks that are kept. Beyond that, a booking without a mark can be taken back only as
-/// far as no later permit was granted after it.
+/// The most marks that are kept. A permit whose mark was dropped can be taken back only as far as
+/// later permits allow (`Bucket::slack`).
 const MOST_MARKS: usize = 32;
 
 impl Bucket {
@@ -95,8 +98,9 @@ impl Bucket {
             .saturating_sub(self.room(now))
     }
 
-    /// Takes in that the upstream stated, `ago`, that `left` units are left. The bucket then holds
-    /// at most these units and the units refilled since. Returns whether it held more.
+    /// Takes in a statement of the upstream that was made `ago`: `left` units are left. From now on
+    /// the bucket holds at most these units and the units refilled since. Returns whether it held
+    /// more.
     pub(super) fn see(&mut self, now: Micros, ago: Micros, left: u64) -> bool {
         let back = (u128::from(ago.min(LONGEST_AGO)) * self.count).div_ceil(self.window) + 1;
         let most = left.saturating_add(u64::try_from(back).unwrap_or(u64::MAX));
@@ -139,9 +143,9 @@ impl Bucket {
         }
     }
 
-    /// Counts units that were used without a permit. They leave the bucket empty at most, because
-    /// the upstream that accepted them had these units. If they are cut for that, earlier permits
-    /// can no longer be taken back.
+    /// Counts units that were used without a permit. The upstream accepted them, so its bucket had
+    /// these units. So they leave the bucket empty at most. If fewer units count for this reason,
+    /// earlier permits can no longer be taken back.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         let empty = self
             .full_at
@@ -158,10 +162,11 @@ impl Bucket {
         self.marks.clear();
     }
 
-    /// Takes units out again that were inserted and never used.
+    /// Takes back units of permits that were not used.
     ///
-    /// The last booking ahead is taken back whole, because no permit was granted after it. Any
-    /// other booking is taken back as far as no later permit was granted after it.
+    /// The last permits that were booked ahead are taken back in full, because no later permit
+    /// depends on them. Any other permit is taken back only as far as later permits allow
+    /// (`Bucket::slack`).
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let units = u128::from(unused.units) * self.window;
         if unused.slot >= self.queued_from && self.room_for(0) == unused.slot {

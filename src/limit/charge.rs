@@ -5,13 +5,13 @@ use std::time::Duration;
 /// Units that were used without a permit, for
 /// [`LeaseRequest::charges`](crate::store::LeaseRequest::charges).
 ///
-/// They count in every limit of the key as if a permit for them had been used then, even beyond the
-/// limit. With [`FallbackShare`](crate::OnStoreError::FallbackShare), a process charges the store
-/// after an outage with the units that it used alone.
+/// They count in each limit of the key as if permits for them had been used at that time. The units
+/// used may then exceed the limit. With [`FallbackShare`](crate::OnStoreError::FallbackShare), a
+/// process charges the store after an outage with the units that it used alone.
 ///
 /// A sliding window ignores units older than the window. A fixed window ignores units of earlier
-/// windows. A charge empties a bucket at most. If there are more units than a limit allows, they
-/// count as that many.
+/// windows. A charge leaves a bucket empty at most. If one charge has more units than a limit
+/// allows, only as many units as the limit allows count.
 #[non_exhaustive]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Charge {

@@ -1,57 +1,62 @@
-//! What clients outside this fleet use of a limit, as the upstream's responses show it.
+//! What other clients use of a limit, as the upstream's responses show it. Other clients are those
+//! outside this fleet.
 //!
-//! An upstream states how much of a limit is left, and when the count starts anew. Units that are
-//! gone and were not granted here were used by other clients. That is a lower bound, since some of
-//! the granted units may still be on their way. If the upstream refuses units to a fleet that keeps
-//! the limit, other clients have used these units as well. All these units are reserved for the
-//! other clients until the upstream's window ends, and in the window after, less what was left over
-//! in the end. If the log did not see all of the first window, nothing is reserved in the second:
-//! the units may have been granted here, before a restart.
+//! An upstream states how much of a limit is left, and when its count starts anew. Units that are
+//! gone and were not granted here were used by other clients. Their number is a lower bound,
+//! because some of the granted units may still be on their way. If the upstream refuses units to a
+//! fleet that keeps the limit, other clients have used these units as well.
 //!
-//! No response reserves anything for long. Until [`ExternalUsage::confirmed_until`] all of it is
-//! reserved. From then on, until another response shows use by other clients, the units they were
-//! seen to use are free, and at most a quarter of the limit is kept of their expected use. A newer
-//! response that states more is left lowers the use that an older one showed.
+//! The store reserves all these units for the other clients until the upstream's window ends. In
+//! the next window it expects the same use again, unless the units that were left show that they
+//! used less. If the log did not see all of the first window, nothing is reserved in the next one.
+//! The units may then have been granted here, before a restart.
+//!
+//! No response reserves units for long. Until [`ExternalUsage::confirmed_until`] all of them are
+//! reserved. After that, the units that other clients were seen to use are free, and of the units
+//! that are expected at most a quarter of the limit is reserved. This lasts until another response
+//! shows use by other clients. If a newer response states that more is left, it lowers the use that
+//! an older one showed.
 //!
 //! A response also bounds the units that may be sent until the next one. If it states that less is
-//! left than the log knows of, the difference ([`ExternalUsage::short`]) is reserved until the next
-//! response, the reset, or `confirmed_until` of that response. This holds even if it is not yet
-//! known whether other clients used the difference.
+//! left than the log knows of, the difference ([`ExternalUsage::short`]) is reserved. The
+//! reservation ends with the next response, with the reset, or when the response no longer counts.
+//! The difference is reserved even if it is not yet known whether other clients used it.
 //!
-//! If no other client uses the limit, nothing is reserved: the fleet has granted all units that the
-//! upstream counts.
+//! If no other client uses the limit, nothing is reserved, because the fleet was granted all units
+//! that the upstream counts.
 //!
 //! Twin: `store/redis/lua/external.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::Micros;
 
-/// Units reserved for clients outside the fleet, which this file calls *others*.
+/// The units of a limit that are reserved for other clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ExternalUsage {
     /// When the upstream's window ends, and a new count begins.
     ends: Micros,
-    /// Units used by others in it, at least.
+    /// The units that other clients used in this window, at least.
     seen: u32,
-    /// Units expected of others in it.
+    /// The units that other clients are expected to use in this window.
     before: u32,
-    /// Units that the upstream refused in it: granted here, and not counted there.
+    /// The units that the upstream refused in this window. They were granted here, and the upstream
+    /// does not count them.
     refused: u32,
-    /// The fewest units that were left in it, and the units granted to this fleet then.
+    /// The fewest units that were left in this window, and the units granted to this fleet by then.
     least: u32,
     ours: u32,
-    /// Whether the log knows all that was granted in it.
+    /// Whether the log knows all units that were granted here in this window.
     whole: bool,
-    /// When the newest response was made, and until when it counts.
+    /// When the upstream made its newest response, and until when that response counts.
     said: Micros,
     said_until: Micros,
     /// Until when `seen` and `before` are reserved in full.
     confirmed_until: Micros,
-    /// Units by which less was left than the log knew of, by the newest response; and until when
-    /// they are reserved. Less than none if the log knew of more: permits that were not used yet.
+    /// By how many units less was left than the log knew of, by the newest response; and until when
+    /// these units are reserved. Negative if more was left, because permits were not used yet.
     short: i64,
     short_until: Micros,
-    /// Up to which stamp the log was counted for that.
+    /// The stamp up to which the log was counted for `short`.
     counted_until: Micros,
 }
 
@@ -62,28 +67,27 @@ pub(super) struct Size {
     pub(super) window: Micros,
 }
 
-/// What a response states of a limit.
+/// The statement of a response about a limit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Word {
-    /// The moment of the ledger's time at which it is taken in.
+    /// The ledger's time at which the statement is taken in.
     pub(super) now: Micros,
     /// The units that are left.
     pub(super) left: u32,
-    /// When the response was made.
+    /// When the upstream made the response.
     pub(super) said: Micros,
     /// When the upstream starts its count anew.
     pub(super) resets: Option<Micros>,
-    /// Whether that moment stays where it is: then the log has all of this fleet's units that the
-    /// upstream counts.
+    /// Whether that moment is the same in each response. If so, the log has all units of this fleet
+    /// that the upstream counts.
     pub(super) steady: bool,
-    /// Units refused since the last response, because nothing was left.
+    /// The units that the upstream refused since the last response, because nothing was left.
     pub(super) refused: u32,
-    /// Until when it counts unless another one confirms it.
+    /// Until when the response counts, unless another one confirms it.
     pub(super) valid_until: Micros,
 }
 
-/// The units that this fleet was granted and may have used: at least and at most, counted up to a
-/// stamp.
+/// The units that this fleet was granted and may have used, at least and at most, up to a stamp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
     pub(super) least: u64,
@@ -92,7 +96,7 @@ pub(super) struct Ours {
 }
 
 impl ExternalUsage {
-    /// Makes the record of a window that ends at `ends`, of which no response is known. `whole`
+    /// Makes the usage of a window that ends at `ends`, of which no response is known. `whole`
     /// states whether the log knows all of the window.
     pub(super) fn new(ends: Micros, whole: bool) -> Self {
         ExternalUsage {
@@ -135,14 +139,14 @@ impl ExternalUsage {
         }
     }
 
-    /// Begins a new count when the last one has ended. Returns whether anything is expected in it.
+    /// Begins a new count if the last one has ended. Returns `false` if a new count began and other
+    /// clients are expected to use nothing of it.
     pub(super) fn roll(&mut self, now: Micros, Size { count, window }: Size) -> bool {
         if now < self.ends {
             return true;
         }
         let ends = self.ends.saturating_add(window);
-        // The units that other clients were seen to use, or the expected units, up to what they can
-        // have used.
+        // Other clients can have used only what was neither left nor granted here.
         let most = count.saturating_sub(self.least).saturating_sub(self.ours);
         let before = if self.whole && now < ends {
             self.seen.max(self.before.min(most))
@@ -152,7 +156,7 @@ impl ExternalUsage {
         let &mut ExternalUsage {
             said, said_until, ..
         } = self;
-        // The units left in the end show what other clients may have used.
+        // The units that were left at the end show what other clients may have used.
         let shown_until = if self.least < u32::MAX { said_until } else { 0 };
         let confirmed_until = self.confirmed_until.max(shown_until);
         *self = ExternalUsage {
@@ -180,7 +184,8 @@ impl ExternalUsage {
         let (reserved, _) = self.reserved_from(now, size);
         self.refused = self.refused.saturating_add(refused);
         if self.refused > 0 {
-            // An eighth is for finding out that the others have stopped.
+            // An eighth of the limit stays available, to find out that the other clients have
+            // stopped.
             let by_refusals = self
                 .before
                 .saturating_add(self.refused)
@@ -219,8 +224,9 @@ impl ExternalUsage {
         self.reserved_from(now, size).0 > reserved
     }
 
-    /// Takes in that permits were given back unused. If they were counted as used when the newest
-    /// response was read, others used these units.
+    /// Takes in that permits were given back unused. If their stamp is not later than
+    /// `counted_until`, the newest response was compared with them as used. Then other clients used
+    /// these units.
     pub(super) fn returned(&mut self, now: Micros, stamp: Micros, units: u64) {
         if now < self.short_until && stamp <= self.counted_until {
             self.short = self
@@ -260,7 +266,7 @@ impl ExternalUsage {
         )
     }
 
-    /// Returns the moment from which nothing is known of others, if no response arrives.
+    /// Returns the moment from which nothing is reserved for other clients, if no response arrives.
     pub(super) fn forgotten_from(&self, size: Size) -> Micros {
         let said = self.least < u32::MAX || self.seen > 0;
         let (after, _) = self.reserved_from(self.ends, size);

@@ -7,36 +7,37 @@ use std::collections::VecDeque;
 
 use super::Micros;
 
-/// Allows at most `limit` units in each window, and none within a guard of a boundary, because the
-/// upstream may count them on either side. The guard is the caller's
+/// Allows at most `limit` units in each window. It allows none within a guard of a boundary,
+/// because the upstream may count them on either side. The caller states the guard
 /// ([`LimitSpec::boundary_guard`](super::LimitSpec::boundary_guard)).
 ///
-/// The ledger's time is steady: it ignores a step of the wall clock, which the boundaries follow.
+/// The boundaries follow the wall clock, but the ledger's time ignores a step of that clock.
 /// `phase` is how far the boundaries are ahead of the multiples of the window in the ledger's time.
-/// When a step moves it, the units of a window count in each new window that overlaps the old one,
-/// because the moments of their use are not kept. The limit is then never exceeded, and for one
-/// window at most less than the limit is used.
+/// When the wall clock is set, `phase` changes. Then the units of an old window count in each new
+/// window that overlaps it, because the moments of their use are not kept. So the limit is never
+/// exceeded. For at most one window, less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Fixed {
     limit: u64,
     window: Micros,
     phase: Micros,
-    /// The units of each window that has any, sorted: from the one before the current one on,
-    /// because the current one may begin earlier when the clock is set.
+    /// The units of each window that has any, sorted by window. The window before the current one
+    /// is kept, because the current one may begin earlier when the clock is set.
     used: VecDeque<(u64, u64)>,
-    /// Windows before this one take nothing more.
+    /// The first window that is open. Earlier windows take no more units.
     open_from: u64,
 }
 
-/// The most windows that are kept apart; when more are booked ahead, the earliest of them closes.
+/// The most windows that are kept apart. If more are booked ahead, the earliest of them closes.
 const MOST_WINDOWS: usize = 64;
 
-/// A smaller move of the boundaries is a drift of the clocks: each unit was used in its window as
-/// the clock was then.
+/// The smallest step of the boundaries. A smaller move is a drift of the clocks, and the units of a
+/// window stay in that window.
 const SMALLEST_STEP: Micros = 20_000;
 
 impl Fixed {
-    /// Nothing is used yet. The wall clock is `ahead` microseconds ahead of the ledger's time.
+    /// Makes a fixed window of which nothing is used yet. The wall clock is `ahead` microseconds
+    /// ahead of the ledger's time.
     pub(super) fn new(limit: u32, window: Micros, ahead: i64) -> Self {
         let (limit, phase) = (u64::from(limit), phase(ahead, window));
         Fixed {
@@ -48,12 +49,12 @@ impl Fixed {
         }
     }
 
-    /// The number of the window of a moment.
+    /// Returns the number of the window of a moment.
     fn number(&self, at: Micros) -> u64 {
         at.saturating_add(self.phase) / self.window
     }
 
-    /// When a window begins.
+    /// Returns when a window begins.
     fn start(&self, number: u64) -> Micros {
         number
             .saturating_mul(self.window)
@@ -71,8 +72,8 @@ impl Fixed {
         }
     }
 
-    /// The wall clock is `ahead` microseconds ahead of the ledger's time: moves the boundaries to
-    /// where it puts them.
+    /// Moves the boundaries to a wall clock that is `ahead` microseconds ahead of the ledger's
+    /// time.
     pub(super) fn align(&mut self, ahead: i64) {
         let phase = phase(ahead, self.window);
         if phase == self.phase {
@@ -118,8 +119,9 @@ impl Fixed {
         at.map_or(0, |index| self.used[index].1)
     }
 
-    /// The first moment not before `from` whose whole life lies in one window, `guard` away from
-    /// its boundaries, that has room besides `reserved` units, or nothing in it.
+    /// Returns the first slot, not before `from`, for `cost` units. The whole life of the permit
+    /// lies in one window, `guard` away from its boundaries. That window has room besides
+    /// `reserved` units, or has no units.
     pub(super) fn first_slot(
         &self,
         from: Micros,
@@ -145,7 +147,7 @@ impl Fixed {
         }
     }
 
-    /// How many units may go at `slot`.
+    /// Returns how many units may leave at `slot`.
     pub(super) fn room(&self, slot: Micros) -> u64 {
         let window = self.number(slot);
         if window < self.open_from {
@@ -162,7 +164,8 @@ impl Fixed {
         self.add(self.number(slot), units);
     }
 
-    /// Counts units that were used without a permit. More than the limit count as the limit.
+    /// Counts units that were used without a permit, unless an earlier window than the current one
+    /// has them. If they are more than the limit, as many as the limit count.
     pub(super) fn charge(&mut self, now: Micros, used_at: Micros, units: u64) {
         if self.number(used_at) >= self.number(now) {
             self.insert(used_at, units.min(self.limit));

@@ -4,16 +4,16 @@ use std::cmp::Ordering;
 
 use super::Micros;
 
-/// The hold of a key, which may send nothing because the upstream refused a request or an operator
-/// put it on hold.
+/// The hold of a key. Until it ends, the key may send nothing, because the upstream refused a
+/// request or an operator put the key on hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hold {
     /// When the hold ends. 0 if there is none.
     pub(crate) until: Micros,
     /// Whether the upstream stated a longer hold.
     pub(crate) cut: bool,
-    /// How often holds were released. A hold with a smaller number is over, even if a later message
-    /// states it.
+    /// How often holds were released. A hold with a smaller number is over, even if a message about
+    /// it arrives later.
     pub(crate) releases: u32,
 }
 

@@ -1,13 +1,13 @@
 //! The slots of an in-flight limit: how many each process uses, and which processes wait.
 //!
-//! A limit of `n` calls in flight has `n` **in-flight slots**. Each process is a *holder*. A holder
-//! does not take and return single slots. It sends its *claim*, the whole state: how many slots it
-//! uses, and how many more it wants. A claim that is lost, repeated or late does no harm, because
-//! the next one replaces it. A claim is valid for its time to live. A holder that sends no claim
-//! for that long has left, and its slots are free.
+//! A limit of `n` calls in flight has `n` **in-flight slots**. A limiter of a process is a *holder*
+//! for each of its keys. A holder does not take and return single slots. It sends its *claim*: how
+//! many slots it uses, and how many more it wants. A claim states everything, so a claim that is
+//! lost, repeated or late does no harm: the next one replaces it. A claim is valid for its time to
+//! live. If a holder sends no claim for that long, it has left, and its slots are free.
 //!
-//! > The first in the queue gets a slot while fewer than `n` are taken. Taken slots are the slots
-//! > that holders state they use, and the slots they were granted since.
+//! > The first waiter in the queue gets a slot while fewer than `n` slots are taken. The taken
+//! > slots are those that holders state they use, and those that were granted since.
 //!
 //! *Why the limit is never exceeded.* A holder uses only slots that it was granted, and only while
 //! its last claim is valid. A slot that was granted to a holder is kept for it until the holder
@@ -191,9 +191,9 @@ impl InFlightSlots {
     /// Replaces the claim of the holder at `index`.
     fn take_in(&mut self, now: Micros, claim: HolderClaim, index: usize) {
         let holder = &mut self.holders[index];
-        // Slots that were granted after the holder sent this claim go to the waiters that the claim
-        // states, up to their number. The updates about the other slots are older than the claim,
-        // so the holder ignores them.
+        // The holder did not know of these slots when it sent the claim. They go to the waiters
+        // that the claim states. If there are more slots than waiters, the others are free again.
+        // The holder ignores the updates about them, which are older than the claim.
         let unseen = holder
             .granted
             .saturating_sub(claim.granted_seen)

@@ -14,12 +14,12 @@ use super::{
 };
 use crate::quota::Limit;
 
-/// The longest validity of a permit is this, or a twentieth of the window if that is longer. An
-/// upstream may not know yet of permits that were granted within this time.
+/// The longest life of a permit is this, or a twentieth of the window if that is longer. If a stamp
+/// is more than this and the transit slack ahead, its permit was certainly not used yet.
 const LONGEST_LIFE: Micros = 50_000;
 
-/// The most limits that are kept for one key. Limits that only other callers state are foreign to
-/// the present caller.
+/// The most limits of one key. A limit that only other callers state is *foreign* to the present
+/// caller.
 pub(super) const MOST_LIMITS: usize = 32;
 
 /// The most rounds of the search for a slot that all limits allow. Some limits have no such slot,
@@ -30,13 +30,13 @@ const MOST_ROUNDS: usize = 1000;
 /// in all limits or in none.
 ///
 /// If callers state different limits for one key, all of these limits apply to all callers. A limit
-/// applies until no caller has stated it for two windows and a second, or until there are too many
-/// limits.
+/// applies until no caller has stated it for at least two windows and a second, or until there are
+/// too many limits.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    /// The state of each limit. Most keys have one.
+    /// The state of each limit. Most keys have one limit.
     accounts: SmallVec<[LimitState; 1]>,
-    /// Slots that were returned and lie ahead.
+    /// The returned slots that lie ahead.
     pool: ReturnedSlots,
     /// The transit slack of the present caller.
     transit_slack: Micros,
@@ -97,7 +97,8 @@ impl Ledger {
                 .iter_mut()
                 .find(|account| account.limit == *limit)
             {
-                // Half a window may go unrecorded, so that a refusal need not change the state.
+                // A statement is recorded only if the last record is older than half a window. So
+                // most refusals do not change the state.
                 Some(account) if now - account.asserted > micros_up(limit.window()) / 2 => {
                     account.asserted = now
                 }
@@ -120,8 +121,8 @@ impl Ledger {
     /// Returns whether there was one.
     ///
     /// The next caller that states the limit adds it again, with the use that the other limits
-    /// remember. So if an upstream states another limit to each process of a large fleet, all
-    /// processes go on.
+    /// remember. So a large fleet goes on even if the upstream states another limit to each
+    /// process.
     fn forget_foreign(&mut self, spec: &LimitSpec) -> bool {
         let ours = spec.quota().limits();
         let accounts = self.accounts.iter().enumerate();
@@ -132,8 +133,7 @@ impl Ledger {
         first.map(|index| self.accounts.remove(index)).is_some()
     }
 
-    /// Removes the returned slots that no request can use any more, from the pool and from the
-    /// logs.
+    /// Removes the returned slots that no request can use any more, also from the logs.
     fn drain(&mut self) {
         let from = self.from();
         while let Some(unused) = self.pool.pop_before(from) {
@@ -231,8 +231,8 @@ impl Ledger {
         self.now.max(self.hold.until)
     }
 
-    /// Books `count` permits of `cost` units each, in as few grants as their slots allow, none
-    /// later than `latest`.
+    /// Books `count` permits of `cost` units each, in as few bookings as their slots allow. No slot
+    /// is later than `latest`.
     ///
     /// Calls `granted` with each booking.
     ///
@@ -306,8 +306,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Books up to `most` of the units that are free now, at most a quarter of them, so that one
-    /// process cannot hoard a scarce limit.
+    /// Books up to `most` of the units that are free now, but at most a quarter of the free units.
+    /// So one process cannot hoard a scarce limit.
     pub(crate) fn prefetch(&mut self, most: u32, life: Micros) -> Option<Booking> {
         let count = u32::try_from(self.free() / 4).unwrap_or(u32::MAX).min(most);
         if count == 0 || self.first_slot(u64::from(count), life).0 > self.now {
@@ -340,8 +340,9 @@ impl Ledger {
         }
     }
 
-    /// Takes back unused permits. If their slot lies ahead, it goes to the next caller, else the
-    /// permits are removed from the logs.
+    /// Takes back unused permits. If their slot lies ahead and nothing is reserved for other
+    /// clients then, it is kept for the next caller. Otherwise the permits are removed from the
+    /// logs.
     pub(crate) fn take_back(&mut self, unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
             return;
@@ -353,8 +354,8 @@ impl Ledger {
         if unused.slot <= self.now || unused.slot < self.from() || shared {
             self.subtract(unused);
         } else if let Some(last) = self.pool.put(unused) {
-            // The pool was full and gave up its last slot. What was booked at the end of the logs
-            // can be booked anew.
+            // There was no room for another returned slot, so the last one leaves the logs. Its
+            // units can be booked anew.
             self.subtract(last);
         }
     }
@@ -384,8 +385,8 @@ impl Ledger {
                     limit = Some(account.limit);
                 }
             }
-            // A slot that one limit moved must be free under the others too. Each limit moves it
-            // only later.
+            // If one limit moved the slot, the other limits have to allow it too. Each limit moves
+            // it only later.
             if slot == before {
                 return (slot, limit);
             }

@@ -17,13 +17,13 @@ pub(super) struct LimitState {
     pub(super) rule: Algorithm,
     /// When a caller last stated the limit.
     pub(super) asserted: Micros,
-    /// The units that clients outside the fleet use. Boxed, because few limits are shared with
-    /// other clients, and fewer upstreams state it.
+    /// What other clients use of the limit, if they are known to use it. Boxed, because few limits
+    /// are shared with other clients, and few upstreams state what is left.
     strangers: Option<Box<ExternalUsage>>,
 }
 
-/// The oldest response that bounds what may go until the next one: units may have left the log
-/// since an older one.
+/// The greatest age of a response that bounds the units that may be sent until the next one. Since
+/// an older response, units may have left the log.
 const OLDEST_WORD: Micros = 250_000;
 
 impl LimitState {
@@ -66,7 +66,7 @@ impl LimitState {
         }
     }
 
-    /// Returns how many units may leave at `slot`, which is a first slot.
+    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
     pub(super) fn room(&mut self, slot: Micros) -> u64 {
         let reserved = self.reserved(slot);
         self.rule.room(slot).saturating_sub(reserved)
@@ -77,12 +77,12 @@ impl LimitState {
         self.rule.free(now).saturating_sub(reserved)
     }
 
-    /// Whether others are known to use it too.
+    /// Returns whether other clients are known to use the limit too.
     pub(super) fn is_shared(&self) -> bool {
         self.strangers.is_some()
     }
 
-    /// The units reserved for others at a moment.
+    /// Returns the units that are reserved for other clients at a moment.
     pub(super) fn reserved(&self, at: Micros) -> u64 {
         let reserved = self
             .strangers
@@ -91,7 +91,7 @@ impl LimitState {
         reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
-    /// A permit came back unused.
+    /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         self.rule.subtract(now, unused);
         if let Some(strangers) = &mut self.strangers {
@@ -99,13 +99,14 @@ impl LimitState {
         }
     }
 
-    /// Forgets what was reserved for others.
+    /// Forgets what was reserved for other clients.
     pub(super) fn forget_others(&mut self) {
         self.strangers = None;
     }
 
-    /// Takes in what the upstream states is left, for a ledger begun at `born`. Permits granted
-    /// until `sent` may have reached the upstream. Returns whether that allows less than before.
+    /// Takes in how much the upstream states is left, for a ledger that was made at `born`. Permits
+    /// with stamps up to `sent` may have reached the upstream. Returns whether less is allowed than
+    /// before.
     pub(super) fn see(
         &mut self,
         left: &UpstreamRemaining,
@@ -138,8 +139,8 @@ impl LimitState {
         let ends = resets
             .filter(|_| steady)
             .unwrap_or(now.saturating_add(window));
-        // Of a count whose beginning is not known, the log has to know the whole of the window
-        // until now.
+        // If it is not known when the upstream's count began, the log has to know the window that
+        // ends now. A tenth of the window may be missing.
         let known_from = if steady { ends } else { now };
         let whole = born.saturating_add(window - window / 10) <= known_from;
         let strangers = self
@@ -183,7 +184,7 @@ impl LimitState {
         }
     }
 
-    /// The first moment from which a fresh one would grant the same.
+    /// Returns the first moment from which a new state of the limit would grant the same.
     pub(super) fn fresh_from(&self) -> Micros {
         let size = self.size();
         let strangers = self

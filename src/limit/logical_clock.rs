@@ -1,18 +1,19 @@
 //! The logical time of a state in Redis: the server's clock and an offset that the state keeps.
 //!
-//! No store in this process needs it, because its clock is never set. This is the model of the Lua,
-//! for tests.
+//! This is the model of the Lua, for tests only. The store in memory needs no logical time, because
+//! its clock is never set.
 //!
 //! Logical time never goes back. A caller that remembers a reply states the time that it expects.
-//! One call alone never turns the time back, because a call that is executed late, or that comes
-//! from a process that was suspended, expects too early a time as well.
+//! One call alone never sets the time back, because a late call expects too early a time as well. A
+//! call is late if it is executed late, or if its process was suspended.
 //!
 //! Twin: `store/redis/lua/time.lua`, and abridged in `short.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::Micros;
 
-/// How far the clock may be from what the caller expects, besides a thousandth of the time between.
+/// How far the clock may be from what the caller expects, apart from a thousandth of the age of the
+/// reply that the caller remembers.
 const CLOCK_TOLERANCE: Micros = 250_000;
 
 /// What a caller expects, because it remembers a reply.
@@ -24,7 +25,8 @@ pub(crate) struct Expected {
     pub(crate) age: Micros,
     /// How long that reply and this call may have been on their way.
     pub(crate) on_way: Micros,
-    /// The server's clock, if it is known from a reply that asked for it.
+    /// What the caller expects of the server's clock, if an earlier reply was unsure and stated
+    /// that clock.
     pub(crate) server_time: Option<Micros>,
 }
 
@@ -49,8 +51,8 @@ pub(crate) fn logical_time(
         return Some(clock.max(last_write));
     };
     let tolerance = expected.tolerance();
-    // A state that was written at a later time than the caller expects has newer knowledge than the
-    // caller.
+    // A state that was written at a later time than the caller expects is newer than what the
+    // caller knows.
     let is_state_later = last_write > expected.time + tolerance;
     let was_set_back = clock + tolerance < expected.time;
     let is_ahead = clock > expected.time + tolerance + expected.on_way;
@@ -58,8 +60,8 @@ pub(crate) fn logical_time(
         return Some(clock.max(last_write));
     }
     if is_ahead {
-        // Either this call is late, or the server's clock was set forward. If it advances now as
-        // the caller's clock does, it was set before.
+        // Either this call is late, or the server's clock was set forward. If it has advanced since
+        // the unsure reply as the caller's clock has, it was set before that reply.
         let jump = server_time.cast_signed() - expected.server_time?.cast_signed();
         let is_steady =
             -tolerance.cast_signed() <= jump && jump <= (tolerance + expected.on_way).cast_signed();

@@ -1,12 +1,14 @@
 //! Recovery of a store that lost its state: for how long it grants nothing.
 //!
 //! Permits that were granted before the loss may still be used, and the new state does not know
-//! them. A process uses such a permit only within its *trust* after the last reply of the store: a
-//! quarter of the window, at least 1.5 s. So the store grants nothing for the trust and a window
-//! after it made the new state. A limit that remembers for longer than a minute waits for a minute;
-//! it is charged what the caller was granted instead.
+//! them. A process uses such a permit only within its *trust* after the last reply of the store.
+//! The trust is a quarter of the longest window, at least 1.5 s and at most 15 s. So the store
+//! grants nothing for the trust and a window after it made the new state. If a limit remembers
+//! permits for longer than a minute, the store waits for a minute instead of the window. It then
+//! charges the limit with the units that the caller was granted.
 //!
-//! A store in this process never loses its state alone. This is the model of the Lua, for tests.
+//! This is the model of the Lua, for tests only. A store in this process never loses its state
+//! alone.
 //!
 //! Twin: `recover` in `store/redis/lua/ledger.lua`, and step 2 of `in_flight.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -14,14 +16,14 @@
 use super::{Micros, micros_up};
 use crate::quota::Limit;
 
-/// A store grants nothing for this long and the trust, at most.
+/// The longest time for which a store grants nothing, apart from the trust.
 const LONGEST_LEARNING: Micros = 60_000_000;
 
-/// A process uses permits for at least this long after the last reply.
+/// The shortest trust: a process uses permits for at least this long after the last reply.
 const SHORTEST_TRUST: Micros = 1_500_000;
 
-/// Holders of calls in flight claim every third of their time to live. This much later, all of them
-/// have.
+/// A holder of calls in flight sends a claim every third of its time to live. This much later than
+/// a third, all holders have sent one.
 const LATE: Micros = 1_000_000;
 
 /// What a caller remembers of a state.
@@ -33,12 +35,13 @@ pub(crate) struct Known {
 
 /// Returns whether the caller knows of a state that is lost, or of a later one than this.
 ///
-/// A call about rates has such knowledge only if it states a time besides: a mere return does not.
+/// Of the calls about rates, only those that also state a time count. A call that only returns
+/// permits states none.
 pub(crate) fn is_lost(known: Known, incarnation: u64, writes: u64) -> bool {
     known.incarnation != 0 && (known.incarnation != incarnation || known.writes > writes)
 }
 
-/// Returns for how long permits of a limit count.
+/// Returns for how long a permit counts in a limit.
 pub(crate) fn remembered(limit: Limit) -> Micros {
     let window = micros_up(limit.window());
     match limit {
@@ -52,13 +55,13 @@ pub(crate) fn remembered(limit: Limit) -> Micros {
     }
 }
 
-/// Returns whether a limit is charged what the caller was granted.
+/// Returns whether recovery charges a limit with the units that the caller was granted.
 pub(crate) fn is_charged(limit: Limit) -> bool {
     remembered(limit) > LONGEST_LEARNING
 }
 
 /// Returns until when a state that was made at `made_at` grants nothing, under the limits that the
-/// caller asserts. The time is even, because its last bit has another meaning in the state.
+/// caller states. The moment is even, because its last bit has another meaning in the state.
 pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
     let longest = limits
         .iter()
@@ -70,7 +73,7 @@ pub(crate) fn learning_until(made_at: Micros, limits: &[Limit]) -> Micros {
     until - until % 2
 }
 
-/// The same for calls in flight, whose claims have this time to live.
+/// Returns the same for calls in flight, whose claims have this time to live.
 pub(crate) fn in_flight_learning_until(made_at: Micros, time_to_live: Micros) -> Micros {
     made_at + time_to_live / 3 + LATE
 }

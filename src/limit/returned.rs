@@ -1,7 +1,8 @@
-//! Slots that were booked, given back before they were due, and wait for the next caller.
+//! Returned slots: they were booked, were given back before they were due, and are kept for the
+//! next caller.
 //!
-//! They stay in the logs as they are. So the next caller needs no arithmetic, and nothing is lost
-//! when many callers cancel.
+//! They stay in the logs as they are. So the next caller gets such a slot without arithmetic, and
+//! no slot is lost if many callers cancel.
 //!
 //! Twin: `find_returned`, `take_back` and `drain` in `store/redis/lua/ledger.lua`.
 //! After a change: `cargo test --all-features --lib differential`
@@ -21,7 +22,7 @@ pub(super) struct ReturnedSlots {
 const MOST: usize = 32;
 
 impl ReturnedSlots {
-    /// Takes a slot in. If there is no room, returns the last slot, which is then left out.
+    /// Adds a slot. If there is no room, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
         let index = self
             .slots
@@ -48,8 +49,8 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<usize> {
-        // A process whose round trips grew asks for longer lives than it gave back. Half the life
-        // is better than a lost slot.
+        // If the round trips of a process have grown, it requests a longer life than that of the
+        // slots it gave back. Half the life is better than a lost slot.
         let long_enough =
             |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
         let fits = |unused: &UnusedPermits| {
@@ -58,8 +59,7 @@ impl ReturnedSlots {
         self.slots.iter().position(fits)
     }
 
-    /// Returns the first slot, not before `from`, that has `units` and lives for half of `life` at
-    /// least.
+    /// Returns the first slot, not before `from`, that has `units` and at least half of `life`.
     pub(super) fn first(
         &self,
         from: Micros,
@@ -102,13 +102,13 @@ impl ReturnedSlots {
         Some(grant)
     }
 
-    /// Takes out a slot that has passed.
+    /// Removes and returns the first slot if it is before `now`.
     pub(super) fn pop_before(&mut self, now: Micros) -> Option<UnusedPermits> {
         let passed = self.slots.first()?.slot < now;
         passed.then(|| self.slots.remove(0))
     }
 
-    /// Takes out the last slot.
+    /// Removes and returns the last slot.
     pub(super) fn pop_last(&mut self) -> Option<UnusedPermits> {
         self.slots.pop()
     }

@@ -20,7 +20,7 @@ pub struct UpstreamRemaining {
     /// A bucket ignores it.
     pub reset_in: Option<Duration>,
     /// Whether the moment of the reset is the same in each response. If it moves with time, units
-    /// that are gone may just have left the log, and only refusals show use by other clients.
+    /// that are gone may just have left the log. Then only refusals show use by other clients.
     pub steady: bool,
     /// How long ago the upstream stated what is left.
     pub ago: Duration,
@@ -32,9 +32,9 @@ pub struct UpstreamRemaining {
     /// Whether earlier responses were about another limit. If so, the units that were reserved
     /// because of them are forgotten.
     pub forget: bool,
-    /// Whether other processes are notified at once if less is left than the store knew. The
+    /// Whether the store notifies other processes at once if less is left than it knew. The
     /// upstream would refuse permits that they have prefetched or booked. A store without other
-    /// processes ignores it.
+    /// processes ignores this field.
     pub urgent: bool,
 }
 

@@ -9,12 +9,13 @@ use super::Micros;
 
 /// Allows at most `limit` units whose stamps are younger than `span`.
 ///
-/// The log is sorted by stamp, and its size is bounded for every limit. Units share chunks of a
-/// hundredth of the limit, each under the latest of their stamps. New slots depend only on the
-/// newest units, twice the limit. Beyond these, chunks grow coarse, up to `limit` units each: they
-/// matter again only when a long queue gives up. Beyond [`MOST_COARSE`] coarse chunks the oldest
-/// leave the log, and one `floor` stands for them. All of this only makes stamps later. So the
-/// limit is never exceeded, and at most a chunk less than the limit is used.
+/// The log is sorted by stamp, and its size is bounded for every limit. Units share *chunks* of a
+/// hundredth of the limit. A chunk has the latest stamp of its units. New slots depend only on the
+/// newest units, up to twice the limit. Older chunks join and become *coarse*, with up to `limit`
+/// units each. They matter again only if a long queue gives up. If there are more than
+/// [`MOST_COARSE`] coarse chunks, the oldest leave the log, and `floor` has the newest of their
+/// stamps. All of this only makes stamps later. So the limit is never exceeded, and at most a chunk
+/// less than the limit is used.
 #[derive(Debug)]
 pub(super) struct Window {
     limit: u64,
@@ -23,20 +24,20 @@ pub(super) struct Window {
     total: u64,
     /// How many of the oldest chunks are coarse.
     coarse: usize,
-    /// The units in the other chunks.
+    /// The units in the other chunks, which are *fine*.
     fine: u64,
     /// The newest stamp of the chunks that left the log early.
     floor: Option<Micros>,
-    /// `cursor.before` units lie in the chunks before `cursor.index`: the running sum of the last
-    /// search, from which the next goes on.
+    /// The running sum of the last search, from which the next search goes on. The chunks before
+    /// `cursor.index` have `cursor.before` units.
     cursor: Cursor,
 }
 
-/// The most coarse chunks: slots booked ahead are kept apart for this many windows.
+/// The most coarse chunks. Slots that are booked up to this many windows ahead are kept apart.
 const MOST_COARSE: usize = 48;
 
-/// The most other chunks. Two limits of units fill 200; only give-backs and stamps out of order
-/// make more.
+/// The most fine chunks. Units of twice the limit fill 200. More are made only by permits that come
+/// back, and by stamps out of order.
 const MOST_FINE: usize = 204;
 
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +70,7 @@ impl Window {
         self.chunks.iter().copied()
     }
 
-    /// A chunk with fewer units than this takes more.
+    /// Returns the size of a chunk. A chunk with fewer units takes more.
     fn chunk_size(&self) -> u64 {
         self.limit.div_ceil(100)
     }
@@ -151,8 +152,8 @@ impl Window {
         self.limit.saturating_sub(self.total - before)
     }
 
-    /// Returns how many units may be used now. All chunks that are left are younger than the
-    /// window.
+    /// Returns how many units may be used now. `advance` has removed the chunks that are older than
+    /// the window.
     pub(super) fn free(&self, now: Micros) -> u64 {
         match self.floor {
             Some(floor) if floor.saturating_add(self.span) > now => 0,
@@ -217,14 +218,16 @@ impl Window {
         self.coarsen();
     }
 
-    /// Counts units that were used without a permit. More than the limit count as the limit.
+    /// Counts units that were used without a permit. If they are more than the limit, as many as
+    /// the limit count.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         if stamp.saturating_add(self.span) > now {
             self.insert(stamp, units.min(self.limit));
         }
     }
 
-    /// Bounds the log: chunks behind the newest two limits of units join, and in the end leave.
+    /// Bounds the log: joins the chunks that are older than the newest units of twice the limit. If
+    /// there are too many of them, the oldest leave the log.
     fn coarsen(&mut self) {
         while let Some(&Chunk { count, .. }) = self.chunks.get(self.coarse)
             && (self.fine - count >= 2 * self.limit || self.chunks.len() - self.coarse > MOST_FINE)
@@ -254,10 +257,10 @@ impl Window {
         }
     }
 
-    /// Takes `units` out again that were inserted under `stamp` and never used.
+    /// Takes back `units` that were inserted under `stamp` and were not used.
     ///
-    /// They lie in chunks with that stamp or a later one. They are taken from the first of these
-    /// chunks, so that each used unit keeps a unit of its own in the log, with a stamp that is not
+    /// They are in chunks with that stamp or a later one, and are removed from the first of these
+    /// chunks. So each used unit keeps a unit of its own in the log, with a stamp that is not
     /// earlier.
     pub(super) fn subtract(&mut self, now: Micros, stamp: Micros, mut units: u64) {
         let gone = stamp.saturating_add(self.span) <= now
@@ -279,8 +282,8 @@ impl Window {
         }
     }
 
-    /// Joins a chunk that has become small with the next, so that give-backs cannot leave a log of
-    /// many small chunks.
+    /// Joins a chunk that has become small with the next. Without this, permits that come back
+    /// would leave a log of many small chunks.
     fn join_next(&mut self, index: &mut usize) {
         let count = self.chunks[*index].count;
         let size = self.chunk_size();
